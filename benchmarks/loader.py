@@ -40,7 +40,7 @@ from benchmarks import CACHE, claims
 from benchmarks.photographs import CLASSES, FOLDER, photographs
 from data.batches import MicroBatch
 from data.encoded import EncodedSource
-from data.loader import training_batches
+from data.loader import TrainingBatches
 from data.sources import open_source
 from parallel.parent_death import bound_to_parent
 from recipe.batch import steps_per_epoch
@@ -118,7 +118,7 @@ def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
 
 def our_batches(data: Data, size: int, micro: int, batch: int) -> Iterator[MicroBatch]:
     """Micro batches of the photographs, without end for our purposes. Args: batch: images of an update."""
-    return training_batches(
+    return TrainingBatches(
         open_source(data, len(CLASSES), "train"), data=data, image_size=size, global_batch=batch, micro=micro, seed=0,
         first_step=0, last_step=10**6,
     )  # fmt: skip

@@ -7,6 +7,7 @@ contiguous range of the step's micro batches. So replicas and workers never chan
 import contextlib
 import errno
 import os
+from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator, Optional, Sequence, Union
 
 import torch
@@ -31,46 +32,87 @@ class NotLeftOut(UnreadableImage):
         super().__init__(f"{reason}; mend or remove the file, or leave such images out with data.bad_images=skip")
 
 
-def training_batches(
-    source: Source,
-    *,
-    data: Data,
-    image_size: Union[int, Callable[[int], int]],
-    global_batch: int,
-    micro: int,
-    seed: int,
-    first_step: int,
-    last_step: int,
-    replica: int = 0,
-    replicas: int = 1,
-    device: torch.device = _CPU,
-) -> Prefetcher:
-    """One replica's micro batches of the steps first_step <= step < last_step, in order.
+class TrainingBatches:
+    """One replica's micro batches of the steps first_step <= step < last_step, in order; an iterator.
 
     Steps count updates from the start of the run, so a resumed run gets the same batches. Workers load ahead over the
-    ends of epochs; closing the iterator ends them. Raises UnreadableImage while iterating, under data.bad_images=error.
-
-    Args:
-        image_size: pixels a side, or a function from an epoch, counted from 0, to them, called ahead of the training.
-        global_batch, micro: images per step and per micro batch; micro x replicas divides global_batch.
+    ends of epochs. Raises UnreadableImage while iterating, under data.bad_images=error.
     """
-    assert global_batch % (micro * replicas) == 0 and 0 <= replica < replicas, (global_batch, micro, replicas)
-    assert len(source) >= global_batch, (len(source), global_batch)
-    share = global_batch // micro // replicas
 
-    def requests() -> Iterator[Request]:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        data: Data,
+        image_size: Union[int, Callable[[int], int]],
+        global_batch: int,
+        micro: int,
+        seed: int,
+        first_step: int,
+        last_step: int,
+        share: Optional[range] = None,
+        device: torch.device = _CPU,
+    ):
+        """
+        Args:
+            image_size: pixels a side, or a function from an epoch, counted from 0, to them, called ahead of the
+                training.
+            global_batch, micro: images per step and per micro batch; the latter divides the former.
+            share: the replica's, of the micro batches of a step; None for all.
+        """
+        assert global_batch % micro == 0 and len(source) >= global_batch, (len(source), global_batch, micro)
+        share = range(global_batch // micro) if share is None else share
+        self._data, self._device, self._waited = data, device, 0.0
+        self._requests = _Requests(source, image_size, global_batch, micro, seed, range(first_step, last_step), share)
+        self._loader = _loader(Reader(source, micro, Training(data, seed)), self._requests, data, device)
+        self._ahead = _prefetched(self._loader, data, device)
+
+    def __iter__(self) -> "TrainingBatches":
+        return self
+
+    def __next__(self) -> MicroBatch:
+        return next(self._ahead)
+
+    def divide(self, step: int, share: range) -> None:
+        """Go on with another share of the micro batches, from the first one of a step. What was loaded ahead is lost,
+        the workers stay."""
+        self._waited = self.waited()
+        self._ahead.close()
+        self._requests.steps, self._requests.share = range(step, self._requests.steps.stop), share
+        self._ahead = _prefetched(self._loader, self._data, self._device)
+
+    def waited(self) -> float:
+        """Seconds that the device was idle, waiting for images, without the first wait, which starts workers."""
+        return self._waited + self._ahead.waited()
+
+    def close(self) -> None:
+        """End the workers; the batches cannot be iterated any more."""
+        self._ahead.close()
+        self._loader = None
+
+
+@dataclass
+class _Requests:
+    """The requests of TrainingBatches; each iteration begins anew."""
+
+    source: Source
+    image_size: Union[int, Callable[[int], int]]
+    global_batch: int
+    micro: int
+    seed: int
+    steps: range
+    share: range
+
+    def __iter__(self) -> Iterator[Request]:
         ordered = None
-        for step in range(first_step, last_step):
-            epoch, within = divmod(step, steps_per_epoch(len(source), global_batch))
+        for step in self.steps:
+            epoch, within = divmod(step, steps_per_epoch(len(self.source), self.global_batch))
             if epoch != ordered:
-                order, ordered = source.order(seed, epoch), epoch
-                pixels = image_size(epoch) if callable(image_size) else image_size
-            for number in range(replica * share, (replica + 1) * share):
-                start = within * global_batch + number * micro
-                yield Request(step, epoch, number, pixels, order[start : start + micro].tolist())
-
-    loader = _loader(Reader(source, micro, Training(data, seed)), requests(), data, device)
-    return _prefetched(loader, data, device)
+                order, ordered = self.source.order(self.seed, epoch), epoch
+                pixels = self.image_size(epoch) if callable(self.image_size) else self.image_size
+            for number in self.share:
+                start = within * self.global_batch + number * self.micro
+                yield Request(step, epoch, number, pixels, order[start : start + self.micro].tolist())
 
 
 class EvaluationBatches:
@@ -89,7 +131,7 @@ class EvaluationBatches:
         order: Optional[Sequence[int]] = None,
     ):
         """Args: batch: images per micro batch; the last is padded. order: of the images. Others as for
-        `training_batches`."""
+        `TrainingBatches`."""
         assert 0 <= replica < replicas, (replica, replicas)
         order = order or range(len(source))
         self._requests = [
@@ -123,7 +165,7 @@ def _loader(reader: Reader, requests: Iterable[Request], data: Data, device: tor
         from data.dali import DaliLoader
 
         return DaliLoader(reader, requests, max(1, data.workers), device)
-    return Loader(reader, requests, data)
+    return Loader(reader, requests, data, forks=device.type != "cuda")
 
 
 def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) -> Prefetcher:

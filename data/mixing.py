@@ -4,22 +4,26 @@ Partners are rows of the same micro batch, and draws are a function of (seed, st
 Sources: Zhang et al., 1710.09412 (mixup); Yun et al., 1905.04899 (cutmix).
 """
 
+import functools
 import math
 from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
 
+from data.prefetch import sent
 from recipe.config import Data
 from recipe.randomness import Stream, key
 
 _Box = Tuple[int, int, int, int]
 _NO_BOX = (0, 0, 0, 0)
+_CPU = torch.device("cpu")
 _SMALLEST_ALPHA = 1e-6  # such shares are 0 and 1 already; from 1e-100, numpy 1.24 never returns
 
 
 class Mixing(NamedTuple):
-    """Mixing of the N rows of a micro batch; tensors are on the host. Padding rows are their own partners and donors.
+    """Mixing of the N rows of a micro batch; its tensors are not to be changed. Padding rows are their own partners and
+    donors.
 
     Mixup comes first: row i becomes share[i] x itself + (1 - share[i]) x row partner[i]. Cutmix works on the result:
     inside the box, row i shows row donor[i].
@@ -37,9 +41,18 @@ def mixes(data: Data) -> bool:
 
 
 def draw(
-    data: Data, seed: int, step: int, number: int, rows: int, valid: int, height: int, width: int
+    data: Data,
+    seed: int,
+    step: int,
+    number: int,
+    rows: int,
+    valid: int,
+    height: int,
+    width: int,
+    device: torch.device = _CPU,
 ) -> Optional[Mixing]:
     """Draw how a micro batch, number `number` of its step over all replicas, is mixed; None without mixing.
+    No GPU is waited for. Args: device: of the micro batch, and of the tensors.
 
     The partner is the image before (i - 1), the donor the one two before, or before if there are only two. Of `rows`
     rows the first `valid` are images, of height x width pixels.
@@ -52,21 +65,21 @@ def draw(
     if data.cutmix is not None and valid > 1:
         box = _cutmix_box(data.cutmix, Stream(key("cutmix", seed, step, number)), height, width)
     return Mixing(
-        share=torch.from_numpy(share.astype(np.float32)),
-        partner=_before(1, rows, valid),
+        share=sent(torch.from_numpy(share.astype(np.float32)), device),
+        partner=_before(1, rows, valid, device),
         box=box,
-        donor=_before(2 if valid > 2 else 1, rows, valid),
+        donor=_before(2 if valid > 2 else 1, rows, valid, device),
         kept=1 - box[2] * box[3] / (height * width),
     )
 
 
 def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
-    """Mix uint8 [N, 3, H, W] to float32 from 0 to 255, on the same device; the host does not wait for it."""
+    """Mix uint8 [N, 3, H, W], on the plan's device, to float32 from 0 to 255."""
     mixed = _mixed_up(images.float(), plan)
     top, left, height, width = plan.box
     if height and width:
         inside = mixed[:, :, top : top + height, left : left + width]
-        inside.copy_(inside[plan.donor.to(images.device, non_blocking=True)])
+        inside.copy_(inside[plan.donor])
     return mixed
 
 
@@ -76,21 +89,20 @@ def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> t
     if plan is None:
         return targets
     targets = _mixed_up(targets, plan)
-    return torch.lerp(targets[plan.donor.to(labels.device, non_blocking=True)], targets, plan.kept)
+    return torch.lerp(targets[plan.donor], targets, plan.kept)
 
 
 def _mixed_up(rows: torch.Tensor, plan: Mixing) -> torch.Tensor:
     """share x row + (1 - share) x partner; exactly the row where the two are equal."""
-    partner = plan.partner.to(rows.device, non_blocking=True)
-    share = plan.share.to(rows.device, non_blocking=True)
-    return torch.lerp(rows[partner], rows, share.view(-1, *[1] * (rows.dim() - 1)))
+    return torch.lerp(rows[plan.partner], rows, plan.share.view(-1, *[1] * (rows.dim() - 1)))
 
 
-def _before(distance: int, rows: int, valid: int) -> torch.Tensor:
-    """Number of the image `distance` before each row, cyclic over the valid ones; int64 [rows]."""
+@functools.lru_cache(maxsize=64)
+def _before(distance: int, rows: int, valid: int, device: torch.device) -> torch.Tensor:
+    """Number of the image `distance` before each row, cyclic over the valid ones; int64 [rows], one for all callers."""
     numbers = np.arange(rows)
     numbers[:valid] = (numbers[:valid] - distance) % max(1, valid)
-    return torch.from_numpy(numbers)
+    return sent(torch.from_numpy(numbers), device)
 
 
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:

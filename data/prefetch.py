@@ -20,6 +20,13 @@ _Moved = Tuple[MicroBatch, Optional[torch.cuda.Event]]
 _Move = Callable[[MicroBatch], _Moved]
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor of the host on a device; no GPU is waited for."""
+    if device.type != "cpu" and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class Prefetcher:
     """An iterator over micro batches whose images are on the device; labels and indices stay on the CPU.
 

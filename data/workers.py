@@ -9,7 +9,7 @@ import signal
 import threading
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import Queue
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, Optional
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,7 +26,9 @@ _GLANCE = 1.0  # seconds between two checks whether the parent is alive
 class Loader(DataLoader):
     """Loads whole micro batches in worker processes, or in this process if there are to be none."""
 
-    def __init__(self, reader: Reader, requests: Iterable[Request], data: Data):
+    def __init__(self, reader: Reader, requests: Iterable[Request], data: Data, forks: bool = True):
+        """Args: forks: whether workers may be copies of this process; not of one that uses CUDA, whose threads hold
+        locks that nobody would open in a copy."""
         super().__init__(
             reader,
             sampler=requests,
@@ -36,7 +38,7 @@ class Loader(DataLoader):
             prefetch_factor=data.prefetch if data.workers else None,
             persistent_workers=data.workers > 0,
             worker_init_fn=begin_work,
-            multiprocessing_context=_quiet_context() if data.workers else None,
+            multiprocessing_context=_quiet_context(None if forks else "forkserver") if data.workers else None,
             # Of its own, or else each iteration would take a number from torch's global generator.
             generator=torch.Generator(),
         )
@@ -46,7 +48,8 @@ class Loader(DataLoader):
         if self.num_workers:
             context = self.multiprocessing_context
             try:
-                context.Event(), [context.Queue() for _ in range(self.num_workers + 1)]
+                with signals_withheld():  # also from Python's resource tracker, whose start ends it
+                    context.Event(), [context.Queue() for _ in range(self.num_workers + 1)]
             except OSError as error:
                 raise (shared_memory_is_full() if error.errno == errno.ENOSPC else error) from None
         with signals_withheld():
@@ -56,9 +59,12 @@ class Loader(DataLoader):
         """Do not warn of more workers than cores: they are right where reading waits for a network."""
 
 
-def _quiet_context() -> BaseContext:
-    """The default context with queues that print nothing when their reader was killed: torch reports that."""
-    context = copy.copy(multiprocessing.get_context())
+def _quiet_context(way: Optional[str] = None) -> BaseContext:
+    """A context, by default the default one, with queues that print nothing when their reader was killed: torch reports
+    that."""
+    context = copy.copy(multiprocessing.get_context(way))
+    if way == "forkserver":
+        context.set_forkserver_preload([__name__])  # else every worker would load torch
     make = context.Queue
 
     def queue(maxsize: int = 0) -> Queue:

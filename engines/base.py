@@ -128,6 +128,11 @@ class Engine(ABC):
         Raises UnreadableImage under data.bad_images=error; Diverged on every rank.
         """
 
+    def balance(self, step: int) -> List[str]:
+        """Between two updates, the next of which begins at `step`: let replicas compute as many micro batches as they
+        are fast, where the recipe asks for it; lines for the user. Waits; every process calls."""
+        return []
+
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
         """The gradient noise scale of the whole model, if known, and by parameter. Waits; every process calls."""
         return None, {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from typing import Callable, List
+from typing import Any, Callable, Iterator, List, Tuple
 
 import torch
 
@@ -18,9 +19,12 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 def device_of(recipe: Recipe, topology: Topology) -> torch.device:
     """Device of this process: each process on a host has a GPU of its own.
 
-    Raises ConfigError: no CUDA device, or fewer than processes on this host.
+    Raises ConfigError: no CUDA device, or fewer than processes on this host; a GPU that only looks like one.
     """
     wanted, found = recipe.run.device, torch.cuda.is_available()
+    if found and wanted != "cpu" and torch.version.hip:
+        supported = "supported are NVIDIA GPUs (cuda), CPUs and IPUs"
+        raise ConfigError(f"run.device {wanted}: this PyTorch is for ROCm; {supported}; use run.device=cpu")
     if wanted == "cuda" and not found:
         raise ConfigError("run.device cuda: PyTorch finds no CUDA device here; use run.device=cpu or auto")
     if wanted == "cpu" or not found:
@@ -47,6 +51,36 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Stopwatch:
+    """Seconds that a device computes within some blocks; nothing waits until they are read."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._marks: List[tuple] = []  # before and after each block
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A block to be measured."""
+        before = self._mark()
+        yield
+        self._marks.append((before, self._mark()))
+
+    def read(self) -> Tuple[float, int]:
+        """Seconds in blocks since the last call, and how many of them. Waits for the device."""
+        synchronize(self._device)
+        marks, self._marks = self._marks, []
+        if self._device.type == "cuda":
+            return sum(before.elapsed_time(after) for before, after in marks) / 1000, len(marks)
+        return sum(after - before for before, after in marks), len(marks)
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """Dtype of activations and working weights."""
     if recipe.precision.compute == "auto":
@@ -54,12 +88,14 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return DTYPES[recipe.precision.compute]
 
 
-def set_determinism(wanted: bool) -> None:
-    """Process-wide switches of torch. Shapes seldom change within a run, so cuDNN may search for kernels."""
-    torch.backends.cudnn.benchmark = not wanted
-    torch.backends.cudnn.deterministic = wanted
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def set_switches(deterministic: bool) -> None:
+    """Process-wide switches of torch. Shapes seldom change within a run, so cuDNN may search for kernels. float32 is
+    IEEE's in every kernel, so that the choice of one changes no more than rounding."""
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.allow_tf32 = False  # as for matrix products, by default
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # commands have it from their beginning
         torch.use_deterministic_algorithms(True)
 
 

@@ -187,6 +187,11 @@ class GradientExchange:
         self.arm: Optional[Callable[[], None]] = self._running.arm if overlaps else None
         self.after_update = self._running.after_update  # to be called when update `step` has been made
         self._summed = batch.micro_batches if method.sums else batch.accumulation
+        self.divide(batch)
+
+    def divide(self, batch: Batch) -> None:
+        """From the next step on replicas compute the shares of `batch`. The gradients have their sums already."""
+        self._running.divide(batch.shares, self._weights.gradients.sums)
 
     def __call__(self, step: int, scale: torch.Tensor, lr: float) -> Optional[torch.Tensor]:
         """Exchange the gradient of update `step`, from 0, that lies in the weights' buffer; or the update of it.

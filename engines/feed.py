@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import Any, Callable, ContextManager, Deque, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Deque, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from data import loader, mixing
 from data.base import Source
 from data.batches import MicroBatch
-from data.prefetch import Prefetcher
+from data.prefetch import Prefetcher, sent
 from engines.base import summable
 from engines.timeline import Recorder
 from models.stochastic import Draws
@@ -41,6 +41,7 @@ class Feed:
         self._group, self._topology = processes.host_stage_group, processes.topology
         self._device, self._batch_statistics = device, recipe.model.batch_statistics
         self._sent: List[tuple] = []
+        self._mixed: Tuple[tuple, Optional[mixing.Mixing]] = ((), None)
         self._waiting: Deque[tuple] = deque()  # labels on their way from the first stage to the last
 
     @property
@@ -48,29 +49,27 @@ class Feed:
         """Dtype of training images as they enter the model: mixed ones lie between the integers."""
         return torch.float32 if mixing.mixes(self._data) else torch.uint8
 
-    def start(
-        self, micro_batches: Iterator[MicroBatch], steps: range, each: int, first_number: int, rows: int, size: int
-    ) -> None:
+    def start(self, micro_batches: Iterator[MicroBatch], steps: range, share: range, rows: int, size: int) -> None:
         """Begin an update of some steps.
 
         Args:
-            each, first_number: micro batches of a step, and the number of the first within its step over all replicas.
+            share: this replica's, of the micro batches of each step.
             rows, size: rows of a micro batch, and pixels a side of its images, which the first stage sees itself.
         """
-        self._micro_batches, self._steps, self._each, self._first_number = micro_batches, steps, each, first_number
+        self._micro_batches, self._steps, self._share = micro_batches, steps, share
         self._rows, self._size = rows, size
         self._own_numbers: Dict[int, int] = {}
         self._waiting.clear()
         if self._topology.is_last and not self._topology.is_first:
             # All before the first are needed, so that the sender need not wait.
-            self._waiting.extend(self._receive_labels() for _ in range(len(steps) * each))
+            self._waiting.extend(self._receive_labels() for _ in range(len(steps) * len(share)))
         self.images_seen = 0
         self.unreadable: List[str] = []
 
     def place(self, number: int) -> Tuple[int, int]:
         """Step of a micro batch that is counted in this replica, and its number within that step over all replicas."""
-        expected = self._first_number + number % self._each
-        return self._steps[number // self._each], self._own_numbers.get(number, expected)
+        step, place = divmod(number, len(self._share))
+        return self._steps[step], self._own_numbers.get(number, self._share[place])
 
     def images(self, number: int) -> torch.Tensor:
         """Images of micro batch `number`, counted in this replica, on the device; in order."""
@@ -94,7 +93,7 @@ class Feed:
         """Labels of the images of micro batch `number`, int64 [valid], and their targets: the same, or where
         images are mixed float32 [valid, classes]. On the last stage, on the device; in order."""
         labels, valid = self._labels()
-        labels = labels.to(self._device, non_blocking=True)
+        labels = sent(labels, self._device)
         plan = self._plan(number, self._rows, valid)
         targets = labels if plan is None else mixing.mix_targets(labels, plan, self._classes)
         return labels[:valid], targets[:valid]
@@ -111,7 +110,7 @@ class Feed:
         if not self._topology.is_first:
             self._waiting.append(self._receive_labels())
         labels, valid = self._labels()
-        return labels[:valid].to(self._device)
+        return sent(labels[:valid], self._device)
 
     def finish(self) -> None:
         """Wait until all labels have arrived: then their memory may be used again."""
@@ -120,7 +119,11 @@ class Feed:
         self._sent.clear()
 
     def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
-        return mixing.draw(self._data, self._seed, *self.place(number), rows, valid, self._size, self._size)
+        """How a micro batch is mixed: drawn once for its images and its targets, where both are here."""
+        drawn = (*self.place(number), rows, valid, self._size, self._size)
+        if self._mixed[0] != drawn:
+            self._mixed = drawn, mixing.draw(self._data, self._seed, *drawn, self._device)
+        return self._mixed[1]
 
     def _send_labels(self, batch: MicroBatch) -> None:
         if self._topology.is_last:
@@ -197,11 +200,11 @@ class TrainingStep(Feed, Work):
 
 def training_batches(
     source: Optional[Source], recipe: Recipe, batch: Batch, topology: Topology, steps: range, device: torch.device
-) -> Prefetcher:
+) -> Union[Prefetcher, loader.TrainingBatches]:
     """This replica's micro batches of some steps; none where images do not enter."""
     if source is None:
         return Prefetcher((nothing for nothing in ()), device, depth=0)
-    return loader.training_batches(
+    return loader.TrainingBatches(
         source,
         data=recipe.data,
         image_size=functools.partial(training_image_size, recipe),
@@ -210,8 +213,7 @@ def training_batches(
         seed=recipe.run.seed,
         first_step=steps.start,
         last_step=steps.stop,
-        replica=topology.replica,
-        replicas=batch.replicas,
+        share=batch.shares[topology.replica],
         device=device,
     )
 

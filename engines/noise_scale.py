@@ -26,7 +26,7 @@ from recipe.config import Recipe
 from recipe.division import Batch
 
 _EVERY = 4  # updates, of which one is measured: reading every micro batch's gradient once more takes its time
-_MOST = 8  # micro batches of a replica that are measured
+_MOST = 8  # micro batches of a step that are measured
 _DECAY = 0.96  # of the averages, in each measured update: about the last two hundred updates count
 _MOMENTS = 7  # sums over updates: weights, squared weights; weighted S, |G|^2, their squares and product
 _FEWEST = 10.0  # measured updates, as they count, from which a standard error means something
@@ -35,47 +35,67 @@ _FEWEST = 10.0  # measured updates, as they count, from which a standard error m
 class Meter:
     """Running averages of S and |G|^2, from the norms of micro batches' gradients and of the whole batch's gradient.
 
-    Hooks measure the gradient of each parameter before it is accumulated, so every pipeline schedule works, and an
-    exchange that overlaps the backward pass. Where the exchange does not give each replica the sum of all gradients,
+    Hooks, which parameters have in measured updates only, measure each gradient before it is accumulated, so every
+    pipeline schedule works, and an exchange that overlaps the backward pass. Of a step the same micro batches are
+    measured whichever replica computes them. Where the exchange does not give each replica the sum of all gradients,
     the large batch is the replica's own. Updates that are not finite are ignored. Nothing waits for the device.
 
     on: whether the current update is measured; never without parameters.
     """
 
-    def __init__(self, parameters: Dict[str, nn.Parameter], small: int, large: int, replicas: int, layers: bool):
-        """Args: small, large: images of the two batches. layers: whether to keep averages for each parameter as well,
-        from this replica's micro batches alone."""
-        self._small, self._large, self._replicas = small, large, replicas
-        self._norms: List[List[torch.Tensor]] = [[] for _ in parameters]
+    def __init__(
+        self, parameters: Dict[str, nn.Parameter], small: int, large: int, micro_batches: int, own: float, layers: bool
+    ):
+        """
+        Args:
+            small, large: images of the two batches. micro_batches: of a step over all replicas.
+            own: this replica's weight in the mean over replicas of the large batch's squared norm.
+            layers: whether to keep averages for each parameter as well, from this replica's micro batches alone.
+        """
+        self._small, self._large, self._own = small, large, own
+        most = min(_MOST, micro_batches)
+        self._measured = [number * micro_batches // most for number in range(most)]  # evenly, from the first on
+        self._norms: List[Dict[int, torch.Tensor]] = [{} for _ in parameters]  # by number of a measured micro batch
         self.on = False
-        for number, parameter in enumerate(parameters.values()):
-            parameter.register_hook(functools.partial(self._measure, number))
+        self._parameters, self._hooks = list(parameters.values()), []
         self._names = [*([""] if parameters else ()), *(parameters if layers else ())]  # the whole model first
         device = next((each.device for each in parameters.values()), None)
         self.moments = torch.zeros(_MOMENTS, len(self._names), dtype=torch.float64, device=device)
 
-    def start(self, number: int, steps: int = 1) -> None:
-        """Begin update `number`, from 0. Args: steps: by which the large batch is larger than usual."""
+    def start(self, number: int, share: range, steps: int = 1) -> None:
+        """Begin update `number`, from 0.
+
+        Args: share: this replica's, of a step's micro batches. steps: of the update; the first is measured.
+        """
         self.on, self._steps = bool(self._norms) and number % _EVERY == 0, steps
+        self._share, self._passed = share, [0] * len(self._norms)
+        while self._hooks:
+            self._hooks.pop().remove()
+        for place, parameter in enumerate(self._parameters if self.on else ()):
+            self._hooks.append(parameter.register_hook(functools.partial(self._measure, place)))
         for norms in self._norms:
             norms.clear()
 
     def squares(self, gradients: List[torch.Tensor], scale: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        """This process's share of the squared norms of the small and the large batch's gradient, float64 [2]. Its sum
-        over all stages and replicas is the mean over replicas.
+        """This process's share of the squared norms of the gradients of each micro batch that is measured, and of the
+        large batch: float64 [measured + 1], to be added up over all stages and replicas. Of several replicas one has
+        what is not zero, so that the sum does not depend on their number.
 
         Args: gradients: sums over the large batch; `divisor` makes means of them. scale: of the loss.
         """
-        every = torch.stack([norm for norms in self._norms for norm in norms]).double() / scale
-        parts = every.split([len(norms) for norms in self._norms])
-        own = torch.stack([part.square().mean() if len(part) else part.sum() for part in parts])
+        none = torch.zeros((), device=scale.device)
+        every = torch.stack([norms.get(each, none) for each in self._measured for norms in self._norms])
+        every = (every.double() / scale).square().view(len(self._measured), -1)
         whole = torch.stack(torch._foreach_norm(gradients)).double() / divisor
+        count = max(1, sum(each in self._share for each in self._measured))
+        own = every.sum(0) / count
         self._squares = torch.stack([own, whole.square()])
-        return self._squares.sum(1) / self._replicas
+        return torch.cat([every.sum(1), whole.square().sum()[None] * self._own])
 
     def add(self, squares: torch.Tensor, finite: torch.Tensor) -> None:
-        """Count an update. Args: squares: float64 [2], of all processes. finite: bool []."""
-        each = torch.cat([squares[:, None], self._squares[:, : len(self._names) - 1]], dim=1)
+        """Count an update. Args: squares: float64 [measured + 1], of all processes. finite: bool []."""
+        whole = torch.stack([squares[:-1].mean(), squares[-1]])
+        each = torch.cat([whole[:, None], self._squares[:, : len(self._names) - 1]], dim=1)
         (small, large), batch = each, self._large * self._steps
         signal = (batch * large - self._small * small) / (batch - self._small)
         noise = (small - large) / (1 / self._small - 1 / batch)
@@ -101,11 +121,16 @@ class Meter:
                 moments.copy_(saved[name])
 
     def _measure(self, number: int, gradient: torch.Tensor) -> None:
-        if self.on and len(self._norms[number]) < _MOST:
-            self._norms[number].append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        """Backward passes come in the order of the micro batches."""
+        passed = self._passed[number]
+        self._passed[number] += 1
+        if passed < len(self._share) and self._share[passed] in self._measured:
+            self._norms[number][self._share[passed]] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
 
-def create(recipe: Recipe, batch: Batch, method: Method, parameters: Dict[str, nn.Parameter]) -> Tuple[Meter, str]:
+def create(
+    recipe: Recipe, batch: Batch, method: Method, parameters: Dict[str, nn.Parameter], replica: int
+) -> Tuple[Meter, str]:
     """The meter that `log.noise_scale` asks for, or one that measures nothing; and the reason if the recipe insists."""
     wanted, large = recipe.log.noise_scale, batch.global_ if method.complete else batch.micro * batch.accumulation
     why = ""
@@ -115,7 +140,8 @@ def create(recipe: Recipe, batch: Batch, method: Method, parameters: Dict[str, n
         why = "a gradient of one micro batch has nothing to be compared with"
     note = f"log.noise_scale: not measured, as {why}" if why and wanted not in ("auto", False) else ""
     measured = {} if why or not wanted else parameters
-    return Meter(measured, batch.micro, large, batch.replicas, wanted == "layers"), note
+    own = float(replica == 0) if method.complete else 1 / batch.replicas
+    return Meter(measured, batch.micro, large, batch.micro_batches, own, wanted == "layers"), note
 
 
 def estimate(moments: List[float]) -> Optional[NoiseScale]:

@@ -75,21 +75,24 @@ def combine_statistics(
     buffers: Dict[str, torch.Tensor],
     before: Sequence[torch.Tensor],
     momentum: float,
-    accumulation: int,
+    shares: Sequence[range],
     processes: Processes,
 ) -> None:
     """Make each replica's running statistics those of one process that has seen all micro batches of the step.
 
-    A replica's micro batches move a statistic from R to D R + T, with D = (1 - momentum)^accumulation. One process,
-    which takes the P replicas' micro batches one after the other, would end at D^P R + the sum over replicas r of
-    D^(P - 1 - r) T_r: that is put into `buffers`. Args: before: the same before the step, equal on all replicas.
+    A replica's m micro batches move a statistic from R to D^m R + T, with D = 1 - momentum. One process, which takes
+    the N micro batches of all replicas one after the other, would end at D^N R + the sum over replicas of D^l T, with l
+    micro batches that come later: that is put into `buffers`.
+
+    Args: before: the same before the step, equal on all replicas. shares: of the replicas.
     """
     place, decay = processes.topology, 1 - momentum
     if place.replicas == 1:
         return
     start, end = (torch.cat([each.flatten().double() for each in part]) for part in (before, buffers.values()))
-    own = (end - start * decay**accumulation) * decay ** (accumulation * (place.replicas - 1 - place.replica))
+    share, count = shares[place.replica], shares[-1].stop
+    own = (end - start * decay ** len(share)) * decay ** (count - share.stop)
     processes.sum_over_replicas(own)
-    combined = own + start * decay ** (accumulation * place.replicas)
+    combined = own + start * decay**count
     for buffer, values in zip(buffers.values(), combined.split([buffer.numel() for buffer in buffers.values()])):
         buffer.copy_(values.view_as(buffer))

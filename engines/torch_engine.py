@@ -13,7 +13,7 @@ from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, noise_scale, state, tuning
 from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
-from engines.devices import compute_dtype, device_of, set_determinism, timed
+from engines.devices import Stopwatch, compute_dtype, device_of, set_switches, timed
 from engines.exchange import GradientExchange, create_weights
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from engines.timeline import Recorder
@@ -23,11 +23,13 @@ from optim.averaging import WeightAverage
 from optim.loss_scale import LossScale
 from parallel import exchange
 from parallel.processes import Processes
+from parallel.speeds import Speeds
 from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_size, training_image_sizes
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
+from recipe.shares import subtrees
 
 
 class TorchEngine(Engine):
@@ -39,7 +41,7 @@ class TorchEngine(Engine):
         self._recipe, self._trains, self._steps_per_epoch = recipe, steps_per_epoch is not None, steps_per_epoch or 1
         self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
-            set_determinism(recipe.run.deterministic)
+            set_switches(recipe.run.deterministic)
         if self._trains:
             tuning.check(recipe.engine, self.device)
         self._compute = compute_dtype(recipe, self.device)
@@ -47,7 +49,8 @@ class TorchEngine(Engine):
         decays = zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
         self._averages = {name: WeightAverage(decay, self._averaged()) for name, decay in decays if decay is not None}
         self._method = exchange.of(recipe.exchange)
-        self._meter, note = noise_scale.create(recipe, batch, self._method, self._parameters if self._trains else {})
+        measured = self._parameters if self._trains else {}
+        self._meter, note = noise_scale.create(recipe, batch, self._method, measured, self.topology.replica)
         self.notes += (note,) if note and self._trains else ()
         self._exchange = self.exchange_of(recipe, steps_per_epoch)
         self.recorder = Recorder(processes, self.device)
@@ -56,7 +59,10 @@ class TorchEngine(Engine):
             *(self.weights.gradients, self._loss_scale, self.recorder),
             self._exchange.arm if len(self._stages) == 1 else None,
         )
-        self._schedules, self._steps_made = {}, 0
+        self._schedules, self._steps_made, self._batches = {}, 0, None
+        self._stopwatch, self._settled = Stopwatch(self.device), False
+        follows = recipe.parallel.shares == "measured" and self.topology.replicas > 1
+        self._speeds = Speeds(recipe.parallel.least) if follows else None
         if recipe.engine.compile and self.device.type == "cuda":
             sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
             entering = [self._boundaries(batch.micro, size, self._work.image_dtype) for size in sizes]
@@ -88,12 +94,16 @@ class TorchEngine(Engine):
             self._parameters,
             self._norms,
             model=[name for name, _ in whole.named_parameters()],
-            tree=(self.batch.accumulation, together) if recipe.exchange.in_tree else None,
+            tree=(self._leaves(), together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
             compile=recipe.engine.compile and self._trains,
         )
         self.notes += self.weights.notes
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
+
+    def _leaves(self) -> List[int]:
+        """Micro batches of each of the largest subtrees in this replica's share."""
+        return [len(each) for each in subtrees(self.batch.shares[self.topology.replica], self.batch.micro_batches)]
 
     def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
         """The exchange of `recipe` for this engine's weights. Args: steps_per_epoch: as of GradientExchange."""
@@ -123,14 +133,18 @@ class TorchEngine(Engine):
         self.recorder.begin(step, 0 < self._steps_made <= self._recipe.log.trace)  # from the session's second step on
         self._model.train()
         statistics_before = [buffer.clone() for buffer in self._buffers.values()]
-        self._meter.start(number, steps)
-        self._compute_gradients(micro_batches, range(step, step + steps))
+        self._meter.start(number, self.batch.shares[self.topology.replica], steps)
+        # The first step with these shares also starts what is new.
+        measured = self._speeds is not None and self._settled
+        with self._stopwatch.running() if measured else contextlib.nullcontext():
+            self._compute_gradients(micro_batches, range(step, step + steps))
+        self._settled = True
         squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
         with self.recorder.span("exchange"):
             divisor = self._exchange(step, self._loss_scale.scale * steps, lr)
         squares += self._squares(divisor, summed=True)
         if self._buffers and self._method.sums:
-            how = self._recipe.model.norm_momentum, self.batch.accumulation, self.processes
+            how = self._recipe.model.norm_momentum, self.batch.shares, self.processes
             state.combine_statistics(self._buffers, statistics_before, *how)
         with self.recorder.span("update"):
             finite, norms = torch.ones((), dtype=torch.bool, device=self.device), None
@@ -158,8 +172,31 @@ class TorchEngine(Engine):
         counts = scale.skipped, scale.skipped_in_row, scale.scale
         return StepResult(loss, correct.long(), images, *counts, norms, tuple(unreadable))
 
+    def balance(self, step: int) -> List[str]:
+        if self._speeds is None:
+            return []
+        (seconds, steps), share = self._stopwatch.read(), self.batch.shares[self.topology.replica]
+        ranks = self.processes.gather(seconds / (steps * len(share)) if steps else 0.0)
+        stages = self.topology.stages
+        replicas = [max(ranks[first : first + stages]) for first in range(0, len(ranks), stages)]
+        if not all(replicas):
+            return []  # no step was measured
+        shares, lines = self._speeds.follow(self.batch.shares, replicas)
+        if shares is not None:
+            self.divide(step, shares)
+        return lines
+
+    def divide(self, step: int, shares: List[range]) -> None:
+        """From a step on replicas compute these shares of its micro batches. Every rank calls, between two steps."""
+        self.batch, self._settled = self.batch.divided(shares), False
+        self.weights.gradients.divide(self._leaves())
+        self._exchange.divide(self.batch)
+        self._schedules = {key: each for key, each in self._schedules.items() if key[0] is None}
+        if self._batches is not None and self.topology.is_first:
+            self._batches.divide(step, shares[self.topology.replica])
+
     def _squares(self, divisor: Optional[torch.Tensor], summed: bool) -> List[torch.Tensor]:
-        """This process's share of the noise scale's two squared norms; none where they are not to be measured here.
+        """This process's share of the noise scale's squared norms; none where they are not to be measured here.
 
         Args: divisor: of the gradient that is there, None if none is. summed: whether the exchange is done.
         """
@@ -176,9 +213,10 @@ class TorchEngine(Engine):
 
     def _compute_gradients(self, micro_batches: Iterator[MicroBatch], steps: range) -> None:
         """All micro batches of this replica in some steps, forward and backward."""
-        each, size = self.batch.accumulation, training_image_size(self._recipe, steps.start // self._steps_per_epoch)
-        self._work.start(micro_batches, steps, each, self.topology.replica * each, self.batch.micro, size)
-        self._schedule(size, len(steps) * each).train(self._work)
+        share = self.batch.shares[self.topology.replica]
+        size = training_image_size(self._recipe, steps.start // self._steps_per_epoch)
+        self._work.start(micro_batches, steps, share, self.batch.micro, size)
+        self._schedule(size, len(steps) * len(share)).train(self._work)
         self._work.finish()
 
     def _schedule(self, size: Optional[int], count: int = 1) -> Any:

@@ -9,13 +9,14 @@ import json
 import math
 import os
 import statistics
+from importlib import metadata
 from pathlib import Path
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from engines import cuts
-from engines.devices import compute_dtype, device_of, name_of, set_determinism, timed
+from engines.devices import compute_dtype, device_of, name_of, set_switches, timed
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from models import shapes
 from models.families import build
@@ -134,11 +135,12 @@ def _fastest(
     shape, dtype = list(entering.shape), str(compute_dtype(recipe, device)).split(".")[1]
     file = _cache_file(
         *(recipe.model.model_dump(mode="json"), names, shape, dtype, recipe.parallel.recompute),
-        *(list(map(str, candidates)), name_of(device), str(torch.__version__)),
+        *(recipe.engine.compile, list(map(str, candidates)), name_of(device)),
+        *_programs(),
     )
     by_rank, origin = processes.gather(_read(file, candidates)), f"measured before ({file})"
     if None in by_rank:
-        set_determinism(False)
+        set_switches(False)
         own = [_measured(recipe, names, entering, device, candidate) for candidate in candidates]
         if processes.topology.local_rank == 0:
             _write(file, candidates, own)
@@ -186,6 +188,8 @@ def _seconds(
     stage = Stage(
         model.part(names), model.draws, blocks_to_recompute(model.names, recipe.parallel.recompute), memory_format
     )
+    if recipe.engine.compile:
+        stage.compile()
     x = torch.randint(0, 256, tuple(entering.shape), generator=torch.Generator().manual_seed(0))
     if entering.dtype == torch.uint8:
         x = x.byte().contiguous(memory_format=torch.channels_last).to(device)
@@ -205,6 +209,13 @@ def _cache_file(*key: object) -> Path:
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return Path(folder, "large-batch-efficientnet", f"engine-{digest[:32]}.json")
+
+
+def _programs() -> List[object]:
+    """Versions of torch, cuDNN and Triton, and a digest of our kernels' files."""
+    triton = [found.version for found in metadata.distributions(name="triton")]
+    kernels = b"".join(file.read_bytes() for file in sorted(Path(patching.__file__).parent.glob("*.py")))
+    return [torch.__version__, torch.backends.cudnn.version(), triton, hashlib.sha256(kernels).hexdigest()]
 
 
 def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[List[Outcome]]:

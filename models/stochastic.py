@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from recipe.randomness import bits32, key
+from recipe.randomness import MASK32, bits32, key, mix32
+
+_ON_DEVICE = ("cuda", "meta")  # types of devices that draw themselves; meta stands for a GPU, where one is not at hand
+_AHEAD = 8  # micro batches whose masks a device draws at once: about 30 kernels, however many masks they make
+_ALIGNED = 16  # elements: compiled programs copy masks that begin elsewhere
 
 
 class Draws:
-    """The seed and the current micro batch, which the random layers of one model share."""
+    """The seed and the current micro batch, which the random layers of one model share; `layers` are these layers.
+
+    On a host each mask is drawn when it is needed. A GPU draws, by the same integers, all masks of some micro batches
+    when the first is needed; the host sends it their keys without waiting.
+    """
 
     def __init__(self, seed: int):
         self.seed, self.step, self.micro_batch = seed, 0, 0
+        self.layers: List[_Dropping] = []
+        self._plan: Optional[_Plan] = None
+        self._drawn: Tuple[tuple, torch.Tensor] = ((), torch.empty(0))  # for which micro batches; masks by the plan
+
+    def mask(self, layer: _Dropping, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """The mask of a layer for the current micro batch of so many rows, in `like`'s dtype and device."""
+        if like.device.type not in _ON_DEVICE:
+            return self.keep_mask(layer.name, layer.rate, rows * layer.per_row, like)
+        plan, kind = self._plan, (rows, like.dtype, like.device)
+        if plan is None or plan.kind != kind or (layer.name, layer.rate) not in plan.starts:
+            plan = self._plan = _Plan.of(kind, self.layers)
+            self._drawn = ((), torch.empty(0))
+        number, place = divmod(self.micro_batch, _AHEAD)
+        if self._drawn[0] != (self.step, number):
+            names = [("model", self.seed, self.step, number * _AHEAD + each) for each in range(_AHEAD)]
+            keys = [[key(*name, layer.name) for layer in self.layers] for name in names]
+            self._drawn = (self.step, number), plan.draw(keys)
+        start = plan.starts[layer.name, layer.rate]
+        return self._drawn[1][place, start : start + rows * layer.per_row]
 
     def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
         """`count` values, 0 with probability `rate` and else 1 / (1 - rate), in `like`'s dtype and device."""
@@ -24,6 +51,38 @@ class Draws:
         kept = bits32(draw, np.arange(count, dtype=np.uint64)) >= int(rate * 2**32)
         mask = torch.from_numpy(kept.astype(np.float32) / (1 - rate))
         return mask.to(like.device, like.dtype, non_blocking=True)
+
+
+class _Plan(NamedTuple):
+    """How the masks of all layers lie behind one another, on a device. Its tensors have a number for each element."""
+
+    kind: tuple  # rows, dtype, device
+    starts: Dict[Tuple[str, float], int]  # first element of a layer's mask, by name and rate
+    layer: torch.Tensor  # int64
+    counter: torch.Tensor  # int64, within the layer's mask
+    threshold: torch.Tensor  # int64: bits from here on keep an activation
+    scale: torch.Tensor  # of what is kept, in the masks' dtype
+
+    @classmethod
+    def of(cls, kind: Tuple[int, torch.dtype, torch.device], layers: Sequence[_Dropping]) -> _Plan:
+        rows, dtype, device = kind
+        starts, parts, start = {}, [], 0
+        for number, layer in enumerate(layers):
+            count = -(-rows * layer.per_row // _ALIGNED) * _ALIGNED
+            same = (number, int(layer.rate * 2**32), np.float32(1) / np.float32(1 - layer.rate))
+            parts.append([np.arange(count), *(np.full(count, value) for value in same)])
+            starts[layer.name, layer.rate], start = start, start + count
+        counter, layer, threshold, scale = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts))
+        return cls(kind, starts, *(each.to(device) for each in (layer, counter, threshold)), scale.to(device, dtype))
+
+    def draw(self, keys: List[List[int]]) -> torch.Tensor:
+        """The masks of some micro batches, [micro batches, elements], from the key of each layer."""
+        halves = np.array(keys, np.uint64) >> np.array([[[0]], [[32]]], np.uint64) & np.uint64(MASK32)
+        halves = torch.from_numpy(halves.astype(np.int64))
+        halves = halves.pin_memory() if torch.cuda.is_available() else halves
+        low, high = halves.to(self.layer.device, non_blocking=True).index_select(2, self.layer)
+        bits = mix32((mix32(low ^ self.counter) + high) & MASK32)  # bits32, of a key for each element
+        return torch.where(bits >= self.threshold, self.scale, 0.0)
 
 
 class _Dropping(nn.Module):
@@ -37,10 +96,11 @@ class _Dropping(nn.Module):
         super().__init__()
         self.rate, self.name, self.draws, self.per_row = rate, name, draws, per_row
         self.mask: Optional[torch.Tensor] = None
+        draws.layers.append(self)
 
     def draw(self, rows: int, like: torch.Tensor) -> torch.Tensor:
         """The mask of a pass of so many rows, in `like`'s dtype and device."""
-        return self.draws.keep_mask(self.name, self.rate, rows * self.per_row, like)
+        return self.draws.mask(self, rows, like)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = self.mask  # first: compiled, layers of all rates are then one program

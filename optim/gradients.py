@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Dict, List, Optional, Sequence
 
 import torch
 from torch import nn
 
 from optim.layout import Layout
+from recipe.shares import additions_by_leaf
+
+_ONE_BY_ONE = ("cpu",)  # types of devices where an operator costs less than another pass over the gradients
 
 
 class Gradients:
     """Float32 gradients of a module's parameters over the micro batches of a step.
 
     As they come, micro batches are added to one running sum. In tree order each has a buffer of its own first, and
-    `TreeSum` adds them. With float32 compute autograd adds into the buffer by itself: `.grad` is a view of it.
+    `TreeSum` adds them. With float32 compute on a CPU autograd adds into the buffer by itself: `.grad` is a view of it.
+    On GPUs autograd leaves new tensors, which few kernels take in together.
+
+    sums: float32 [length] each, of the largest subtrees in this process's share of a step's micro batches, in order;
+    one but in tree order. flat: the first of them.
     """
 
     def __init__(
         self,
         parameters: Dict[str, nn.Parameter],
         layout: Layout,
-        accumulation: Optional[int],
+        leaves: Optional[Sequence[int]],
         parts: Sequence[Sequence[str]],
     ):
         """
         Args:
             parameters: by name, all of one dtype and device. layout: of them in the buffer.
-            accumulation: micro batches of a step, for the tree order; None adds as they come.
+            leaves: micro batches of each of the sums, for the tree order; None adds as they come.
             parts: names of the parameters that get a micro batch's gradients at once, in the order of `parameters`.
         """
         self._parameters = list(parameters.values())
-        self._added_by_autograd = self._parameters[0].dtype == torch.float32
+        one_by_one = layout.device.type in _ONE_BY_ONE
+        self._added_by_autograd = one_by_one and self._parameters[0].dtype == torch.float32
+        self._arrivals = None if one_by_one else _Arrivals(self._parameters, layout)
         self.flat = layout.zeros(torch.float32)
-        self.views = layout.views(self.flat)
+        self.views, self.sums = layout.views(self.flat), [self.flat]
         self._parts: List[_Part] = []
-        if accumulation is not None:
-            self._parts = [
-                _Part({name: parameters[name] for name in names}, self.flat[layout.places[names[0]][0] :], accumulation)
-                for names in parts
-            ]
+        if leaves is not None:
+            named = ({name: parameters[name] for name in names} for names in parts)
+            self._parts = [_Part(each, layout.places[next(iter(each))][0]) for each in named]
+            self.divide(leaves)
+
+    def divide(self, leaves: Sequence[int]) -> None:
+        """From the next step on there are as many sums, of so many micro batches each; for the tree order."""
+        self._leaves, more = leaves, len(leaves) - len(self.sums)
+        self.sums = [*self.sums[: len(leaves)], *(torch.zeros_like(self.flat) for _ in range(more))]
 
     def zero(self) -> None:
         """Empties the accumulators, before the first micro batch of a step."""
         for part in self._parts:
+            part.begin(self._leaves, self.sums)
             self._open(part)
         if not self._parts:
             self.flat.zero_()
@@ -57,19 +72,18 @@ class Gradients:
     def accumulate(self, part: int = 0) -> None:
         """Takes in the gradients that a micro batch's backward pass left in the parameters of a part."""
         if not self._parts:
+            if self._arrivals is not None and self._arrivals.complete:
+                self.flat.add_(self._arrivals.take())
+                return
             for number in range(len(self._parameters)):
                 self.collect(number)
             return
-        leaf = self._parts[part]
+        own = self._parts[part]
         if not self._added_by_autograd:
-            for parameter, view in zip(leaf.parameters, leaf.views):
-                view.copy_(parameter.grad)
-                parameter.grad = None
-        leaf.tree.add()
-        if leaf.tree.complete:
-            leaf.flat.copy_(leaf.tree.total)
-        else:
-            self._open(leaf)
+            own.take()
+        own.tree.add()
+        if not own.tree.complete or own.finish():
+            self._open(own)
 
     def collect(self, number: int) -> None:
         """Takes in the gradient of one parameter, by its number; not for the tree order."""
@@ -80,7 +94,7 @@ class Gradients:
 
     def _open(self, part: _Part) -> None:
         """A buffer for the part's next micro batch."""
-        part.views = part.layout.views(part.tree.leaf())
+        part.open()
         self._show(part.parameters, part.views)
 
     def _show(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
@@ -89,47 +103,89 @@ class Gradients:
                 parameter.grad = view
 
 
-class _Part:
-    """Some consecutive parameters, the elements of the flat buffer from the first of them on, and their tree."""
+class _Arrivals:
+    """What a backward pass leaves in some parameters on a GPU, in one buffer of their dtype, by few kernels."""
 
-    def __init__(self, parameters: Dict[str, nn.Parameter], flat: torch.Tensor, accumulation: int):
-        self.parameters, self.layout = list(parameters.values()), Layout(parameters)
-        self.flat = flat[: self.layout.length]
-        self.tree = TreeSum(self.layout.length, accumulation, self.layout.device)
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout):
+        self._parameters, self._layout = parameters, layout
+        self._places: List[torch.Tensor] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parameters have a gradient, none of which was collected before."""
+        return all(parameter.grad is not None for parameter in self._parameters)
+
+    def take(self) -> torch.Tensor:
+        """The gradients, [length], until the next call; the parameters have none any more."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        if not self._places:
+            self._flat = self._layout.zeros(gradients[0].dtype)
+            # Torch copies one by one where strides differ, also those of dimensions of size 1.
+            self._places = [
+                view.as_strided(view.shape, gradient.stride()) if gradient.is_contiguous() else view
+                for view, gradient in zip(self._layout.views(self._flat), gradients)
+            ]
+        torch._foreach_copy_(self._places, gradients)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self._flat
+
+
+class _Part:
+    """Some consecutive parameters, elements of the flat buffers from the first of them on, and their tree."""
+
+    def __init__(self, parameters: Dict[str, nn.Parameter], start: int):
+        self.parameters, self._layout = list(parameters.values()), Layout(parameters)
+        self.tree = TreeSum(self._layout.length, self._layout.device)
         self.views: List[torch.Tensor] = []  # of the current leaf
+        self._place = slice(start, start + self._layout.length)
+        one_by_one = self._layout.device.type in _ONE_BY_ONE
+        self._arrivals = None if one_by_one else _Arrivals(self.parameters, self._layout)
+
+    def begin(self, leaves: Sequence[int], sums: Sequence[torch.Tensor]) -> None:
+        """Begin a step. Args: sums: where those of so many leaves each are to be stored."""
+        self._coming = list(zip(leaves, sums))
+        self.tree.begin(leaves[0])
+
+    def open(self) -> None:
+        """A leaf for the next micro batch."""
+        self._leaf = self.tree.leaf()
+        self.views = self._layout.views(self._leaf)
+
+    def take(self) -> None:
+        """The parameters' gradients into the leaf."""
+        if self._arrivals is not None:
+            self._leaf.copy_(self._arrivals.take())
+            return
+        for parameter, view in zip(self.parameters, self.views):
+            view.copy_(parameter.grad)
+            parameter.grad = None
+
+    def finish(self) -> bool:
+        """Store a sum that is complete; return whether another one follows."""
+        _, stored = self._coming.pop(0)
+        stored[self._place].copy_(self.tree.total)
+        if self._coming:
+            self.tree.begin(self._coming[0][0])
+        return bool(self._coming)
 
 
 class TreeSum:
-    """Sum of the float32 gradients of `accumulation` micro batches, as one binary tree.
+    """Sum of the float32 gradients of some micro batches, as the binary tree of `recipe/shares.py`."""
 
-    With accumulation = q * 2**p, q odd, the micro batches (leaves) form 2**p groups of q consecutive ones. In a group
-    sums of equal size are added as soon as there are two of them, as in a binary counter; what remains at its end is
-    added from the newest to the oldest: 7 leaves give ((0+1)+(2+3)) + ((4+5)+6). The groups are added as a perfect
-    binary tree. The error grows with the depth of the tree, ceil(log2(accumulation)), not with accumulation.
-
-    Replicas with consecutive micro batches compute subtrees of one process's tree where their number is a power of two
-    that divides the step's micro batches: added as a perfect binary tree (parallel/reduce.py) they give its bits.
-
-    Source: Higham, The accuracy of floating point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
-    """
-
-    def __init__(self, length: int, accumulation: int, device: torch.device):
-        """
-        Args:
-            length: elements of a gradient. accumulation: micro batches of this replica in a step, at least 1.
-            device: of the buffers; at most floor(log2(accumulation)) + 1 of them are made, when first needed.
-        """
-        self._length, self._accumulation, self._device = length, accumulation, device
-        self._group = accumulation >> _trailing_zeros(accumulation)
+    def __init__(self, length: int, device: torch.device):
+        """Args: length: elements of a gradient. device: of the buffers, which are made when they are first needed."""
+        self._length, self._device = length, device
         self._sums: List[torch.Tensor] = []  # of the leaves so far, oldest first
         self._free: List[torch.Tensor] = []
-        self._added = 0
+
+    def begin(self, leaves: int) -> None:
+        """Begin the sum of so many micro batches, at least 1: floor(log2(leaves)) + 1 buffers are enough."""
+        self._free += self._sums
+        self._sums, self._additions = [], deque(additions_by_leaf(leaves))
 
     def leaf(self) -> torch.Tensor:
         """Zeros, float32 [length], for the gradient of the next micro batch; `add` comes before the next leaf."""
-        if self.complete:
-            self._free.append(self._sums.pop())
-            self._added = 0
         if self._free:
             leaf = self._free.pop().zero_()
         else:
@@ -138,25 +194,18 @@ class TreeSum:
         return leaf
 
     def add(self) -> None:
-        self._added += 1
-        groups, place = divmod(self._added, self._group)
-        completed = bin(self._group - 1).count("1") + _trailing_zeros(groups)  # additions, at the end of a group
-        for _ in range(_trailing_zeros(place) if place else completed):
+        for _ in range(self._additions.popleft()):
             newer = self._sums.pop()
             self._sums[-1].add_(newer)
             self._free.append(newer)
 
     @property
     def complete(self) -> bool:
-        """Whether all micro batches of the step were added."""
-        return self._added == self._accumulation
+        """Whether all micro batches were added."""
+        return not self._additions
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum of the step, float32 [length]; valid after the last add(), until the next leaf()."""
-        assert self.complete, f"{self._added} of {self._accumulation} micro batches were added"
+        """The sum, float32 [length]; valid after the last add(), until begin()."""
+        assert self.complete, f"{len(self._additions)} micro batches were not added"
         return self._sums[0]
-
-
-def _trailing_zeros(number: int) -> int:
-    return (number & -number).bit_length() - 1

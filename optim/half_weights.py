@@ -37,7 +37,7 @@ class WeightState:
         seed: int,
         clip_norm: Optional[float] = None,
         model: Optional[Sequence[str]] = None,
-        tree: Optional[Tuple[int, Sequence[Sequence[str]]]] = None,
+        tree: Optional[Tuple[Sequence[int], Sequence[Sequence[str]]]] = None,
         sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
         compile: bool = False,
     ):
@@ -49,7 +49,7 @@ class WeightState:
             dtype: torch.float16 or torch.float32; slots that may not be float16 are float32 in any case.
             rounding: "stochastic" or "nearest", for float16. seed: of the rounding.
             clip_norm: largest norm of the gradient of the whole model. model: names of all its parameters.
-            tree: accumulation and parts of `Gradients`, to add in tree order.
+            tree: leaves and parts of `Gradients`, to add in tree order.
             sum_over_stages: of a float64 tensor, in place, where `parameters` are those of one stage of several.
             compile: compile the update on a CPU.
         """

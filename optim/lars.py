@@ -99,7 +99,7 @@ class LARS(HasSlots, Optimizer):
 
 def update_class(device: torch.device) -> type:
     """LarsUpdate, or on CUDA Triton's, where there is Triton."""
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.hip is None:
         with contextlib.suppress(ImportError):
             from optim.kernels.lars import TritonLarsUpdate
 

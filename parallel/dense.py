@@ -29,7 +29,7 @@ class Dense(Method):
     def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
         bits, width = self.section.sent_bits, size if self.section.sent == "float32" else 2
         sent = costs.quantized_bytes(gradient.elements, bits) if bits else float(gradient.elements * width)
-        return costs.rings(levels, sent)
+        return costs.rings(levels, sent * (gradient.sums + 1) / 2)  # partial sums are sent, and one is gathered
 
     def create(self, setup: Setup) -> Optional[Running]:
         from parallel.reduce import QuantizedReduction, Reduction

@@ -31,11 +31,12 @@ BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has byt
 
 class Gradient(NamedTuple):
     """Sizes of the largest stage's gradient: all elements, those that every method sends whole, and parameters of
-    which replicas that compress updates send a sketch."""
+    which replicas that compress updates send a sketch. sums: of partial ones that a replica sends in tree order."""
 
     elements: int
     whole: int = 0
     layers: int = 0
+    sums: float = 1.0
 
 
 class Setup(NamedTuple):
@@ -81,6 +82,13 @@ class Running:
             divisor: float32 [], the loss scale times the micro batches of all replicas.
         """
         raise NotImplementedError
+
+    def divide(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
+        """From the next step on replicas compute these shares of its micro batches; called before the first step.
+
+        Args: sums: float32 [length] each, of the largest subtrees in this replica's share (`recipe/shares.py`), where
+            micro batches are added up in tree order; the first is the gradients.
+        """
 
     def after_update(self, step: int) -> None:
         """Called when update `step` has been made."""

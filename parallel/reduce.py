@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Dict, Iterator, List, Optional, Set
+from typing import Dict, Iterator, List, Optional, Sequence, Set
 
 import torch
 from torch import distributed, nn
@@ -12,6 +12,7 @@ from parallel.costs import BLOCK
 from parallel.exchange import Running, Setup
 from parallel.messages import Quantizer
 from recipe.exchange import Exchange
+from recipe.shares import additions, subtrees
 
 Group = Optional[distributed.ProcessGroup]
 
@@ -36,11 +37,11 @@ def all_finite(buffer: torch.Tensor, everyone: Group) -> torch.Tensor:
 class Reduction(Running):
     """Sums a flat gradient buffer over the replicas of a group, in place, to the same bits on all of them.
 
-    dense: all-reduce; the order of the additions is the library's. With order "tree" every replica adds its share of
-    the elements of all replicas in float32, as a binary tree over replica numbers, ((0+1)+(2+3))+..., an odd one
-    passing up; then all gather the shares. With a power of two of replicas this continues the tree of
-    optim/gradients.py. half: the same tree, but means over micro batches travel as float16 or bfloat16: each replica's
-    own, then that of all. What overflows becomes inf or NaN on all replicas: check for that after the exchange.
+    dense: all-reduce; the order of the additions is the library's. With order "tree" every replica gets a part of the
+    elements of all replicas' partial sums, adds them in float32 as the tree of `recipe/shares.py` says, and sends the
+    total to all. half: likewise, with a tree over replicas, but means over micro batches travel as float16 or bfloat16:
+    each replica's own, then that of all. What overflows becomes inf or NaN on all replicas: check for that after the
+    exchange.
 
     Buckets are launched from the end of the buffer, where the last layers are, to its start, in this order on every
     replica. No other collective may use the group between arm() and the call that ends the exchange.
@@ -53,7 +54,9 @@ class Reduction(Running):
         self._gradients, self._collect, self._group = gradients, setup.collect, setup.group
         self._replicas = distributed.get_world_size(setup.group)
         self._wire, self._factors = wire, (1.0, 1.0, 1.0)
-        self._shards = section.in_tree or wire != torch.float32
+        self._in_tree, self._shards = section.in_tree, section.in_tree or wire != torch.float32
+        self._sums, self._rows = [gradients], [1] * self._replicas  # sums that each replica sends
+        self._additions = additions([range(each, each + 1) for each in range(self._replicas)])
         if wire != torch.float32:
             assert micro_batches % self._replicas == 0, (micro_batches, self._replicas)
             # Factors of what a replica sends, of the sum of these, and of what comes back. The middle one divides by
@@ -61,9 +64,9 @@ class Reduction(Running):
             self._factors = (self._replicas / micro_batches, 1 / self._replicas, float(micro_batches))
         size = max(1, bucket_bytes // gradients.element_size())
         self._buckets = [(max(0, end - size), end) for end in range(len(gradients), 0, -size)]
-        self._largest = self._filled_up(min(size, len(gradients)))
+        self._largest = self._part_of(min(size, len(gradients)))
         self._flying: List[Iterator[None]] = []  # the sums of the buckets that have been launched
-        self._free: List[torch.Tensor] = []  # memory of a sum that is not in use
+        self._free: List[List[torch.Tensor]] = []  # memory of a sum that is not in use
         # A sum as a tree exists only after the last addition of the step.
         self.overlaps = self._replicas > 1 and not section.in_tree
         self._launched, self._armed = 0, False
@@ -76,6 +79,13 @@ class Reduction(Running):
                 {index for index, (first, last) in enumerate(spans) if first < end and last > start}
                 for start, end in self._buckets
             ]
+
+    def divide(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
+        if self._in_tree:
+            parts = [subtrees(share, shares[-1].stop) for share in shares]
+            self._sums, self._rows = sums, [len(each) for each in parts]
+            self._additions = additions([each for own in parts for each in own])
+            self._free.clear()
 
     def arm(self) -> None:
         """Announce the step's last backward pass: buckets are sent as soon as their gradients are ready."""
@@ -118,7 +128,9 @@ class Reduction(Running):
             self._advance()
         start, end = self._buckets[self._launched]
         self._launched += 1
-        self._flying.append((self._sum_in_shards if self._shards else self._all_reduce)(buffer[start:end]))
+        sums = [buffer, *self._sums[1:]]
+        bucket = [each[start:end] for each in sums]
+        self._flying.append(self._sum_in_parts(bucket) if self._shards else self._all_reduce(bucket[0]))
         next(self._flying[-1])
 
     def _advance(self) -> None:
@@ -130,41 +142,43 @@ class Reduction(Running):
         yield
         work.wait()
 
-    def _sum_in_shards(self, bucket: torch.Tensor) -> Iterator[None]:
-        """Sum as a binary tree over replicas, each replica its share of the bucket, in two exchanges.
+    def _sum_in_parts(self, sums: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The total of a bucket of all replicas' sums, left in the first, each replica a part of it, in two exchanges.
 
-        What fills a bucket up to equal shares is whatever the memory held: its sum is not read.
+        What fills a bucket up to equal parts is whatever the memory held: its sum is not read.
         """
         if not self._free:
-            self._free.append(torch.empty(2, self._largest, dtype=self._wire, device=bucket.device))
-        memory = self._free.pop()
-        ours, theirs = memory[:, : self._filled_up(len(bucket))]
-        torch.mul(bucket, self._factors[0], out=ours[: len(bucket)])
+            sizes = (self._replicas * len(sums) * self._largest, sum(self._rows) * self._largest)
+            self._free.append([torch.empty(size, dtype=self._wire, device=sums[0].device) for size in sizes])
+        memory, total = self._free.pop(), sums[0]
+        part = self._part_of(len(total))
+        ours, theirs = memory[0][: self._replicas * len(sums) * part], memory[1][: sum(self._rows) * part]
+        whole = len(total) // part  # replicas whose part is full
+        for number, values in enumerate(sums):
+            rows = ours.view(self._replicas, len(sums), part)[:, number]
+            torch.mul(values[: whole * part].view(whole, part), self._factors[0], out=rows[:whole])
+            if whole * part < len(total):
+                torch.mul(values[whole * part :], self._factors[0], out=rows[whole, : len(total) - whole * part])
         # As bytes: not every library and version knows the dtypes, and nothing is computed on the way.
-        work = distributed.all_to_all_single(_bytes(theirs), _bytes(ours), group=self._group, async_op=True)
+        size = part * ours.element_size()
+        sizes = [size * rows for rows in self._rows], [size * len(sums)] * self._replicas
+        work = distributed.all_to_all_single(_bytes(theirs), _bytes(ours), *sizes, group=self._group, async_op=True)
         yield
         work.wait()
-        rows = theirs.view(self._replicas, -1).float()
-        share = theirs[: rows.shape[1]]
-        torch.mul(_add_as_tree(rows), self._factors[1], out=share)
-        work = all_gather(_bytes(ours), _bytes(share), group=self._group, async_op=True)
+        rows, own = theirs.view(-1, part).float(), theirs[:part]
+        for independent in self._additions:
+            torch._foreach_add_([rows[left] for left, _ in independent], [rows[right] for _, right in independent])
+        torch.mul(rows[0], self._factors[1], out=own)
+        gathered = ours[: self._replicas * part]
+        work = all_gather(_bytes(gathered), _bytes(own), group=self._group, async_op=True)
         yield
         work.wait()
-        bucket.copy_(ours[: len(bucket)]).mul_(self._factors[2])
+        total.copy_(gathered[: len(total)]).mul_(self._factors[2])
         self._free.append(memory)
 
-    def _filled_up(self, elements: int) -> int:
-        return -(-elements // self._replicas) * self._replicas
-
-
-def _add_as_tree(rows: torch.Tensor) -> torch.Tensor:
-    """Sum [n] of rows [count, n], ((0+1)+(2+3))+..., an odd one passing up; overwrites `rows`."""
-    distance = 1
-    while distance < len(rows):
-        newer = rows[distance :: 2 * distance]
-        rows[:: 2 * distance][: len(newer)].add_(newer)
-        distance *= 2
-    return rows[0]
+    def _part_of(self, elements: int) -> int:
+        """Elements of a bucket that each replica adds up; the last ones may have fewer, or none."""
+        return -(-elements // self._replicas)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

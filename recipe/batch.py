@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Set
 
-from recipe import checks, images, ipu, ipu_plan
+from recipe import checks, images, ipu, ipu_plan, shares
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError, printable
@@ -37,17 +37,23 @@ class Lengths:
 
 def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     """The batch of `recipe` over `replicas` (None: the recipe's own number, one where that is auto). Raises ConfigError
-    with the nearest batches for one that is no multiple of micro batch x replicas."""
+    with the nearest batches for one that is no multiple of micro batch x replicas; of micro batch, in tree order."""
     replicas = replicas or recipe.parallel.replicas or 1
-    total, micro = recipe.batch.global_, recipe.batch.micro
-    portion = micro * replicas
+    total, micro, in_tree = recipe.batch.global_, recipe.batch.micro, recipe.exchange.in_tree
+    portion = micro if in_tree else micro * replicas
     if total % portion:
         below = total // portion * portion
+        product = "" if in_tree else f" x {count(replicas, 'replica')} = {portion}"
         raise ConfigError(
-            f"batch.global {total} is not a multiple of {micro} micro x {count(replicas, 'replica')} = {portion}; "
+            f"batch.global {total} is not a multiple of {micro} micro{product}; "
             f"nearest: {f'{below} or ' if below else ''}{below + portion}"
         )
-    batch = Batch(total, micro, total // portion, replicas, recipe.parallel.stages)
+    found = total // micro
+    if found < replicas:
+        few = f"batch.global {total} is {count(found, 'micro batch', 'micro batches')} of {micro}"
+        raise ConfigError(f"{few}, too few for {count(replicas, 'replica')}; lower batch.micro or start fewer")
+    even = shares.even(found, replicas, min(recipe.parallel.least, found // replicas))
+    batch = Batch(total, micro, found // replicas, replicas, recipe.parallel.stages).divided(even)
     checks.check(recipe, batch)
     return batch
 

@@ -6,8 +6,9 @@ from typing import Iterator
 
 from recipe import ipu_rules
 from recipe.config import Recipe
-from recipe.division import Batch
+from recipe.division import Batch, count
 from recipe.errors import ConfigError
+from recipe.shares import subtrees
 
 
 def check(recipe: Recipe, batch: Batch) -> None:
@@ -57,19 +58,34 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     if schedule == "noise" and batch.micro == batch.global_:
         several = f"several micro batches in batch.global {batch.global_}"
         yield f"batch.schedule noise measures the noise scale by {several}; lower batch.micro {batch.micro}"
+    if exchange.in_tree and delay and any(len(subtrees(share, batch.micro_batches)) > 1 for share in batch.shares):
+        late = "exchange.delay keeps one sum of a replica's gradients, but in tree order"
+        yield f"{late} {count(batch.replicas, 'replica')} have several; use exchange.delay=0 or order=fast"
+    if recipe.parallel.shares == "measured":
+        goes = "parallel.shares measured goes with exchange.order tree"
+        if not exchange.in_tree:
+            yield f"{goes}, in which shares change no bit; use exchange.order=tree or parallel.shares=even"
+        if delay:
+            yield f"{goes} without a delay; use exchange.delay=0 or parallel.shares=even"
+        if statistics:
+            yield f"{goes}, but running statistics are summed by share; use model.norm=group or parallel.shares=even"
+        if recipe.parallel.schedule == "interleaved":
+            yield f"{goes} and any number of micro batches; use parallel.schedule=1f1b or parallel.shares=even"
     # The schedules of torch.distributed.pipelining, and their number of micro batches.
-    name, stages, accumulation = recipe.parallel.schedule, batch.stages, batch.accumulation
-    rounds = accumulation // stages
+    name, stages = recipe.parallel.schedule, batch.stages
     if recipe.run.device == "ipu":
         return
     if name == "sharded":
         yield f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
-    elif name in ("1f1b", "interleaved") and stages > 1 and accumulation < stages:
-        found = f"accumulation is {accumulation} and parallel.stages {stages}"
-        yield f"parallel.schedule {name} needs a micro batch a stage, but {found}; lower batch.micro, or use gpipe"
-    elif name == "interleaved" and accumulation % rounds:
-        remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
-        yield f"parallel.schedule interleaved needs a multiple of {rounds} micro batches, not {accumulation}; {remedy}"
+    for accumulation in sorted(set(map(len, batch.shares))):
+        rounds = accumulation // stages
+        if stages > 1 and accumulation < recipe.parallel.least:
+            found = f"accumulation is {accumulation} and parallel.stages {stages}"
+            yield f"parallel.schedule {name} needs a micro batch a stage, but {found}; lower batch.micro, or use gpipe"
+        elif name == "interleaved" and accumulation % rounds:
+            remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
+            needed = f"needs a multiple of {rounds} micro batches, not {accumulation}"
+            yield f"parallel.schedule interleaved {needed}; {remedy}"
 
 
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:

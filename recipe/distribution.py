@@ -31,6 +31,9 @@ class Parallel(Section):
     """compute activations again in the backward pass instead of keeping them: true, false, or a list of blocks"""
     replicas: Optional[int] = Field(None, ge=1, json_schema_extra=or_auto)
     """copies of the model; auto (or null) takes what the launcher started"""
+    shares: Literal["even", "measured"] = "even"
+    """micro batches of each replica in a step: even, as many as of the others; measured, as many as it is fast, which
+    changes no bit in tree order"""
     silence: float = Field(300.0, ge=1, le=86_400)
     """seconds of silence after which a rank counts as lost and the run ends; a rank that dies is noticed at once"""
 
@@ -74,6 +77,11 @@ class Parallel(Section):
     def parts(self) -> int:
         """Consecutive parts that the model is cut into: stages, times the virtual stages of each."""
         return self.stages * (self.virtual_stages or 1)
+
+    @property
+    def least(self) -> int:
+        """Micro batches of a step that each replica needs, on CPUs and GPUs."""
+        return self.stages if self.schedule in ("1f1b", "interleaved") else 1
 
     def in_flight(self, accumulation: int) -> List[int]:
         """Micro batches whose activations each part holds at once, on CPUs and GPUs: all of a step with GPipe

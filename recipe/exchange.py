@@ -92,7 +92,7 @@ class Dense(Exchange):
 
     method: Literal["dense"] = "dense"
     order: Literal["fast", "tree"] = "fast"
-    """order of sums: as micro batches come, or one binary tree, so that 1, 2, 4 ... replicas give the same bits"""
+    """order of sums: as micro batches come, or one binary tree, so that any replicas give the same bits"""
     bits: Optional[Literal[8, 4]] = None
     """bits in which gradients are sent, with a scale for each 256 values; rounding errors are sent later"""
 

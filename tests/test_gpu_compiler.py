@@ -11,43 +11,21 @@ import torch
 _ROOT = Path(__file__).resolve().parent.parent  # not from tests.conftest, which turns on the interpreter
 
 
-class _Driver:
-    """Of a GPU with compute capability 9.0 that is not there."""
+def assembly(work) -> list:
+    """Name and PTX of each kernel that `work()` starts."""
+    from benchmarks.gpu_assembly import launches
 
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-def assembly(work) -> dict:
-    """Name -> PTX of all kernels that `work()` starts, which then do nothing."""
-    import triton
-
-    made, run = {}, triton.JITFunction.run
-
-    def compile_only(kernel, *values, warmup, **named):
-        made[kernel.__name__] = run(kernel, *values, warmup=True, **named).asm["ptx"]
-
-    triton.runtime.driver.set_active(_Driver())
-    triton.JITFunction.run = compile_only
-    work()
-    triton.JITFunction.run = run
-    return made
+    return [(launch.kernel.rpartition(".")[2], launch.compile().asm["ptx"]) for launch in launches(work)]
 
 
 _COMPILE = """
 import torch
-from models.kernels import group_conv, group_norm
+from models.efficientnet import build
+from models.kernels import group_conv, group_norm, squeeze
 from models.normalization import GroupNormAct
 import optim.lars
 from optim.kernels import lars
+from recipe.config import Model
 from tests.optim.test_lars_update import state_of
 from tests.test_gpu_compiler import assembly
 
@@ -55,7 +33,7 @@ optim.lars.update_class = lambda device: lars.TritonLarsUpdate
 for trust, compute, dtype in {updates}:
     state, _ = state_of(trust, compute, dtype)
     state._update.asks = False
-    made = assembly(lambda: state.update(0, 0.5, torch.ones(()), True))
+    made = dict(assembly(lambda: state.update(0, 0.5, torch.ones(()), True)))
     print(sorted(made) == ["_add_squares", "_merge", "_none_wrong", "_step", "_trust_ratios"])
     print(*("atom" not in each for each in made.values()))
 
@@ -63,7 +41,12 @@ for form, kernel, stride in {convolutions}:
     norm = group_norm.FusedGroupNormAct.of(GroupNormAct(64, 4, 1e-3)).half()
     x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
     made = assembly(lambda: norm(x).sum().backward())
-    print(len(made) == 5, *("atom" not in each for each in made.values()))
+    print(len(made) == 5, *("atom" not in each for _, each in made))
+
+    block = squeeze.fuse(build(Model(name="efficientnet_b0"), seed=0).block("blocks.1.0")).half()
+    x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
+    made = assembly(lambda: block.bn2(x).sum().backward())
+    print(len(made) == 6, *("atom" not in each for _, each in made))
 
     x = torch.zeros(2, 32, 8, 6, dtype=torch.float16).contiguous(memory_format=form)
     weight = torch.zeros(32, 16, kernel, kernel, dtype=torch.float16)
@@ -75,7 +58,7 @@ for form, kernel, stride in {convolutions}:
         launches.input_gradient(dy, weight)
         launches.weight_gradient(x, dy)
 
-    for made in assembly(work).values():
+    for _, made in assembly(work):
         wide = "ld.global.v4.b32" in made
         print("mma" in made and "atom" not in made and wide == (form is torch.channels_last))
 """
@@ -98,4 +81,4 @@ def test_kernels_compile_for_a_gpu(tmp_path, updates, convolutions):
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["True"] * (6 * len(updates) + 9 * len(convolutions))
+    assert ended.stdout.split() == ["True"] * (6 * len(updates) + 16 * len(convolutions))

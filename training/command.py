@@ -20,6 +20,11 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserE
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 AGAIN = "rerun the same command"
 _REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
+# Variables that torch reads once, as CUDA starts; their values, unless the user has set them or those behind.
+_OF_CUDA = (
+    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", ()),  # for run.deterministic; 32 MiB, as on newer GPUs without it
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",)),  # image sizes leave no holes
+)
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
@@ -47,6 +52,9 @@ def naming(config, function, recipe):
 def run(file):
     """End the process with the exit code of main() in the command `file`, whose imports Ctrl-C may interrupt."""
     _open_streams()
+    for variable, value, others in _OF_CUDA:
+        if not any(name in os.environ for name in (variable, *others)):
+            os.environ[variable] = value
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a launcher or nohup wants it ignored
         signal.signal(signal.SIGINT, _interrupt)
     name = os.path.splitext(os.path.relpath(os.path.realpath(file), _ROOT))[0].replace(os.sep, ".")

@@ -200,6 +200,9 @@ class Trainer:
         self._loss.zero_()
         self._correct.zero_()
         progression.images = progression.steps_in_window = 0
+        if done < self.lengths.total:
+            for line in self.engine.balance(done):
+                self.monitor.say(line)
         self._check_loss(values["loss"], done)
         if in_row > recipe.precision.max_skipped_steps:
             remedy = "lower precision.loss_scale or schedule.peak"

@@ -2,9 +2,11 @@
 
 With groups of 16 channels and a kernel of k x k, an output element takes 72 (k = 3) or 200 (k = 5) operations a byte:
 too many for a GPU's vector units (20 a byte on an H100, by its data sheet), few for its tensor cores (300). So each
-group is a product for tensor cores, [pixels, 16] x [16, 16], at every point of the kernel, and pixels are read up to
-k^2 times, from the cache. Padding is masked, where timm's Conv2dSame copies its input. Sums are float32; those of the
-weights' gradient are stored in parts and added in a fixed order, without atomics, so results repeat bit for bit.
+group is a product for tensor cores, [pixels, 16] x [16, 16], at every point of the kernel. A program takes some columns
+of some lines. Each line that it loads serves all lines of the result that the kernel reaches from there, so pixels
+are read some k times and not k^2, from the cache. Padding is masked, where timm's Conv2dSame copies its input. Sums are
+float32; those of the weights' gradient are stored in parts and added in a fixed order, without atomics, so results
+repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 _GROUP_SIZES = (16, 32)  # tensor cores need 16 channels
-# Pixels of a tile of output, or of the input's gradient. In planes each takes a register for its address.
-_PIXELS = {torch.contiguous_format: 64, torch.channels_last: 128}
-_SUMMED_PIXELS = 32  # of a tile that is added to the weights' gradient
-_PRODUCT_COLUMNS = 256  # of a product that is added to it: points of the kernel x channels of a group
-# Programs that sum the weights' gradient, about. The same for every device: sums depend on shapes alone.
-_PROGRAMS = 1024
-_LEAST_TILES = 4  # of a program: with fewer, partial sums would be more bytes than the pixels
+_PACKS = (4, 2, 1)  # groups of a program, a warp each: four are a line of the cache in half precision and channels-last
+_COLUMNS = (32, 16)  # of a program; 16 is the least that fills a tensor core
+_SUMMED_COLUMNS = 16  # that are added to the weights' gradient at a time
+# Warps that sum the weights' gradient, about: 12 on each of an H100's multiprocessors. The same for every device: sums
+# depend on shapes alone.
+_WARPS = 1536
+_LEAST_TILES = 4  # of a program, of all its lines: with fewer, partial sums would be more bytes than the pixels
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -107,213 +109,288 @@ class _Launches:
         self.images, self.channels, *self.size = x.shape
         self.group, self.kernel, self.stride = weight.shape[1], weight.shape[2], stride
         self.groups = self.channels // self.group
+        self.pack = next(pack for pack in _PACKS if self.groups % pack == 0)
         self.out_size = [-(-side // stride) for side in self.size]
-        self.out_pixels = self.images * math.prod(self.out_size)
-        padding = [self.kernel // 2] * 2  # above and left of the image
+        self.padding = [self.kernel // 2] * 2  # above and left of the image
         if pads_same:  # TensorFlow's total is the least; its odd one goes to the end
             sides = zip(self.size, self.out_size)
-            padding = [max((out - 1) * stride + self.kernel - side, 0) // 2 for side, out in sides]
-        self.sizes = (self.channels, *self.size, *self.out_size, *padding)
-        assert self.images * math.prod(self.size) < 2**31 - max(_PIXELS.values()), "pixels are counted in 32 bits"
+            self.padding = [max((out - 1) * stride + self.kernel - side, 0) // 2 for side, out in sides]
+        # Without tensor cores a product takes 16 times the instructions, and groups of 32 take twice the registers.
+        self.lines = 1 if x.dtype == torch.float32 else 64 // self.group
+        assert self.channels * math.prod(self.size) < 2**31, "elements of an image are counted in 32 bits"
 
     def output(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = self._empty(x, self.out_size)
-        tiles = triton.cdiv(self.out_pixels, _PIXELS[self.format])
-        self._run(_output, tiles, x, _by_point(weight), y, tiles, self.out_pixels)
+        operands = (x, self._by_point(weight, "in", "out"), y)
+        self._run(_output, operands, self.out_size, self.lines, self._columns(self.out_size[1]), direction=1)
         return y
 
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """One program's pixels (in a contiguous image its rows) lie `stride` apart: the same points reach all."""
+        """With stride 1 the convolution by the reversed kernel. Else a program's columns and lines are `stride` apart,
+        and it computes those between them, too."""
         dx = self._empty(dy, self.size)
-        step = self.stride if self.format is torch.channels_last else 1
-        pixels = self.images * self.out_size[0] * -(-self.size[1] // step)
-        tiles = triton.cdiv(pixels, _PIXELS[self.format])
-        programs = tiles * self.stride * step
-        self._run(_input_gradient, programs, dy, _by_point(weight), dx, tiles, pixels, COLUMN_STEP=step)
+        ends = [side - 1 + padding for side, padding in zip(self.size, self.padding)]
+        size = [end // self.stride - padding // self.stride + 1 for end, padding in zip(ends, self.padding)]
+        lines, columns = max(1, self.lines // self.stride), self._columns(size[1])
+        operands = (dy, self._by_point(weight, "out", "in"), dx)
+        if self.stride == 1:
+            self._run(_output, operands, size, lines, columns, direction=-1)
+        else:
+            self._run(_input_gradient, operands, size, lines, columns)
         return dx
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        points = _PRODUCT_COLUMNS // self.group
-        chunks = triton.cdiv(self.kernel**2, points)
-        tiles = triton.cdiv(self.out_pixels, _SUMMED_PIXELS)
-        parts = max(1, min(triton.cdiv(_PROGRAMS, self.groups * chunks), tiles // _LEAST_TILES))
+        """A program adds up one column of the kernel, or all three if there are registers for their sums."""
+        columns = 3 if self.kernel == 3 and self.lines == 4 else 1
+        lines = min(self.lines, 3 if columns == 3 else 4, 4 if self.format is torch.channels_last else 2)
+        chunks, blocks = self.kernel // columns, self.images * triton.cdiv(self.out_size[0], lines)
+        tiles = blocks * triton.cdiv(self.out_size[1], _SUMMED_COLUMNS)
+        parts = max(1, min(triton.cdiv(_WARPS, self.groups * chunks), tiles // _LEAST_TILES))
         shape = (parts, self.groups, self.kernel, self.kernel, self.group, self.group)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        each, constants = triton.cdiv(tiles, parts), {"POINTS": points, "PIXELS": _SUMMED_PIXELS}
-        self._run(_weight_gradient, parts * chunks, x, dy, sums, each, self.out_pixels, **constants)
+        rest = {"all_blocks": blocks, "blocks_each": triton.cdiv(blocks, parts), "COLUMNS": columns}
+        self._run(_weight_gradient, (x, dy, sums), self.out_size, lines, _SUMMED_COLUMNS, parts * chunks, **rest)
         return sums.sum(0).permute(0, 3, 4, 1, 2).reshape(self.channels, self.group, *shape[2:4]).to(x.dtype)
 
     def _empty(self, like: torch.Tensor, size: List[int]) -> torch.Tensor:
         shape = (self.images, self.channels, *size)
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=self.format)
 
-    def _run(self, kernel, programs: int, *arguments, **constants: int) -> None:
-        """programs: for each group."""
-        layout = {"PIXELS": _PIXELS[self.format], "CHANNELS_LAST": self.format is torch.channels_last}
-        shape = {"GROUP": self.group, "KERNEL": self.kernel, "STRIDE": self.stride, "num_warps": self.group // 4}
+    def _by_point(self, weight: torch.Tensor, *order: str) -> torch.Tensor:
+        """[groups, k, k, *order], contiguous: each group's matrix at each point of the kernel."""
+        points = weight.reshape(self.groups, self.group, self.group, self.kernel, self.kernel)
+        matrix = {"out": 1, "in": 2}
+        return points.permute(0, 3, 4, *(matrix[side] for side in order)).contiguous()
+
+    def _columns(self, width: int) -> int:
+        """Of a program: of those that waste the fewest, the most."""
+        if self.format is torch.contiguous_format or self.lines == 1:
+            return min(_COLUMNS)
+        return min(_COLUMNS, key=lambda columns: triton.cdiv(width, columns) * columns)
+
+    def _run(self, kernel, operands, size: List[int], lines: int, pixels: int, programs: int = 0, **rest: int) -> None:
+        """programs: for each pack of groups; by default one for each `lines` x `pixels` of images of `size`."""
+        blocks, tiles = triton.cdiv(size[0], lines), triton.cdiv(size[1], pixels)
+        grid = ((programs or self.images * blocks * tiles) * (self.groups // self.pack),)
+        tile = {"LINES": lines, "PIXELS": pixels, "GROUPS": self.pack, "GROUP": self.group}
+        shape = {"KERNEL": self.kernel, "STRIDE": self.stride, "CHANNELS_LAST": self.format is torch.channels_last}
+        sizes = (blocks, tiles, self.channels, *self.size, *self.out_size, *self.padding)
         # One stage: Triton's pipelining of loads goes past the cache that neighbouring pixels are to be found in.
-        kernel[(programs * self.groups,)](*arguments, *self.sizes, **{**layout, **shape, "num_stages": 1, **constants})
+        kernel[grid](*operands, *sizes, **tile, **shape, **rest, num_warps=self.pack, num_stages=1)
 
 
-def _by_point(weight: torch.Tensor) -> torch.Tensor:
-    """[groups, k, k, out, in], contiguous: each group's matrix at each point of the kernel."""
-    channels, group, kernel, _ = weight.shape
-    return weight.reshape(channels // group, group, group, kernel, kernel).permute(0, 3, 4, 1, 2).contiguous()
-
-
-# In the kernels a tile is [pixels, channels] where channels lie together, and else [channels, pixels], so that threads
-# read neighbours in memory. Pixels are counted over all images. They are compiled once whatever the sizes are: of
-# `channels` alone it is worth knowing that 16 divides them.
-_SIZES = ["tiles", "pixels", "height", "width", "out_height", "out_width", "top", "left"]
+# In the kernels a tile is [groups, pixels, channels of a group]: pixels of one line of an image. Lines are scalars, so
+# what concerns them is computed once a tile. The kernels are compiled once whatever the sizes are: of `channels` alone
+# it is worth knowing that 16 divides them.
+_SIZES = ["blocks", "tiles", "height", "width", "out_height", "out_width", "top", "left"]
+_SIZES += ["direction", "all_blocks", "blocks_each"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _output(
-    x, weight, y, tiles, pixels, channels, height, width, out_height, out_width, top, left,
-    PIXELS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    x, weight, y, blocks, tiles, channels, height, width, out_height, out_width, top, left, direction,
+    LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """y for one group and PIXELS pixels."""
-    group, tile = _group_and_tile(tl.program_id(0), channels // GROUP, tiles, CHANNELS_LAST)
-    image, row, column, inside = _pixels(tile, pixels, out_height, out_width, PIXELS)
+    """y for some groups, PIXELS columns and LINES lines. A line of x is read KERNEL times, not KERNEL^2.
+
+    direction: 1, or -1 where the kernel is to be taken from its last point to its first.
+    """
+    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
+    tile, row, image = _tile(program, tiles, blocks)
+    column, row = tile * PIXELS + tl.arange(0, PIXELS), row * LINES
     first_row, first_column = row * STRIDE - top, column * STRIDE - left
-    channel = group * GROUP + tl.arange(0, GROUP)
-    first = x + _offsets(image, channel, first_row, first_column, channels, height, width, CHANNELS_LAST)
-    matrix = _matrix(weight, group, GROUP, KERNEL)
-    total = tl.zeros((PIXELS, GROUP), tl.float32)
-    for ky in range(KERNEL):
-        in_rows = inside & (first_row + ky >= 0) & (first_row + ky < height)
-        for kx in tl.static_range(KERNEL):
-            valid = in_rows & (first_column + kx >= 0) & (first_column + kx < width)
-            shift = tl.cast(ky * width + kx, tl.int64) * (channels if CHANNELS_LAST else 1)
-            values = tl.load(first + shift, mask=_by_pixel(valid, CHANNELS_LAST), other=0.0)
-            weights = tl.load(matrix + (ky * KERNEL + kx) * GROUP * GROUP)
-            total = tl.dot(_turned(values, CHANNELS_LAST), tl.trans(weights), total, input_precision="ieee")
-    where = _offsets(image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
-    result = _turned(total.to(y.dtype.element_ty), CHANNELS_LAST)
-    tl.store(y + where, result, mask=_by_pixel(inside, CHANNELS_LAST))
+    at = x + _places(image, channel, first_row, first_column, channels, height, width, CHANNELS_LAST)
+    row_step, column_step = _steps(channels, width, CHANNELS_LAST)
+    extents = _extents(first_row, height, width, (LINES - 1) * STRIDE + KERNEL)
+    sums = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * LINES
+    step = direction * (GROUP * GROUP)
+    matrix = _matrix(weight, group, KERNEL, GROUP) + (1 - direction) // 2 * ((KERNEL * KERNEL - 1) * GROUP * GROUP)
+    for kx in range(KERNEL):
+        weights = ()
+        for ky in tl.static_range(KERNEL):
+            weights += (tl.load(matrix + step * (ky * KERNEL)),)
+        lines = _load(at, first_column + kx, row_step, extents)
+        totals = ()
+        for line in tl.static_range(LINES):
+            total = sums[line]
+            for ky in tl.static_range(KERNEL):
+                total = tl.dot(lines[line * STRIDE + ky], weights[ky], total, input_precision="ieee")
+            totals += (total,)
+        sums = totals
+        at += column_step
+        matrix += step
+    at = y + _places(image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
+    row_step, _ = _steps(channels, out_width, CHANNELS_LAST)
+    extents = _extents(row, out_height, out_width, LINES)
+    for line in tl.static_range(LINES):
+        tl.store(at, sums[line].to(y.dtype.element_ty), mask=_inside(column, extents[line]))
+        at += row_step
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _input_gradient(
-    dy, weight, dx, tiles, pixels, channels, height, width, out_height, out_width, top, left,
-    COLUMN_STEP: tl.constexpr, PIXELS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
+    dy, weight, dx, blocks, tiles, channels, height, width, out_height, out_width, top, left,
+    LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """dx for one group and PIXELS pixels, STRIDE rows and COLUMN_STEP columns apart.
+    """dx for some groups, STRIDE PIXELS columns and STRIDE LINES lines.
 
-    Row r of x is under row ky of the kernel for row (r + top - ky) / STRIDE of y, where that is whole.
+    Row r of x is under row ky of the kernel for row (r + top - ky) / STRIDE of y, where that is whole: with
+    r + top = STRIDE m + phase and ky = STRIDE tap + phase it is m - tap. So all phases read the same lines of dy.
     """
-    phase = tl.program_id(0) % (STRIDE * COLUMN_STEP)
-    first_row, first_column = phase // COLUMN_STEP, phase % COLUMN_STEP
-    group, tile = _group_and_tile(tl.program_id(0) // (STRIDE * COLUMN_STEP), channels // GROUP, tiles, CHANNELS_LAST)
-    rows, columns = tl.cdiv(height, STRIDE), tl.cdiv(width, COLUMN_STEP)
-    image, row, column, inside = _pixels(tile, pixels, rows, columns, PIXELS)
-    row, column = row * STRIDE + first_row, column * COLUMN_STEP + first_column
-    inside = inside & (row < height) & (column < width)
-    channel = group * GROUP + tl.arange(0, GROUP)
-    matrix = _matrix(weight, group, GROUP, KERNEL)
-    total = tl.zeros((PIXELS, GROUP), tl.float32)
-    for ky in range((first_row + top) % STRIDE, KERNEL, STRIDE):
-        below = row + top - ky
-        y_row = below // STRIDE
-        in_rows = inside & (below >= 0) & (y_row < out_height)
-        first = dy + _offsets(image, channel, y_row, 0, channels, out_height, out_width, CHANNELS_LAST)
-        for step in tl.static_range((KERNEL + COLUMN_STEP - 1) // COLUMN_STEP):
-            kx = (first_column + left) % COLUMN_STEP + step * COLUMN_STEP
-            right = column + left - kx
-            y_column = right // STRIDE
-            valid = in_rows & (right >= 0) & (y_column < out_width) & (right % STRIDE == 0) & (kx < KERNEL)
-            shift = y_column.to(tl.int64) * (channels if CHANNELS_LAST else 1)
-            values = tl.load(first + _by_pixel(shift, CHANNELS_LAST), mask=_by_pixel(valid, CHANNELS_LAST), other=0.0)
-            # In some phases the last step is beyond the kernel: then it adds nothing.
-            weights = tl.load(matrix + (ky * KERNEL + tl.minimum(kx, KERNEL - 1)) * GROUP * GROUP)
-            total = tl.dot(_turned(values, CHANNELS_LAST), weights, total, input_precision="ieee")
-    where = _offsets(image, channel, row, column, channels, height, width, CHANNELS_LAST)
-    result = _turned(total.to(dx.dtype.element_ty), CHANNELS_LAST)
-    tl.store(dx + where, result, mask=_by_pixel(inside, CHANNELS_LAST))
+    TAPS: tl.constexpr = (KERNEL + STRIDE - 1) // STRIDE
+    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
+    tile, row, image = _tile(program, tiles, blocks)
+    column, row = left // STRIDE + tile * PIXELS + tl.arange(0, PIXELS), top // STRIDE + row * LINES
+    first_row, first_column = row - (TAPS - 1), column - (TAPS - 1)
+    at = dy + _places(image, channel, first_row, first_column, channels, out_height, out_width, CHANNELS_LAST)
+    row_step, column_step = _steps(channels, out_width, CHANNELS_LAST)
+    extents = _extents(first_row, out_height, out_width, LINES + TAPS - 1)
+    sums = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * (LINES * STRIDE * STRIDE)
+    matrix = _matrix(weight, group, KERNEL, GROUP)
+    for step in tl.static_range(TAPS):
+        weights = ()
+        for ky in tl.static_range(KERNEL):
+            for phase in tl.static_range(STRIDE):
+                if (TAPS - 1 - step) * STRIDE + phase < KERNEL:
+                    shift = (ky * KERNEL + (TAPS - 1 - step) * STRIDE + phase) * GROUP * GROUP
+                    weights += (tl.load(matrix + shift),)
+                else:  # not used: beyond the kernel
+                    weights += (0,)
+        lines = _load(at, first_column + step, row_step, extents)
+        totals = ()
+        for line in tl.static_range(LINES):
+            for above in tl.static_range(STRIDE):
+                for before in tl.static_range(STRIDE):
+                    total = sums[(line * STRIDE + above) * STRIDE + before]
+                    for tap in tl.static_range(TAPS):
+                        if tap * STRIDE + above < KERNEL and (TAPS - 1 - step) * STRIDE + before < KERNEL:
+                            values = lines[line - tap + TAPS - 1]
+                            matrices = weights[(tap * STRIDE + above) * STRIDE + before]
+                            total = tl.dot(values, matrices, total, input_precision="ieee")
+                    totals += (total,)
+        sums = totals
+        at += column_step
+    row, column = row * STRIDE - top, column * STRIDE - left
+    at = dx + _places(image, channel, row, column, channels, height, width, CHANNELS_LAST)
+    row_step, column_step = _steps(channels, width, CHANNELS_LAST)
+    extents = _extents(row, height, width, LINES * STRIDE)
+    for line in tl.static_range(LINES * STRIDE):
+        for phase in tl.static_range(STRIDE):
+            result = sums[line * STRIDE + phase].to(dx.dtype.element_ty)
+            tl.store(at + phase * column_step, result, mask=_inside(column + phase, extents[line]))
+        at += row_step
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _weight_gradient(
-    x, dy, sums, tiles, pixels, channels, height, width, out_height, out_width, top, left,
-    POINTS: tl.constexpr, PIXELS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
+    x, dy, sums, blocks, tiles, channels, height, width, out_height, out_width, top, left, all_blocks, blocks_each,
+    COLUMNS: tl.constexpr,
+    LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `tiles` tiles of PIXELS pixels for one group and POINTS points of the kernel, row by row.
-
-    All points are one product, [GROUP, PIXELS] x [PIXELS, POINTS GROUP]: a power of two, so some are beyond the kernel.
-    """
-    chunks = (KERNEL * KERNEL + POINTS - 1) // POINTS
-    chunk, group = tl.program_id(0) % chunks, tl.program_id(0) // chunks % (channels // GROUP)
-    part = tl.program_id(0) // chunks // (channels // GROUP)
-    out_channel = group * GROUP + tl.arange(0, GROUP)
-    place = tl.arange(0, POINTS * GROUP)
-    channel, point = group * GROUP + place % GROUP, chunk * POINTS + place // GROUP
-    ky, kx = point // KERNEL, point % KERNEL
-    shift = tl.cast(ky * width + kx, tl.int64) * (channels if CHANNELS_LAST else 1)
-    total = tl.zeros((GROUP, POINTS * GROUP), tl.float32)
-    for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(pixels, PIXELS))):
-        image, row, column, inside = _pixels(tile, pixels, out_height, out_width, PIXELS)
-        where = _offsets(image, out_channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
-        gradient = tl.load(dy + where, mask=_by_pixel(inside, CHANNELS_LAST), other=0.0)
-        row, column = row * STRIDE - top, column * STRIDE - left
-        x_row = _by_pixel(row, CHANNELS_LAST) + _by_channel(ky, CHANNELS_LAST)
-        x_column = _by_pixel(column, CHANNELS_LAST) + _by_channel(kx, CHANNELS_LAST)
-        valid = (x_row >= 0) & (x_row < height) & (x_column >= 0) & (x_column < width)
-        valid = valid & _by_pixel(inside, CHANNELS_LAST) & _by_channel(ky < KERNEL, CHANNELS_LAST)
-        where = _offsets(image, channel, row, column, channels, height, width, CHANNELS_LAST)
-        values = tl.load(x + where + _by_channel(shift, CHANNELS_LAST), mask=valid, other=0.0)
-        gradient, values = _turned(gradient, CHANNELS_LAST), _turned(values, CHANNELS_LAST)
-        total = tl.dot(tl.trans(gradient), values, total, input_precision="ieee")
-    sums += (part * (channels // GROUP) + group).to(tl.int64) * KERNEL * KERNEL * GROUP * GROUP
-    where = point * GROUP * GROUP + place % GROUP
-    tl.store(sums + where[None, :] + tl.arange(0, GROUP)[:, None] * GROUP, total, mask=ky[None, :] < KERNEL)
-
-
-@triton.jit
-def _group_and_tile(program, groups, tiles, CHANNELS_LAST: tl.constexpr):
-    """A program's group and tile: programs that run together read what lies together."""
-    if CHANNELS_LAST:
-        return program % groups, program // groups
-    else:
-        return program // tiles, program % tiles
+    """Sums over `blocks_each` blocks of LINES lines for some groups and COLUMNS columns of the kernel."""
+    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
+    program = program.to(tl.int32)
+    kx, part = program % (KERNEL // COLUMNS) * COLUMNS, program // (KERNEL // COLUMNS)
+    first = part * blocks_each
+    image, row = first // blocks, first % blocks * LINES
+    y_step, _ = _steps(channels, out_width, CHANNELS_LAST)
+    x_step, column_step = _steps(channels, width, CHANNELS_LAST)
+    products = (tl.zeros((GROUPS, GROUP, GROUP), tl.float32),) * (COLUMNS * KERNEL)
+    for _ in range(first, tl.minimum(first + blocks_each, all_blocks)):
+        y_extents = _extents(row, out_height, out_width, LINES)
+        x_extents = _extents(row * STRIDE - top, height, width, (LINES - 1) * STRIDE + KERNEL)
+        for tile in range(tiles):
+            column = tile * PIXELS + tl.arange(0, PIXELS)
+            at = dy + _places(image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
+            gradients = _load(at, column, y_step, y_extents)
+            column = column * STRIDE - left + kx
+            at = x + _places(image, channel, row * STRIDE - top, column, channels, height, width, CHANNELS_LAST)
+            totals = ()
+            for step in tl.static_range(COLUMNS):
+                lines = _load(at + step * column_step, column + step, x_step, x_extents)
+                for ky in tl.static_range(KERNEL):
+                    total = products[step * KERNEL + ky]
+                    for line in tl.static_range(LINES):
+                        gradient = tl.trans(gradients[line], 0, 2, 1)
+                        total = tl.dot(gradient, lines[line * STRIDE + ky], total, input_precision="ieee")
+                    totals += (total,)
+            products = totals
+        row += LINES
+        image += (row >= out_height).to(tl.int32)
+        row = tl.where(row >= out_height, 0, row)
+    at = _matrix(sums + part.to(tl.int64) * channels * GROUP * KERNEL * KERNEL, group, KERNEL, GROUP)
+    for step in tl.static_range(COLUMNS):
+        for ky in tl.static_range(KERNEL):
+            tl.store(at + (ky * KERNEL + kx + step) * GROUP * GROUP, products[step * KERNEL + ky])
 
 
 @triton.jit
-def _pixels(tile, pixels, height, width, PIXELS: tl.constexpr):
-    """Image, row and column of each pixel of a tile [PIXELS], and whether there is such a pixel."""
-    pixel = tile * PIXELS + tl.arange(0, PIXELS)
-    return pixel // (height * width), pixel // width % height, pixel % width, pixel < pixels
+def _channels(program, channels, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """What remains of a program's number, and its channels, [GROUPS, GROUP]: programs that run together read what lies
+    together in a channels-last tensor."""
+    packs = (channels // (GROUPS * GROUP)).to(tl.uint32)
+    program = program.to(tl.uint32)
+    group = (program % packs).to(tl.int32) * GROUPS + tl.arange(0, GROUPS)
+    return program // packs, group, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
-def _matrix(weight, group, GROUP: tl.constexpr, KERNEL: tl.constexpr):
-    """Pointers to a group's weights [out, in] at the first point of the kernel."""
-    weight += group.to(tl.int64) * KERNEL * KERNEL * GROUP * GROUP
-    return weight + tl.arange(0, GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+def _tile(program, tiles, blocks):
+    """Number of a program's tile in its line, of its block of lines, and of its image."""
+    tiles, blocks = tiles.to(tl.uint32), blocks.to(tl.uint32)
+    block = program // tiles
+    return (program % tiles).to(tl.int32), (block % blocks).to(tl.int32), (block // blocks).to(tl.int32)
 
 
 @triton.jit
-def _offsets(image, channel, row, column, channels, height, width, CHANNELS_LAST: tl.constexpr):
+def _places(image, channel, row, column, channels, height, width, CHANNELS_LAST: tl.constexpr):
     """Elements from the start of [N, C, H, W] to each of a tile, 64 bits."""
-    image, channel = image.to(tl.int64), channel.to(tl.int64)
+    start = image.to(tl.int64) * (channels * height * width)
+    channel, column = channel[:, None, :], column[None, :, None]
     if CHANNELS_LAST:
-        return (((image * height + row) * width + column) * channels)[:, None] + channel[None, :]
+        return start + ((row * width + column) * channels + channel)
     else:
-        return (image * channels * height * width + row * width + column)[None, :] + (channel * height * width)[:, None]
+        return start + ((channel * height + row) * width + column)
 
 
 @triton.jit
-def _by_pixel(values, CHANNELS_LAST: tl.constexpr):
-    return values[:, None] if CHANNELS_LAST else values[None, :]
+def _steps(channels, width, CHANNELS_LAST: tl.constexpr):
+    """Elements from a line to the next, and from a pixel to the next."""
+    if CHANNELS_LAST:
+        return width * channels, channels
+    else:
+        return width, 1
 
 
 @triton.jit
-def _by_channel(values, CHANNELS_LAST: tl.constexpr):
-    return values[None, :] if CHANNELS_LAST else values[:, None]
+def _extents(row, height, width, LINES: tl.constexpr):
+    """Columns that each line from `row` on has: none outside the image."""
+    extents = ()
+    for line in tl.static_range(LINES):
+        extents += (tl.where((row + line >= 0) & (row + line < height), width, 0),)
+    return extents
 
 
 @triton.jit
-def _turned(tile, CHANNELS_LAST: tl.constexpr):
-    """A tile as [pixels, channels], and back."""
-    return tile if CHANNELS_LAST else tl.trans(tile)
+def _inside(column, extent):
+    return (column.to(tl.uint32) < extent.to(tl.uint32))[None, :, None]
+
+
+@triton.jit
+def _load(at, column, row_step, extents):
+    """Tiles of neighbouring lines, 0 outside the image. All are under way before the first is needed."""
+    lines = ()
+    for line in tl.static_range(len(extents)):
+        lines += (tl.load(at, mask=_inside(column, extents[line]), other=0.0),)
+        at += row_step
+    return lines
+
+
+@triton.jit
+def _matrix(weight, group, KERNEL: tl.constexpr, GROUP: tl.constexpr):
+    """Pointers to the groups' weights at the first point of the kernel: [groups, GROUP, GROUP]."""
+    outer, inner = tl.arange(0, GROUP)[None, :, None], tl.arange(0, GROUP)[None, None, :]
+    return weight + (group[:, None, None] * (KERNEL * KERNEL * GROUP) + outer) * GROUP + inner

@@ -21,7 +21,9 @@ _TILE = 8192  # elements, 32 for each thread: with fewer, what is done once for 
 _ROW = 64  # neighbouring channels of a channels-last tile: 128 bytes in half precision, a line of the cache
 _MERGED = 4096  # partial statistics that are merged at a time
 _WARPS = 8
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# The interpreter knows no instruction of a GPU.
+_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def replaces(module: nn.Module) -> bool:
@@ -56,7 +58,7 @@ class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
     """The group normalisation that ProxyNormAct calls by `super` is the fused one."""
 
 
-class _Tiles:
+class Tiles:
     """How x, [N, C, H, W], is divided: `rows` channels by `columns` pixels are a tile, `chunks` tiles an image's plane.
 
     aligned: a power of two, up to 8, that divides the contiguous length: elements that a thread loads at once.
@@ -64,6 +66,7 @@ class _Tiles:
 
     def __init__(self, x: torch.Tensor):
         self.images, self.channels, height, width = x.shape
+        self.device = x.device
         self.pixels = height * width
         self.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         channels, pixels = triton.next_power_of_2(self.channels), triton.next_power_of_2(self.pixels)
@@ -77,9 +80,10 @@ class _Tiles:
         length = self.channels if self.channels_last else self.pixels
         self.aligned = min(length & -length, 8)
 
-    def partial_sums(self, x: torch.Tensor) -> torch.Tensor:
-        """Memory for two numbers of each channel of each tile: [2, N, C, chunks], float32."""
-        return torch.empty((2, self.images, self.channels, self.chunks), dtype=torch.float32, device=x.device)
+    def partial_sums(self, numbers: int) -> torch.Tensor:
+        """Memory for so many numbers of each channel of each tile: [numbers, N, C, chunks], float32."""
+        shape = (numbers, self.images, self.channels, self.chunks)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def run(self, kernel, *arguments, **constants) -> None:
         """One program a tile. The grid has one dimension, the only one that may be longer than 65,535."""
@@ -89,21 +93,26 @@ class _Tiles:
         kernel[grid](*arguments, channels=self.channels, pixels=self.pixels, **layout, **tile, **constants)
 
 
+def statistics(x: torch.Tensor, tiles: Tiles, groups: int, eps: float) -> torch.Tensor:
+    """Mean, and one over the standard deviation, of each image's groups: [2, N, groups]."""
+    partial, size = tiles.partial_sums(2), tiles.channels // groups
+    tiles.run(_tile_statistics, x, partial[0], partial[1])
+    result = torch.empty((2, tiles.images, groups), dtype=torch.float32, device=x.device)
+    block = min(triton.next_power_of_2(size * tiles.chunks), _MERGED)
+    _merge_statistics[(tiles.images * groups,)](
+        partial[0], partial[1], *result, size, tiles.pixels, eps, tiles.columns, block, num_warps=_WARPS
+    )
+    return result
+
+
 class _GroupNormAct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, groups: int, eps: float, apply_act: bool):
-        assert x.dtype in _DTYPES, f"no kernels for {x.dtype}"
+        assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
         x = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
-        tiles = _Tiles(x)
-        size = tiles.channels // groups
-        partial, y = tiles.partial_sums(x), torch.empty_like(x)
-        tiles.run(_tile_statistics, x, partial[0], partial[1])
-        # Mean, and one over the standard deviation, of each image's groups.
-        mean, scale = torch.empty((2, tiles.images, groups), dtype=torch.float32, device=x.device)
-        block = min(triton.next_power_of_2(size * tiles.chunks), _MERGED)
-        _merge_statistics[(tiles.images * groups,)](
-            partial[0], partial[1], mean, scale, size, tiles.pixels, eps, tiles.columns, block, num_warps=_WARPS
-        )
+        tiles = Tiles(x)
+        size, y = tiles.channels // groups, torch.empty_like(x)
+        mean, scale = statistics(x, tiles, groups, eps)
         tiles.run(_normalise, x, y, weight, bias, mean, scale, size, SILU=apply_act)
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.groups, ctx.apply_act = groups, apply_act
@@ -113,11 +122,11 @@ class _GroupNormAct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, bias, mean, scale = ctx.saved_tensors
-        tiles = _Tiles(x)
+        tiles = Tiles(x)
         size = tiles.channels // ctx.groups
         dy = dy.contiguous(memory_format=torch.channels_last if tiles.channels_last else torch.contiguous_format)
         given = (x, dy, weight, bias, mean, scale, size)
-        partial = tiles.partial_sums(x)
+        partial = tiles.partial_sums(2)
         tiles.run(_sum_gradients, *given, partial[0], partial[1], SILU=ctx.apply_act)
         by_channel = partial.sum(3)
         dbias, dweight = by_channel.sum(1)
@@ -130,7 +139,7 @@ class _GroupNormAct(torch.autograd.Function):
 
 
 @triton.jit
-def _tile(
+def tile(
     channels, pixels, CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """The program's tile: its image and first pixel; its channels, whether there are such, and their places in
@@ -161,15 +170,24 @@ def _tile(
 
 
 @triton.jit
+def sigmoid(z):
+    """1 / (1 + exp(-z)): compiled with a reciprocal that is off by 1 ulp at most (PTX), where a division takes more
+    instructions for numbers beyond 2^126, and is off by 2."""
+    if _COMPILED:
+        below = 1 + tl.exp(-z)
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], tl.float32, True, 1)
+    else:
+        return tl.sigmoid(z)
+
+
+@triton.jit
 def _tile_statistics(
     x, means, squares,
     channels, pixels,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of each channel of the tile: the mean, and the sum of squared differences from it."""
-    _, first_pixel, _, known, place, start, inside, mask = _tile(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-    )
+    _, first_pixel, _, known, place, start, inside, mask = tile(channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS)
     values = tl.load(x + start + inside, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(values, 1) / tl.minimum(COLUMNS, pixels - first_pixel)
     centred = tl.where(mask, values - mean[:, None], 0.0)
@@ -206,16 +224,14 @@ def _merge_statistics(means, squares, mean, scale, size, pixels, eps, COLUMNS: t
 
 
 @triton.jit
-def _normalised(
+def normalised(
     x, weight, bias, mean, scale, size, channels, pixels,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Start, offsets and mask of the tile. x less its group's mean, and what SiLU is given, both [ROWS, COLUMNS]. Of
     each channel, [ROWS]: its group's place in [N, groups], whether it exists, and its place in [N, C, chunks]; the
     scale of its group, and its weight."""
-    image, _, channel, known, place, start, inside, mask = _tile(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-    )
+    image, _, channel, known, place, start, inside, mask = tile(channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS)
     group = image * (channels // size) + channel // size
     own_scale = tl.load(scale + group, mask=known, other=0.0)
     own_weight = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
@@ -233,11 +249,11 @@ def _normalise(
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The layer's output, from the statistics of its groups."""
-    start, inside, mask, _, z, _, _, _, _, _ = _normalised(
+    start, inside, mask, _, z, _, _, _, _, _ = normalised(
         x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
     if SILU:
-        z *= tl.sigmoid(z)
+        z *= sigmoid(z)
     tl.store(y + start + inside, z.to(y.dtype.element_ty), mask=mask)
 
 
@@ -246,7 +262,7 @@ def _gradient(dy, z, mask, SILU: tl.constexpr):
     """The gradient of what SiLU is given, 0 outside the mask. dy: pointers to the tile."""
     gradient = tl.load(dy, mask=mask, other=0.0).to(tl.float32)
     if SILU:
-        share = tl.sigmoid(z)
+        share = sigmoid(z)
         gradient *= share * (1 + z * (1 - share))
     return gradient
 
@@ -257,7 +273,7 @@ def _sum_gradients(
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of each channel of the tile: what it adds to the gradient of the bias, and to that of the weight."""
-    start, inside, mask, centred, z, _, known, place, own_scale, _ = _normalised(
+    start, inside, mask, centred, z, _, known, place, own_scale, _ = normalised(
         x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
     gradient = _gradient(dy + start + inside, z, mask, SILU)
@@ -274,12 +290,18 @@ def _input_gradient(
 
     shifts, scales: [N, groups], sums over the group of that gradient, and of it times the normalised values.
     """
-    start, inside, mask, centred, z, group, known, _, own_scale, own_weight = _normalised(
+    start, inside, mask, centred, z, group, known, _, own_scale, own_weight = normalised(
         x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
     gradient = _gradient(dy + start + inside, z, mask, SILU)
     elements = 1.0 * size * pixels
+    gradient = less_group_means(gradient, centred, shifts, scales, group, known, own_scale, own_weight, elements)
+    tl.store(dx + start + inside, gradient.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def less_group_means(gradient, centred, shifts, scales, group, known, own_scale, own_weight, elements):
+    """x's gradient from that of weight times normalised values plus bias: see _input_gradient."""
     shift = tl.load(shifts + group, mask=known, other=0.0) / elements * own_scale
     along = tl.load(scales + group, mask=known, other=0.0) / elements * own_scale * own_scale
-    gradient = gradient * (own_weight * own_scale)[:, None] - shift[:, None] - centred * along[:, None]
-    tl.store(dx + start + inside, gradient.to(dx.dtype.element_ty), mask=mask)
+    return gradient * (own_weight * own_scale)[:, None] - shift[:, None] - centred * along[:, None]

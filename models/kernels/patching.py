@@ -9,7 +9,8 @@ from typing import List, Sequence
 from torch import nn
 
 # Files here with `replaces`, whether the kernel takes a module, and `fuse`, the layer in its place.
-KERNELS = ("group_norm", "group_conv")
+# Squeeze comes first: it takes the normalisation, which group_norm would take alone.
+KERNELS = ("squeeze", "group_norm", "group_conv")
 
 
 def available() -> bool:

@@ -85,7 +85,7 @@ def test_losses_have_students_interval(tuned, monkeypatch):
     one, two = Ladder2().rows()
     assert one["lost"] is None and two["lost"] == pytest.approx(2)
     assert two["interval"] == pytest.approx(2.776 * (2 / 3) ** 0.5, abs=1e-3)
-    assert one["to_target"] == 1.5 * 640 and two["to_target"] == 1.5 * 320
+    assert one["to_target"] == 1.75 * 640 and two["to_target"] == 1.75 * 320
 
 
 def test_noise_scales_are_taken_up_to_the_target():

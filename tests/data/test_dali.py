@@ -11,7 +11,7 @@ import torch
 from data.batches import Request
 from data.dali import DaliLoader
 from data.encoded import EncodedSource
-from data.loader import training_batches
+from data.loader import TrainingBatches
 from data.reader import Reader
 from data.transforms import Evaluation, Training
 from recipe.config import Data
@@ -86,7 +86,7 @@ def differences(one, other):
 
 
 def train(source, *, first=0, last=4, image_size=SIZE, **options):
-    batches = training_batches(
+    batches = TrainingBatches(
         source, data=section(**options), image_size=image_size, global_batch=12, micro=3, seed=7,
         first_step=first, last_step=last,
     )  # fmt: skip

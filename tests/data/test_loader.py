@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from data import loader
 from data.base import Source, UnreadableImage, permutation
-from data.loader import EvaluationBatches, training_batches
+from data.batches import Request
+from data.loader import EvaluationBatches, TrainingBatches
+from data.reader import Reader
 from data.transforms import Evaluation, Training
 from data.workers import Loader
 from recipe.batch import training_image_size
@@ -43,7 +46,7 @@ class Tinted(Source):
 def train(source=None, *, workers=0, first=0, last=9, bad_images="error", augment="none", **options):
     options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, "image_size": SIZE, **options}
     data = Data(source="digits", workers=workers, bad_images=bad_images, augment=augment)
-    return training_batches(source or Tinted(), data=data, first_step=first, last_step=last, **options)
+    return TrainingBatches(source or Tinted(), data=data, first_step=first, last_step=last, **options)
 
 
 def evaluation(source=None, workers=0, **options):
@@ -102,13 +105,30 @@ def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, re
     """Replicas' shares are contiguous ranges of a step, so sorting by (step, number) joins them."""
     state, options = torch.random.get_rng_state(), {"augment": "randaugment", "last": 6}
     expected = contents(train(**options))
-    shares = [contents(train(workers=workers, replica=r, replicas=replicas, **options)) for r in range(replicas)]
+    own = [range(replica * 4 // replicas, (replica + 1) * 4 // replicas) for replica in range(replicas)]
+    shares = [contents(train(workers=workers, share=each, **options)) for each in own]
     assert torch.equal(torch.random.get_rng_state(), state)
     assert {len(share) for share in shares} == {len(expected) // replicas}
-    for replica, share in enumerate(shares):
-        numbers = [number for _, number, *_ in share[: 4 // replicas]]
-        assert numbers == list(range(replica * 4 // replicas, (replica + 1) * 4 // replicas))
+    for numbers, share in zip(own, shares):
+        assert [number for _, number, *_ in share[: len(numbers)]] == list(numbers)
     assert sorted(itertools.chain(*shares)) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_share_changes_between_two_steps_whatever_was_loaded_ahead(workers):
+    """4 micro batches a step, two epochs; each time in the midst of what workers prepare, who stay the same."""
+    expected = contents(train(last=6))
+    batches = train(workers=workers, share=range(1, 3), last=6)
+    found = contents(itertools.islice(batches, 2 * 2))
+    before = {child.pid for child in multiprocessing.active_children()}
+    for step, share, count in ((2, range(0, 4), 1), (3, range(2, 4), 2), (5, range(3, 4), 1)):
+        batches.divide(step, share)
+        found += contents(itertools.islice(batches, count * len(share)))
+    assert {child.pid for child in multiprocessing.active_children()} == before
+    owners = {0: range(1, 3), 1: range(1, 3), 2: range(4), 3: range(2, 4), 4: range(2, 4), 5: range(3, 4)}
+    assert found == [each for each in expected if each[1] in owners[each[0]]] and next(batches, None) is None
+    assert batches.waited() >= 0
+    batches.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -222,3 +242,14 @@ def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(monkey
     assert (raised.value is fault) == (type(fault) is expected)
     said = "--shm-size" if expected is OSError else "exited unexpectedly"
     assert raised.value is fault or said in str(raised.value)
+
+
+def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
+    """A copy would have locks that CUDA's threads hold. Its workers come from a server that has loaded torch."""
+    reader, requests = Reader(Tinted(), MICRO, Training(Data(source="digits"), 7)), [Request(0, 0, 0, SIZE, [4, 5, 6])]
+    data = Data(source="digits", workers=1)
+    for device, way in (("cpu", multiprocessing.get_start_method()), ("cuda", "forkserver")):
+        made = loader._loader(reader, requests, data, torch.device(device))
+        assert made.multiprocessing_context.get_start_method() == way
+        (batch,) = made
+        assert torch.equal(batch.images, reader[requests[0]].images)

@@ -141,7 +141,8 @@ def test_a_gpu_mixes_the_same_without_waiting():
         plan = plan_of(BOTH, step, rows=5, valid=4)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            mixed, targets = mix_images(there[0], plan), mix_targets(there[1], plan, 7)
+            plan_there = draw(BOTH, 0, step, 0, 5, 4, 9, 7, there[0].device)
+            mixed, targets = mix_images(there[0], plan_there), mix_targets(there[1], plan_there, 7)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(mixed.cpu(), mix_images(images, plan), rtol=0, atol=4e-5)

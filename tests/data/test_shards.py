@@ -12,7 +12,7 @@ import pytest
 
 from data import local, shard_index
 from data.base import permutation
-from data.loader import training_batches
+from data.loader import TrainingBatches
 from data.local import LocalFolder, Range
 from data.shards import ShardsSource
 from recipe.config import Data
@@ -181,7 +181,7 @@ def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(folder):
     """Two epochs of 26 images, of which three have a damaged byte, and a whole shard is gone."""
 
     def batches(first=0, workers=2):
-        return training_batches(
+        return TrainingBatches(
             source, data=Data(source="shards", workers=workers, bad_images="skip", prefetch=1), image_size=12,
             global_batch=13, micro=13, seed=5, first_step=first, last_step=4,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from tests.engines.worlds import FLOAT32, TREE, alone, case, digest, distance, e
 from tests.tensors import assert_bitwise_equal
 
 pytestmark = pytest.mark.multiprocess
-TREE_OF_FOUR = (TREE, "batch.global=24")  # 12 = 3 x 2^2 micro batches, which 4 replicas continue as well
+TREE_OF_TWELVE = (TREE, "batch.global=24")  # 12 = 3 x 2^2 micro batches
 
 
 def several(stages, replicas, *overrides, slow=False, **options):
@@ -72,6 +72,53 @@ def test_a_tree_has_the_same_bits_for_every_topology(run):
     assert scores[2:] == expected[1][2:]
     with pytest.raises(AssertionError):
         assert_bitwise_equal(alone()[2], alone(TREE)[2])  # it is not a running sum, or else this would show nothing
+
+
+FAST = ((1, 5), (2, 3))
+WHOLE = ("log.noise_scale=false",)  # stages add it up: its last bits depend on their number
+TOPOLOGIES = [(stages, replicas) for stages in (1, 2) for replicas in range(2, 9)]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [several(*each, *TREE_OF_TWELVE, *(WHOLE if each[0] > 1 else ()), slow=each not in FAST) for each in TOPOLOGIES],
+)
+def test_any_number_of_replicas_has_the_bits_of_one_process(run):
+    """12 micro batches are uneven shares on 5, 7 and 8 replicas, and several subtrees each on 3, 6 and 7. Weights,
+    momenta, averages, noise scale, losses, hits, norms and scores."""
+    results, scores, state = outcome(run)
+    expected = alone(*run.arguments[0])
+    assert_bitwise_equal(state, expected[2])
+    assert results == expected[0]
+    assert scores == expected[1]
+
+
+MOVING = (*TREE_OF_TWELVE, *WHOLE, "parallel.schedule=1f1b")
+DIVISIONS = {1: (0, 7, 9, 12), 2: (0, 2, 10, 12)}  # of 12 micro batches among three replicas, by step
+
+
+def moves(processes, overrides):
+    """A case: `train` with other shares from steps 1 and 2 on."""
+    engine = engine_of(processes, overrides)
+    train_step = engine.train_step
+
+    def divided(batches, step, *arguments, **keywords):
+        if processes.topology.replicas > 1 and step in DIVISIONS:
+            engine.divide(step, [range(*ends) for ends in itertools.pairwise(DIVISIONS[step])])
+            batches = micro_batches(step, engine)
+        return train_step(batches, step, *arguments, **keywords)
+
+    engine.train_step = divided
+    found = worlds.train(engine)
+    return found[:2], digest(engine.weights.state_dict()), found
+
+
+@pytest.mark.parametrize("run", [case(1, 3, moves, TREE_OF_TWELVE, slow=True), case(2, 3, moves, MOVING)])
+def test_shares_that_change_from_step_to_step_change_no_bit(run):
+    results, scores, state = outcome(run)
+    expected = alone(*run.arguments[0])
+    assert_bitwise_equal(state, expected[2])
+    assert (results, scores) == expected[:2]
 
 
 SKIPPING = (TREE, "precision.dynamic_loss_scale=true", "precision.loss_scale=1024")
@@ -159,9 +206,9 @@ def test_two_gpus_learn_what_one_learns():
     assert distance(outcomes[0][2], expected[2]) < 1e-2
 
 
-@pytest.mark.parametrize("run", [several(*pair, *TREE_OF_FOUR, steps=20, slow=True) for pair in ((1, 4), (4, 2))])
+@pytest.mark.parametrize("run", [several(*pair, *TREE_OF_TWELVE, steps=20, slow=True) for pair in ((1, 4), (4, 2))])
 def test_twenty_updates_have_the_same_bits_everywhere(run):
-    assert_bitwise_equal(outcome(run)[2], alone(*TREE_OF_FOUR, steps=20)[2])
+    assert_bitwise_equal(outcome(run)[2], alone(*TREE_OF_TWELVE, steps=20)[2])
 
 
 # Updates of several steps -------------------------------------------------------------------------------------------

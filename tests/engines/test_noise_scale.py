@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from engines.noise_scale import Meter, estimate
+from recipe.shares import divide
 from tests.engines import worlds
 from tests.engines.worlds import FLOAT32, case, engine_of, micro_batches, outcome
 
@@ -16,11 +17,12 @@ def measured(parameters, batches, micro, updates, scale=ONE, layers=False):
 
     Args: batches: of an update, gradients of single images of each parameter, [images, ...].
     """
-    meter = Meter(parameters, micro, len(next(iter(batches(0).values()))), 1, layers)
+    large = len(next(iter(batches(0).values())))
+    meter = Meter(parameters, micro, large, large // micro, 1.0, layers)
     for step in range(updates):
         for parameter in parameters.values():
             parameter.grad = None
-        meter.start(step)
+        meter.start(step, range(large // micro))
         if not meter.on:
             continue
         images = batches(step)
@@ -114,6 +116,32 @@ def test_the_averages_are_those_of_one_process(run):
     found, expected = outcome(run)[0], metered(worlds.single(), FLOAT32)[2][0]
     torch.testing.assert_close(found[""], expected[""], rtol=2e-2 if HALF in run.arguments[0] else 1e-3, atol=0)
     assert found.keys() == expected.keys()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("run", [case(1, 3, metered, (worlds.TREE, "batch.micro=1", "data.cutmix=null"))])
+def test_in_tree_order_they_have_the_bits_of_one_process(run):
+    """Of 12 micro batches 8 are measured, each by the replica that has it; each number of the message is of one."""
+    found, expected = outcome(run)[0], metered(worlds.single(), run.arguments[0])[2][0]
+    assert torch.equal(found[""], expected[""]) and found[""][1] > 1
+
+
+def test_the_micro_batches_of_a_step_that_are_measured_are_spread_over_it_and_over_the_replicas():
+    """8 of 12, whoever has them; each once."""
+    parameter = {"a": nn.Parameter(torch.zeros(1))}
+    gradients = torch.arange(1.0, 13.0)
+    found = []
+    for share in divide(12, [1.0, 2.0, 1.0]):
+        meter = Meter(parameter, 1, 12, 12, float(share.start == 0), False)
+        meter.start(0, share)
+        for number in [*share, *share]:  # an update of two steps, of which the first counts
+            (parameter["a"] * gradients[number]).backward()
+        found.append(meter.squares([gradients.sum()[None]], ONE, torch.tensor(12.0)))
+        del meter
+        parameter["a"]._backward_hooks.clear()
+    numbers = [number * 12 // 8 for number in range(8)]
+    assert torch.stack(found).sum(0).tolist() == [*((number + 1.0) ** 2 for number in numbers), 6.5**2]
+    assert (torch.stack(found) != 0).sum(0).tolist() == [1] * 9
 
 
 @pytest.mark.multiprocess

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from engines.torch_engine import TorchEngine
+from optim.lars import update_class
+from optim.lars_update import LarsUpdate
 from recipe.errors import ConfigError
 from tests.engines.noise import as_micro_batches, micro_batches, noise_images
 from tests.tensors import assert_bitwise_equal, flat
@@ -150,3 +152,16 @@ def test_auto_takes_what_there_is_and_its_measured_peak_is_a_rate(create):
 def test_a_device_that_is_not_there_is_refused_with_the_remedy(create):
     with pytest.raises(ConfigError, match=r"run.device cuda: .* use run.device=cpu or auto"):
         create("run.device=cuda")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_gpus_that_only_look_like_cuda_are_refused_with_what_is_supported(create, device, monkeypatch):
+    """PyTorch for ROCm calls its devices cuda; no kernel of ours was ever tried there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    with pytest.raises(
+        ConfigError, match=f"^run.device {device}: .* ROCm; supported are NVIDIA .* use run.device=cpu$"
+    ):
+        create(f"run.device={device}")
+    assert update_class(torch.device("cuda")) is LarsUpdate
+    create("run.device=cpu").close()

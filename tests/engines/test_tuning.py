@@ -1,6 +1,9 @@
 """engine.memory_format and engine.kernels auto: the fastest is taken, by all ranks, once; and what a device refuses."""
 
 import itertools
+import pathlib
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,13 +92,14 @@ def test_candidates_that_fail_are_left_out_with_the_reason_and_measured_again(re
 
 def test_cudnn_searches_by_time_unless_the_recipe_is_deterministic(monkeypatch):
     switches = torch.backends.cudnn
-    for name in ("benchmark", "deterministic"):
+    for name in ("benchmark", "deterministic", "allow_tf32"):
         monkeypatch.setattr(switches, name, getattr(switches, name))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         for wanted in (False, True):
-            devices.set_determinism(wanted)
+            devices.set_switches(wanted)
             assert (switches.benchmark, switches.deterministic) == (not wanted, wanted)
+            assert not switches.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32  # Triton's kernels are IEEE's
         assert torch.are_deterministic_algorithms_enabled()  # Inductor fixes its reductions by this switch
     finally:
         torch.use_deterministic_algorithms(False)
@@ -128,13 +132,31 @@ def test_a_machine_measures_once(resolved, tmp_path):
     assert lines[0].endswith(f", measured before ({file})")
 
 
+READ = pathlib.Path.read_bytes
 KEYS = "batch.micro=6 model.width=0.5 model.image_size=24 precision.compute=bfloat16 parallel.recompute=true"
+KEYS += " engine.compile=true"
 
 
 @pytest.mark.parametrize("override", KEYS.split())
 def test_what_the_times_depend_on_is_measured_anew(resolved, override):
     resolved()
     assert len(resolved(override)[2]) == 8
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (torch, "__version__", "2.99.0"),
+        (torch.backends.cudnn, "version", lambda: 99999),
+        (metadata, "distributions", lambda name: [SimpleNamespace(version="9.9")] if name == "triton" else []),
+        (pathlib.Path, "read_bytes", lambda file: b"changed" if "kernels" in file.parts else READ(file)),
+    ],
+    ids=["torch", "cuDNN", "Triton", "our kernels"],
+)
+def test_times_of_other_programs_are_measured_anew(resolved, place, name, value, monkeypatch):
+    assert len(resolved()[2]) == 8 and len(resolved()[2]) == 0
+    monkeypatch.setattr(place, name, value)
+    assert len(resolved()[2]) == 8
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '"contiguous torch": NaN', '"contiguous torch": "fast"'])
@@ -166,7 +188,7 @@ def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, f
     [
         ("auto", "auto", ()),
         ("channels_last", "group_norm", ("group_norm",)),
-        ("contiguous", "triton", ("group_norm", "group_conv")),
+        ("contiguous", "triton", ("squeeze", "group_norm", "group_conv")),
     ],
 )
 def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypatch, memory_format, kernels, layers):

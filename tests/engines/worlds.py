@@ -105,9 +105,9 @@ def micro_batches(step, engine, size=16):
     """This replica's share of the step's images, on its first stage."""
     if not engine.topology.is_first:
         return iter(())
-    batch, replica = engine.batch, engine.topology.replica
-    share = slice(replica * batch.accumulation, (replica + 1) * batch.accumulation)
-    return iter(list(as_micro_batches(*noise_images(batch.global_, step, size=size), batch.micro, step))[share])
+    batch, share = engine.batch, engine.batch.shares[engine.topology.replica]
+    whole = list(as_micro_batches(*noise_images(batch.global_, step, size=size), batch.micro, step))
+    return iter(whole[share.start : share.stop])
 
 
 def evaluation(engine):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from models import stochastic
 from models.efficientnet import build
 from models.stochastic import Draws, Dropout, DropPath
 from recipe.config import Model
@@ -55,6 +56,24 @@ def test_dropout_strikes_single_activations_and_drop_path_whole_images():
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert Dropout(0.2, "head", draws(), 5)(torch.ones(2, 5, dtype=dtype)).dtype == dtype
         assert DropPath(0.2, "head", draws())(torch.ones(2, 5, 1, 1, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_gpu_draws_the_bits_of_the_host(dtype, monkeypatch):
+    """By the code for GPUs on a CPU: for micro batches in the order of a pipeline with recomputation, rows that are no
+    multiple of anything, a rate that changes, and keys of 64 bits."""
+    shared = draws(seed=7)
+    layers = [DropPath(0.2, "blocks.0.0", shared), Dropout(0.4, "head", shared, 11), DropPath(1 - 2**-32, "b", shared)]
+    like = torch.ones(1, dtype=dtype)
+    for step, micro_batch, rows in [(0, 0, 5), (0, 1, 5), (0, 8, 5), (0, 1, 5), (3, 1, 5), (3, 1, 17), (3, 200, 17)]:
+        shared.step, shared.micro_batch = step, micro_batch
+        layers[0].rate = 0.3 if step else 0.2
+        expected = [layer.draw(rows, like) for layer in layers]
+        monkeypatch.setattr(stochastic, "_ON_DEVICE", ("cpu",))
+        for layer, mask in zip(layers, expected):
+            found = layer.draw(rows, like)
+            assert found.dtype == dtype and torch.equal(found, mask), (layer.name, step, micro_batch)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("kind", "per_row", "shape"), [(Dropout, 12, (64, 12)), (DropPath, 1, (64, 3, 2, 2))])

@@ -1,11 +1,13 @@
 """Where a step's gradients are added up: running sums and trees, in float32 whatever the compute dtype."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from optim import gradients as product
 from optim.gradients import Gradients, TreeSum
 from optim.layout import Layout
 
@@ -14,6 +16,13 @@ PARTS = (("a.weight", "a.bias"), ("b.weight", "b.bias"))
 MICRO_BATCHES = 5
 CPU = torch.device("cpu")
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(params=["as on CPUs", "as on GPUs"])
+def device_kind(request, monkeypatch):
+    """The CPU takes gradients one by one, or as a GPU takes them, with the same sums."""
+    if request.param == "as on GPUs":
+        monkeypatch.setattr(product, "_ONE_BY_ONE", ())
 
 
 def gradients_of(dtype, *order):
@@ -35,7 +44,7 @@ def backward(parameters, names, number):
 
 @every_dtype
 @pytest.mark.parametrize("collected", [(), (3,)], ids=["together", "one before the others"])
-def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected):
+def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected, device_kind):
     """The exchange asks for single gradients while the backward pass still runs; nothing is added twice."""
     gradients, parameters = gradients_of(dtype)
     for _ in range(2):  # the step before leaves nothing
@@ -54,9 +63,9 @@ def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected):
 
 @every_dtype
 @pytest.mark.parametrize("order", ["together", "one part behind"])
-def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order):
+def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order, device_kind):
     """Under the interleaved schedule a part's backward passes come between those of another."""
-    gradients, parameters = gradients_of(dtype, MICRO_BATCHES, PARTS)
+    gradients, parameters = gradients_of(dtype, [MICRO_BATCHES], PARTS)
     for _ in range(2):
         gradients.zero()
         passes = [(number, part) for number in range(MICRO_BATCHES) for part in (1, 0)]
@@ -66,15 +75,39 @@ def test_a_tree_adds_each_part_as_a_tree_of_its_own(dtype, order):
             backward(parameters, PARTS[part], number)
             gradients.accumulate(part)
     for view, name in zip(gradients.views, SHAPES):
-        leaves = torch.stack([gradient(name, number).to(dtype).float().flatten() for number in range(MICRO_BATCHES)])
-        assert torch.equal(view.flatten(), tree_sum(leaves)), name
+        assert torch.equal(view.flatten(), tree_sum(leaves_of(name, dtype))), name
+
+
+@every_dtype
+def test_several_subtrees_have_a_sum_each_and_their_number_changes_between_steps(dtype):
+    """A step that was broken off leaves nothing."""
+    gradients, parameters = gradients_of(dtype, (2, 1), PARTS)
+    for counts, passes in (((2, 1), 3), ((1, 2, 2), 5), ((2, 2, 1), 2), ((4,), 4), ((1, 3), 4)):
+        gradients.divide(counts)
+        gradients.zero()
+        for number, names in itertools.product(range(passes), enumerate(PARTS)):
+            backward(parameters, names[1], number)
+            gradients.accumulate(names[0])
+        if passes == sum(counts):
+            ends = list(itertools.accumulate(counts))
+            for place, name in enumerate(SHAPES):
+                views = [Layout(parameters).views(each)[place].flatten() for each in gradients.sums]
+                leaves = leaves_of(name, dtype)
+                expected = [tree_sum(leaves[end - count : end]) for count, end in zip(counts, ends)]
+                assert len(views) == len(counts) and all(map(torch.equal, views, expected)), name
+        assert gradients.sums[0] is gradients.flat
+
+
+def leaves_of(name, dtype):
+    return torch.stack([gradient(name, number).to(dtype).float().flatten() for number in range(MICRO_BATCHES)])
 
 
 # The tree of micro batches: exact enough, the same for every number of replicas, and small.
 
 
 def tree_sum(leaves):
-    tree = TreeSum(leaves.shape[1], len(leaves), CPU)
+    tree = TreeSum(leaves.shape[1], CPU)
+    tree.begin(len(leaves))
     for leaf in leaves:
         tree.leaf().add_(leaf)
         tree.add()
@@ -114,8 +147,9 @@ def test_the_tree_is_the_documented_one():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 8, 23, 24, 31, 96])
 def test_buffers_are_few_and_serve_all_steps(count):
-    tree, seen = TreeSum(5, count, CPU), {}
+    tree, seen = TreeSum(5, CPU), {}
     for step in range(3):
+        tree.begin(count)
         for number in range(count):
             leaf = tree.leaf()
             assert leaf.dtype == torch.float32 and leaf.shape == (5,) and not leaf.any()

@@ -72,7 +72,7 @@ def test_whatever_starts_processes_binds_them_to_itself():
     """Commands that end by themselves within moments need not be bound; torch watches those of data/workers.py."""
     others = {
         *("training/run_folder.py", "parallel/hosts.py", "optim/compilation.py", "data/workers.py"),
-        *("benchmarks/networks.py", "benchmarks/faults/kinds.py"),
+        *("benchmarks/networks.py", "benchmarks/faults/kinds.py", "benchmarks/gpu_assembly.py"),
     }
     starts = re.compile(r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork")
     for room in ("benchmarks", "data", "engines", "models", "optim", "parallel", "recipe", "tools", "training"):

@@ -11,6 +11,7 @@ from optim.gradients import TreeSum
 from parallel import reduce
 from parallel.exchange import Setup
 from recipe.exchange import Exchange
+from recipe.shares import divide, subtrees
 from tests.parallel import threads
 
 UNIT = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
@@ -89,24 +90,36 @@ def test_half_passes_on_what_is_not_finite_and_what_is_tiny():
         assert result[[0, 4, 5]].tolist() == [80000.0, 2 * tiny, 3.0]
 
 
-def tree_over_replicas(rank, size, leaves):
-    mine = leaves.chunk(size)[rank]
-    tree = TreeSum(leaves.shape[1], len(mine), torch.device("cpu"))
-    for leaf in mine:
+def tree_sum(leaves):
+    tree = TreeSum(leaves.shape[1], torch.device("cpu"))
+    tree.begin(len(leaves))
+    for leaf in leaves:
         tree.leaf().add_(leaf)
         tree.add()
-    finish(create(torch.zeros(leaves.shape[1]), order="tree"), tree.total)
     return tree.total
 
 
-def test_dense_tree_continues_the_tree_of_micro_batches():
-    leaves = torch.stack([random_gradients(number) for number in range(12)])
-    expected = threads.run(1, tree_over_replicas, leaves)
-    for size in (2, 4):
-        assert same_bits([*expected, *threads.run(size, tree_over_replicas, leaves)]), size
-    rows = leaves[:5]
-    odd = ((rows[0] + rows[1]) + (rows[2] + rows[3])) + rows[4]
-    assert same_bits([odd, *threads.run(5, tree_over_replicas, rows)])
+def tree_over_replicas(rank, size, leaves, divisions):
+    """The sum under each division of the micro batches, which change from step to step."""
+    found, exchange = [], create(torch.zeros(leaves.shape[1]), order="tree")
+    for shares in divisions:
+        sums = [tree_sum(leaves[each.start : each.stop]) for each in subtrees(shares[rank], len(leaves))]
+        exchange.divide(shares, sums)
+        for _ in range(2):  # the memory of the first sum serves for the second
+            total = sums[0].clone()
+            finish(exchange, total)
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+def test_dense_tree_continues_the_tree_of_micro_batches(size):
+    """Also where shares are uneven, or of one micro batch."""
+    leaves = torch.stack([random_gradients(number) for number in range(13)])
+    speeds = ([1.0] * size, [1.0, *[3.0] * (size - 1)], [*[0.1] * (size - 1), 9.0])
+    divisions = [divide(13, each) for each in speeds]
+    for found in threads.run(size, tree_over_replicas, leaves, divisions):
+        assert same_bits([tree_sum(leaves), *found])
 
 
 # Backward passes ------------------------------------------------------------------------------------------------

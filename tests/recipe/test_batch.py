@@ -47,6 +47,39 @@ def test_a_batch_is_one_line_and_one_that_does_not_divide_names_the_nearest(glob
     assert divide(recipe(replicas=64), 8) == divide(recipe(replicas=8)) == Batch(6144, 3, 256, 8, 2)
 
 
+TREE = {"method": "dense", "order": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("global_", "replicas", "line"),
+    [
+        (24, 5, "24 = 2 micro x 12 on 5 replicas, accumulation 1 to 3 (2 stages each: 10 devices)"),
+        (24, 4, "24 = 2 micro x 3 accumulation x 4 replicas (2 stages each: 8 devices)"),
+        (25, 5, "batch.global 25 is not a multiple of 2 micro; nearest: 24 or 26"),
+        (8, 5, "batch.global 8 is 4 micro batches of 2, too few for 5 replicas; lower batch.micro or start fewer"),
+    ],
+)
+def test_in_tree_order_any_number_of_replicas_shares_the_micro_batches(global_, replicas, line):
+    try:
+        found = divide(recipe(global_, 2, exchange=TREE), replicas).describe()
+    except ConfigError as error:
+        found = str(error)
+    assert found == line
+
+
+def test_uneven_shares_fill_a_pipeline_and_follow_one_another():
+    """12 micro batches on 5 replicas of 2 stages: with 1f1b no replica has a single one."""
+    pipeline = {"stages": 2, "schedule": "1f1b"}
+    for keys, least in (({"stages": 2}, 1), (pipeline, 2)):
+        made = Recipe.model_validate({**recipe(24, 2, exchange=TREE).model_dump(by_alias=True), "parallel": keys})
+        found = divide(made, 5)
+        assert [each.start for each in found.shares[1:]] == [each.stop for each in found.shares[:-1]]
+        assert (min(found.uneven), sum(found.uneven), found.accumulation) == (least, 12, max(found.uneven))
+    again = found.divided([range(0, 4), range(4, 6), range(6, 12)])
+    assert (again.uneven, again.accumulation, again.micro_batches) == ((4, 2, 6), 6, 12)
+    assert found.divided([range(0, 6), range(6, 12)]).uneven == ()
+
+
 def test_lengths_of_the_published_run():
     """208 x 6144 = 1,277,952 of 1,281,167 images; 350 epochs of 208 steps, of which 70 warm up."""
     assert lengths(recipe(), IMAGENET).describe() == (

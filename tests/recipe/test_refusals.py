@@ -52,6 +52,7 @@ WITHIN_A_SECTION = [
     ("ipu.available_memory_proportion=[1.5]", r"ipu\.available_memory_proportion: .* above 0 and at most 1"),
 ]
 
+MEASURED = "parallel.shares=measured exchange.order=tree"
 ACROSS_SECTIONS = [
     ("batch.micro=1 model.norm=batch data.mixup=0", r"model\.norm batch .* but batch\.micro is 1; raise it"),
     ("batch.micro=1", r"data\.mixup mixes images of one micro batch, .*; raise it, or data\.mixup=0"),
@@ -63,6 +64,10 @@ ACROSS_SECTIONS = [
     ("exchange.delay=1 model.norm=batch", "use model.norm=group or exchange.delay=0"),
     ("exchange.delay=1 precision.dynamic_loss_scale=true", "use precision.dynamic_loss_scale=false"),
     (f"{GROWING} exchange.order=tree", GROWS_WITH),
+    ("parallel.shares=measured", "use exchange.order=tree or parallel.shares=even"),
+    (f"{MEASURED} exchange.delay=1", "use exchange.delay=0 or parallel.shares=even"),
+    (f"{MEASURED} model.norm=batch", "use model.norm=group or parallel.shares=even"),
+    (f"{MEASURED} parallel.stages=2 parallel.schedule=interleaved batch.micro=16", "use parallel.schedule=1f1b or"),
     (f"{GROWING} {LOCAL}", GROWS_WITH),
     (f"{GROWING} model.norm=batch", GROWS_WITH),
     (f"{NOISE} log.noise_scale=false", "use log.noise_scale=auto"),

@@ -41,7 +41,8 @@ def test_the_text_is_that_of_a_dry_run_and_of_the_page_and_the_json_has_its_figu
     assert text.removeprefix(dry_run) in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     assert "training   Options.Training.gradientAccumulation(16)  <- batch.global, batch.micro" in text
     assert "optimizer  poptorch.optim.LAMB(betas=(0.885, 1.0))  <- optimizer.momentum" in text
-    assert data["batch"] == {"global": 6144, "micro": 3, "accumulation": 16, "replicas": 128, "stages": 2}
+    sizes = {"global": 6144, "micro": 3, "accumulation": 16, "replicas": 128, "stages": 2}
+    assert data["batch"] == {**sizes, "uneven": []}
     assert {tuple(option) for option in data["options"]} == {("model", "call", "arguments", "from")}
     found = {(option["model"], option["call"]): option["arguments"] for option in data["options"]}
     assert found["training", "Options.setExecutionStrategy"] == ["poptorch.PipelinedExecution()"]

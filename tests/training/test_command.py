@@ -11,6 +11,7 @@ import pytest
 from recipe.errors import ConfigError
 from recipe.files import writing
 from tests.conftest import ROOT
+from training import command
 from training.command import one_line
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -45,6 +46,28 @@ def test_whatever_is_started_by_its_name_begins_as_a_command_does():
     assert started <= set(COMMANDS)
     assert {"train.py", "evaluate.py", "tools/report.py", "benchmarks/step.py"} <= set(COMMANDS)
     assert len(COMMANDS) > 25
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, (":4096:8", "expandable_segments:True")),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "PYTORCH_ALLOC_CONF": ""}, (":16:8", "")),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, (":4096:8", None)),
+    ],
+)
+def test_what_torch_reads_once_is_set_before_a_command_loads_it_unless_the_user_has(given, found, monkeypatch):
+    names = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF")
+    for name in (*names, "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(command, "_open_streams", lambda: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "finish", lambda main: seen.extend(map(os.environ.get, names)))
+    seen = []
+    command.run(ROOT / "train.py")
+    assert tuple(seen) == found
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import train
 from data.base import permutation
 from data.folder import FolderSource
 from engines.torch_engine import TorchEngine
+from parallel.speeds import Speeds
 from tests import ranks
 from tests.conftest import QUICKSTART
 from tests.pictures import write_pictures
@@ -109,6 +110,35 @@ def test_a_tree_ends_the_same_over_changed_topologies(single, tmp_path):
     assert [(start["replicas"], start["stages"]) for start in starts] == [(2, 2), (1, 1), (4, 1)]
     assert starts[0]["step"] == 0 and starts[2]["step"] == stopped
     assert_same_outcome(tmp_path / "run", single)
+
+
+TIMES = ([1.0, 1.0, 1.0], [1.0, 4.0, 1.0], [1.0, 4.0, 1.0], [3.0, 1.0, 1.0])  # seconds a micro batch, line by line
+
+
+def give_times(rank):
+    """The replicas' speeds are those of TIMES, in the place of measured ones."""
+    times, follow = iter(TIMES), Speeds.follow
+
+    def given(speeds, shares, seconds):
+        assert len(seconds) == 3 and min(seconds) > 0
+        return follow(speeds, shares, next(times))
+
+    Speeds.follow = given
+
+
+def test_shares_that_follow_the_speeds_of_replicas_change_no_bit(tmp_path):
+    """12 micro batches of 2 images; lines of the log after steps 2, 4, 6 and 8. The noise scale, too, has the bits of
+    one process. What worker processes have loaded ahead is given up."""
+    keys = (*ranks.SMALL, "batch.micro=2", "parallel.shares=measured", "log.every_steps=2", "data.workers=1")
+    train_to_the_end(1, *keys, f"run.output={tmp_path / 'one'}")
+    ended = ranks.train(3, *keys, f"run.output={tmp_path / 'three'}", sabotage=give_times)
+    assert [(rank.code, rank.errors) for rank in ended] == [(DONE, [])] * 3, ended
+    said = [line for line in ended[0].out if line.startswith(("replica ", "micro batches of the replicas"))]
+    assert [line.split(":")[0] for line in said] == [
+        "replica 1 has become slow", "micro batches of the replicas from here on",
+        "replica 0 has become slow", "replica 1 is no longer slow", "micro batches of the replicas from here on",
+    ]  # fmt: skip
+    assert_same_outcome(tmp_path / "three", tmp_path / "one")
 
 
 # 48 images of two classes, 24 a step in 6 micro batches of 4: the second replica meets those from the 12th on.

@@ -10,6 +10,7 @@ from parallel.exchange import Gradient, Method
 from parallel.exchange import of as method_for
 from recipe import ipu
 from recipe.config import Recipe
+from recipe.shares import even, mean_sums
 from tools.planning.machine import Machine
 from tools.planning.workload import Workload
 
@@ -40,13 +41,17 @@ class Row(NamedTuple):
 def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Row:
     """A step of `recipe` on `replicas` of `machine`. The formulae are in docs/planning.md, "The model"."""
     micro, stages = recipe.batch.micro, recipe.parallel.stages
-    least = stages if recipe.parallel.schedule in ("1f1b", "interleaved") else 1  # that fill a pipeline
+    least = recipe.parallel.least  # that fill a pipeline
     if machine.device == "ipu" and ipu.pipelined(recipe):
         least = 2 * stages - 1
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
-    batch = accumulation * micro * replicas
-    parts = _seconds(recipe, machine, replicas, accumulation, workload)
-    single = sum(_seconds(recipe, machine, 1, max(1, batch // micro), workload).values())
+    batch, sums = accumulation * micro * replicas, 1.0
+    if recipe.exchange.in_tree:
+        batch = max(recipe.batch.global_, least * micro * replicas)
+        shares = even(batch // micro, replicas, least)
+        accumulation, sums = max(map(len, shares)), mean_sums(shares)
+    parts = _seconds(recipe, machine, replicas, accumulation, workload, sums)
+    single = sum(_seconds(recipe, machine, 1, max(1, batch // micro), workload, 1.0).values())
     seconds = sum(parts.values())
     limit = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     if parts["compute"] >= (1 - _FEW) * seconds:
@@ -57,8 +62,8 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
     )  # fmt: skip
 
 
-def exchange(machine: Machine, method: Method, replicas: int, workload: Workload) -> float:
-    """Seconds in which replicas combine the largest stage's gradient by a method."""
+def exchange(machine: Machine, method: Method, replicas: int, workload: Workload, sums: float = 1.0) -> float:
+    """Seconds in which replicas combine the largest stage's gradient by a method. Args: sums: see Gradient."""
     if replicas == 1:
         return 0.0
     levels, joined = [], 1  # groups that meet, and their link; the last may hold more groups than there are
@@ -70,7 +75,7 @@ def exchange(machine: Machine, method: Method, replicas: int, workload: Workload
         if groups > 1:
             levels.append((groups, Link(reach.latency.value, 1 / reach.bandwidth.value)))
             joined *= groups
-    largest = max(Gradient(stage.parameters, layers=stage.layers) for stage in workload.stages)
+    largest = max(Gradient(stage.parameters, layers=stage.layers, sums=sums) for stage in workload.stages)
     return method.seconds_over(levels, replicas, largest, workload.gradient_bytes)
 
 
@@ -85,7 +90,7 @@ def backward_share(workload: Workload) -> float:
 
 
 def _seconds(
-    recipe: Recipe, machine: Machine, replicas: int, accumulation: int, workload: Workload
+    recipe: Recipe, machine: Machine, replicas: int, accumulation: int, workload: Workload, sums: float
 ) -> Dict[str, float]:
     micro = recipe.batch.micro
     work = [micro * stage.multiply_adds / machine.rate.value for stage in workload.stages]
@@ -97,10 +102,11 @@ def _seconds(
         "imbalance": accumulation * (slowest - mean),
         "bubble": _fill(recipe, machine, len(work)) * slowest,
     }
-    hidden = machine.overlap * slowest * backward_share(workload)
+    hidden = 0.0 if recipe.exchange.in_tree else machine.overlap * slowest * backward_share(workload)
     if machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
         hidden = max(hidden, recipe.exchange.beside * sum(parts.values()))
-    parts["exchange"] = max(0.0, exchange(machine, method_for(recipe.exchange), replicas, workload) - hidden)
+    combining = exchange(machine, method_for(recipe.exchange), replicas, workload, sums)
+    parts["exchange"] = max(0.0, combining - hidden)
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
     copying = 3 * workload.image_size**2 / machine.to_device.value  # seconds an image; beside it is read

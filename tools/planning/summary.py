@@ -9,6 +9,7 @@ from recipe.batch import lengths, planned, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
+from recipe.shares import mean_sums
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
@@ -79,7 +80,10 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         "cores": rate / machine.decode.value if files else None,
         "cores_there": machine.cores * step.devices,
     }
-    methods = {each.name: scaling.exchange(machine, each, batch.replicas, work) for each in variants(recipe.exchange)}
+    methods = {}
+    for each in variants(recipe.exchange):
+        sums = mean_sums(batch.shares) if each.section.in_tree else 1.0
+        methods[each.name] = scaling.exchange(machine, each, batch.replicas, work, sums)
     available = workload.available(recipe, machine, batch)
     return Summary(recipe, machine, batch, work, stages, available, widest, widest_1f1b, methods, images, step, rows)
 

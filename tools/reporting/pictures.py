@@ -75,7 +75,7 @@ def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
         raise DataError(f"{len(source)} training images, but an update took {size}: not the run's own")
     pixels = functools.partial(training_image_size, recipe)
     numbers = {"global_batch": size, "micro": recipe.batch.micro, "seed": recipe.run.seed, "first_step": 0}
-    batches = loader.training_batches(source, data=data, image_size=pixels, last_step=-(-count // size), **numbers)
+    batches = loader.TrainingBatches(source, data=data, image_size=pixels, last_step=-(-count // size), **numbers)
     pictures: List[Picture] = []
     with contextlib.closing(batches):
         for batch in batches:

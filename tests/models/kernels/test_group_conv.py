@@ -110,7 +110,6 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     But for the few elements that float32's own rounding takes across a boundary, one in a thousand or so; parts in half
     precision would change every third.
     """
-    monkeypatch.setattr(group_conv, "_SUMMED_PIXELS", 16)
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
     conv, x = convolution(3, 2, "same", dtype=dtype), images((1, 32, 11, 8), form, dtype)
     y, dx, dw = check(conv, x)
@@ -121,23 +120,46 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     assert y.is_contiguous(memory_format=FORMATS[form]) and dx.is_contiguous(memory_format=FORMATS[form])
 
 
-@pytest.mark.parametrize(("channels", "group", "form"), [(48, 16, "channels_last"), (64, 32, "contiguous")])
+@pytest.mark.parametrize(
+    ("channels", "group", "form"),
+    [(48, 16, "channels_last"), (64, 32, "contiguous"), (128, 16, "channels_last"), (96, 16, "contiguous")],
+)
 def test_groups_do_not_mix(channels, group, form):
-    """Three groups: their number is no power of two. Weights in another layout than they have at first."""
+    """One, two or four groups a program, one to three programs. Weights in another layout than they have at first."""
     conv = convolution(3, 2, "same", channels, group)
     conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
     check(conv, images((1, channels, 6, 5), form))
 
 
-def test_tiles_and_partial_sums_add_up(monkeypatch):
-    """Sixteen pixels a tile: tiles that cross rows and images, and one that is not full.
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "form"),
+    [
+        pytest.param(*each, marks=() if each in SETTINGS else pytest.mark.slow)
+        for each in itertools.product((3, 5), (1, 2), ("same", "torch"), FORMATS)
+    ],
+)
+def test_tiles_of_lines_meet(kernel, stride, padding, form, monkeypatch):
+    """Float16, which has several lines a program: blocks of lines that the image does not fill, two tiles a line, and
+    one that is wider than the image.
 
-    The weights' gradient has 5 tiles a group: 2, 2, 1 and none in four parts. x is in neither format.
+    The weights' gradient is added up in several parts, of which the last are empty where the stride is 1.
     """
-    monkeypatch.setattr(group_conv, "_PIXELS", dict.fromkeys(FORMATS.values(), 16))
-    monkeypatch.setattr(group_conv, "_SUMMED_PIXELS", 16)
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
-    monkeypatch.setattr(group_conv, "_PROGRAMS", 8)
+    monkeypatch.setattr(group_conv, "_WARPS", 40)
+    for height, columns in ((9, (16,)), (6, (32,))):
+        monkeypatch.setattr(group_conv, "_COLUMNS", columns)
+        x = images((2, 32, height, 19), form, torch.float16)
+        check(convolution(kernel, stride, padding, dtype=torch.float16), x)
+
+
+def test_narrow_and_wide_tiles_waste_few_columns():
+    """Of the widths of EfficientNet-B4 at 380 pixels."""
+    x = images((1, 32, 4, 4), "channels_last", torch.float16)
+    launches = group_conv._Launches(x, convolution().weight, 1, False)
+    assert [launches._columns(width) for width in (190, 95, 48, 24, 12)] == [32, 32, 16, 32, 16]
+
+
+def test_other_layouts_become_contiguous():
     check(convolution(), images((2, 64, 7, 5))[:, ::2])
 
 

@@ -55,6 +55,18 @@ def test_stages_on_ipus_fill_twice_or_take_turns():
     assert turns["compute"] == pytest.approx(16 * 3 * sum(passes) / BOW.rate.value)
 
 
+TREE = ("run.device=cuda", "exchange.order=tree")
+
+
+def test_a_tree_sends_each_partial_sum_and_hides_none_of_them():
+    """2,048 micro batches: 3 replicas send 4 1/3 each and gather one; 4 replicas have one each, as a ring does."""
+    three, four = (step(A100, replicas, "pod", *TREE, "parallel.stages=1", "parallel.split=[]") for replicas in (3, 4))
+    work = setting("pod", "parallel.stages=1", "parallel.split=[]")[1]
+    for row, sums in ((three, 13 / 3), (four, 1.0)):
+        sent = Gradient((sums + 1) / 2 * work.stages[0].parameters)
+        assert row.parts["exchange"] == pytest.approx(DENSE.seconds(NEAR, row.replicas, sent))
+
+
 @pytest.mark.parametrize(
     ("overrides", "replicas", "batch", "accumulation"),
     [
@@ -63,6 +75,8 @@ def test_stages_on_ipus_fill_twice_or_take_turns():
         (["run.device=cuda", "parallel.stages=1", "parallel.split=[]"], 4096, 12288, 1),
         (["run.device=cuda", "parallel.schedule=1f1b"], 2048, 12288, 2),
         ([], 100, 6300, 21),  # not to be divided: the next that can
+        ([*TREE, "parallel.stages=1", "parallel.split=[]"], 100, 6144, 21),
+        ([*TREE, "parallel.schedule=1f1b"], 2048, 12288, 2),
     ],
 )
 def test_the_batch_grows_where_replicas_cannot_share_it(overrides, replicas, batch, accumulation):

@@ -49,7 +49,7 @@ def test_training_images_are_those_that_the_engine_is_fed(tiny):
     feed = Feed(recipe, Processes(Topology(), torch.device("cpu")), torch.device("cpu"))
     expected, targets = [], []
     for step in range(2):
-        feed.start(micro_batches, range(step, step + 1), 2, 0, recipe.batch.micro, 64)
+        feed.start(micro_batches, range(step, step + 1), range(2), recipe.batch.micro, 64)
         for number in range(2):
             expected.extend(feed.images(number))
             targets.extend(feed.targets(number)[1])
