@@ -172,6 +172,10 @@ class Engine(ABC):
     def state_dict(self) -> dict:
         """All that persists of the whole model, on the CPU, whatever the topology. Empty but on the main rank."""
 
+    def own_state_dict(self) -> dict:
+        """This process' part of `state_dict`, where all replicas have the same; no other process takes part."""
+        raise NotImplementedError
+
     @abstractmethod
     def load_state_dict(self, state: dict) -> None:
         """Load the `state_dict` of any topology. Raises ValueError naming a tensor that does not fit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from engines.base import Engine
 from parallel.processes import Processes
@@ -10,9 +10,12 @@ from parallel.topology import Topology
 from recipe.config import Recipe
 from recipe.division import Batch
 
+if TYPE_CHECKING:
+    from parallel.elastic import Elastic
 
-def connect(recipe: Recipe, topology: Topology) -> Processes:
-    """Connect the run's processes, on the device of the recipe.
+
+def connect(recipe: Recipe, topology: Topology, elastic: Optional[Elastic] = None) -> Processes:
+    """Connect the run's processes, on the device of the recipe. Args: elastic: as of Processes.
 
     Raises ConfigError: a device that this machine does not have, or ranks that do not meet.
     """
@@ -22,7 +25,7 @@ def connect(recipe: Recipe, topology: Topology) -> Processes:
         return ipu_engine.connect(recipe, topology)
     from engines.devices import device_of
 
-    return Processes(topology, device_of(recipe, topology), recipe.parallel.silence)
+    return Processes(topology, device_of(recipe, topology), recipe.parallel.silence, elastic)
 
 
 def create(

@@ -166,7 +166,7 @@ class TrainingStep(Feed, Work):
         """Args: arm: called before the last backward pass of a step, where the exchange can overlap it."""
         super().__init__(recipe, processes, device)
         self._draws, self._gradients, self._loss_scale = draws, gradients, loss_scale
-        self._recorder, self._arm = recorder, arm
+        self._recorder, self._arm, self._check = recorder, arm, processes.check
 
     def start(self, *arguments: Any) -> None:
         super().start(*arguments)
@@ -175,6 +175,7 @@ class TrainingStep(Feed, Work):
         self._gradients.zero()
 
     def before_forward(self, number: int) -> None:
+        self._check()
         self._draws.step, self._draws.micro_batch = self.place(number)
 
     def loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:

@@ -302,18 +302,28 @@ class TorchEngine(Engine):
                 buffer.copy_(weights[name])
 
     def state_dict(self) -> dict:
-        own, (mean, *buffers) = {}, self._mean_of(self._averaged())
-        averaged = {name: self._mean_of(average.tensors) for name, average in self._averages.items()}
-        if self.topology.replica == 0:
-            averages = {
-                name: {**self._by_name(averaged[name]), "count": average.count.to("cpu", copy=True)}
-                for name, average in self._averages.items()
-            }
-            own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-            own = {**own, **self._exchange.state_dict(), **self._by_name([mean.to(self.weights.flat.dtype), *buffers])}
-            noise = self._meter.state_dict()
-            own.update({"noise_scale": noise} if noise else {})
+        means = [self._mean_of(each) for each in self._tensors()]
+        own = self._state_of(means) if self.topology.replica == 0 else {}
         return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
+
+    def own_state_dict(self) -> dict:
+        return self._state_of(self._tensors())
+
+    def _tensors(self) -> List[list]:
+        """Those of the weights, then of each average."""
+        return [self._averaged(), *(average.tensors for average in self._averages.values())]
+
+    def _state_of(self, tensors: List[list]) -> dict:
+        """This process' part of the state. Args: tensors: `_tensors`, or their means over replicas."""
+        (flat, *buffers), *averaged = tensors
+        averages = {
+            name: {**self._by_name(own), "count": average.count.to("cpu", copy=True)}
+            for own, (name, average) in zip(averaged, self._averages.items())
+        }
+        own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
+        own = {**own, **self._exchange.state_dict(), **self._by_name([flat.to(self.weights.flat.dtype), *buffers])}
+        noise = self._meter.state_dict()
+        return {**own, **({"noise_scale": noise} if noise else {})}
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)

@@ -7,25 +7,26 @@ that ends with 75 leaves the others time to do so, and after a failure all ranks
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from typing import Dict, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 from parallel.board import Outcome
+from parallel.generations import LIFE
 from parallel.hosts import Hosts, interface_towards
 from parallel.parent_death import bound_to_parent
 from parallel.rendezvous import MasterLost, Others, Stopped
+from parallel.replacements import Ranks, Replacements
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _WATCH_SECONDS = 0.05
 _END_SECONDS = 5.0  # from SIGTERM to SIGKILL
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
-
-Ranks = Dict[int, subprocess.Popen]  # by their number in the world
 
 
 class Signals:
@@ -72,13 +73,20 @@ def _kill(ranks: Ranks, number: int) -> None:
 
 
 def run(
-    hosts: Hosts, local: int, shape: str, command: List[str], max_restarts: int, signals: Signals, silence: float
+    hosts: Hosts,
+    local: int,
+    shape: str,
+    command: List[str],
+    max_restarts: int,
+    signals: Signals,
+    silence: float,
+    stages: Optional[int] = None,
 ) -> int:
     """Runs `local` ranks of `command` on each of `hosts`; returns the exit code once they are gone.
 
     Args: shape: replicas and stages in words, the same on all hosts. max_restarts: times to start again after a
-    failure. silence: seconds after which the launcher of another host counts as lost. Raises UserError: the hosts do
-    not come together.
+    failure. silence: seconds after which the launcher of another host counts as lost. stages: of a replica in an
+    elastic run, None in others. Raises UserError: the hosts do not come together.
     """
     secret = os.environ.pop("POD_TOKEN", "")  # not for the ranks
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -86,7 +94,7 @@ def run(
     try:
         others = Others(hosts, f"{shape} over {hosts.number} hosts", signals, silence, secret)
         for attempt in range(max_restarts + 1):
-            outcome = others.settle(_attempt(others, attempt, local, command, signals))
+            outcome = others.settle(_attempt(others, attempt, local, command, signals, stages))
             if outcome.line:
                 print(outcome.line, file=sys.stderr, flush=True)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
@@ -101,13 +109,18 @@ def run(
         return FAILED
 
 
-def _attempt(others: Others, attempt: int, local: int, command: List[str], signals: Signals) -> Outcome:
+def _attempt(
+    others: Others, attempt: int, local: int, command: List[str], signals: Signals, stages: Optional[int]
+) -> Outcome:
     """Starts the ranks of this host and watches them. None is left on return, nor after an exception."""
     port, ranks = others.gather(attempt), {}
     try:
-        _start(ranks, others, port, local, command)
+        start = functools.partial(_start, ranks, others, port, local, command)
+        for number in range(others.hosts.this * local, (others.hosts.this + 1) * local):
+            start(number, 0)
         signals.watch(ranks)
-        return _watch(ranks, others, signals)
+        place = others.address, port
+        return _watch(ranks, others, signals, stages and Replacements(ranks, place, stages, start))
     except BaseException:
         _kill(ranks, signal.SIGKILL)
         raise
@@ -115,37 +128,40 @@ def _attempt(others: Others, attempt: int, local: int, command: List[str], signa
         signals.watch({})  # another process may have the number of one that is gone
 
 
-def _start(ranks: Ranks, others: Others, port: int, local: int, command: List[str]) -> None:
-    """Starts the ranks of this host, each in a session of its own; their store listens at `port` of the master."""
+def _start(ranks: Ranks, others: Others, port: int, local: int, command: List[str], rank: int, life: int) -> None:
+    """Starts a rank of this host, in a session of its own; its store listens at `port` of the master."""
     hosts = others.hosts
     interface = interface_towards(others.address)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")[: 1 if hosts.number == 1 else 2]
-    for number in range(local):
-        rank = hosts.this * local + number
-        environment = {
-            **{name: interface for name in names if interface},
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            **os.environ,
-            "POD_LAUNCHER": "1",
-            "MASTER_ADDR": others.address,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(number),
-            "WORLD_SIZE": str(hosts.number * local),
-            "LOCAL_WORLD_SIZE": str(local),
-        }
-        arguments = bound_to_parent([sys.executable, "-u", *command], ignores_interrupts=True)
-        ranks[rank] = subprocess.Popen(arguments, env=environment, start_new_session=True)
+    environment = {
+        **{name: interface for name in names if interface},
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **os.environ,
+        "POD_LAUNCHER": "1",
+        LIFE: str(life),
+        "MASTER_ADDR": others.address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local),
+        "WORLD_SIZE": str(hosts.number * local),
+        "LOCAL_WORLD_SIZE": str(local),
+    }
+    arguments = bound_to_parent([sys.executable, "-u", *command], ignores_interrupts=True)
+    ranks[rank] = subprocess.Popen(arguments, env=environment, start_new_session=True)
 
 
-def _watch(ranks: Ranks, others: Others, signals: Signals) -> Outcome:
+def _watch(ranks: Ranks, others: Others, signals: Signals, replacements: Optional[Replacements]) -> Outcome:
     """End of the ranks: by themselves, or since one of them failed, or because another host's are gone."""
     news: Optional[Outcome] = None
     while True:
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [(rank, code) for rank, code in codes.items() if code not in (None, DONE, STOPPED)]
+        if replacements and not signals.stopping:
+            replacements.look()
+            if failed and replacements.replace(failed):
+                continue
         # One that has ended with 0 or 75 leaves the others the time that they need.
         if not failed and None in codes.values():
             news = others.news()

@@ -13,13 +13,16 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any, Callable, List, Optional, Tuple, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from parallel.topology import Topology
 from recipe.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from parallel.elastic import Elastic
 
 _RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
 _COLLECTIVE = timedelta(hours=1)  # a rank may save, evaluate or compile while the others wait
@@ -41,27 +44,36 @@ class Processes:
     in a run of one process. Subclasses connect processes by other means.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, silence: float = SILENCE_SECONDS):
-        """Meet the other processes. Args: silence: seconds without a heartbeat after which a rank counts as lost.
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        silence: float = SILENCE_SECONDS,
+        elastic: Optional[Elastic] = None,
+    ):
+        """Meet the other processes.
+
+        Args: silence: seconds without a heartbeat after which a rank counts as lost. elastic: what then ends this
+        generation of processes; None ends the process.
 
         Raises ConfigError: the master's address is missing, or the ranks do not meet in time.
         """
         self.topology = topology
         self.stage_group = self.replica_group = self.host_stage_group = None
         self._pending: Optional[tuple] = None
-        self._world = topology.world
+        self._world, self.elastic = topology.world, elastic
         if self._world == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh  # requires a newer torch than a single process does
 
-        _join(topology, device)
+        _join(topology, device, 0 if elastic is None else elastic.number)
         names, shape = ("replica", "stage"), (topology.replicas, topology.stages)
         host = init_device_mesh("cpu", shape, mesh_dim_names=names)
         mesh = host if device.type == "cpu" else init_device_mesh(device.type, shape, mesh_dim_names=names)
         self.replica_group, self.stage_group = mesh.get_group("replica"), mesh.get_group("stage")
         self.host_stage_group = host.get_group("stage")
         self._host = dist.new_group(backend="gloo", timeout=_COLLECTIVE)
-        self._watch = _Watch(topology, silence)
+        self._watch = _Watch(topology, silence, elastic)
         self.wait_for_all()  # all watch by now; until they do they need the store, which ends with rank 0
 
     def gather(self, value: Any) -> List[Any]:
@@ -79,6 +91,13 @@ class Processes:
         if self.topology.rank in ranks:
             dist.send_object_list([value], group_dst=0, group=self._host)
         return []
+
+    def pass_on(self, value: Any, source: int, receivers: Sequence[int]) -> Any:
+        """`value` of process `source` on the `receivers`, elsewhere this process' own. Others need not call."""
+        if self.topology.rank == source:
+            for rank in receivers:
+                dist.send_object_list([value], group_dst=rank, group=self._host)
+        return self._receive(source) if self.topology.rank in receivers else value
 
     def from_main(self, function: Callable[[], Result]) -> Result:
         """Result of `function` on the main process, on every process. Its error is raised on all, with a message on the
@@ -122,6 +141,11 @@ class Processes:
         largest = torch.tensor([value])
         self._pending = (dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host, async_op=True), largest)
         return before
+
+    def check(self) -> None:
+        """Raises Regroup in an elastic run whose generation is over."""
+        if self.elastic is not None:
+            self.elastic.check()
 
     def wait_for_all(self) -> None:
         """Return once every process has called this."""
@@ -176,7 +200,8 @@ class _Watch:
     This rank then exits too, so the failure propagates to all ranks. NCCL would wait for ever.
     """
 
-    def __init__(self, topology: Topology, silence: float):
+    def __init__(self, topology: Topology, silence: float, elastic: Optional[Elastic]):
+        self._elastic = elastic
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_RENDEZVOUS_SECONDS))
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
@@ -194,7 +219,8 @@ class _Watch:
             thread.join()
 
     def _speak(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the receiver is gone; this rank learns that by the one before it
+        # The receiver is gone, which this rank learns by the one before it, or this generation is, with its groups.
+        with contextlib.suppress(RuntimeError, ValueError):
             while not self._done.wait(min(_HEARTBEAT_SECONDS, self._silence / 4)):
                 dist.send(torch.tensor([_ALIVE]), self._after, group=self._group)
             dist.send(torch.tensor([_DONE]), self._after, group=self._group)
@@ -206,6 +232,9 @@ class _Watch:
                 since = time.monotonic()
                 dist.irecv(heartbeat, self._before, group=self._group).wait(timedelta(seconds=self._silence))
         except RuntimeError:
+            if self._elastic is not None:
+                self._elastic.lost()
+                return
             before = f"{self._name}: rank {self._before}"
             if time.monotonic() - since > 0.9 * self._silence:
                 fault = f"has said nothing for {self._silence:g} s: it is stopped or hangs, or its host is gone"
@@ -226,9 +255,14 @@ def connected() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another process, or the way to it, is gone."""
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST_PEER)
+
+
 def leave_if_peer_lost(error: BaseException, code: int) -> None:
     """End this process if an error only says that another one, or the way to it, is gone."""
-    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST_PEER):
+    if is_lost_peer(error):
         time.sleep(1.0)  # that one prints its reason first
         leave(f"rank {dist.get_rank()}: lost another rank; leaving", code)
 
@@ -248,14 +282,14 @@ def leave(message: str, code: int = 1) -> None:
     os._exit(code)
 
 
-def _join(topology: Topology, device: torch.device) -> None:
+def _join(topology: Topology, device: torch.device, generation: int) -> None:
     """Initialise torch.distributed, with the time limits and the messages of this program."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         fault = "MASTER_ADDR and MASTER_PORT must name the host and a free port where the ranks meet"
         raise ConfigError(f"{fault}; start by ./run_pod.sh, or set them")
     try:
-        store, stages = _meet(topology, (host, int(port)))
+        store, stages = _meet(topology, (host, int(port)), generation)
     except (OSError, RuntimeError) as error:
         first = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -273,7 +307,7 @@ def _join(topology: Topology, device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=topology.rank, world_size=topology.world, timeout=_COLLECTIVE)
 
 
-def _meet(topology: Topology, place: Tuple[str, int]) -> Tuple[dist.Store, List[int]]:
+def _meet(topology: Topology, place: Tuple[str, int], generation: int) -> Tuple[dist.Store, List[int]]:
     """The store that all ranks have reached, and `parallel.stages` of each. Raises OSError or RuntimeError."""
     from torch.distributed.elastic.utils.store import synchronize
 
@@ -289,7 +323,7 @@ def _meet(topology: Topology, place: Tuple[str, int]) -> Tuple[dist.Store, List[
         time.sleep(0.2)
     limit = timedelta(seconds=_RENDEZVOUS_SECONDS)
     shared = dist.TCPStore(*place, None, serves, limit, wait_for_workers=False)
-    store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+    store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}", shared)
     own = str(topology.stages).encode()
     texts = synchronize(store, own, topology.rank, topology.world, "stages/", _RENDEZVOUS_SECONDS)
     return store, [int(text) for text in texts]

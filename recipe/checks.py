@@ -71,6 +71,7 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             yield f"{goes}, but running statistics are summed by share; use model.norm=group or parallel.shares=even"
         if recipe.parallel.schedule == "interleaved":
             yield f"{goes} and any number of micro batches; use parallel.schedule=1f1b or parallel.shares=even"
+    yield from _elastic(recipe, batch)
     # The schedules of torch.distributed.pipelining, and their number of micro batches.
     name, stages = recipe.parallel.schedule, batch.stages
     if recipe.run.device == "ipu":
@@ -86,6 +87,25 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
             needed = f"needs a multiple of {rounds} micro batches, not {accumulation}"
             yield f"parallel.schedule interleaved {needed}; {remedy}"
+
+
+def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """What needs each replica's own state, or sums in an order that depends on how many there are."""
+    parallel, exchange = recipe.parallel, recipe.exchange
+    if not parallel.elastic:
+        return
+    if recipe.run.device == "ipu":
+        yield "parallel.elastic is for CPUs and GPUs; use parallel.elastic=false"
+    if not exchange.in_tree:
+        yield "parallel.elastic goes with exchange.order tree, in which any replicas have the same bits; use it"
+    if exchange.delay:
+        yield "parallel.elastic: a gradient on its way would be lost with its replica; use exchange.delay=0"
+    if recipe.model.batch_statistics:
+        yield "parallel.elastic: running statistics are summed by replica; use model.norm=group"
+    if parallel.schedule == "interleaved":
+        yield "parallel.elastic changes the number of micro batches; use parallel.schedule=1f1b"
+    if parallel.minimum > batch.replicas:
+        yield f"parallel.minimum {parallel.minimum} is more than {count(batch.replicas, 'replica')}; lower it"
 
 
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:

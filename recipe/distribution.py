@@ -34,6 +34,9 @@ class Parallel(Section):
     shares: Literal["even", "measured"] = "even"
     """micro batches of each replica in a step: even, as many as of the others; measured, as many as it is fast, which
     changes no bit in tree order"""
+    elastic: bool = False
+    """a replica that is lost is left out, and taken in again once it is back: within the run, with the same bits"""
+    minimum: int = Field(1, ge=1, description="elastic: replicas with fewer of which the run ends")
     silence: float = Field(300.0, ge=1, le=86_400)
     """seconds of silence after which a rank counts as lost and the run ends; a rank that dies is noticed at once"""
 

@@ -5,6 +5,7 @@ import unicodedata
 from recipe.credentials import masked
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+LEFT_OUT = 76  # of a rank in an elastic run that the others went on without
 
 
 class UserError(Exception):

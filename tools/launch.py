@@ -55,6 +55,9 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     if world % place.number:
         remedy = f"give --replicas so that replicas x {stages} is a multiple of {place.number}"
         raise UserError(f"{world} processes = {shape} do not divide over {place.number} hosts; {remedy}")
+    if recipe.parallel.elastic and local % stages:
+        found = f"{stages} stages, but each host has {local} processes"
+        raise UserError(f"parallel.elastic needs whole replicas on a host: a replica has {found}")
     single = world == 1 and not options.max_restarts
     command = _poprun(options, replicas, stages) if on_ipus else [] if single else _torchrun(place, local)
     command += [sys.executable, *rank] if on_ipus or single else rank
@@ -84,7 +87,9 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     signals = agent.Signals()  # before torch is loaded, which takes seconds
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
     print(text, flush=True)
-    return agent.run(place, local, shape, rank, options.max_restarts, signals, recipe.parallel.silence)
+    parallel = recipe.parallel
+    more = (stages,) if parallel.elastic else ()
+    return agent.run(place, local, shape, rank, options.max_restarts, signals, parallel.silence, *more)
 
 
 def _parser() -> Parser:

@@ -12,13 +12,14 @@ import signal
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NoReturn, Optional, Sequence, Type
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator, NoReturn, Optional, Sequence, Type
 
 import torch
 
 from data.batches import MicroBatch
 from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
+from parallel.generations import Regroup
 from recipe import loading
 from recipe.batch import Lengths, in_steps
 from recipe.config import Recipe
@@ -30,6 +31,9 @@ from training.monitor import Clock, Monitor, duration, pace, workers_needed
 from training.scoring import evaluate
 from training.stopping import StopSignals, name_of
 from training.weights import TRAINED, top1_by_weights
+
+if TYPE_CHECKING:
+    from training.elastic import Memory
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
 _NORMS = ("gradient", "weight", "update")
@@ -77,7 +81,8 @@ class Progression:
 class Trainer:
     """One run from a step to its end.
     checkpoints, monitor: those of other ranks than the main one write nothing. flops_per_image: of forward and
-    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`."""
+    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`. memory: of
+    an elastic run."""
 
     recipe: Recipe
     lengths: Lengths
@@ -89,6 +94,7 @@ class Trainer:
     flops_per_image: Callable[[int], float]
     classes: Sequence[str]
     trace_folder: Path
+    memory: Optional[Memory] = None
 
     def __post_init__(self) -> None:
         recipe, progression = self.recipe, self.progression
@@ -103,13 +109,14 @@ class Trainer:
         self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=self.engine.device)
         self._course = Course(recipe, self.lengths.steps_per_epoch, self.lengths.total, progression.growth)
         self._updates = 0  # of this session
-        self._signal: Optional[int] = None
+        self._signal: Optional[int] = None if self.memory is None else self.memory.signal
         self._last_unreadable = ""
 
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Train to the end. Args: micro_batches: of this replica, from the current step on.
         Raises Stopped after a signal, once the step is saved; TrainingError: weights or loss are beyond reason;
         DataError: no image since the last log line could be read."""
+        self._remember()
         with StopSignals(self._note_signal):
             for update in self._course.updates(self.progression.step):
                 try:
@@ -150,10 +157,16 @@ class Trainer:
         self._clock.paused += time.monotonic() - start
         start = time.monotonic()
         scheduled = last or update.reaches(self._save_every)
-        stop = self.engine.processes.agree(self._signal or 0)
+        processes, elastic = self.engine.processes, self.engine.processes.elastic
+        waits = elastic is not None and self.engine.topology.is_main and elastic.wants()
+        stop, regroup = divmod(processes.agree(2 * (self._signal or 0) + waits), 2)
         if scheduled or stop:
             self._save(scheduled, evaluated)
         self._clock.paused += time.monotonic() - start
+        self._remember()
+        if regroup and not stop and not last:
+            processes.wait_for_all()  # else the first to go would end what others still do
+            raise Regroup
         if stop and not last:
             self._raise(Stopped, f"{name_of(stop)}: saved at step {done}; the same command resumes")
 
@@ -276,13 +289,23 @@ class Trainer:
         text = f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({scores.images} images){left_out}"
         self.monitor.event("eval", step, {"epoch": self._epochs(step), **values}, text)
 
-    def _save(self, scheduled: bool, evaluated: bool) -> None:
-        """Save the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
+    def _remember(self) -> None:
+        """Keep what the run goes on with if a replica is lost."""
+        if self.memory is not None:
+            self._note_sums()
+            self.memory.keep(self.engine, self.progression)
+
+    def _note_sums(self) -> None:
         progression, clock = self.progression, self._clock
-        progression.metrics_bytes = self.monitor.position()
-        progression.logged_checkpoint = scheduled
         progression.seconds, progression.paused, progression.waited = clock.seconds(), clock.paused, clock.waited
         progression.loss, progression.correct = self._loss.item(), int(self._correct.item())
+
+    def _save(self, scheduled: bool, evaluated: bool) -> None:
+        """Save the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
+        progression = self.progression
+        progression.metrics_bytes = self.monitor.position()
+        progression.logged_checkpoint = scheduled
+        self._note_sums()
         content = {
             "recipe": loading.dump(self.recipe),
             "engine": self.engine.state_dict(),
@@ -329,6 +352,8 @@ class Trainer:
     def _note_signal(self, number: int, frame: object) -> None:
         if self._signal is None:
             self._signal = number
+            if self.memory is not None:
+                self.memory.signal = number
             with contextlib.suppress(RuntimeError):  # the signal came in the midst of printing
                 self.monitor.say(f"{name_of(number)}: finishing this step, then saving")
         elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands

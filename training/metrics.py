@@ -5,6 +5,7 @@ An event has `event` (train, eval, checkpoint or end) and `step` (updates done).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -75,6 +76,18 @@ def _event_in(line: bytes) -> Optional[dict]:
 def is_number(value: object) -> bool:
     """Whether a value of an event is a finite number, or null in the place of another one."""
     return value is None or (type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)
+
+
+def length_until(path: Path, step: int) -> int:
+    """Bytes of a file's events until a step is done, without the run's end; 0 if there is no such file."""
+    length = 0
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as stream:
+        for line in stream:
+            event = _event_in(line)
+            if event is None or event["step"] > step or event["event"] == "end":
+                break
+            length += len(line)
+    return length
 
 
 class Metrics:

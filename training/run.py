@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -27,10 +28,14 @@ from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, D
 from training import choices, loggers, services, weights  # noqa: F401  services register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
-from training.metrics import NAME, Metrics, last_events
+from training.metrics import NAME, Metrics, last_events, length_until
 from training.monitor import Monitor, duration
 from training.run_folder import RunFolder, first_difference
 
+if TYPE_CHECKING:
+    from training.elastic import Memory
+
+_HANDED_OVER_SECONDS = 10.0
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 _Say = Callable[[str], None]
 
@@ -52,19 +57,31 @@ def run(recipe: Recipe) -> None:
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     place = topology.from_environment(recipe)
+    arithmetic.divide(recipe, place.replicas)  # refuses what does not divide before the processes meet
+    if recipe.parallel.elastic and place.world > 1:
+        from training import elastic
+
+        elastic.run(recipe, place, _run)
+    else:
+        _run(recipe, factory.connect(recipe, place))
+
+
+def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) -> None:
+    """As `run`, in one generation of processes of an elastic run, or in the only one."""
+    place, later = processes.topology, processes.elastic is not None and processes.elastic.number > 0
     batch = arithmetic.divide(recipe, place.replicas)
-    processes = factory.connect(recipe, place)
     _check_one_recipe(recipe, processes)
-    images = _open_images(recipe, processes)
+    images = _open_images(recipe, processes, memory)
     lengths = processes.together(lambda: arithmetic.lengths(recipe, images.training_images))
     say: _Say = functools.partial(print, flush=True) if place.is_main else lambda line: None
+    aloud, say = say, (lambda line: None) if later else say  # a later generation has the same to say
     for source in filter(None, (images.train, images.validation)):
         for note in source.notes:
             say(note)
     given, recipe = recipe, choices.resolve(recipe, batch, processes, say)
     output, model = arithmetic.output_folder(recipe), recipe.model
     processes.from_main(lambda: loggers.check(recipe.log))
-    folder = processes.together(lambda: RunFolder(recipe) if place.is_main else None)
+    folder = processes.together(lambda: _opened_folder(recipe, later) if place.is_main else None)
     try:
         event = processes.from_main(lambda: folder.finished())
         if event:
@@ -80,15 +97,40 @@ def run(recipe: Recipe) -> None:
         say(f"{sizes} of {count(model.classes, 'class', 'classes')} ({recipe.data.source})")
         say(batch.describe())
         say(lengths.describe())
+        if later:
+            recipe = _with_cut(recipe, processes, memory)
         engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
         for note in engine.notes:
             say(note)
-        _train(recipe, lengths, engine, images, folder, say)
+        if memory is not None:
+            memory.cut = list(engine.cut)
+            processes.elastic.settled()
+        say = aloud
+        _train(recipe, lengths, engine, images, folder, say, memory)
         scoring = f"python evaluate.py --checkpoint {output} --best"
         say(f"next: {scoring} | python -m tools.report {output} | python -m tools.export {output}")
     finally:
         if folder is not None:
             folder.close()
+
+
+def _opened_folder(recipe: Recipe, later: bool) -> RunFolder:
+    """Args: later: another process may have to end first, which had it in the generation before."""
+    end = time.monotonic() + (_HANDED_OVER_SECONDS if later else 0.0)
+    while True:
+        try:
+            return RunFolder(recipe)
+        except ConfigError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.05)
+
+
+def _with_cut(recipe: Recipe, processes: Processes, memory: Memory) -> Recipe:
+    """The recipe with the cut into stages that the run has had until now: each process remembers the state of one."""
+    cut = processes.from_main(lambda: memory.cut)
+    parallel = recipe.parallel.model_copy(update={"split": cut or recipe.parallel.split})
+    return recipe.model_copy(update={"parallel": parallel})
 
 
 def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
@@ -104,10 +146,18 @@ def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
     raise ConfigError(f"{fault}; give all hosts the same files and overrides" if processes.topology.is_main else "")
 
 
-def _open_images(recipe: Recipe, processes: Processes) -> _Images:
-    """Raises DataError where a source cannot be opened, or is not the same on all ranks where images enter."""
+def _open_images(recipe: Recipe, processes: Processes, memory: Optional[Memory]) -> _Images:
+    """Args: memory: of an elastic run, with those that are open already.
+    Raises DataError where a source cannot be opened, or is not the same on all ranks where images enter."""
     splits = ("train", "validation") if processes.topology.is_first else ()
-    sources = processes.together(lambda: [open_source(recipe.data, recipe.model.classes, each) for each in splits])
+    known = None if memory is None else memory.sources
+
+    def opened() -> List[Source]:
+        return known or [open_source(recipe.data, recipe.model.classes, each) for each in splits]
+
+    sources = processes.together(opened)
+    if memory is not None:
+        memory.sources = sources
     digest = "-".join(source.digest for source in sources)
     facts = [*(len(source) for source in sources), list(sources[0].classes), digest] if sources else None
     everywhere = processes.gather(facts)
@@ -124,16 +174,31 @@ def _open_images(recipe: Recipe, processes: Processes) -> _Images:
 
 
 def _train(
-    recipe: Recipe, lengths: Lengths, engine: Engine, images: _Images, folder: Optional[RunFolder], say: _Say
+    recipe: Recipe,
+    lengths: Lengths,
+    engine: Engine,
+    images: _Images,
+    folder: Optional[RunFolder],
+    say: _Say,
+    memory: Optional[Memory],
 ) -> None:
-    """Args: folder: on the main rank."""
+    """Args: folder: on the main rank. memory: of an elastic run."""
     path = Path(arithmetic.output_folder(recipe))
     checkpoints = CheckpointFolder(path / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
-    progression = _resume(engine, checkpoints, recipe, images.digest)
+    progression = None if memory is None else memory.restore(engine)
+    remembered = progression is not None
+    if not remembered:
+        progression = _resume(engine, checkpoints, recipe, images.digest)
     step = progression.step
     if folder is not None:
         folder.note(step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
-    if step:
+    if remembered:
+        elastic = engine.processes.elastic
+        names = ", ".join(map(str, elastic.replicas))
+        say(f"generation {elastic.number}: going on at step {step} of {lengths.total} with replicas {names}")
+        progression.metrics_bytes = length_until(folder.metrics, step) if folder is not None else 0
+        progression.logged_checkpoint = False
+    elif step:
         say(f"resuming at step {step} of {lengths.total}")
         if progression.images_digest not in ("", images.digest):
             say("going on with other images than before (data.changed_images=accept)")
@@ -167,6 +232,7 @@ def _train(
             flops_per_image=lambda epoch: flops(arithmetic.training_image_size(recipe, epoch)),
             classes=images.classes,
             trace_folder=path / "trace",
+            memory=memory,
         )
         try:
             trainer.run(micro_batches)

@@ -17,7 +17,7 @@ from typing import IO, List, Mapping, Optional, Sequence, Set
 from recipe import loading
 from recipe.batch import output_folder
 from recipe.bounded import read_json
-from recipe.config import Log, Recipe
+from recipe.config import Log, Parallel, Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.files import check_same, write_text
 from recipe.hardware import EngineSection, Ipu
@@ -27,7 +27,7 @@ from training import metrics
 _FREE = {
     "run": {"name", "output", "device", "resume", "lock", "threads"},
     "batch": {"evaluation"},
-    "parallel": {"stages", "split", "schedule", "virtual_stages", "recompute", "replicas", "silence"},
+    "parallel": set(Parallel.fields()),
     "data": {"root", "workers", "prefetch", "bad_images", "changed_images"},
     "log": set(Log.fields()),
     "checkpoint": {"keep_last", "keep_best"},

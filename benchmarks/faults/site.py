@@ -125,6 +125,10 @@ class Session:
     def running(self) -> bool:
         return self.process.poll() is None
 
+    def said(self) -> str:
+        """What it has printed until now."""
+        return self._log.read_text(errors="replace")
+
     def ranks(self) -> Dict[int, int]:
         """Rank -> process number, of those that have been started."""
         if self._site.topology == (1, 1):
@@ -159,7 +163,7 @@ class Session:
             code = None  # what outlives its launcher hangs
             with contextlib.suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
-        return Ending(code, seconds, self._log.read_text(errors="replace"))
+        return Ending(code, seconds, self.said())
 
 
 def _alive(site: Path) -> List[int]:

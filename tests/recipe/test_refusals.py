@@ -52,6 +52,7 @@ WITHIN_A_SECTION = [
     ("ipu.available_memory_proportion=[1.5]", r"ipu\.available_memory_proportion: .* above 0 and at most 1"),
 ]
 
+ELASTIC = "parallel.elastic=true exchange.order=tree"
 MEASURED = "parallel.shares=measured exchange.order=tree"
 ACROSS_SECTIONS = [
     ("batch.micro=1 model.norm=batch data.mixup=0", r"model\.norm batch .* but batch\.micro is 1; raise it"),
@@ -65,6 +66,11 @@ ACROSS_SECTIONS = [
     ("exchange.delay=1 precision.dynamic_loss_scale=true", "use precision.dynamic_loss_scale=false"),
     (f"{GROWING} exchange.order=tree", GROWS_WITH),
     ("parallel.shares=measured", "use exchange.order=tree or parallel.shares=even"),
+    ("parallel.elastic=true", "goes with exchange.order tree"),
+    (f"{ELASTIC} exchange.delay=1", "would be lost with its replica; use exchange.delay=0"),
+    (f"{ELASTIC} model.norm=batch", "use model.norm=group"),
+    (f"{ELASTIC} parallel.stages=2 parallel.schedule=interleaved batch.micro=16", "use parallel.schedule=1f1b"),
+    (f"{ELASTIC} parallel.minimum=2", "parallel.minimum 2 is more than 1 replica; lower it"),
     (f"{MEASURED} exchange.delay=1", "use exchange.delay=0 or parallel.shares=even"),
     (f"{MEASURED} model.norm=batch", "use model.norm=group or parallel.shares=even"),
     (f"{MEASURED} parallel.stages=2 parallel.schedule=interleaved batch.micro=16", "use parallel.schedule=1f1b or"),
@@ -102,6 +108,7 @@ def test_what_does_not_go_together_is_one_line_with_its_key_and_remedy(overrides
         NOISE,
         "batch.micro=2 model.norm=batch data.cutmix=0.85",
         "parallel.stages=4 parallel.schedule=interleaved batch.micro=8",
+        f"{ELASTIC} parallel.shares=measured parallel.replicas=2 parallel.minimum=2",
     ],
 )
 def test_neighbours_of_what_is_refused_pass(overrides):

@@ -1,0 +1,108 @@
+"""The launcher's part in an elastic run: a replica whose processes end is buried, and started anew to be taken in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Callable, Dict, Optional, Sequence, Set, Tuple
+
+from parallel.generations import Generations, Member
+from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
+
+_LOOK_SECONDS = 0.25  # between two looks at the generations
+_TOGETHER_SECONDS = 1.0  # in which all ranks end if the fault is the run's own
+_SHORT_SECONDS = 60.0  # after a shorter life the next one begins later and later
+_LONGEST_PAUSE = 60.0
+_STORE_LIMIT = timedelta(seconds=20)
+
+Ranks = Dict[int, subprocess.Popen]
+
+
+class Replacements:
+    """The replicas of this host's ranks, whose processes are all here."""
+
+    def __init__(self, ranks: Ranks, place: Tuple[str, int], stages: int, start: Callable[[int, int], None]):
+        """Args: ranks: running, by number; kept up to date here too. place: of their store. start: of a rank, in its
+        replica's life."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore(*place, None, False, _STORE_LIMIT, wait_for_workers=False)
+        self._generations = Generations(store)
+        self._ranks, self._stages, self._start = ranks, stages, start
+        self._lives = {rank // stages: 0 for rank in ranks}
+        self._begun = dict.fromkeys(self._lives, time.monotonic())
+        self._pauses = dict.fromkeys(self._lives, 0.0)
+        self._due: Dict[int, float] = {}  # when a replica is started again
+        self._members: Set[Member] = set()  # of this host, that ever were taken in
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Start what is due, end replicas that were left out, and new ones that the run no longer needs."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        for replica in [replica for replica, due in self._due.items() if due <= now]:
+            del self._due[replica]
+            self._lives[replica] += 1
+            self._begun[replica] = now
+            for rank in self._numbers(replica):
+                self._start(rank, self._lives[replica])
+        self._generations.catch_up()
+        current = set(self._generations.members)
+        self._members |= {member for member in current if member.replica in self._lives}
+        finished = any(rank.poll() in (DONE, STOPPED) for rank in self._ranks.values())
+        for replica, life in self._lives.items():
+            member = Member(replica, life)
+            if member not in current and (finished or member in self._members):
+                self._kill(replica)
+                if finished:
+                    for rank in self._numbers(replica):
+                        self._ranks.pop(rank, None)
+
+    def replace(self, failed: Sequence[Tuple[int, int]]) -> bool:
+        """Whether the run goes on without these ranks, which have ended. Args: failed: rank and exit code of each."""
+        if any(code == WRONG_INPUT and not self._lives[rank // self._stages] for rank, code in failed):
+            return False
+        if any(code == FAILED for _, code in failed):
+            time.sleep(_TOGETHER_SECONDS)
+            if all(rank.poll() is not None for rank in self._ranks.values()):
+                return False
+        for replica in sorted({rank // self._stages for rank, _ in failed}):
+            self._kill(replica)
+            for rank in self._numbers(replica):
+                self._ranks.pop(rank, None)
+            self._generations.bury(Member(replica, self._lives[replica]))
+        if not self._generations.living():
+            return False
+        for rank, code in failed:
+            self._again(rank, code)
+        return True
+
+    def _again(self, rank: int, code: int) -> None:
+        replica, now = rank // self._stages, time.monotonic()
+        name = f"rank {rank} (host {socket.gethostname()})"
+        ended = f"{name} was ended by signal {signal.Signals(-code).name}" if code < 0 else f"{name} ended with {code}"
+        if code == WRONG_INPUT:
+            print(f"{ended}: replica {replica} stays away, the others go on", file=sys.stderr, flush=True)
+            return
+        short = now - self._begun[replica] < _SHORT_SECONDS
+        self._due.setdefault(replica, now + (self._pauses[replica] if short else 0.0))
+        self._pauses[replica] = min(_LONGEST_PAUSE, max(2.0, 2 * self._pauses[replica])) if short else 0.0
+        print(f"{ended}: replica {replica} is started anew, the others go on", file=sys.stderr, flush=True)
+
+    def _kill(self, replica: int) -> None:
+        for rank in self._numbers(replica):
+            process: Optional[subprocess.Popen] = self._ranks.get(rank)
+            if process is not None:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _numbers(self, replica: int) -> range:
+        return range(replica * self._stages, (replica + 1) * self._stages)

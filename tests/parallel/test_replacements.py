@@ -1,0 +1,138 @@
+"""The launcher buries a replica that ends, and starts it again, unless the fault is the run's own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from parallel import replacements
+from parallel.elastic import Elastic
+from parallel.generations import LIFE, Member, Membership
+from parallel.parent_death import bound_to_parent
+from parallel.replacements import Replacements
+from parallel.topology import Topology
+from recipe.distribution import Parallel
+from recipe.errors import DONE, FAILED, LEFT_OUT, WRONG_INPUT, ConfigError
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.multiprocess
+KILLED = -signal.SIGKILL
+
+
+class Host:
+    """Two replicas of two ranks, which sleep, or end with a code."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(replacements, "_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(replacements, "_TOGETHER_SECONDS", 0.1)
+        self.ranks, self.lives = {}, []
+        limit = timedelta(seconds=20)
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+        self.member = Membership(self.store, Member(0, 0), 0, 2, 1, 1.0)
+        self.member.found(2)
+        for rank in range(4):
+            self.start(rank, 0)
+        self.replacements = Replacements(self.ranks, ("127.0.0.1", self.store.port), 2, self.start)
+        self.replacements.look()
+        self.lives.clear()
+
+    def start(self, rank, life):
+        self.lives.append((rank, life))
+        command = bound_to_parent([shutil.which("sleep"), "300"])
+        self.ranks[rank] = subprocess.Popen(command, start_new_session=True)
+
+    def end(self, rank, code):
+        process = self.ranks[rank]
+        process.send_signal(-code if code < 0 else signal.SIGKILL)
+        process.wait()
+        if code >= 0:
+            self.ranks[rank] = process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+        process.wait()
+        return rank, code
+
+    def close(self):
+        for process in self.ranks.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def host(monkeypatch):
+    host = Host(monkeypatch)
+    yield host
+    host.close()
+
+
+def test_all_ranks_of_a_replica_end_and_begin_again_with_one_that_was_killed(host, capfd):
+    other = host.ranks[3]
+    assert host.replacements.replace([host.end(2, KILLED)])
+    assert other.poll() == KILLED and host.member.is_over() and set(host.ranks) == {0, 1}
+    assert "was ended by signal SIGKILL: replica 1 is started anew, the others go on" in capfd.readouterr().err
+    host.replacements.look()
+    assert host.lives == [(2, 1), (3, 1)] and set(host.ranks) == {0, 1, 2, 3}
+
+
+def test_a_replica_that_dies_again_and_again_begins_later_and_later(host):
+    for life in range(3):
+        assert host.replacements.replace([host.end(2, KILLED)])
+        host.replacements._due = {1: host.replacements._due[1] - (0.0, 2.0, 4.0)[life]}
+        host.replacements.look()
+        assert host.lives[-1] == (3, life + 1)
+    host.replacements.replace([host.end(2, KILLED)])
+    host.replacements.look()
+    assert host.lives[-1] == (3, 3)
+
+
+@pytest.mark.parametrize(("codes", "goes_on"), [
+    ({0: WRONG_INPUT}, False),
+    ({2: FAILED}, True),
+    ({2: LEFT_OUT}, True),
+    ({0: FAILED, 1: FAILED, 2: FAILED, 3: FAILED}, False),  # a fault that all have
+    ({0: KILLED, 2: KILLED}, False),  # nobody is left who remembers the run
+])  # fmt: skip
+def test_the_run_goes_on_if_the_fault_is_not_its_own_and_a_replica_is_left(host, codes, goes_on):
+    assert host.replacements.replace([host.end(rank, code) for rank, code in codes.items()]) == goes_on
+
+
+def test_a_replica_that_is_refused_stays_away(host, capfd):
+    host.replacements.replace([host.end(2, KILLED)])
+    host.replacements.look()
+    assert host.replacements.replace([host.end(2, WRONG_INPUT)])
+    assert "replica 1 stays away, the others go on" in capfd.readouterr().err
+    host.replacements.look()
+    assert set(host.ranks) == {0, 1}
+
+
+def test_a_stopped_replica_that_was_left_out_is_killed(host):
+    stopped = host.ranks[2]
+    stopped.send_signal(signal.SIGSTOP)
+    stages = [Membership(host.store, Member(0, 0), stage, 2, 1, 1.0) for stage in (0, 1)]
+    for each in stages:
+        each.catch_up()
+        each._report("here")
+    stages[0].end()
+    stages[0].follow()
+    assert stages[0].members == (Member(0, 0),)
+    host.replacements.look()
+    assert wait_until(lambda: stopped.poll() == KILLED)
+
+
+def test_new_replicas_that_wait_when_the_run_is_done_are_ended(host):
+    host.replacements.replace([host.end(2, KILLED)])
+    host.replacements.look()
+    host.end(0, DONE)
+    host.replacements.look()
+    assert set(host.ranks) == {0, 1}
+
+
+def test_a_newcomer_with_other_code_is_refused(host, monkeypatch):
+    host.member.common("code/0", "ours")
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(host.store.port)), (LIFE, "1")):
+        monkeypatch.setitem(os.environ, name, value)
+    with pytest.raises(ConfigError, match=r"^replica 1 has other code than the run that it would join; give its host"):
+        Elastic(Topology(2, 2, 2, 0), Parallel(stages=2, elastic=True), {"code": "other"})

@@ -1,0 +1,114 @@
+"""Replicas that are lost, and come back, within a run: it ends with the bits of one that nothing disturbed."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from benchmarks.faults.site import Site, Topology
+from tests.waiting import wait_until
+from training.elastic import common, identity
+from training.metrics import length_until
+
+DONE = 0
+ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
+
+
+@pytest.mark.parametrize(
+    ("known", "step"),
+    [
+        ([(True, [6, 7]), (False, [6, 7])], 7),
+        ([(True, [6, 7]), (False, [5, 6])], 6),  # one was hit before it had done the last step
+        ([(False, [6, 7]), (False, [6, 7])], 6),  # the main one may not have written step 7
+        ([(False, [5, 6]), (False, [6, 7])], 6),
+        ([(False, [7]), (False, [])], 7),  # a new one knows none; and nothing came before 7 in this generation
+        ([(False, []), (False, [])], None),
+    ],
+)
+def test_all_go_on_from_the_last_step_that_all_and_the_main_one_have_done(known, step):
+    assert common(known) == step
+
+
+def test_events_count_until_the_step_and_without_the_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"event": kind, "step": step}) + "\n" for kind, step in (
+        ("train", 1), ("eval", 1), ("checkpoint", 1), ("train", 2), ("end", 2),
+    )]  # fmt: skip
+    path.write_text("".join(lines) + '{"event": "tra')
+    assert [length_until(path, step) for step in (0, 1, 2)] == [0, len("".join(lines[:3])), len("".join(lines[:4]))]
+    assert length_until(tmp_path / "none", 1) == 0
+
+
+def test_other_recipes_and_images_are_other_runs(tiny_recipe):
+    one = identity(tiny_recipe, [])
+    other = identity(tiny_recipe.model_copy(update={"batch": tiny_recipe.batch.model_copy(update={"micro": 4})}), [])
+    assert one["recipe"] != other["recipe"] and one["code"] == other["code"] and one["images"] == other["images"]
+
+
+@pytest.fixture
+def tiny_recipe():
+    from recipe import loading
+    from tests.conftest import QUICKSTART
+
+    return loading.load(QUICKSTART, [])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Of one process, and not elastic."""
+    site = Site(tmp_path_factory.mktemp("alone"), Topology(1, 1), ELASTIC[2:])
+    ending = site.start().wait(0.0)
+    assert ending.code == DONE, ending.said
+    return site.result()
+
+
+def run_and_strike(folder, topology, strikes):
+    """Args: strikes: steps and (rank, signal) that is sent then. The output."""
+    site = Site(folder, topology, ELASTIC)
+    session = site.start()
+    for step, blows in strikes:
+        session.reach(step, 0.0)
+        for rank, number in blows:
+            os.kill(session.ranks()[rank], number)
+    ending = session.wait(0.0)
+    assert ending.code == DONE, ending.said
+    return site.result(), ending.said
+
+
+@pytest.mark.multiprocess
+def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, undisturbed):
+    result, said = run_and_strike(tmp_path, Topology(3, 1), [(8, [(0, signal.SIGKILL)])])
+    assert result == undisturbed
+    assert "of 30 with replicas 1, 2" in said and "resuming" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("topology", "strikes"),
+    [
+        (Topology(3, 1), [(5, [(1, signal.SIGSTOP)]), (20, [(0, signal.SIGKILL)])]),
+        (Topology(4, 1), [(5, [(0, signal.SIGKILL), (2, signal.SIGKILL)]), (15, [(1, signal.SIGKILL)])]),
+        (Topology(2, 2), [(15, [(3, signal.SIGKILL)])]),
+        (Topology(2, 2), [(15, [(0, signal.SIGSTOP)])]),
+        (Topology(3, 2), [(5, [(2, signal.SIGKILL)]), (12, [(1, signal.SIGKILL)])]),
+    ],
+    ids=str,
+)
+def test_whoever_is_lost_the_bits_are_the_same(tmp_path, undisturbed, topology, strikes):
+    result, said = run_and_strike(tmp_path, topology, strikes)
+    assert result == undisturbed
+    assert "generation 1" in said and "resuming" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_replica_comes_back_with_all_others_told_to_stop_then(tmp_path):
+    site = Site(tmp_path, Topology(2, 1), (*ELASTIC[:2], "run.epochs=160"))
+    session = site.start()
+    session.reach(10, 0.0)
+    os.kill(session.ranks()[1], signal.SIGKILL)
+    wait_until(lambda: "with replicas 0, 1" in session.said())
+    session.process.terminate()
+    assert session.wait(0.0).code == 75
