@@ -44,6 +44,8 @@ class Processes:
     in a run of one process. Subclasses connect processes by other means.
     """
 
+    elastic: Optional[Elastic] = None
+
     def __init__(
         self,
         topology: Topology,

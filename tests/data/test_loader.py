@@ -6,6 +6,7 @@ import multiprocessing
 import subprocess
 import threading
 import zlib
+from multiprocessing import forkserver
 
 import numpy as np
 import pytest
@@ -253,3 +254,6 @@ def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
         assert made.multiprocessing_context.get_start_method() == way
         (batch,) = made
         assert torch.equal(batch.images, reader[requests[0]].images)
+    del made
+    # It was started with signals withheld, so later tests would have them withheld from their processes.
+    forkserver._forkserver._stop()

@@ -1,0 +1,1 @@
+"""What `parallel.elastic` promises, measured: strikes at random moments, replicas of different speeds, overhead."""

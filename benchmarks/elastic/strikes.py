@@ -1,0 +1,172 @@
+"""An elastic run whose replicas are struck at random moments, beside one that nothing disturbs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from benchmarks import CACHE
+from benchmarks.faults.site import Result, Session, Site, Topology
+from recipe.errors import DONE
+
+EPOCHS = 60
+STEPS = 5 * EPOCHS
+_OVERRIDES = (f"run.epochs={EPOCHS}",)
+ELASTIC = ("parallel.elastic=true", "parallel.silence=2")
+_LAST = 15  # steps before the end without a strike
+_POLL_SECONDS = 0.004
+_PAUSES = (1.0, 7.0)  # between two strikes: shorter and longer than a replica takes to come back
+KINDS = ("kill", "kill", "kill", "stop", "stop", "two", "evaluation", "checkpoint")
+_EVERY = {"evaluation": 10, "checkpoint": 3}  # steps after which the recipe has one
+
+
+class Strike(NamedTuple):
+    """seconds: from the strike until a step was done that had not been, less the median step of the run."""
+
+    kind: str
+    ranks: Tuple[int, ...]
+    step: int
+    seconds: float
+
+
+class Struck(NamedTuple):
+    """A run: its topology, strikes, whether it ended with the undisturbed bits, steps whose events differ from the
+    undisturbed run's, starts from a checkpoint, changes of the generation, and seconds that these took in all."""
+
+    topology: str
+    strikes: List[Strike]
+    same: bool
+    wrong_steps: int
+    restarts: int
+    generations: int
+    seconds: float
+    output: str
+
+
+class _Watch(threading.Thread):
+    """Notes when each step was done, and when each generation began."""
+
+    def __init__(self, site: Site, session: Session):
+        super().__init__(daemon=True)
+        self._site, self._session = site, session
+        self.times: List[Tuple[float, int]] = []  # that there were more steps, and how many
+        self.changes: List[float] = []
+
+    def run(self) -> None:
+        while self._session.running:
+            now, steps = time.monotonic(), self._site.steps()
+            if steps != (self.times[-1][1] if self.times else 0):
+                self.times.append((now, steps))
+            found = len(re.findall(r"^generation ", self._session.said(), re.M))
+            self.changes += [now] * (found - len(self.changes))
+            time.sleep(_POLL_SECONDS)
+
+    def after(self, moment: float, steps: int) -> Optional[float]:
+        """When more than so many steps were done, after a moment."""
+        return next((when for when, number in self.times if when > moment and number > steps), None)
+
+    def intervals(self) -> List[float]:
+        return [after - before for (before, _), (after, _) in zip(self.times, self.times[1:])]
+
+    def around_changes(self) -> List[float]:
+        """Seconds between the steps before and after each change of the generation."""
+        moments = [when for when, _ in self.times]
+        pairs = [(before, after) for before, after in zip(moments, moments[1:])]
+        return [after - before for before, after in pairs if any(before < change <= after for change in self.changes)]
+
+
+def undisturbed(folder: Path) -> Result:
+    """Of one process."""
+    site = Site(folder, Topology(1, 1), _OVERRIDES)
+    ending = site.start().wait(0.0)
+    assert ending.code == DONE, ending.said
+    return site.result()
+
+
+def struck(topology: Topology, seed: int, expected: Result, folder: Path) -> Struck:
+    site, draws = Site(folder, topology, (*_OVERRIDES, *ELASTIC)), random.Random(f"{topology} {seed}")
+    session = site.start()
+    watch = _Watch(site, session)
+    watch.start()
+    session.reach(3, 0.0)
+    made = []
+    while session.running and site.steps() < STEPS - _LAST:
+        time.sleep(draws.uniform(*_PAUSES))
+        kind = draws.choice(KINDS)
+        if kind in _EVERY:
+            session.reach((site.steps() // _EVERY[kind] + 1) * _EVERY[kind], draws.uniform(0, 0.05))
+        if session.running and site.steps() < STEPS - _LAST:
+            strike = _strike(kind, topology, session, draws)
+            if strike:
+                made.append((kind, strike, site.steps(), time.monotonic()))
+    ending = session.wait(0.0)
+    watch.join()
+    usual = statistics.median(watch.intervals())
+    strikes = []
+    for kind, ranks, steps, moment in made:
+        after = watch.after(moment, steps)
+        strikes.append(Strike(kind, ranks, steps, max(0.0, (after or time.monotonic()) - moment - usual)))
+    result = site.result() if ending.code == DONE else None
+    events = [] if result is None else result.events
+    wrong = {event["step"] for event in expected.events if event not in events}
+    wrong |= {event["step"] for event in events if event not in expected.events}
+    around = watch.around_changes()
+    return Struck(
+        *(str(topology), strikes, result == expected, len(wrong), len(re.findall("resuming at", ending.said))),
+        *(len(watch.changes), sum(around) - usual * len(around), "" if result == expected else ending.said),
+    )
+
+
+def _strike(kind: str, topology: Topology, session: Session, draws: random.Random) -> Tuple[int, ...]:
+    """Strike, but leave one replica whole that has the run's state. The ranks; none if that is not possible now."""
+    lines = re.findall(r"with replicas ([\d, ]+)$", session.said(), re.M)
+    members = list(map(int, lines[-1].split(", "))) if lines else list(range(topology.replicas))
+    processes = session.ranks()
+    whole = [r for r in members if all(rank in processes for rank in _ranks(r, topology))]
+    number = 2 if kind == "two" else 1
+    waiting = [r for r in range(topology.replicas) if r not in members and processes.keys() >= set(_ranks(r, topology))]
+    victims = draws.sample(whole, number) if len(whole) > number else []
+    if not victims and waiting and kind != "stop":
+        victims = [draws.choice(waiting)]  # on its way back: another joins, or is struck as it does
+    ranks = tuple(draws.choice(_ranks(replica, topology)) for replica in victims)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[rank], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+    return ranks
+
+
+def _ranks(replica: int, topology: Topology) -> range:
+    return range(replica * topology.stages, (replica + 1) * topology.stages)
+
+
+def all_runs(planned: List[Tuple[Topology, int]], progress) -> List[Struck]:
+    """Those that were made before are read from the cache. Args: planned: topologies and seeds."""
+    cache = CACHE / "elastic" / "strikes.jsonl"
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    known: Dict[str, Struck] = {}
+    if cache.exists():
+        for line in cache.read_text().splitlines():
+            key, fields = json.loads(line)
+            known[key] = Struck(**{**fields, "strikes": [Strike(*each) for each in fields["strikes"]]})
+    found = []
+    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
+        expected: Optional[Result] = None
+        for topology, seed in progress(planned, "run"):
+            key = f"{topology} {seed} {EPOCHS}"
+            if key not in known:
+                expected = expected or undisturbed(Path(folder) / "undisturbed")
+                known[key] = struck(topology, seed, expected, Path(folder) / key.replace(" ", "-"))
+                with open(cache, "a", encoding="utf-8") as stream:
+                    stream.write(json.dumps([key, known[key]._asdict()]) + "\n")
+            found.append(known[key])
+    return found
