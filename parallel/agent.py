@@ -92,9 +92,14 @@ def run(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local)))
     try:
-        others = Others(hosts, f"{shape} over {hosts.number} hosts", signals, silence, secret)
+        of_others = hosts, f"{shape} over {hosts.number} hosts", signals, silence, secret, stages is not None
+        others = Others(*of_others)
         for attempt in range(max_restarts + 1):
             outcome = others.settle(_attempt(others, attempt, local, command, signals, stages))
+            while others.lost_master and stages and hosts.this and not signals.stopping:
+                print(f"{outcome.line}; trying to come back", file=sys.stderr, flush=True)
+                others = Others(*of_others)
+                outcome = others.settle(_attempt(others, 0, local, command, signals, stages))
             if outcome.line:
                 print(outcome.line, file=sys.stderr, flush=True)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
@@ -116,11 +121,13 @@ def _attempt(
     port, ranks = others.gather(attempt), {}
     try:
         start = functools.partial(_start, ranks, others, port, local, command)
-        for number in range(others.hosts.this * local, (others.hosts.this + 1) * local):
+        numbers = range(others.hosts.this * local, (others.hosts.this + 1) * local)
+        for number in () if others.returned else numbers:
             start(number, 0)
         signals.watch(ranks)
-        place = others.address, port
-        return _watch(ranks, others, signals, stages and Replacements(ranks, place, stages, start))
+        return _watch(
+            ranks, others, signals, stages and Replacements(ranks, (others.address, port), stages, start, numbers)
+        )
     except BaseException:
         _kill(ranks, signal.SIGKILL)
         raise
@@ -156,18 +163,20 @@ def _watch(ranks: Ranks, others: Others, signals: Signals, replacements: Optiona
     """End of the ranks: by themselves, or since one of them failed, or because another host's are gone."""
     news: Optional[Outcome] = None
     while True:
+        elastic = replacements if not signals.stopping else None
+        if elastic:
+            elastic.look(others.finished())
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [(rank, code) for rank, code in codes.items() if code not in (None, DONE, STOPPED)]
-        if replacements and not signals.stopping:
-            replacements.look()
-            if failed and replacements.replace(failed):
-                continue
+        if failed and elastic and elastic.replace(failed):
+            continue
         # One that has ended with 0 or 75 leaves the others the time that they need.
-        if not failed and None in codes.values():
+        waits = None in codes.values() or (elastic is not None and elastic.waiting)
+        if not failed and waits:
             news = others.news()
         if failed or news:
             _end(ranks)
-        elif None in codes.values():
+        elif waits:
             time.sleep(_WATCH_SECONDS)
             continue
         if signals.hurry:

@@ -103,9 +103,11 @@ class _Board:
 
 
 class MastersBoard(_Board):
-    """The board itself, which answers other hosts once it has an `address`. error: it cannot listen."""
+    """The board itself, which answers other hosts once it has an `address`. error: it cannot listen. succeeded: after
+    so many seconds of silence another launcher may say that it is this host."""
 
     error: Optional[UserError] = None
+    succeeded = math.inf
 
     def __init__(self, hosts: Hosts, secret: str):
         super().__init__(hosts, secret)
@@ -123,7 +125,9 @@ class MastersBoard(_Board):
         with self._lock:
             there = self._attempts.setdefault(attempt, {}).setdefault(host, {})
             if there.setdefault("who", entries["who"]) != entries["who"]:
-                return  # a second launcher claims to be this host; it finds the other's name
+                if time.monotonic() - self._heard.get(host, -math.inf) < self.succeeded:
+                    return  # a second launcher claims to be this host; it finds the other's name
+                there.clear()
             self._heard[host] = time.monotonic()
             for name, value in entries.items():
                 there.setdefault(name, value)

@@ -21,6 +21,7 @@ _DEAD = "elastic/dead"  # members of which a launcher has seen the end
 class Store(Protocol):
     """What is used of torch.distributed.Store."""
 
+    def add(self, key: str, amount: int) -> int: ...
     def append(self, key: str, value: str) -> None: ...
     def check(self, keys: List[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
@@ -75,6 +76,10 @@ class Generations:
         self.catch_up()
         if member in self.members:
             self.end()
+
+    def next_life(self, replica: int) -> int:
+        """Of a replica that is started again: a number that none of its lives had."""
+        return self._store.add(_key("life", replica), 1)
 
     def living(self) -> List[Member]:
         """Members of the newest generation of which no launcher has seen the end."""

@@ -36,12 +36,19 @@ class MasterLost(Exception):
 class Others:
     """The launchers of the other hosts, through a board that the master serves at --master; none on a single host."""
 
-    def __init__(self, hosts: Hosts, shape: str, signals: Signals, silence: float, secret: str):
-        """Args: silence: seconds after which a launcher counts as lost. secret: see `parallel/board.py`."""
+    def __init__(self, hosts: Hosts, shape: str, signals: Signals, silence: float, secret: str, elastic: bool = False):
+        """Args: silence: seconds after which a launcher counts as lost. secret: see `parallel/board.py`. elastic: a
+        host that was lost may come back.
+
+        returned: this one has. lost_master: its ranks ended since there was no way to the master.
+        """
         self.hosts, self._shape, self._signals = hosts, shape[:LONGEST], signals
         self._silence = max(silence, _LEAST_SILENCE)
         self._attempt = 0
         self._board = (Board if hosts.this else MastersBoard)(hosts, secret)
+        self._elastic, self.returned, self.lost_master = elastic, False, False
+        if elastic and isinstance(self._board, MastersBoard):
+            self._board.succeeded = self._silence
         if not secret and hosts.this == 0 and hosts.number > 1:
             remedy = "on a network that you do not trust set the same secret on all hosts"
             print(f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; {remedy}", file=sys.stderr)
@@ -78,8 +85,15 @@ class Others:
         try:
             self._check_master()
         except MasterLost as lost:
+            self.lost_master = self._board.gone = (
+                True  # which ends its questions: this launcher may come back as another
+            )
             return Outcome(FAILED, f"{lost}; all ranks here are gone, too", last=True)
         return None
+
+    def finished(self) -> bool:
+        """Whether the ranks of another host have ended without a failure."""
+        return any(outcome.code in (DONE, STOPPED) for outcome in self._written("end").values())
 
     def settle(self, mine: Outcome) -> Outcome:
         """Agree with all hosts on the end of the ranks: all return the same code, each its own line."""
@@ -118,6 +132,8 @@ class Others:
         while True:
             there, waited = self._written("who"), time.monotonic() - start
             joined = hosts.this in there
+            if self._elastic and joined and there[hosts.this] != board.who:
+                joined, self.returned = False, True  # the one before it is not yet silent for long enough
             if joined or self._attempt:
                 self._check_master()
             elif waited > REACH_SECONDS or board.refused or board.gone:
@@ -126,7 +142,7 @@ class Others:
                 raise UserError(f"{fault}; check the firewall, {remedy}")
             if joined and there[hosts.this] != board.who:
                 raise UserError(f"another host has said --node-rank {hosts.this} already; number the hosts from 0")
-            missing = [host for host in range(hosts.number) if host not in there]
+            missing = [host for host in range(hosts.number) if host not in there or (host == hosts.this and not joined)]
             if not missing:
                 return
             ranks = ", ".join(map(str, missing))

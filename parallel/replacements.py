@@ -26,37 +26,49 @@ Ranks = Dict[int, subprocess.Popen]
 class Replacements:
     """The replicas of this host's ranks, whose processes are all here."""
 
-    def __init__(self, ranks: Ranks, place: Tuple[str, int], stages: int, start: Callable[[int, int], None]):
-        """Args: ranks: running, by number; kept up to date here too. place: of their store. start: of a rank, in its
-        replica's life."""
+    def __init__(
+        self, ranks: Ranks, place: Tuple[str, int], stages: int, start: Callable[[int, int], None], numbers: range
+    ):
+        """Args: ranks: running, by number; kept up to date here. place: of their store. start: of a rank, in its
+        replica's life. numbers: of this host's ranks; those that do not run have been lost with the host."""
         from torch.distributed import TCPStore
 
         store = TCPStore(*place, None, False, _STORE_LIMIT, wait_for_workers=False)
         self._generations = Generations(store)
         self._ranks, self._stages, self._start = ranks, stages, start
-        self._lives = {rank // stages: 0 for rank in ranks}
-        self._begun = dict.fromkeys(self._lives, time.monotonic())
-        self._pauses = dict.fromkeys(self._lives, 0.0)
-        self._due: Dict[int, float] = {}  # when a replica is started again
+        now = time.monotonic()
+        self._lives = {rank // stages: 0 for rank in numbers}
+        self._begun, self._pauses = dict.fromkeys(self._lives, now), dict.fromkeys(self._lives, 0.0)
+        self._due = {rank // stages: now for rank in numbers if rank not in ranks}  # when a replica is started again
         self._members: Set[Member] = set()  # of this host, that ever were taken in
         self._next_look = 0.0
 
-    def look(self) -> None:
-        """Start what is due, end replicas that were left out, and new ones that the run no longer needs."""
+    @property
+    def waiting(self) -> bool:
+        """Whether replicas are to be started again later."""
+        return bool(self._due)
+
+    def look(self, finished: bool = False) -> None:
+        """Start what is due, end replicas that were left out, and new ones that the run no longer needs.
+
+        Args: finished: whether ranks of another host have ended without a failure.
+        """
         now = time.monotonic()
+        finished = finished or any(rank.poll() in (DONE, STOPPED) for rank in self._ranks.values())
+        if finished:
+            self._due.clear()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
         for replica in [replica for replica, due in self._due.items() if due <= now]:
             del self._due[replica]
-            self._lives[replica] += 1
+            self._lives[replica] = self._generations.next_life(replica)
             self._begun[replica] = now
             for rank in self._numbers(replica):
                 self._start(rank, self._lives[replica])
         self._generations.catch_up()
         current = set(self._generations.members)
         self._members |= {member for member in current if member.replica in self._lives}
-        finished = any(rank.poll() in (DONE, STOPPED) for rank in self._ranks.values())
         for replica, life in self._lives.items():
             member = Member(replica, life)
             if member not in current and (finished or member in self._members):

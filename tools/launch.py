@@ -1,7 +1,7 @@
 """The launcher's command: checks everything, then becomes train.py or poprun, or starts and watches the ranks.
 
-    ./run_pod.sh [--stages K] [--replicas R] [--nnodes N --node-rank I --master HOST[:PORT]] [--max-restarts M]
-                 [--instances I] [--poprun=FLAGS] [--dry-run] --config FILE [section.key=value ...]
+    ./run_pod.sh [--stages K] [--replicas R] [--nnodes N --node-rank I --master HOST[:PORT]] [--elastic]
+                 [--max-restarts M] [--instances I] [--poprun=FLAGS] [--dry-run] --config FILE [section.key=value ...]
 
 Exit codes are train.py's. Ranks are started and watched by parallel/agent.py; hosts find each other by
 parallel/hosts.py. This file runs on Python 3.8 and loads no torch by itself.
@@ -101,6 +101,7 @@ def _parser() -> Parser:
     parser.add_argument("--nnodes", type=whole, metavar="N", help="hosts; SLURM's, in a step of several nodes")
     parser.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0, the master")
     parser.add_argument("--master", metavar="HOST[:PORT]", help="where host 0 listens (port 29500)")
+    parser.add_argument("--elastic", action="store_true", help="go on without lost replicas: parallel.elastic=true")
     parser.add_argument("--max-restarts", type=within(0, 10**9), default=0, metavar="M", help="after failures (0)")
     parser.add_argument("--instances", type=whole, metavar="I", help="run.device=ipu: poprun's --num-instances")
     parser.add_argument("--poprun", type=shlex.split, default=[], metavar="FLAGS", help="other flags of poprun")
@@ -142,6 +143,7 @@ def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
     """(recipe, overrides, note): a list of cuts that does not fit --stages gives way to automatic ones."""
     given = {"parallel.replicas": options.replicas, "parallel.stages": options.stages}
     overrides = [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value)]
+    overrides += ["parallel.elastic=true"] if options.elastic else []
     try:
         return loading.load(options.config, overrides), overrides, ""
     except ConfigError as error:

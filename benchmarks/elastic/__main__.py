@@ -24,12 +24,12 @@ from benchmarks.elastic import overhead, uneven
 from benchmarks.elastic.strikes import Struck, all_runs
 from benchmarks.faults.site import Topology
 
-RUNS = {Topology(3, 1): 14, Topology(4, 1): 8, Topology(3, 2): 8}
+RUNS = {Topology(3, 1): 5, Topology(4, 1): 4, Topology(3, 2): 4}
 _MINUTE = 60.0
 
 
 def main() -> None:
-    as_json = claims.begin(__doc__, takes="70 minutes, less for cached runs", quick="5 minutes").json
+    as_json = claims.begin(__doc__, takes="45 minutes, less for cached runs", quick="5 minutes").json
     planned = [(topology, seed) for topology, number in RUNS.items() for seed in range(number)]
     runs = all_runs(claims.less(planned, planned[:1]), claims.progress)
     uneven_rows, uneven_claim = uneven.measured()

@@ -28,6 +28,11 @@ class Shared:
         with self._reached():
             self.values[key] = self.values.get(key, b"") + value.encode()
 
+    def add(self, key, amount):
+        with self._reached():
+            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+            return int(self.values[key])
+
     def check(self, keys):
         with self._reached():
             return all(key in self.values for key in keys)

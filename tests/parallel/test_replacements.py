@@ -37,7 +37,7 @@ class Host:
         self.member.found(2)
         for rank in range(4):
             self.start(rank, 0)
-        self.replacements = Replacements(self.ranks, ("127.0.0.1", self.store.port), 2, self.start)
+        self.replacements = Replacements(self.ranks, ("127.0.0.1", self.store.port), 2, self.start, range(4))
         self.replacements.look()
         self.lives.clear()
 

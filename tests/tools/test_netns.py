@@ -136,3 +136,24 @@ def test_two_hosts_train_what_one_process_trains_also_if_a_cable_is_pulled_for_t
     assert [(code, errors) for code, _, errors in ended] == [(0, []), (0, [])]
     assert [len(out) > 1 for _, out, _ in ended] == [True, False]
     assert_same_outcome(tmp_path / "run", tmp_path / "single")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_for_twenty_seconds_comes_back_into_an_elastic_run(start, two_hosts, tmp_path):
+    """For longer than `parallel.silence`: the first host goes on alone; the bits are those of one process."""
+    recipe = ("run.epochs=60", "log.noise_scale=false", "log.every_steps=1")
+    train_to_the_end(1, *recipe, f"run.output={tmp_path / 'single'}")
+    elastic = ("parallel.elastic=true", "parallel.silence=5", "--nnodes", "2", *MASTER)
+    options = ("--replicas", "2", *ranks.RECIPE, *recipe, f"run.output={tmp_path / 'run'}", *elastic)
+    launchers = [start(host, ROOT / "train.py", *options, "--node-rank", host) for host in range(2)]
+    wait_until(lambda: lines_of(tmp_path / "run") >= 10)
+    assert ip("-n", two_hosts[1], "link", "set", "cable", "down").returncode == 0
+    time.sleep(20)
+    before = lines_of(tmp_path / "run")
+    assert ip("-n", two_hosts[1], "link", "set", "cable", "up").returncode == 0
+    ended = [launcher.end(timeout=300) for launcher in launchers]
+    assert before > 20 and [code for code, _, _ in ended] == [0, 0], ended
+    lines = ended[0][1]
+    assert any(line.endswith("with replicas 0") for line in lines)
+    assert any(line.endswith("with replicas 0, 1") for line in lines), lines[-20:]
+    assert_same_outcome(tmp_path / "run", tmp_path / "single")
