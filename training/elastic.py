@@ -54,9 +54,9 @@ class Memory:
     def keep(self, engine: Engine, progression: Progression) -> None:
         """Remember a step that is done."""
         self.was_main = engine.topology.is_main
+        for step in sorted(self.states.keys() - {progression.step})[: 1 - _KEPT]:
+            del self.states[step]  # first, so that its memory is used again
         self.states[progression.step] = State(engine.own_state_dict(), dataclasses.replace(progression))
-        for step in sorted(self.states)[:-_KEPT]:
-            del self.states[step]
 
     def restore(self, engine: Engine) -> Optional[Progression]:
         """Take the engine back to the last step that all have done; None if none remembers any. Every process calls.

@@ -18,7 +18,7 @@ from recipe.batch import divide
 from training.elastic import Memory
 from training.loop import Progression
 
-REPLICAS, MICRO, MICRO_BATCHES, ROUNDS = 3, 16, 12, 15
+REPLICAS, MICRO, MICRO_BATCHES, ROUNDS = 2, 16, 12, 20
 
 
 def rank_takes_turns(rank: int) -> dict:
