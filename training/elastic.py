@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -23,8 +24,9 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
 from recipe.config import Recipe
+from recipe.errors import ConfigError
 from training.loop import Progression
-from training.stopping import StopSignals
+from training.stopping import StopSignals, launched
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ROOMS = ("data", "engines", "models", "optim", "parallel", "recipe", "training")  # of the code that computes
@@ -110,8 +112,12 @@ def _digest(text: str) -> str:
 def run(recipe: Recipe, given: Topology, once: Callable[[Recipe, Processes, Memory], None]) -> None:
     """Call `once` in each generation until it returns. Args: given: by the launcher.
 
-    Raises ConfigError: this replica was started later than the others, and has another recipe, code or images.
+    Raises ConfigError: no launcher of ours has started this process, or this is no Linux; this replica was started
+    later than the others, and has another recipe, code or images.
     """
+    if not launched() or sys.platform != "linux":
+        start = "needs Linux, and ./run_pod.sh, which starts a lost replica anew"
+        raise ConfigError(f"parallel.elastic {start}; start by that, or use parallel.elastic=false")
     memory = Memory()
     splits = ("train", "validation") if given.is_first else ()
     memory.sources = [open_source(recipe.data, recipe.model.classes, split) for split in splits]

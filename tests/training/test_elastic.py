@@ -7,8 +7,9 @@ import signal
 import pytest
 
 from benchmarks.faults.site import Site, Topology
+from recipe.errors import ConfigError
 from tests.waiting import wait_until
-from training.elastic import common, identity
+from training.elastic import common, identity, run
 from training.metrics import length_until
 
 DONE = 0
@@ -52,6 +53,14 @@ def tiny_recipe():
     from tests.conftest import QUICKSTART
 
     return loading.load(QUICKSTART, [])
+
+
+@pytest.mark.parametrize(("name", "value"), [("POD_LAUNCHER", "0"), ("platform", "darwin")])
+def test_other_launchers_and_systems_are_refused(tiny_recipe, monkeypatch, name, value):
+    monkeypatch.setenv("POD_LAUNCHER", "1" if name == "platform" else value)
+    monkeypatch.setattr("sys.platform", value if name == "platform" else "linux")
+    with pytest.raises(ConfigError, match=r"needs Linux, and \./run_pod\.sh, .*use parallel\.elastic=false"):
+        run(tiny_recipe, Topology(2, 1), None)
 
 
 @pytest.fixture(scope="module")
