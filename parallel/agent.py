@@ -6,7 +6,6 @@ that ends with 75 leaves the others time to do so, and after a failure all ranks
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -21,7 +20,7 @@ from parallel.generations import LIFE
 from parallel.hosts import Hosts, interface_towards
 from parallel.parent_death import bound_to_parent
 from parallel.rendezvous import MasterLost, Others, Stopped
-from parallel.replacements import Ranks, Replacements
+from parallel.replacements import Ranks, Replacements, kill, signal_name
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _WATCH_SECONDS = 0.05
@@ -47,7 +46,7 @@ class Signals:
         """From now on these ranks get the signals, also one that came before."""
         self._ranks = ranks
         if self.hurry:
-            _kill(ranks, signal.SIGKILL)
+            kill(ranks, signal.SIGKILL)
         elif self.stopping:  # to the ranks alone: their workers would die of it
             for rank in ranks.values():
                 rank.send_signal(signal.SIGUSR1)
@@ -63,13 +62,6 @@ class Signals:
         else:
             return
         self.watch(self._ranks)
-
-
-def _kill(ranks: Ranks, number: int) -> None:
-    """Sends a signal to the ranks with all their children, also to children that a dead rank has left behind."""
-    for rank in ranks.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.pid, number)
 
 
 def run(
@@ -129,7 +121,7 @@ def _attempt(
             ranks, others, signals, stages and Replacements(ranks, (others.address, port), stages, start, numbers)
         )
     except BaseException:
-        _kill(ranks, signal.SIGKILL)
+        kill(ranks, signal.SIGKILL)
         raise
     finally:
         signals.watch({})  # another process may have the number of one that is gone
@@ -189,11 +181,11 @@ def _watch(ranks: Ranks, others: Others, signals: Signals, replacements: Optiona
 
 def _end(ranks: Ranks) -> None:
     """Ends all ranks and what they have started."""
-    _kill(ranks, signal.SIGTERM)
+    kill(ranks, signal.SIGTERM)
     end = time.monotonic() + _END_SECONDS
     while time.monotonic() < end and any(process.poll() is None for process in ranks.values()):
         time.sleep(0.02)
-    _kill(ranks, signal.SIGKILL)
+    kill(ranks, signal.SIGKILL)
     for process in ranks.values():
         process.wait()
 
@@ -211,7 +203,7 @@ def _failure(failed: List[Tuple[int, int]], signals: Signals) -> Outcome:
     host = socket.gethostname()
     text = f"rank {rank} failed with exit code {code} (host {host}); all ranks stopped"
     if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        name = signal_name(-code)
         ended = "killed" if code == -signal.SIGKILL else "ended"
         text = f"rank {rank} (host {host}) was {ended} ({name}); all ranks stopped; rerun to resume"
     return Outcome(FAILED, text, last=signals.stopping, abrupt=True)

@@ -38,13 +38,10 @@ class Elastic:
         """
         self._given, self._parallel = given, parallel
         self._place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._heard = self._client()
         member = Member(given.replica, int(os.environ.get(LIFE, "0")))
-        limits = parallel.minimum, parallel.silence
-        self._membership = Membership(self._client(), member, given.stage, given.stages, *limits)
-        self._over, self._done = threading.Event(), threading.Event()
-        self._before: Set[int] = set()
-        self._own: Set[int] = set()
+        of_member = member, given.stage, given.stages, parallel.minimum, parallel.silence
+        self._membership = Membership(self._client(), *of_member)
+        self._heard = Membership(self._client(), *of_member)  # by a thread of its own
         for what, own in identity.items():
             if self._membership.common(f"{what}/{given.stage}", own) != own and member.life:
                 fault = f"replica {given.replica} has other {what} than the run that it would join"
@@ -74,7 +71,9 @@ class Elastic:
     def begin(self) -> None:
         """Before the processes of this generation are connected: listen for its end."""
         self._over, self._done = threading.Event(), threading.Event()
-        self._before, self._own = set(_connections()), set()
+        self._before: Set[int] = set(_connections())
+        self._own: Set[int] = set()
+        self._heard.number = self._membership.number
         task = {"target": self._listen, "args": (self._over, self._done), "name": "generation", "daemon": True}
         self._listener = threading.Thread(**task)
         self._listener.start()
@@ -108,7 +107,7 @@ class Elastic:
 
     def regroup(self) -> None:
         """Go on to the next generation, or end this process with a line."""
-        self._membership.end()
+        self.lost()
         self._over.wait(_HEAR_SECONDS)
         self.close()
         self._cut()
@@ -131,14 +130,12 @@ class Elastic:
         self._listener.join()
 
     def _listen(self, over: threading.Event, done: threading.Event) -> None:
-        heard = Membership(self._heard, self._membership.member, self._given.stage, self._given.stages, 1, 0.0)
-        heard.number = self._membership.number
         pause = _LISTEN_SECONDS * max(1.0, self.topology.world / 40)
         try:
-            while not heard.is_over():
+            while not self._heard.is_over():
                 if done.wait(pause):
                     return
-            heard.say_alive()
+            self._heard.say_alive()
         except RuntimeError:
             self._leave_without_store()
         over.set()

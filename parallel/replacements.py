@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from typing import Callable, Dict, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, Sequence, Set, Tuple
 
 from parallel.generations import Generations, Member
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
@@ -20,7 +21,18 @@ _SHORT_SECONDS = 60.0  # after a shorter life the next one begins later and late
 _LONGEST_PAUSE = 60.0
 _STORE_LIMIT = timedelta(seconds=20)
 
-Ranks = Dict[int, subprocess.Popen]
+Ranks = Dict[int, subprocess.Popen]  # by their number in the world
+
+
+def kill(ranks: Ranks, number: int) -> None:
+    """Sends a signal to the ranks with all their children, also to children that a dead rank has left behind."""
+    for rank in ranks.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, number)
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 class Replacements:
@@ -99,7 +111,7 @@ class Replacements:
     def _again(self, rank: int, code: int) -> None:
         replica, now = rank // self._stages, time.monotonic()
         name = f"rank {rank} (host {socket.gethostname()})"
-        ended = f"{name} was ended by signal {signal.Signals(-code).name}" if code < 0 else f"{name} ended with {code}"
+        ended = f"{name} was ended by signal {signal_name(-code)}" if code < 0 else f"{name} ended with {code}"
         if code == WRONG_INPUT:
             print(f"{ended}: replica {replica} stays away, the others go on", file=sys.stderr, flush=True)
             return
@@ -109,12 +121,10 @@ class Replacements:
         print(f"{ended}: replica {replica} is started anew, the others go on", file=sys.stderr, flush=True)
 
     def _kill(self, replica: int) -> None:
-        for rank in self._numbers(replica):
-            process: Optional[subprocess.Popen] = self._ranks.get(rank)
-            if process is not None:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        own = {rank: self._ranks[rank] for rank in self._numbers(replica) if rank in self._ranks}
+        kill(own, signal.SIGKILL)
+        for process in own.values():
+            process.wait()
 
     def _numbers(self, replica: int) -> range:
         return range(replica * self._stages, (replica + 1) * self._stages)

@@ -88,8 +88,8 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
     print(text, flush=True)
     parallel = recipe.parallel
-    more = (stages,) if parallel.elastic else ()
-    return agent.run(place, local, shape, rank, options.max_restarts, signals, parallel.silence, *more)
+    of_replica = stages if parallel.elastic else None
+    return agent.run(place, local, shape, rank, options.max_restarts, signals, parallel.silence, of_replica)
 
 
 def _parser() -> Parser:

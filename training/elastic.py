@@ -46,9 +46,9 @@ class Memory:
     states: after the last steps. sources: opened images. cut: blocks that open the stages after the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sources: List[Source]):
         self.states: Dict[int, State] = {}
-        self.sources: Optional[List[Source]] = None
+        self.sources = sources
         self.cut: List[str] = []
         self.was_main = False
         self.signal: Optional[int] = None
@@ -118,9 +118,8 @@ def run(recipe: Recipe, given: Topology, once: Callable[[Recipe, Processes, Memo
     if not launched() or sys.platform != "linux":
         start = "needs Linux, and ./run_pod.sh, which starts a lost replica anew"
         raise ConfigError(f"parallel.elastic {start}; start by that, or use parallel.elastic=false")
-    memory = Memory()
     splits = ("train", "validation") if given.is_first else ()
-    memory.sources = [open_source(recipe.data, recipe.model.classes, split) for split in splits]
+    memory = Memory([open_source(recipe.data, recipe.model.classes, split) for split in splits])
     elastic = Elastic(given, recipe.parallel, identity(recipe, memory.sources))
 
     def note(number: int, frame: object) -> None:

@@ -150,14 +150,11 @@ def _open_images(recipe: Recipe, processes: Processes, memory: Optional[Memory])
     """Args: memory: of an elastic run, with those that are open already.
     Raises DataError where a source cannot be opened, or is not the same on all ranks where images enter."""
     splits = ("train", "validation") if processes.topology.is_first else ()
-    known = None if memory is None else memory.sources
 
     def opened() -> List[Source]:
-        return known or [open_source(recipe.data, recipe.model.classes, each) for each in splits]
+        return [open_source(recipe.data, recipe.model.classes, each) for each in splits]
 
-    sources = processes.together(opened)
-    if memory is not None:
-        memory.sources = sources
+    sources = processes.together(opened) if memory is None else memory.sources
     digest = "-".join(source.digest for source in sources)
     facts = [*(len(source) for source in sources), list(sources[0].classes), digest] if sources else None
     everywhere = processes.gather(facts)

@@ -8,7 +8,7 @@
   costs: seconds until a step is done that had not been, less a usual step; and, for a strike a minute, also those of
   the replica's return. Runs that were made before are in benchmarks/cache/elastic.
 - Two replicas, one at half speed, with even and with measured shares.
-- A step of two replicas with `elastic` and without, in turns.
+- A step of two replicas that remember it, as in an elastic run, and of the same that do not, in turns.
 """
 
 if __name__ == "__main__":  # before the imports: see run

@@ -1,8 +1,7 @@
-"""What remembering the last two steps, and listening for the end of a generation, cost a step."""
+"""What remembering the last two steps costs a step. The thread that listens for the end of a generation is not in it."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import List, Tuple
 
 import torch
@@ -10,11 +9,8 @@ import torch
 from benchmarks import claims, ranks
 from benchmarks.step import B0
 from benchmarks.step import recipe as of_step
-from data.batches import MicroBatch
-from engines.torch_engine import TorchEngine
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.batch import divide
 from training.elastic import Memory
 from training.loop import Progression
 
@@ -25,17 +21,13 @@ def rank_takes_turns(rank: int) -> dict:
     own = (f"batch.micro={MICRO}", f"batch.global={MICRO * MICRO_BATCHES}", f"parallel.replicas={REPLICAS}")
     plan = of_step(*B0, *own, "exchange.order=tree", "log.noise_scale=false")
     processes = Processes(Topology(REPLICAS, 1, rank, rank), torch.device("cpu"))
-    engine = TorchEngine(plan, divide(plan, REPLICAS), processes, steps_per_epoch=1)
-    images, labels = (each.split(MICRO) for each in ranks.images_and_labels(plan, MICRO * MICRO_BATCHES))
-    whole = [MicroBatch(*each, each[1], MICRO, number, 0, ()) for number, each in enumerate(zip(images, labels))]
-    share, memory, step = engine.batch.shares[rank], Memory(), iter(range(10**6))
+    ours, memory, step = ranks.Ours(plan, processes), Memory([]), iter(range(10**6))
 
     def turn(elastic: bool, _: int) -> float:
         def one() -> None:
-            number = next(step)
-            engine.train_step(iter(whole[share.start : share.stop]), number, lr=0.1)
+            ours.update()
             if elastic:
-                memory.keep(engine, dataclasses.replace(Progression(), step=number))
+                memory.keep(ours.engine, Progression(step=next(step)))
 
         processes.wait_for_all()
         return claims.seconds(lambda: (one(), one()))

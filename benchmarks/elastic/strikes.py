@@ -132,9 +132,9 @@ def _strike(kind: str, topology: Topology, session: Session, draws: random.Rando
     lines = re.findall(r"with replicas ([\d, ]+)$", session.said(), re.M)
     members = list(map(int, lines[-1].split(", "))) if lines else list(range(topology.replicas))
     processes = session.ranks()
-    whole = [r for r in members if all(rank in processes for rank in _ranks(r, topology))]
+    running = [r for r in range(topology.replicas) if processes.keys() >= set(_ranks(r, topology))]
+    whole, waiting = [r for r in members if r in running], [r for r in running if r not in members]
     number = 2 if kind == "two" else 1
-    waiting = [r for r in range(topology.replicas) if r not in members and processes.keys() >= set(_ranks(r, topology))]
     victims = draws.sample(whole, number) if len(whole) > number else []
     if not victims and waiting and kind != "stop":
         victims = [draws.choice(waiting)]  # on its way back: another joins, or is struck as it does
