@@ -1,4 +1,4 @@
-"""What remembering the last two steps costs a step. The thread that listens for the end of a generation is not in it."""
+"""What remembering the last two steps costs a step, without the thread that listens for the end of a generation."""
 
 from __future__ import annotations
 
