@@ -6,11 +6,12 @@ The process must not have Triton's interpreter on. The disassembler is the one i
 from __future__ import annotations
 
 import functools
+import math
 import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 from unittest import mock
 
 PRODUCT = 16 * 8 * 16  # multiply-adds of a tensor core's instruction for half precision, HMMA.16816
@@ -55,6 +56,12 @@ class Assembly(NamedTuple):
         total = self.straight.instructions + sum(loop.instructions for loop in outer) * rounds
         left = multiply_adds / PRODUCT - self.straight.products
         return total + sum(loop.instructions * left / loop.products for loop in inner)
+
+    def turned(self, turns: Sequence[float]) -> float:
+        """Instructions that a warp issues if all loops turn that often, the outermost first."""
+        return self.straight.instructions + sum(
+            loop.instructions * math.prod(turns[: loop.depth]) for loop in self.loops
+        )
 
 
 class _Driver:

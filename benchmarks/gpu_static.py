@@ -104,9 +104,9 @@ def _pass(memory_format: torch.memory_format) -> Tuple[List[Launch], int]:
 
 
 def _issued(found: Sequence[Launch], layout: str) -> List[dict]:
-    """A row for each kernel, and for the group convolution's by kernel size and stride."""
+    """A row for each kernel over tiles of images, and for the group convolution's by kernel size and stride."""
     alike: Dict[tuple, List[Launch]] = {}
-    for launch in (launch for launch in found if launch.kernel != "group_norm._merge_statistics"):  # of a few numbers
+    for launch in (launch for launch in found if {"ROWS", "KERNEL"} & set(launch.values)):
         reversed_kernel = launch.values.get("direction") == -1
         name = "group_conv._input_gradient" if reversed_kernel else launch.kernel
         alike.setdefault((name, launch.values.get("KERNEL"), launch.values.get("STRIDE")), []).append(launch)
@@ -138,12 +138,15 @@ _RESULTS = {"_output": "y", "_input_gradient": "dx", "_weight_gradient": "dy"}  
 def _executed(launch: Launch) -> float:
     """Instructions that all warps of a launch issue."""
     values, assembly = launch.values, launch.assembly()
-    adds = rounds = 0.0
-    if "KERNEL" in values:  # a warp for each group
-        adds = values["LINES"] * values["PIXELS"] * values["GROUP"] ** 2 * values["KERNEL"] ** 2
-        if "COLUMNS" in values:
-            packs = values["channels"] // values["GROUP"] // values["GROUPS"]
-            chunks = values["KERNEL"] // values["COLUMNS"]
-            rounds = values["all_blocks"] * packs * chunks / launch.programs
-            adds *= rounds * values["tiles"] / chunks
-    return launch.programs * values["num_warps"] * assembly.executed(adds, rounds)
+    warps = launch.programs * values["num_warps"]
+    if "ROWS" in values:  # loops, if any, are over channels of a group, and within over its pixels
+        turns = [math.ceil(values["size"] / values["ROWS"]), math.ceil(values["pixels"] / values["COLUMNS"])]
+        return warps * assembly.turned(turns)
+    adds = values["LINES"] * values["PIXELS"] * values["GROUP"] ** 2 * values["KERNEL"] ** 2  # a warp for each group
+    rounds = 0.0
+    if "COLUMNS" in values:
+        packs = values["channels"] // values["GROUP"] // values["GROUPS"]
+        chunks = values["KERNEL"] // values["COLUMNS"]
+        rounds = values["all_blocks"] * packs * chunks / launch.programs
+        adds *= rounds * values["tiles"] / chunks
+    return warps * assembly.executed(adds, rounds)

@@ -43,6 +43,7 @@ def test_loops_turn_as_often_as_their_products_are_needed():
     found = parsed(_CODE, _USAGE)
     assert (found.registers, found.spilled) == (40, 3)
     assert found.executed(20 * PRODUCT, rounds=5) == 3 + 5 * 2 + 10 * 3
+    assert found.turned([5, 2]) == 3 + 5 * 2 + 10 * 3
     with pytest.raises(AssertionError, match="not understood"):
         found.executed(20 * PRODUCT)
 

@@ -26,13 +26,21 @@ FLOAT32 = torch.finfo(torch.float32).eps
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
-@pytest.fixture(params=[pytest.param("whole", marks=pytest.mark.slow), "divided"])
-def tiles(request, monkeypatch):
+WAYS = [pytest.param("whole", marks=pytest.mark.slow), "divided", "by group"]
+
+
+def divide(monkeypatch, way):
     """Tiles as they are hold an image of these tests whole; those of 64 elements divide channels and pixels."""
-    if request.param == "divided":
+    monkeypatch.setattr(group_norm, "_GROUP", 2**17 if way == "by group" else 0)
+    if way != "whole":
         monkeypatch.setattr(group_norm, "_TILE", 64)
         monkeypatch.setattr(group_norm, "_ROW", 8)
         monkeypatch.setattr(group_norm, "_MERGED", 4)
+
+
+@pytest.fixture(params=WAYS)
+def tiles(request, monkeypatch):
+    divide(monkeypatch, request.param)
 
 
 def layer(channels, apply_act=True, shift=True, dtype=torch.float32, groups=4):
@@ -51,6 +59,19 @@ def drawn(shape, dtype=torch.float32, layout=torch.contiguous_format, seed=1, me
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     means, scales = torch.rand(2, *shape[:2], 1, 1, generator=generator, dtype=torch.float64)
     return (mean + means + (scales + 0.5) * x).to(DEVICE, dtype).contiguous(memory_format=layout)
+
+
+class Residual(nn.Module):
+    """A layer whose output is scaled for each image and added to `residual`."""
+
+    def __init__(self, norm, kept, residual):
+        super().__init__()
+        self.norm, self.kept, self.residual = norm, kept, nn.Parameter(residual)
+
+    def forward(self, x):
+        if isinstance(self.norm, FusedGroupNormAct):
+            return self.norm.added(x, self.kept, self.residual)
+        return self.norm(x) * self.kept.to(x).view(-1, 1, 1, 1) + self.residual
 
 
 def results(norm, x, dy):
@@ -77,9 +98,11 @@ def assert_close(actual, expected, tolerance):
 @pytest.mark.parametrize(
     ("tiles", "shape", "apply_act", "shift"),
     [
-        *(("divided", SHAPES[0], *kind) for kind in ((True, True), (False, False))),
+        *((way, SHAPES[0], *kind) for way in WAYS[1:] for kind in ((True, True), (False, False))),
         *(("whole", shape, True, True) for shape in SHAPES),
         *(pytest.param("divided", shape, True, False, marks=pytest.mark.slow) for shape in SHAPES[1:]),
+        ("by group", SHAPES[2], True, True),
+        *(pytest.param("by group", shape, True, False, marks=pytest.mark.slow) for shape in SHAPES[1::2]),
     ],
     indirect=["tiles"],
 )
@@ -109,6 +132,19 @@ def test_half_precision_is_rounded_once(layout, active, dtype, tiles):
     actual = results(FusedGroupNormAct.of(norm), x, dy)
     assert all(tensor.dtype == dtype for tensor in actual)
     assert_close(actual, exact(norm, x, dy), (1.01 if cut else 0.51) * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_residual_is_added_to_what_is_kept_of_each_image(dtype, tiles):
+    """As stochastic depth does: one image is dropped. One rounding in half precision, where torch has three."""
+    norm = layer(12, apply_act=False, dtype=dtype)
+    kept = torch.tensor([0.0, 1.25], dtype=dtype, device=DEVICE)
+    x, residual, dy = (drawn(SHAPES[0], dtype, FORMATS[1], seed) for seed in (1, 2, 3))
+    expected = exact(Residual(norm, kept, residual), x, dy)
+    actual = results(Residual(FusedGroupNormAct.of(norm), kept, residual), x, dy)
+    tolerance = 16 * FLOAT32 if dtype == torch.float32 else 0.51 * torch.finfo(dtype).eps
+    assert_close(actual, expected, tolerance)
+    assert torch.equal(actual[0][0], residual[0]) and not actual[1][0].any()
 
 
 def test_a_large_mean_takes_no_more_digits_than_with_torch(tiles):

@@ -14,9 +14,9 @@ from recipe.config import Model
 
 pytest.importorskip("triton")
 
-from models.kernels import group_norm, squeeze
+from models.kernels import squeeze
 from models.kernels.patching import patch
-from tests.models.kernels.test_group_norm import FLOAT32, FORMATS, assert_close, drawn
+from tests.models.kernels.test_group_norm import FLOAT32, FORMATS, WAYS, assert_close, divide, drawn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Block -> its normalisation; a separable block and one with expansion.
@@ -30,13 +30,9 @@ def model_of(**keys):
     return build(Model(**section), seed=0)
 
 
-@pytest.fixture(params=[pytest.param("whole", marks=pytest.mark.slow), "divided"])
+@pytest.fixture(params=WAYS)
 def tiles(request, monkeypatch):
-    """Tiles of 64 elements divide channels and pixels."""
-    if request.param == "divided":
-        monkeypatch.setattr(group_norm, "_TILE", 64)
-        monkeypatch.setattr(group_norm, "_ROW", 8)
-        monkeypatch.setattr(group_norm, "_MERGED", 4)
+    divide(monkeypatch, request.param)
 
 
 class Pair(nn.Module):
