@@ -28,6 +28,7 @@ from benchmarks import claims
 from benchmarks.gpu_assembly import Launch, launches
 from models.efficientnet import build
 from models.kernels.patching import patch
+from models.stochastic import AHEAD
 from recipe.config import Model
 
 _MODEL, _IMAGES, _SIZE = "efficientnet_b4", 32, 380
@@ -62,7 +63,7 @@ class _Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if not function.is_view and "empty" not in function.name():
+        if not (function.is_view or "empty" in function.name() or function is torch.ops.aten._unsafe_view.default):
             self.bytes += moved(tree_leaves((args, kwargs, result)))
         if function is torch.ops.aten.convolution_backward.default and all(args[-1][:2]):
             self.bytes += moved(args[:1])  # by two kernels, which both read the output's gradient
@@ -83,21 +84,19 @@ def moved(values: Iterable[Any]) -> int:
 
 
 def _pass(memory_format: torch.memory_format) -> Tuple[List[Launch], int]:
-    """Launches and bytes of a forward and a backward pass."""
+    """Launches and bytes of a forward and a backward pass; of masks drawn ahead, the share of a micro batch."""
     model = build(Model(name=_MODEL, image_size=_SIZE), seed=0)
     patch(model)
     model = model.to("meta", torch.float16, memory_format=memory_format)
     model.block("preprocess").memory_format = memory_format
     images = torch.empty((_IMAGES, 3, _SIZE, _SIZE), dtype=torch.uint8, device="meta")
     images = images.contiguous(memory_format=memory_format)
-    traffic = _Traffic(memory_format)
-
-    def work() -> None:
-        with traffic:
-            model(images).sum().backward()
-
-    found = launches(work)
-    return found, traffic.bytes + sum(moved(launch.values.values()) for launch in found)
+    found, moved_by = [], []
+    for model.draws.micro_batch in range(2):  # the first draws for all
+        with _Traffic(memory_format) as traffic:
+            found = launches(lambda: model(images).sum().backward())
+        moved_by.append(traffic.bytes + sum(moved(launch.values.values()) for launch in found))
+    return found, moved_by[1] + (moved_by[0] - moved_by[1]) // AHEAD
 
 
 # Instructions ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 from recipe.randomness import MASK32, bits32, key, mix32
 
 _ON_DEVICE = ("cuda", "meta")  # types of devices that draw themselves; meta stands for a GPU, where one is not at hand
-_AHEAD = 8  # micro batches whose masks a device draws at once: about 30 kernels, however many masks they make
+AHEAD = 8  # micro batches whose masks a device draws at once: about 30 kernels, however many masks they make
 _ALIGNED = 16  # elements: compiled programs copy masks that begin elsewhere
 
 
@@ -36,9 +36,9 @@ class Draws:
         if plan is None or plan.kind != kind or (layer.name, layer.rate) not in plan.starts:
             plan = self._plan = _Plan.of(kind, self.layers)
             self._drawn = ((), torch.empty(0))
-        number, place = divmod(self.micro_batch, _AHEAD)
+        number, place = divmod(self.micro_batch, AHEAD)
         if self._drawn[0] != (self.step, number):
-            names = [("model", self.seed, self.step, number * _AHEAD + each) for each in range(_AHEAD)]
+            names = [("model", self.seed, self.step, number * AHEAD + each) for each in range(AHEAD)]
             keys = [[key(*name, layer.name) for layer in self.layers] for name in names]
             self._drawn = (self.step, number), plan.draw(keys)
         start = plan.starts[layer.name, layer.rate]
@@ -102,13 +102,15 @@ class _Dropping(nn.Module):
         """The mask of a pass of so many rows, in `like`'s dtype and device."""
         return self.draws.mask(self, rows, like)
 
+    def current(self, x: torch.Tensor) -> Optional[torch.Tensor]:
+        """The mask for x, [N x per_row]; None where nothing is dropped."""
+        if self.mask is not None:  # first: compiled, layers of all rates are then one program
+            return self.mask
+        return self.draw(len(x), x) if self.training and self.rate else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = self.mask  # first: compiled, layers of all rates are then one program
-        if mask is None:
-            if not (self.training and self.rate):
-                return x
-            mask = self.draw(len(x), x)
-        return x * mask.view(len(x), self.per_row, *[1] * (x.dim() - 2))
+        mask = self.current(x)
+        return x if mask is None else x * mask.view(len(x), self.per_row, *[1] * (x.dim() - 2))
 
 
 class Dropout(_Dropping):

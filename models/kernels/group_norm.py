@@ -23,7 +23,8 @@ _ROW = 64  # neighbouring channels of a channels-last tile: 128 bytes in half pr
 _MERGED = 4096  # partial sums that are merged at a time
 _WARPS = 8
 # A group of up to so many elements is one program's: four groups of each of 32 images are 32 MiB in half precision,
-# which stay in the cache of an H100 (50 MB). By shape alone, so an image has the same bits in every batch.
+# which stay in the cache of an H100 (50 MB). Backward reads twice as much, and of the largest groups a part twice from
+# memory. By shape alone, so an image has the same bits in every batch.
 _GROUP = 2**17
 _GROUP_WARPS = 16  # a multiprocessor may have no other program to hide the memory's latency behind
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

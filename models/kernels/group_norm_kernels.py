@@ -1,8 +1,8 @@
 """Triton kernels of group normalisation: `group_norm.py` and `squeeze.py` launch them.
 
 A tile is [ROWS, COLUMNS], channels by pixels of one image, in either layout. Kernels over tiles take one each; kernels
-over groups take all tiles of one image's group, one after the other. All arithmetic is float32. Sums are added in an
-order that depends on shapes alone, without atomics, so results repeat bit for bit.
+over groups take all tiles of one image's group, one after the other, twice. All arithmetic is float32. Sums are added
+in an order that depends on shapes alone, without atomics, so results repeat bit for bit.
 """
 
 import triton
@@ -298,6 +298,13 @@ def group_of(size, channels, ALIGNED: tl.constexpr, CHANNELS_LAST: tl.constexpr)
 
 
 @triton.jit
+def backwards(now, first, end, STEP: tl.constexpr):
+    """Where a loop from `first` to `end` is that goes backwards: what was read last is read again first, as it is most
+    likely to be in the cache."""
+    return first + (tl.cdiv(end - first, STEP) - 1) * STEP - (now - first)
+
+
+@triton.jit
 def normalise_groups(
     x, y, weight, bias, mean, scale, kept, residual, eps, size, channels, pixels, SILU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -310,8 +317,10 @@ def normalise_groups(
     tl.store(mean + group, own_mean)
     tl.store(scale + group, own_scale)
     end = first + size
-    for first_channel in range(first, end, ROWS):
-        for first_pixel in range(0, pixels, COLUMNS):
+    for now in range(first, end, ROWS):
+        first_channel = backwards(now, first, end, ROWS)
+        for now_pixel in range(0, pixels, COLUMNS):
+            first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)
             channel, known, start, inside, mask = tile_at(
                 image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
             )
@@ -350,8 +359,10 @@ def gradients_of_groups(
     if dx is not None:
         elements = 1.0 * size * pixels
         group_shift, group_along = tl.zeros([ROWS], tl.float32) + shift, tl.zeros([ROWS], tl.float32) + along
-        for first_channel in range(first, end, ROWS):
-            for first_pixel in range(0, pixels, COLUMNS):
+        for now in range(first, end, ROWS):
+            first_channel = backwards(now, first, end, ROWS)
+            for now_pixel in range(0, pixels, COLUMNS):
+                first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)
                 channel, known, start, inside, mask = tile_at(
                     image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
                 )

@@ -9,8 +9,8 @@ from typing import List, Sequence
 from torch import nn
 
 # Files here with `replaces`, whether the kernel takes a module, and `fuse`, the layer in its place.
-# Squeeze comes first: it takes the normalisation, which group_norm would take alone.
-KERNELS = ("squeeze", "group_norm", "group_conv")
+# Squeeze comes first: it takes a normalisation that group_norm would take alone; residual takes one that it has taken.
+KERNELS = ("squeeze", "group_norm", "residual", "group_conv")
 
 
 def available() -> bool:

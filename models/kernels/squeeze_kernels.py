@@ -10,6 +10,7 @@ import triton.language as tl
 
 from models.kernels.group_norm_kernels import (
     affine,
+    backwards,
     group_of,
     group_statistics,
     less_group_means,
@@ -46,9 +47,11 @@ def sum_activations_of_groups(
     tl.store(mean + group, own_mean)
     tl.store(scale + group, own_scale)
     end = first + size
-    for first_channel in range(first, end, ROWS):
+    for now in range(first, end, ROWS):
+        first_channel = backwards(now, first, end, ROWS)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first_pixel in range(0, pixels, COLUMNS):
+        for now_pixel in range(0, pixels, COLUMNS):
+            first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)
             channel, known, start, inside, mask = tile_at(
                 image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
             )

@@ -1,0 +1,93 @@
+"""A block with its residual addition in the last normalisation, against timm's; without a GPU, in the interpreter."""
+
+import copy
+
+import pytest
+import torch
+
+from models.efficientnet import build
+from recipe.config import Model
+
+pytest.importorskip("triton")
+
+from models.kernels.patching import patch
+from tests.models.kernels.test_group_norm import FLOAT32, FORMATS, assert_close, drawn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Blocks with a residual branch, without and with expansion.
+BLOCKS = ("blocks.0.1", "blocks.1.1")
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+
+def model_of(**keys):
+    section = {"name": "efficientnet_b0", "width": 0.25, "depth": 1.4, "image_size": 16, "classes": 10, **keys}
+    model = build(Model(**section), seed=0)
+    for name in BLOCKS:
+        assert model.block(name).has_skip
+    return model
+
+
+def results(block, x, dy):
+    x = x.detach().requires_grad_()
+    y = block(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *block.parameters()], dy)]
+
+
+def pair(name, drop_path=0.0):
+    """Plain, and with Triton's kernels for its last normalisation only, which torch computes the rest for."""
+    found = []
+    for kernels in ((), ("group_norm", "residual")):
+        model = model_of(drop_path=drop_path)
+        patch(model, kernels)
+        block = model.block(name).to(DEVICE)
+        if drop_path:
+            block.drop_path.rate = drop_path  # by depth it would be less
+        found.append(block)
+    return found
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@pytest.mark.parametrize("drop_path", [0.0, 0.5], ids=["nothing dropped", "images dropped"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout):
+    """128 eps of the largest: torch's own float32 is off by up to 60, in gradients of the gates, which cancel. Images
+    that are dropped keep the bits of the shortcut."""
+    plain, fused = pair(name, drop_path)
+    assert type(fused).__bases__ == (type(plain),)
+    channels = fused.conv_pw.in_channels
+    x, dy = (drawn((8, channels, 5, 3), layout=layout, seed=seed) for seed in (1, 2))
+    exact = copy.deepcopy(plain).double().cpu()
+    expected = results(exact, x.double().cpu().contiguous(), dy.double().cpu().contiguous())
+    actual = results(fused, x, dy)
+    assert_close(actual, expected, 128 * FLOAT32)
+    if drop_path:
+        kept = fused.drop_path.current(x)
+        assert 0 < (kept == 0).sum() < len(kept)
+        dropped = (kept == 0).nonzero()[0]
+        assert torch.equal(actual[0][dropped], x[dropped]) and torch.equal(actual[1][dropped], dy[dropped])
+
+
+def test_nothing_is_dropped_in_evaluation():
+    plain, fused = pair("blocks.1.1", 0.5)
+    x = drawn((4, fused.conv_pw.in_channels, 4, 4))
+    with torch.no_grad():
+        torch.testing.assert_close(fused.eval()(x), plain.eval()(x))
+
+
+def test_a_mask_that_is_set_is_taken():
+    """As compiled blocks do."""
+    _, fused = pair("blocks.1.1", 0.5)
+    x = drawn((2, fused.conv_pw.in_channels, 4, 4))
+    fused.drop_path.mask = torch.zeros(2, device=DEVICE)
+    assert torch.equal(fused(x), x)
+
+
+def test_blocks_keep_their_names_and_others_are_not_replaced():
+    model = model_of()
+    before, blocks = list(model.state_dict()), [name for name in model.names if name.startswith("blocks.")]
+    assert patch(model, ["residual"]) == []  # without the normalisation's kernels
+    replaced = patch(model, ["group_norm", "residual"])
+    assert [name for name in blocks if name in replaced] == [name for name in blocks if model.block(name).has_skip]
+    assert list(model.state_dict()) == before and patch(model, ["residual"]) == []
+    assert patch(model_of(norm="batch"), ["group_norm", "residual"]) == []
