@@ -184,12 +184,13 @@ class _CompiledSegment:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = self._before(x)
-        for layer in self._random:
+        waiting = [layer for layer in self._random if layer.mask is None]
+        for layer in waiting:
             layer.mask = layer.draw(len(x), self._like)
         try:
             return self._program(self._block, x)
         finally:
-            for layer in self._random:
+            for layer in waiting:
                 layer.mask = None
 
 

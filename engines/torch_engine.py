@@ -11,7 +11,7 @@ import torch
 from data import loader
 from data.base import Source
 from data.batches import MicroBatch
-from engines import cuts, feed, noise_scale, state, tuning
+from engines import cuts, feed, graphs, noise_scale, state, tuning
 from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
 from engines.devices import Stopwatch, compute_dtype, device_of, set_switches, timed
 from engines.exchange import GradientExchange, create_weights
@@ -54,10 +54,12 @@ class TorchEngine(Engine):
         self.notes += (note,) if note and self._trains else ()
         self._exchange = self.exchange_of(recipe, steps_per_epoch)
         self.recorder = Recorder(processes, self.device)
+        arm = self._exchange.arm if len(self._stages) == 1 else None
+        self._passes = graphs.recorded(self._stages, recipe, batch, self.device, overlaps=arm is not None)
         self._work = feed.TrainingStep(
             *(recipe, processes, self.device, self._model.draws),
             *(self.weights.gradients, self._loss_scale, self.recorder),
-            self._exchange.arm if len(self._stages) == 1 else None,
+            arm if self._passes is self._stages else None,
         )
         self._schedules, self._steps_made, self._batches = {}, 0, None
         self._stopwatch, self._settled = Stopwatch(self.device), False
@@ -172,19 +174,23 @@ class TorchEngine(Engine):
         counts = scale.skipped, scale.skipped_in_row, scale.scale
         return StepResult(loss, correct.long(), images, *counts, norms, tuple(unreadable))
 
+    def _graphed(self) -> List[graphs.Graphed]:
+        return [] if self._passes is self._stages else list(self._passes.values())
+
     def balance(self, step: int) -> List[str]:
+        reported = [graphed.lines.pop() for graphed in self._graphed() if graphed.lines]
         if self._speeds is None:
-            return []
+            return reported
         (seconds, steps), share = self._stopwatch.read(), self.batch.shares[self.topology.replica]
         ranks = self.processes.gather(seconds / (steps * len(share)) if steps else 0.0)
         stages = self.topology.stages
         replicas = [max(ranks[first : first + stages]) for first in range(0, len(ranks), stages)]
         if not all(replicas):
-            return []  # no step was measured
+            return reported  # no step was measured
         shares, lines = self._speeds.follow(self.batch.shares, replicas)
         if shares is not None:
             self.divide(step, shares)
-        return lines
+        return [*reported, *lines]
 
     def divide(self, step: int, shares: List[range]) -> None:
         """From a step on replicas compute these shares of its micro batches. Every rank calls, between two steps."""
@@ -216,23 +222,26 @@ class TorchEngine(Engine):
         share = self.batch.shares[self.topology.replica]
         size = training_image_size(self._recipe, steps.start // self._steps_per_epoch)
         self._work.start(micro_batches, steps, share, self.batch.micro, size)
+        for graphed in self._graphed():
+            graphed.begin()
         self._schedule(size, len(steps) * len(share)).train(self._work)
         self._work.finish()
 
     def _schedule(self, size: Optional[int], count: int = 1) -> Any:
         """What computes `count` training micro batches of this size, or, if None, evaluation batches, in a pipeline."""
         if size is not None and self.topology.stages == 1:
-            return SingleProcess(self._stages[0], count)
+            return SingleProcess(self._passes[0], count)
         if (size, count) not in self._schedules:
             from parallel.pipeline import Pipeline
 
             recipe, named = self._recipe, {"group": self.processes.stage_group, "device": self.device}
+            passes = self._stages if size is None else self._passes
             if size is None:
                 entering = self._boundaries(recipe.batch.evaluation, recipe.model.image_size, torch.uint8)
             else:
                 entering = self._boundaries(self.batch.micro, size, self._work.image_dtype)
                 named.update(schedule=recipe.parallel.schedule, micro_batches=count)
-            self._schedules[size, count] = Pipeline(self._stages, entering, **named)
+            self._schedules[size, count] = Pipeline(passes, entering, **named)
         return self._schedules[size, count]
 
     def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:

@@ -20,6 +20,10 @@ class EngineSection(Section):
     kernels: Literal["auto", "torch", "group_norm", "group_conv", "triton"] = "auto"
     """our own Triton kernels on GPUs: for group normalisation with SiLU, for group convolutions, for both (triton) or
     for none (torch); auto measures them together with the layouts; torch with run.deterministic"""
+    graphs: Literal["auto", "never"] = "auto"
+    """CUDA graphs of the passes of a micro batch, whose hundreds of launches become two; auto: on GPUs, but not where a
+    replica has fewer than four micro batches a step and the exchange begins within their last backward pass; what
+    cannot be recorded is computed without, and a line reports it"""
 
 
 class Ipu(Section):

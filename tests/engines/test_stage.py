@@ -35,7 +35,7 @@ def stage_of(recompute=(), names=None, **keys):
 def three_steps(stage, draws, size=16):
     """Outputs, added gradients and statistics of 3 steps of 2 micro batches, in both of the layouts in which they come:
     forward passes, then their backward passes in order, as GPipe has it."""
-    outputs = []
+    outputs, kept = [], []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for number in range(2):
@@ -43,10 +43,11 @@ def three_steps(stage, draws, size=16):
             images = torch.randint(0, 256, (4, 3, size, size), dtype=torch.uint8, generator=generator)
             layout = torch.channels_last if number else torch.contiguous_format
             outputs.append(stage(images.contiguous(memory_format=layout)))
+            kept.append(outputs[-1].detach().clone())
         draws.step, draws.micro_batch = 8, 3
         for output in outputs[-2:]:
             output.square().sum().backward()
-    return [*outputs, *(parameter.grad for parameter in stage.parameters()), *stage.buffers()]
+    return [*kept, *(parameter.grad for parameter in stage.parameters()), *stage.buffers()]
 
 
 def assert_same(found, expected):
