@@ -57,13 +57,13 @@ class Stage(nn.Module):
             x = self._checkpointed(segment, run, x) if recomputed and torch.is_grad_enabled() else run(x)
         return x.contiguous()
 
-    def compile(self, backend: str = "inductor") -> None:
-        """Compile each block when it is first computed in training, not in evaluation. Blocks that look alike share
-        their program."""
+    def compile(self, mode: str = "default", backend: str = "inductor") -> None:
+        """Compile each block when it is first computed, in training and in evaluation. Blocks that look alike share
+        their program. Args: mode: of torch.compile."""
         torch._dynamo.config.recompile_limit = _PROGRAMS
         programs: Dict[str, Callable] = {}
         for segment in self._segments:
-            programs.setdefault(repr(segment[-1]), _program(f"block_{len(programs)}", backend))
+            programs.setdefault(repr(segment[-1]), _program(f"block_{len(programs)}", mode, backend))
         self._compiled = [_CompiledSegment(segment, programs[repr(segment[-1])]) for segment in self._segments]
 
     def dry_pass(self, x: torch.Tensor) -> None:
@@ -89,10 +89,19 @@ class Stage(nn.Module):
         for buffer, value in before:
             buffer.copy_(value)
 
+    def dry_evaluation(self, x: torch.Tensor) -> None:
+        """Score a micro batch, for what happens only once."""
+        blocks = [(segment, segment[-1].training) for segment in self._segments]
+        for segment, _ in blocks:
+            segment.eval()
+        with torch.no_grad():
+            self(x)
+        for segment, training in blocks:
+            segment.train(training)
+
     def _passes(self) -> Iterator[Tuple[nn.Module, Callable, bool]]:
         """Each segment, what computes it, and whether it is to be computed again."""
-        training = self._segments[0][-1].training
-        return zip(self._segments, self._compiled if training and self._compiled else self._segments, self._recomputed)
+        return zip(self._segments, self._compiled or self._segments, self._recomputed)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         """In the stage's memory format. Images get it together with their cast, in the first block."""
@@ -153,20 +162,30 @@ def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
 
 
 def compile_stages(
-    stages: Dict[int, Stage], entering: Sequence[Sequence[Boundary]], device: torch.device
+    stages: Dict[int, Stage],
+    entering: Sequence[Sequence[Boundary]],
+    scored: Sequence[Boundary],
+    device: torch.device,
+    mode: str,
 ) -> Tuple[str, ...]:
     """Compile stages by a dry pass over each input in `entering`, or at their first use if there is none; return lines
     for the user. Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
 
-    Args: stages: those of this process, by number. entering: for each size of images, what enters each stage.
+    Args: stages: those of this process, by number. entering: for each size of images, what enters each stage in
+    training. scored: what enters each in evaluation. mode: of torch.compile.
     """
     started = time.perf_counter()
     for stage in stages.values():
-        stage.compile()
+        stage.compile(mode)
+
+    def zeros(boundary: Boundary) -> torch.Tensor:
+        return torch.zeros(tuple(boundary.shape), dtype=boundary.dtype, device=device)
+
     try:
-        for inputs in entering:
-            for number, stage in stages.items():
-                stage.dry_pass(torch.zeros(tuple(inputs[number].shape), dtype=inputs[number].dtype, device=device))
+        for number, stage in stages.items() if entering else ():
+            for inputs in entering:
+                stage.dry_pass(zeros(inputs[number]))
+            stage.dry_evaluation(zeros(scored[number]))
     except Exception as error:  # a compiler may be missing, half installed or wrong: there is no list of its errors
         for stage in stages.values():
             stage._compiled = ()
@@ -184,7 +203,7 @@ class _CompiledSegment:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = self._before(x)
-        waiting = [layer for layer in self._random if layer.mask is None]
+        waiting = [layer for layer in self._random if layer.mask is None] if self._block.training else []
         for layer in waiting:
             layer.mask = layer.draw(len(x), self._like)
         try:
@@ -194,11 +213,13 @@ class _CompiledSegment:
                 layer.mask = None
 
 
-def _program(name: str, backend: str) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+def _program(name: str, mode: str, backend: str) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
     """A compiled function with a code object of its own: torch keeps programs by it, and tries one after the other."""
 
     def compute(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return block(x)
 
     own = types.FunctionType(compute.__code__.replace(co_name=name), compute.__globals__, name)
-    return torch.compile(own, backend=backend, dynamic=False)
+    if backend != "inductor":
+        return torch.compile(own, backend=backend, dynamic=False)
+    return torch.compile(own, mode=mode, dynamic=False)

@@ -68,7 +68,9 @@ class TorchEngine(Engine):
         if recipe.engine.compile and self.device.type == "cuda":
             sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
             entering = [self._boundaries(batch.micro, size, self._work.image_dtype) for size in sizes]
-            self.notes += compile_stages(self._stages, entering, self.device)
+            scored = self._boundaries(recipe.batch.evaluation, recipe.model.image_size, torch.uint8)
+            mode = recipe.engine.compile_mode
+            self.notes += compile_stages(self._stages, entering, scored, self.device, mode)
 
     def _build(self) -> None:
         """The model, this process's part of it, and its weights."""

@@ -135,7 +135,7 @@ def _fastest(
     shape, dtype = list(entering.shape), str(compute_dtype(recipe, device)).split(".")[1]
     file = _cache_file(
         *(recipe.model.model_dump(mode="json"), names, shape, dtype, recipe.parallel.recompute),
-        *(recipe.engine.compile, list(map(str, candidates)), name_of(device)),
+        *(recipe.engine.compile, recipe.engine.compile_mode, list(map(str, candidates)), name_of(device)),
         *_programs(),
     )
     by_rank, origin = processes.gather(_read(file, candidates)), f"measured before ({file})"
@@ -189,7 +189,7 @@ def _seconds(
         model.part(names), model.draws, blocks_to_recompute(model.names, recipe.parallel.recompute), memory_format
     )
     if recipe.engine.compile:
-        stage.compile()
+        stage.compile(recipe.engine.compile_mode)
     x = torch.randint(0, 256, tuple(entering.shape), generator=torch.Generator().manual_seed(0))
     if entering.dtype == torch.uint8:
         x = x.byte().contiguous(memory_format=torch.channels_last).to(device)

@@ -14,6 +14,8 @@ class EngineSection(Section):
     compile: bool = False
     """compile before the first step: the model's blocks on GPUs (torch.compile), the update on CPUs (C++); without a
     compiler nothing is compiled, and a line reports it"""
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode for the model's blocks; max-autotune tries more programs, for minutes, when it compiles"""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """layout of activations on GPUs (always contiguous on CPUs); auto measures both at the start of a run and stores
     its choice in config.yaml; contiguous with run.deterministic"""

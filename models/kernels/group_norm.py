@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from models.kernels import group_norm_kernels as kernels
+from models.kernels.operators import operator
 from models.normalization import GroupNormAct, ProxyNormAct
 
 _TILE = 8192  # elements: with fewer, what is done once for each channel weighs too much
@@ -136,21 +137,71 @@ def merge_gradients(sums, tiles: Tiles, weight, by_group, dweight, dbias) -> Non
     )  # fmt: skip
 
 
+def in_place_layout(x: torch.Tensor) -> torch.Tensor:
+    """x in one of the two layouts that kernels take: contiguous unless it is channels-last."""
+    return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
+
+
+def _like_output(x, weight, bias, kept, residual, groups, eps, apply_act):
+    moments = torch.empty((2, len(x), groups), dtype=torch.float32, device=x.device)
+    return torch.empty_like(in_place_layout(x)), moments
+
+
+@operator(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? kept, Tensor? residual, int groups, float eps, bool apply_act) "
+    "-> (Tensor, Tensor)",
+    _like_output,
+)
+def _output(x, weight, bias, kept, residual, groups: int, eps: float, apply_act: bool):
+    """The layer's output, and its groups' moments: [2, N, groups]."""
+    x = in_place_layout(x)
+    tiles, y = Tiles(x, groups), torch.empty_like(x)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=tiles.memory_format)
+    if tiles.by_group:
+        mean, scale = moments = tiles.of_groups()
+        given = (x, y, weight, bias, mean, scale, kept, residual, eps)
+        tiles.run(kernels.normalise_groups, *given, SILU=apply_act)
+    else:
+        mean, scale = moments = statistics(x, tiles, eps)
+        tiles.run(kernels.normalise, x, y, weight, bias, mean, scale, kept, residual, SILU=apply_act)
+    return y, moments
+
+
+def _like_gradients(dy, x, weight, bias, kept, moments, groups, apply_act, wanted):
+    dx = torch.empty_like(in_place_layout(x)) if wanted else x.new_empty(0)
+    return dx, torch.empty_like(weight), torch.empty_like(weight if bias is None else bias)
+
+
+@operator(
+    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? kept, Tensor moments, int groups, bool apply_act, "
+    "bool wanted) -> (Tensor, Tensor, Tensor)",
+    _like_gradients,
+)
+def _gradients(dy, x, weight, bias, kept, moments, groups: int, apply_act: bool, wanted: bool):
+    """Of x, empty unless it is wanted, of weight and of bias, which is undefined where there is none."""
+    x = in_place_layout(x)
+    tiles = Tiles(x, groups)
+    given, sums = (x, dy.contiguous(memory_format=tiles.memory_format), weight, bias, *moments, kept), tiles.sums(2)
+    dx, dweight = torch.empty_like(x) if wanted else None, torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
+    if tiles.by_group:
+        tiles.run(kernels.gradients_of_groups, *given, sums, sums.stride(0), dx, SILU=apply_act)
+        merge_gradients(sums, tiles, weight, None, dweight, dbias)
+    else:
+        tiles.run(kernels.sum_gradients, *given, sums, sums.stride(0), SILU=apply_act)
+        by_group = tiles.of_groups() if wanted else None
+        merge_gradients(sums, tiles, weight, by_group, dweight, dbias)
+        if wanted:
+            tiles.run(kernels.input_gradient, *given, *by_group, dx, SILU=apply_act)
+    return x.new_empty(0) if dx is None else dx, dweight, torch.empty_like(weight) if dbias is None else dbias
+
+
 class GroupNormActFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, kept, residual, groups: int, eps: float, apply_act: bool):
         assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
-        x = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
-        tiles, y = Tiles(x, groups), torch.empty_like(x)
-        if residual is not None:
-            residual = residual.contiguous(memory_format=tiles.memory_format)
-        if tiles.by_group:
-            mean, scale = moments = tiles.of_groups()
-            given = (x, y, weight, bias, mean, scale, kept, residual, eps)
-            tiles.run(kernels.normalise_groups, *given, SILU=apply_act)
-        else:
-            mean, scale = moments = statistics(x, tiles, eps)
-            tiles.run(kernels.normalise, x, y, weight, bias, mean, scale, kept, residual, SILU=apply_act)
+        y, moments = _output(x, weight, bias, kept, residual, groups, eps, apply_act)
         ctx.save_for_backward(x, weight, bias, kept, moments)
         ctx.groups, ctx.apply_act = groups, apply_act
         return y
@@ -159,19 +210,7 @@ class GroupNormActFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, bias, kept, moments = ctx.saved_tensors
-        tiles, wanted = Tiles(x, ctx.groups), ctx.needs_input_grad[0]
-        dresidual, dy = dy, dy.contiguous(memory_format=tiles.memory_format)
-        given, sums = (x, dy, weight, bias, *moments, kept), tiles.sums(2)
-        dx, dweight = torch.empty_like(x) if wanted else None, torch.empty_like(weight)
-        dbias = None if bias is None else torch.empty_like(bias)
-        if tiles.by_group:
-            place = (sums, sums.stride(0), dx)
-            tiles.run(kernels.gradients_of_groups, *given, *place, SILU=ctx.apply_act)
-            merge_gradients(sums, tiles, weight, None, dweight, dbias)
-        else:
-            tiles.run(kernels.sum_gradients, *given, sums, sums.stride(0), SILU=ctx.apply_act)
-            by_group = tiles.of_groups() if wanted else None
-            merge_gradients(sums, tiles, weight, by_group, dweight, dbias)
-            if wanted:
-                tiles.run(kernels.input_gradient, *given, *by_group, dx, SILU=ctx.apply_act)
-        return dx, dweight, dbias, None, dresidual if ctx.needs_input_grad[4] else None, None, None, None
+        wanted = ctx.needs_input_grad[0]
+        dx, dweight, dbias = _gradients(dy, x, weight, bias, kept, moments, ctx.groups, ctx.apply_act, wanted)
+        dresidual = dy if ctx.needs_input_grad[4] else None
+        return dx if wanted else None, dweight, None if bias is None else dbias, None, dresidual, None, None, None

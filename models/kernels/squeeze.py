@@ -17,7 +17,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from models.kernels import squeeze_kernels as kernels
-from models.kernels.group_norm import DTYPES, FusedGroupNormAct, Tiles, statistics
+from models.kernels.group_norm import DTYPES, FusedGroupNormAct, Tiles, in_place_layout, statistics
+from models.kernels.operators import operator
 from models.normalization import GroupNormAct
 
 _BLOCK = 64  # channels that the kernels between pooling and gates take at a time
@@ -64,59 +65,95 @@ class _SqueezingGroupNormAct(FusedGroupNormAct):
         return _SqueezedNorm.apply(x, self.weight, self.bias, *layers, self.num_groups, self.eps)
 
 
-class _SqueezedNorm(torch.autograd.Function):
-    """gates = sigmoid(expand(silu(reduce(pooled)))), [N, C], of the activations' means over pixels."""
+def _like_output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups, eps):
+    def small(*shape):
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
 
+    rows, channels = x.shape[:2]
+    sizes = ((2, rows, groups), (rows, channels), (rows, len(reduce)), (rows, channels))
+    return (torch.empty_like(in_place_layout(x)), *(small(*size) for size in sizes))
+
+
+@operator(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor reduce, Tensor reduce_bias, Tensor expand, Tensor expand_bias, "
+    "int groups, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _like_output,
+)
+def _output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups: int, eps: float):
+    """The layer's output; moments of groups, [2, N, groups]; means of activations over pixels, [N, C], what `reduce`
+    makes of them, [N, rank], and the gates, [N, C]: sigmoid(expand(silu(reduce(pooled))))."""
+    x = in_place_layout(x)
+    parts, tiles, y = Tiles(x, groups), Tiles(x, groups, by_group=False), torch.empty_like(x)
+    sums = parts.sums(1)
+    if parts.by_group:
+        moments = parts.of_groups()
+        parts.run(kernels.sum_activations_of_groups, x, weight, bias, *moments, sums, eps)
+    else:
+        moments = statistics(x, parts, eps)
+        parts.run(kernels.sum_activations, x, weight, bias, *moments, sums)
+    pooled, gates = (torch.empty_like(sums[0, :, :, 0]) for _ in range(2))
+    squeezed = torch.empty((parts.images, len(reduce)), dtype=torch.float32, device=x.device)
+    layers = (reduce, reduce_bias, expand, expand_bias)
+    sizes = (parts.channels, parts.pixels, parts.chunks, len(reduce))
+    kernels.gate[(parts.images,)](sums, *layers, pooled, squeezed, gates, *sizes, **_blocks(parts, reduce))
+    tiles.run(kernels.excite, x, weight, bias, *moments, gates, y)
+    return y, moments, pooled, squeezed, gates
+
+
+def _like_gradients(dy, x, weight, bias, reduce, expand, moments, pooled, squeezed, gates, groups):
+    biases = weight if bias is None else bias, reduce.new_empty(len(reduce)), expand.new_empty(len(expand))
+    like = weight, biases[0], reduce, biases[1], expand, biases[2]
+    return (torch.empty_like(in_place_layout(x)), *map(torch.empty_like, like))
+
+
+@operator(
+    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor reduce, Tensor expand, Tensor moments, Tensor pooled, "
+    "Tensor squeezed, Tensor gates, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _like_gradients,
+)
+def _gradients(dy, x, weight, bias, reduce, expand, moments, pooled, squeezed, gates, groups: int):
+    """Of x, and of all parameters in their order; that of the bias is undefined where there is none."""
+    x = in_place_layout(x)
+    tiles = Tiles(x, groups, by_group=False)
+    given = (x, weight, bias, *moments, dy.contiguous(memory_format=tiles.memory_format))
+    sums = tiles.sums(5)
+    tiles.run(kernels.sum_gradients, *given, sums, sums.stride(0))
+
+    dexpanded, dsqueezed, dpooled = map(torch.empty_like, (gates, squeezed, gates))
+    by_channel, by_group = torch.empty((2, *gates.shape), device=x.device), tiles.of_groups()
+    sizes = (tiles.images, tiles.size, tiles.channels, tiles.pixels, tiles.chunks, len(reduce))
+    small = (weight, reduce, expand, squeezed, gates)
+    made = (dexpanded, dsqueezed, dpooled, by_channel, by_group)
+    kernels.gate_gradients[(tiles.images,)](sums, sums.stride(0), *small, *made, *sizes, **_blocks(tiles, reduce))
+
+    dweight, dreduce, dexpand = map(torch.empty_like, (weight, reduce, expand))
+    dbias = None if bias is None else torch.empty_like(bias)
+    dreduce_bias, dexpand_bias = reduce.new_empty(len(reduce)), expand.new_empty(len(expand))
+    parameters = (dweight, dbias, dreduce, dreduce_bias, dexpand, dexpand_bias)
+    sizes = (tiles.images, tiles.channels, len(reduce))
+    kernels.parameter_gradients[(triton.cdiv(tiles.channels, _SUMMED),)](
+        by_channel, dexpanded, dsqueezed, pooled, squeezed, *parameters, *sizes,
+        RANK=_rank(reduce), BLOCK=_SUMMED, IMAGES=_SUMMED, num_warps=4,
+    )  # fmt: skip
+    dx = torch.empty_like(x)
+    tiles.run(kernels.input_gradient, *given, gates, dpooled, *by_group, dx)
+    return (dx, *(torch.empty_like(weight) if each is None else each for each in parameters))
+
+
+class _SqueezedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups: int, eps: float):
         assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
-        x = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
-        parts, tiles, y = Tiles(x, groups), Tiles(x, groups, by_group=False), torch.empty_like(x)
-        sums = parts.sums(1)
-        if parts.by_group:
-            moments = parts.of_groups()
-            parts.run(kernels.sum_activations_of_groups, x, weight, bias, *moments, sums, eps)
-        else:
-            moments = statistics(x, parts, eps)
-            parts.run(kernels.sum_activations, x, weight, bias, *moments, sums)
-        pooled, gates = (torch.empty_like(sums[0, :, :, 0]) for _ in range(2))
-        squeezed = torch.empty((parts.images, len(reduce)), dtype=torch.float32, device=x.device)
-        layers = (reduce, reduce_bias, expand, expand_bias)
-        sizes = (parts.channels, parts.pixels, parts.chunks, len(reduce))
-        kernels.gate[(parts.images,)](sums, *layers, pooled, squeezed, gates, *sizes, **_blocks(parts, reduce))
-        tiles.run(kernels.excite, x, weight, bias, *moments, gates, y)
-        ctx.save_for_backward(x, weight, bias, reduce, expand, moments, pooled, squeezed, gates)
+        y, *kept = _output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups, eps)
+        ctx.save_for_backward(x, weight, bias, reduce, expand, *kept)
         ctx.groups = groups
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias, reduce, expand, moments, pooled, squeezed, gates = ctx.saved_tensors
-        tiles = Tiles(x, ctx.groups, by_group=False)
-        given = (x, weight, bias, *moments, dy.contiguous(memory_format=tiles.memory_format))
-        sums = tiles.sums(5)
-        tiles.run(kernels.sum_gradients, *given, sums, sums.stride(0))
-
-        dexpanded, dsqueezed, dpooled = map(torch.empty_like, (gates, squeezed, gates))
-        by_channel, by_group = torch.empty((2, *gates.shape), device=x.device), tiles.of_groups()
-        sizes = (tiles.images, tiles.size, tiles.channels, tiles.pixels, tiles.chunks, len(reduce))
-        small = (weight, reduce, expand, squeezed, gates)
-        made = (dexpanded, dsqueezed, dpooled, by_channel, by_group)
-        kernels.gate_gradients[(tiles.images,)](sums, sums.stride(0), *small, *made, *sizes, **_blocks(tiles, reduce))
-
-        dweight, dreduce, dexpand = map(torch.empty_like, (weight, reduce, expand))
-        dbias = None if bias is None else torch.empty_like(bias)
-        dreduce_bias, dexpand_bias = reduce.new_empty(len(reduce)), expand.new_empty(len(expand))
-        parameters = (dweight, dbias, dreduce, dreduce_bias, dexpand, dexpand_bias)
-        sizes = (tiles.images, tiles.channels, len(reduce))
-        kernels.parameter_gradients[(triton.cdiv(tiles.channels, _SUMMED),)](
-            by_channel, dexpanded, dsqueezed, pooled, squeezed, *parameters, *sizes,
-            RANK=_rank(reduce), BLOCK=_SUMMED, IMAGES=_SUMMED, num_warps=4,
-        )  # fmt: skip
-        dx = torch.empty_like(x)
-        tiles.run(kernels.input_gradient, *given, gates, dpooled, *by_group, dx)
-        return dx, *parameters, None, None
+        dx, dweight, dbias, *others = _gradients(dy, *ctx.saved_tensors, ctx.groups)
+        return dx, dweight, None if ctx.saved_tensors[2] is None else dbias, *others, None, None
 
 
 def _rank(reduce: torch.Tensor) -> int:

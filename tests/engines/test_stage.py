@@ -154,9 +154,10 @@ def compiled(fresh_compiler, monkeypatch):
 
     def compile(stage, backend):
         by_backend = stage.compile
-        monkeypatch.setattr(stage, "compile", lambda: by_backend(backend))
+        monkeypatch.setattr(stage, "compile", lambda mode: by_backend(mode, backend))
         sizes = [[IMAGES], [IMAGES._replace(shape=(4, 3, 24, 24))]]
-        return compile_stages({0: stage}, sizes, torch.device("cpu"))[0]
+        scored = [IMAGES._replace(shape=(7, 3, 16, 16))]
+        return compile_stages({0: stage}, sizes, scored, torch.device("cpu"), "default")[0]
 
     return compile
 
@@ -174,10 +175,10 @@ def test_no_step_compiles_anything_after_the_dry_passes(compiled, recompute, nor
     programs = counters["stats"]["unique_graphs"]
     assert programs > 0 and not counters["graph_break"]
     images = torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8)
-    with torch.no_grad():  # evaluation is not compiled
-        assert torch.equal(stage.eval()(images), stage_of((), FEW, norm=norm)[0].eval()(images))
-    stage.train()
     with torch._dynamo.config.patch(error_on_recompile=True):
+        with torch.no_grad():
+            assert torch.equal(stage.eval()(images), stage_of((), FEW, norm=norm)[0].eval()(images))
+        stage.train()
         assert_same(three_steps(stage, draws), expected)
         three_steps(stage, draws, size=24)
     assert counters["stats"]["unique_graphs"] == programs
@@ -187,7 +188,7 @@ def test_no_step_compiles_anything_after_the_dry_passes(compiled, recompute, nor
 def test_blocks_behind_others_are_compiled_for_what_enters_them_and_share_programs(fresh_compiler):
     """Blocks that look alike share one, whatever their rates of stochastic depth are."""
     stage, _ = stage_of((), ("blocks.5.0", "blocks.5.1", "blocks.5.2"), depth=0.6)
-    stage.compile("eager")
+    stage.compile(backend="eager")
     x = torch.randn(4, 32, 2, 2)
     stage.dry_pass(torch.zeros_like(x))
     assert counters["stats"]["unique_graphs"] == 2
@@ -195,6 +196,13 @@ def test_blocks_behind_others_are_compiled_for_what_enters_them_and_share_progra
         x.requires_grad_()
         stage(x).sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+def test_the_mode_is_torch_compiles(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: modes.append(options) or function)
+    stage_of((), FEW)[0].compile("max-autotune-no-cudagraphs")
+    assert modes and all(each == {"mode": "max-autotune-no-cudagraphs", "dynamic": False} for each in modes)
 
 
 def test_without_a_compiler_the_model_stays_as_it_is(compiled):
