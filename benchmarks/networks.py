@@ -79,6 +79,17 @@ class Network:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), "setns")
 
+    def within(self, host: int) -> Tuple[str, ...]:
+        """What runs a command on a host."""
+        return ("ip", "netns", "exec", self._names[host])
+
+    def address(self, host: int) -> str:
+        return _ADDRESS.format(host + 1)
+
+    def connect(self, host: int, connected: bool) -> None:
+        """Plug in a host's cable, or pull it out: packets vanish, and nobody is told."""
+        _call("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if connected else "down")
+
     def dropped(self) -> int:
         """Packets that queues have dropped since the network was made."""
         shown = (_call("tc", "-n", name, "-s", "-j", "qdisc", "show") for name in (self._switch, *self._names))

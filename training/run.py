@@ -188,7 +188,8 @@ def _train(
         progression = _resume(engine, checkpoints, recipe, images.digest)
     step = progression.step
     if folder is not None:
-        folder.note(step=step, replicas=engine.topology.replicas, stages=engine.topology.stages)
+        facts = {} if memory is None else {"generation": engine.processes.elastic.number}  # a report lists them
+        folder.note(step=step, replicas=engine.topology.replicas, stages=engine.topology.stages, **facts)
     if remembered:
         elastic = engine.processes.elastic
         names = ", ".join(map(str, elastic.replicas))

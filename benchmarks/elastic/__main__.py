@@ -4,9 +4,11 @@
 
 - Strikes at random moments on 3 and 4 replicas and on 3 of 2 stages: a rank is killed or stopped, two at once, in an
   evaluation or while a checkpoint is written, while another replica comes back. One replica that has the run's state is
-  left. Each run must end with the weights, averages and events of one process that nothing disturbed. What a strike
-  costs: seconds until a step is done that had not been, less a usual step; and, for a strike a minute, also those of
-  the replica's return. Runs that were made before are in benchmarks/cache/elastic.
+  left. And on 3 replicas with a host each (network namespaces; needs root): a host's launcher is killed and started
+  again, its cable is pulled for 20 seconds, or a new host takes the place of one whose cable is pulled for good. Each
+  run must end with the weights, averages and events of one process that nothing disturbed. What a strike costs: seconds
+  until a step is done that had not been, less a usual step; and, for a strike a minute, also those of the replica's
+  return. Runs that were made before are in benchmarks/cache/elastic.
 - Two replicas, one at half speed, with even and with measured shares.
 - A step of two replicas that remember it, as in an elastic run, and of the same that do not, in turns.
 """
@@ -21,16 +23,18 @@ from typing import Dict, List
 
 from benchmarks import claims
 from benchmarks.elastic import overhead, uneven
-from benchmarks.elastic.strikes import Struck, all_runs
+from benchmarks.elastic.strikes import Planned, Struck, all_runs
 from benchmarks.faults.site import Topology
 
-RUNS = {Topology(3, 1): 5, Topology(4, 1): 4, Topology(3, 2): 4}
+RUNS = {Topology(3, 1): 5, Topology(4, 1): 4, Topology(3, 2): 3}
+HOSTS = Topology(3, 1)
 _MINUTE = 60.0
 
 
 def main() -> None:
     as_json = claims.begin(__doc__, takes="45 minutes, less for cached runs", quick="5 minutes").json
-    planned = [(topology, seed) for topology, number in RUNS.items() for seed in range(number)]
+    planned = [Planned(HOSTS, seed, on_hosts=True) for seed in range(2)]
+    planned += [Planned(topology, seed) for topology, number in RUNS.items() for seed in range(number)]
     runs = all_runs(claims.less(planned, planned[:1]), claims.progress)
     uneven_rows, uneven_claim = uneven.measured()
     overhead_rows, overhead_claim = overhead.measured()

@@ -13,10 +13,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
 from benchmarks import CACHE
+from benchmarks.elastic import hosts
 from benchmarks.faults.site import Result, Session, Site, Topology
+from benchmarks.networks import Network
 from recipe.errors import DONE
 
 EPOCHS = 60
@@ -30,8 +32,24 @@ KINDS = ("kill", "kill", "kill", "stop", "stop", "two", "evaluation", "checkpoin
 _EVERY = {"evaluation": 10, "checkpoint": 3}  # steps after which the recipe has one
 
 
+class Planned(NamedTuple):
+    """A run. on_hosts: each replica on a host of its own, with a cable."""
+
+    topology: Topology
+    seed: int
+    on_hosts: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.seed} {EPOCHS}"
+
+    @property
+    def where(self) -> str:
+        return f"{self.topology} on hosts" if self.on_hosts else str(self.topology)
+
+
 class Strike(NamedTuple):
-    """seconds: from the strike until a step was done that had not been, less the median step of the run."""
+    """kind: of KINDS or hosts.KINDS, or "while another joins". seconds: from the strike until a step was done that had
+    not been, less the median step of the run."""
 
     kind: str
     ranks: Tuple[int, ...]
@@ -93,22 +111,32 @@ def undisturbed(folder: Path) -> Result:
     return site.result()
 
 
-def struck(topology: Topology, seed: int, expected: Result, folder: Path) -> Struck:
-    site, draws = Site(folder, topology, (*_OVERRIDES, *ELASTIC)), random.Random(f"{topology} {seed}")
-    session = site.start()
+def struck(planned: Planned, expected: Result, folder: Path) -> Struck:
+    with contextlib.ExitStack() as stack:
+        site, network = Site(folder, planned.topology, (*_OVERRIDES, *ELASTIC)), None
+        if planned.on_hosts:
+            network = stack.enter_context(Network(planned.topology.replicas, hosts.RATE))
+        return _struck(planned, site, site.start() if network is None else hosts.Hosts(site, network), expected)
+
+
+def _struck(planned: Planned, site: Site, session: Union[Session, hosts.Hosts], expected: Result) -> Struck:
+    topology, draws = planned.topology, random.Random(f"{planned.topology} {planned.seed}")
     watch = _Watch(site, session)
     watch.start()
     session.reach(3, 0.0)
     made = []
     while session.running and site.steps() < STEPS - _LAST:
         time.sleep(draws.uniform(*_PAUSES))
-        kind = draws.choice(KINDS)
+        kind = draws.choice(hosts.KINDS if planned.on_hosts else KINDS)
         if kind in _EVERY:
             session.reach((site.steps() // _EVERY[kind] + 1) * _EVERY[kind], draws.uniform(0, 0.05))
         if session.running and site.steps() < STEPS - _LAST:
-            strike = _strike(kind, topology, session, draws)
-            if strike:
-                made.append((kind, strike, site.steps(), time.monotonic()))
+            if isinstance(session, hosts.Hosts):
+                ranks = session.strike(kind, draws)
+            else:
+                kind, ranks = _strike(kind, topology, session, draws)
+            if ranks:
+                made.append((kind, ranks, site.steps(), time.monotonic()))
     ending = session.wait(0.0)
     watch.join()
     usual = statistics.median(watch.intervals())
@@ -122,13 +150,14 @@ def struck(topology: Topology, seed: int, expected: Result, folder: Path) -> Str
     wrong |= {event["step"] for event in events if event not in expected.events}
     around = watch.around_changes()
     return Struck(
-        *(str(topology), strikes, result == expected, len(wrong), len(re.findall("resuming at", ending.said))),
+        *(planned.where, strikes, result == expected, len(wrong), len(re.findall("resuming at", ending.said))),
         *(len(watch.changes), sum(around) - usual * len(around), "" if result == expected else ending.said),
     )
 
 
-def _strike(kind: str, topology: Topology, session: Session, draws: random.Random) -> Tuple[int, ...]:
-    """Strike, but leave one replica whole that has the run's state. The ranks; none if that is not possible now."""
+def _strike(kind: str, topology: Topology, session: Session, draws: random.Random) -> Tuple[str, Tuple[int, ...]]:
+    """Strike, but leave one replica whole that has the run's state. The kind, and the ranks; none if that is not
+    possible now."""
     lines = re.findall(r"with replicas ([\d, ]+)$", session.said(), re.M)
     members = list(map(int, lines[-1].split(", "))) if lines else list(range(topology.replicas))
     processes = session.ranks()
@@ -142,15 +171,15 @@ def _strike(kind: str, topology: Topology, session: Session, draws: random.Rando
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[rank], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-    return ranks
+    return "while another joins" if waiting and kind != "stop" else kind, ranks
 
 
 def _ranks(replica: int, topology: Topology) -> range:
     return range(replica * topology.stages, (replica + 1) * topology.stages)
 
 
-def all_runs(planned: List[Tuple[Topology, int]], progress) -> List[Struck]:
-    """Those that were made before are read from the cache. Args: planned: topologies and seeds."""
+def all_runs(planned: List[Planned], progress) -> List[Struck]:
+    """Those that were made before are read from the cache."""
     cache = CACHE / "elastic" / "strikes.jsonl"
     cache.parent.mkdir(parents=True, exist_ok=True)
     known: Dict[str, Struck] = {}
@@ -161,12 +190,11 @@ def all_runs(planned: List[Tuple[Topology, int]], progress) -> List[Struck]:
     found = []
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
         expected: Optional[Result] = None
-        for topology, seed in progress(planned, "run"):
-            key = f"{topology} {seed} {EPOCHS}"
-            if key not in known:
+        for each in progress(planned, "run"):
+            if str(each) not in known:
                 expected = expected or undisturbed(Path(folder) / "undisturbed")
-                known[key] = struck(topology, seed, expected, Path(folder) / key.replace(" ", "-"))
+                known[str(each)] = struck(each, expected, Path(folder) / str(each).replace(" ", "-"))
                 with open(cache, "a", encoding="utf-8") as stream:
-                    stream.write(json.dumps([key, known[key]._asdict()]) + "\n")
-            found.append(known[key])
+                    stream.write(json.dumps([str(each), known[str(each)]._asdict()]) + "\n")
+            found.append(known[str(each)])
     return found

@@ -80,13 +80,15 @@ class Site:
         with open(path, "r+b" if path.exists() else "wb") as stream:
             stream.write(struct.pack("qq", int(clock * 1e9), broken_disk))
 
-    def start(self) -> Session:
+    def start(self, within: Sequence[str] = (), options: Iterable[str] = ()) -> Session:
+        """Args: within: a command that runs the launcher's. options: of the launcher."""
         shape = ["--replicas", str(self.topology.replicas), "--stages", str(self.topology.stages)]
         recipe = ["--config", "configs/quickstart.yaml", *RECIPE, *self._overrides, f"run.output={self.run}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: str(self.folder)}
         if self._shim is not None:
             environment.update(LD_PRELOAD=str(self._shim), FAULTS_CONTROL=str(self.folder / "control"))
-        return Session(self, [sys.executable, "-m", "tools.launch", *shape, *recipe], environment)
+        command = [*within, sys.executable, "-m", "tools.launch", *options, *shape, *recipe]
+        return Session(self, command, environment)
 
     def steps(self) -> int:
         path = self.run / "metrics.jsonl"

@@ -15,16 +15,16 @@ from benchmarks.faults.site import Topology
 
 @pytest.fixture
 def struck(monkeypatch):
-    """kind, topology, ranks that run, lines -> ranks that were sent a signal."""
+    """kind, topology, ranks that run, lines -> the kind, and ranks that were sent a signal."""
 
     def strike(kind, topology, running, said, seed=0):
         sent = []
         monkeypatch.setattr(strikes.os, "kill", lambda process, number: sent.append((process, number)))
         session = SimpleNamespace(said=lambda: said, ranks=lambda: {rank: rank for rank in running})
-        ranks = strikes._strike(kind, topology, session, random.Random(seed))
+        called, ranks = strikes._strike(kind, topology, session, random.Random(seed))
         assert [process for process, _ in sent] == list(ranks)
         assert {number for _, number in sent} <= {signal.SIGSTOP if kind == "stop" else signal.SIGKILL}
-        return ranks
+        return called, ranks
 
     return strike
 
@@ -32,12 +32,13 @@ def struck(monkeypatch):
 @pytest.mark.parametrize("seed", range(8))
 def test_one_replica_that_has_the_state_is_left(struck, seed):
     last = "generation 2: going on at step 9 of 300 with replicas 2, 0\n"
-    assert struck("kill", Topology(3, 1), (0, 1, 2), last, seed)[0] in (0, 2)
-    assert len(struck("two", Topology(3, 2), range(6), "", seed)) == 2
-    first, second = struck("two", Topology(3, 2), range(6), "", seed)
-    assert first // 2 != second // 2  # of two replicas
-    assert struck("stop", Topology(3, 1), (0, 1, 2), last.replace("2, 0", "2"), seed) == ()
-    assert struck("kill", Topology(2, 1), (0, 1), last.replace("2, 0", "0"), seed) == (1,)  # on its way back
+    called, (victim,) = struck("kill", Topology(3, 1), (0, 1, 2), last, seed)
+    assert victim in (0, 2) and called == "while another joins"
+    called, (first, second) = struck("two", Topology(3, 2), range(6), "", seed)
+    assert first // 2 != second // 2 and called == "two"  # of two replicas
+    assert struck("stop", Topology(3, 1), (0, 1, 2), last.replace("2, 0", "2"), seed) == ("stop", ())
+    joining = struck("kill", Topology(2, 1), (0, 1), last.replace("2, 0", "0"), seed)
+    assert joining == ("while another joins", (1,))  # itself on its way back
 
 
 def test_a_change_costs_the_time_between_the_steps_around_it():

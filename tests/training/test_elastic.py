@@ -11,6 +11,7 @@ from recipe.errors import ConfigError
 from tests.waiting import wait_until
 from training.elastic import common, identity, run
 from training.metrics import length_until
+from training.run_folder import starts
 
 DONE = 0
 ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
@@ -90,6 +91,8 @@ def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, 
     result, said = run_and_strike(tmp_path, Topology(3, 1), [(8, [(0, signal.SIGKILL)])])
     assert result == undisturbed
     assert "of 30 with replicas 1, 2" in said and "resuming" not in said
+    started = [(each["generation"], each["replicas"]) for each in starts(tmp_path / "run")]  # for a report
+    assert started[:2] == [(0, 3), (1, 2)] and [number for number, _ in started] == list(range(len(started)))
 
 
 @pytest.mark.slow

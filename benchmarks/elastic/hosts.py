@@ -1,0 +1,90 @@
+"""The hosts of an elastic run as network namespaces, a launcher and a replica on each, and what strikes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+from typing import Dict, List, Tuple
+
+from benchmarks.faults.site import Ending, Session, Site
+from benchmarks.networks import Network
+
+KINDS = ("launcher", "cable for 20 s", "host replaced", "kill", "stop")
+RATE = 1_000_000_000  # bits a second of a cable
+_AWAY = {"launcher": 1.0, "cable for 20 s": 20.0, "host replaced": 8.0}  # seconds until it comes back
+_SECRET = "of this benchmark"
+
+
+class Hosts:
+    """A run over the hosts of a network: what `strikes` asks of a session, for the launchers of all hosts."""
+
+    def __init__(self, site: Site, network: Network):
+        self._site, self._network = site, network
+        self._sessions = [self._start(host) for host in range(network.hosts)]
+        self._earlier: List[Session] = []
+        self._returning: List[threading.Timer] = []
+        self._lock = threading.Lock()
+
+    def _start(self, host: int) -> Session:
+        place = (*self._network.within(host), "env", f"POD_TOKEN={_SECRET}")
+        options = ("--nnodes", self._network.hosts, "--node-rank", host, "--master", self._network.address(0))
+        return self._site.start(place, map(str, options))
+
+    @property
+    def running(self) -> bool:
+        return self._sessions[0].running
+
+    def reach(self, step: int, delay: float) -> None:
+        self._sessions[0].reach(step, delay)
+
+    def said(self) -> str:
+        return self._sessions[0].said()
+
+    def ranks(self) -> Dict[int, int]:
+        with self._lock:
+            return {rank: process for session in self._sessions for rank, process in session.ranks().items()}
+
+    def strike(self, kind: str, draws: random.Random) -> Tuple[int, ...]:
+        """Strike a host other than the first, or its rank, where all replicas are in the run and their hosts in reach;
+        the rank, or none if they are not. The host comes back by itself."""
+        lines = re.findall(r"with replicas ([\d, ]+)$", self.said(), re.M)
+        whole = not lines or len(lines[-1].split(", ")) == self._network.hosts
+        processes = self.ranks()
+        if not whole or len(processes) < self._network.hosts or any(timer.is_alive() for timer in self._returning):
+            return ()
+        host = draws.randrange(1, self._network.hosts)
+        if kind in ("kill", "stop"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(processes[host], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+            return (host,)
+        if kind != "launcher":
+            self._network.connect(host, False)
+        if kind != "cable for 20 s":
+            self._sessions[host].process.kill()  # with it go its ranks
+        self._returning = [threading.Timer(_AWAY[kind], self._return, (host, kind))]
+        self._returning[0].start()
+        return (host,)
+
+    def _return(self, host: int, kind: str) -> None:
+        """The cable is plugged in again, or a new host runs the same command."""
+        self._network.connect(host, True)
+        if kind != "cable for 20 s":
+            with self._lock:
+                self._earlier.append(self._sessions[host])
+                self._sessions[host] = self._start(host)
+
+    def wait(self, since: float) -> Ending:
+        """Until the first host's launcher has ended, and the others'; how the first ended."""
+        ending = self._sessions[0].wait(since)
+        for timer in self._returning:
+            timer.join()
+        for session in (*self._sessions[1:], *self._earlier):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                session.process.wait(30)
+            session.process.kill()
+        return ending
