@@ -7,7 +7,7 @@ divided into tiles: three kernels forward and three backward. The kernels are in
 
 from __future__ import annotations
 
-import copy
+import copy as copying
 from typing import Optional
 
 import torch
@@ -47,7 +47,7 @@ class FusedGroupNormAct(GroupNormAct):
     def of(cls, norm: GroupNormAct) -> FusedGroupNormAct:
         """A layer with the Parameters, buffers and settings of `norm`."""
         assert replaces(norm), f"no kernels for {type(norm).__name__}"
-        fused = copy.copy(norm)
+        fused = copying.copy(norm)
         fused.__class__ = _FusedProxyNormAct if isinstance(norm, ProxyNormAct) else cls
         return fused
 
@@ -55,9 +55,12 @@ class FusedGroupNormAct(GroupNormAct):
         assert x.shape[1] == self.num_channels, f"{x.shape[1]} channels, not {self.num_channels}"
         return self.added(x, None, None)
 
-    def added(self, x: torch.Tensor, kept: Optional[torch.Tensor], residual: Optional[torch.Tensor]) -> torch.Tensor:
-        """The layer's output times `kept`, [N], plus `residual`, of x's shape, dtype and layout, rounded once."""
-        settings = (self.num_groups, self.eps, self.apply_act)
+    def added(
+        self, x: torch.Tensor, kept: Optional[torch.Tensor], residual: Optional[torch.Tensor], copied: bool = False
+    ) -> torch.Tensor:
+        """The layer's output times `kept`, [N], plus `residual`, of x's shape, dtype and layout, rounded once. copied:
+        the residual's gradient is a tensor that nobody else has."""
+        settings = (self.num_groups, self.eps, self.apply_act, copied)
         return GroupNormActFunction.apply(x, self.weight, self.bias, kept, residual, *settings)
 
 
@@ -168,49 +171,57 @@ def _output(x, weight, bias, kept, residual, groups: int, eps: float, apply_act:
     return y, moments
 
 
-def _like_gradients(dy, x, weight, bias, kept, moments, groups, apply_act, wanted):
-    dx = torch.empty_like(in_place_layout(x)) if wanted else x.new_empty(0)
-    return dx, torch.empty_like(weight), torch.empty_like(weight if bias is None else bias)
+def _like_gradients(dy, x, weight, bias, kept, moments, groups, apply_act, wanted, copied):
+    dx, dy = (
+        torch.empty_like(in_place_layout(x)) if there else x.new_empty(0) for there in (wanted, wanted and copied)
+    )
+    return dx, torch.empty_like(weight), torch.empty_like(weight if bias is None else bias), dy
 
 
 @operator(
     "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? kept, Tensor moments, int groups, bool apply_act, "
-    "bool wanted) -> (Tensor, Tensor, Tensor)",
+    "bool wanted, bool copied) -> (Tensor, Tensor, Tensor, Tensor)",
     _like_gradients,
 )
-def _gradients(dy, x, weight, bias, kept, moments, groups: int, apply_act: bool, wanted: bool):
-    """Of x, empty unless it is wanted, of weight and of bias, which is undefined where there is none."""
+def _gradients(dy, x, weight, bias, kept, moments, groups: int, apply_act: bool, wanted: bool, copied: bool):
+    """Of x, empty unless it is wanted, of weight and of bias, which is undefined where there is none; and a copy of dy,
+    empty unless both are wanted."""
     x = in_place_layout(x)
     tiles = Tiles(x, groups)
     given, sums = (x, dy.contiguous(memory_format=tiles.memory_format), weight, bias, *moments, kept), tiles.sums(2)
     dx, dweight = torch.empty_like(x) if wanted else None, torch.empty_like(weight)
+    copy = torch.empty_like(x) if wanted and copied else None
     dbias = None if bias is None else torch.empty_like(bias)
     if tiles.by_group:
-        tiles.run(kernels.gradients_of_groups, *given, sums, sums.stride(0), dx, SILU=apply_act)
+        tiles.run(kernels.gradients_of_groups, *given, sums, sums.stride(0), dx, copy, SILU=apply_act)
         merge_gradients(sums, tiles, weight, None, dweight, dbias)
     else:
         tiles.run(kernels.sum_gradients, *given, sums, sums.stride(0), SILU=apply_act)
         by_group = tiles.of_groups() if wanted else None
         merge_gradients(sums, tiles, weight, by_group, dweight, dbias)
         if wanted:
-            tiles.run(kernels.input_gradient, *given, *by_group, dx, SILU=apply_act)
-    return x.new_empty(0) if dx is None else dx, dweight, torch.empty_like(weight) if dbias is None else dbias
+            tiles.run(kernels.input_gradient, *given, *by_group, dx, copy, SILU=apply_act)
+    dx, copy = (x.new_empty(0) if each is None else each for each in (dx, copy))
+    return dx, dweight, torch.empty_like(weight) if dbias is None else dbias, copy
 
 
 class GroupNormActFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, kept, residual, groups: int, eps: float, apply_act: bool):
+    def forward(ctx, x, weight, bias, kept, residual, groups: int, eps: float, apply_act: bool, copied: bool):
         assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
         y, moments = _output(x, weight, bias, kept, residual, groups, eps, apply_act)
         ctx.save_for_backward(x, weight, bias, kept, moments)
-        ctx.groups, ctx.apply_act = groups, apply_act
+        ctx.groups, ctx.apply_act, ctx.copied = groups, apply_act, copied
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight, bias, kept, moments = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[0]
-        dx, dweight, dbias = _gradients(dy, x, weight, bias, kept, moments, ctx.groups, ctx.apply_act, wanted)
-        dresidual = dy if ctx.needs_input_grad[4] else None
-        return dx if wanted else None, dweight, None if bias is None else dbias, None, dresidual, None, None, None
+        wanted, settings = ctx.needs_input_grad[0], (ctx.groups, ctx.apply_act)
+        dx, dweight, dbias, copy = _gradients(dy, x, weight, bias, kept, moments, *settings, wanted, ctx.copied)
+        dresidual = None
+        if ctx.needs_input_grad[4]:
+            dresidual = copy if wanted and ctx.copied else dy.clone() if ctx.copied else dy
+        dbias = None if bias is None else dbias
+        return dx if wanted else None, dweight, dbias, None, dresidual, None, None, None, None

@@ -116,9 +116,12 @@ def store_output(y, z, kept, residual, image, start, inside, mask, SILU: tl.cons
 
 
 @triton.jit
-def gradient_of(dy, z, kept, image, mask, SILU: tl.constexpr):
-    """The gradient of what SiLU is given, 0 outside the mask. dy: pointers to the tile."""
-    gradient = load(dy, mask)
+def gradient_of(dy, dresidual, z, kept, image, place, mask, SILU: tl.constexpr):
+    """The gradient of what SiLU is given, 0 outside the mask. place: of the tile in dy; dresidual gets a copy of dy
+    there unless it is None."""
+    gradient = load(dy + place, mask)
+    if dresidual is not None:
+        tl.store(dresidual + place, gradient.to(dresidual.dtype.element_ty), mask=mask)
     if kept is not None:
         gradient *= tl.load(kept + image).to(tl.float32)
     if SILU:
@@ -205,7 +208,7 @@ def sum_gradients(
     image, _, start, inside, mask, centred, z, _, known, place, own_scale, _ = normalised(
         x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
-    gradient = gradient_of(dy + start + inside, z, kept, image, mask, SILU)
+    gradient = gradient_of(dy, None, z, kept, image, start + inside, mask, SILU)
     tl.store(sums + place, tl.sum(gradient, 1), mask=known)
     tl.store(sums + place + stride, tl.sum(gradient * centred, 1) * own_scale, mask=known)
 
@@ -243,14 +246,15 @@ def merge_gradients(
 
 @triton.jit
 def input_gradient(
-    x, dy, weight, bias, mean, scale, kept, shifts, scales, dx, size, channels, pixels, SILU: tl.constexpr,
+    x, dy, weight, bias, mean, scale, kept, shifts, scales, dx, dresidual, size, channels, pixels, SILU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x's gradient. shifts, scales: sums over each group, [N, groups], for `less_group_means`."""
+    """x's gradient, and a copy of dy unless dresidual is None. shifts, scales: sums over each group, [N, groups], for
+    `less_group_means`."""
     image, _, start, inside, mask, centred, z, group, known, _, own_scale, own_weight = normalised(
         x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
-    gradient = gradient_of(dy + start + inside, z, kept, image, mask, SILU)
+    gradient = gradient_of(dy, dresidual, z, kept, image, start + inside, mask, SILU)
     shift, along = load(shifts + group, known), load(scales + group, known)
     elements = 1.0 * size * pixels
     gradient = less_group_means(gradient, centred, shift, along, own_scale, own_weight, elements)
@@ -330,10 +334,10 @@ def normalise_groups(
 
 @triton.jit
 def gradients_of_groups(
-    x, dy, weight, bias, mean, scale, kept, sums, stride, dx, size, channels, pixels, SILU: tl.constexpr,
+    x, dy, weight, bias, mean, scale, kept, sums, stride, dx, dresidual, size, channels, pixels, SILU: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of each channel what `sum_gradients` stores, [N, C]; and x's gradient, unless it is None."""
+    """Of each channel what `sum_gradients` stores, [N, C]; x's gradient, and a copy of dy, unless these are None."""
     image, group, first = group_of(size, channels, ALIGNED, CHANNELS_LAST)
     own_mean, own_scale = tl.load(mean + group), tl.load(scale + group)
     end, shift, along = first + size, 0.0, 0.0
@@ -345,7 +349,7 @@ def gradients_of_groups(
             )
             centred = load(x + start + inside, mask) - own_mean
             z, _ = affine(centred, own_scale, weight, bias, channel, known)
-            gradient = gradient_of(dy + start + inside, z, kept, image, mask, SILU)
+            gradient = gradient_of(dy, dresidual, z, kept, image, start + inside, mask, SILU)
             shifts += gradient
             scales += gradient * centred
         channel = first_channel + tl.arange(0, ROWS)
@@ -368,7 +372,7 @@ def gradients_of_groups(
                 )
                 centred = load(x + start + inside, mask) - own_mean
                 z, own_weight = affine(centred, own_scale, weight, bias, channel, known)
-                gradient = gradient_of(dy + start + inside, z, kept, image, mask, SILU)
+                gradient = gradient_of(dy, None, z, kept, image, start + inside, mask, SILU)
                 gradient = less_group_means(
                     gradient, centred, group_shift, group_along, own_scale, own_weight, elements
                 )

@@ -1,7 +1,8 @@
-"""A block's residual addition and stochastic depth, in the kernels of its last normalisation.
+"""A block's residual addition: forward in the kernels of its last normalisation, together with stochastic depth, and
+backward in the matrix product of its expansion.
 
-Forward moves two tensors like the block's output less where nothing is dropped and four less where images are; backward
-two less where images are dropped: there the normalisation's kernels scale its gradient.
+Of tensors like the block's output, forward moves two less, or four less where images are dropped, and backward as many
+less where images are dropped, and one less in blocks with an expansion.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Optional
 import torch
 from timm.models._efficientnet_blocks import DepthwiseSeparableConv, InvertedResidual
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from models.kernels.group_norm import FusedGroupNormAct
 from models.stochastic import DropPath
@@ -43,9 +46,37 @@ class _Separable(DepthwiseSeparableConv):
 
 class _Inverted(InvertedResidual):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.conv_dw(self.bn1(self.conv_pw(x)))
+        expansion = self.conv_pw
+        expands = expansion.kernel_size == expansion.stride == (1, 1) and expansion.bias is None
+        inner, shortcut = _Expansion.apply(x, expansion.weight) if expands else (expansion(x), x)
+        inner = self.conv_dw(self.bn1(inner))
         inner = self.conv_pwl(self.se(self.aa(self.bn2(inner))))
-        return self.bn3.added(inner, _kept(self, x), x)
+        return self.bn3.added(inner, _kept(self, x), shortcut, copied=expands)
+
+
+class _Expansion(torch.autograd.Function):
+    """x by a convolution of 1 x 1, and x. Its gradient is added up within the matrix product, which writes to that of
+    the second result: nobody else may have it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.conv2d(x, weight), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dx):
+        x, weight = ctx.saved_tensors
+        wanted = [False, ctx.needs_input_grad[1], False]
+        geometry = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        _, dweight, _ = torch.ops.aten.convolution_backward(dy, x, weight, None, *geometry, wanted)
+        matrix = weight.flatten(1)  # [out, in]
+        if dx.is_contiguous():
+            dx.flatten(2).baddbmm_(matrix.t().expand(len(dx), *matrix.t().shape), dy.contiguous().flatten(2))
+        else:
+            pixels = dy.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).flatten(0, 2)
+            dx.permute(0, 2, 3, 1).flatten(0, 2).addmm_(pixels, matrix)
+        return dx, dweight
 
 
 def _kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:

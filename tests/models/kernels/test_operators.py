@@ -34,8 +34,8 @@ def test_normalisation_says_what_it_returns(layout, shift):
     y, moments = group_norm._output(x, weight, bias, kept, x, 4, 1e-3, True)
     assert y.shape == x.shape
     check("group_norm_output", x, weight, bias, kept, x, 4, 1e-3, True)
-    for wanted in (True, False):
-        check("group_norm_gradients", x, x, weight, bias, kept, moments, 4, True, wanted)
+    for wanted, copied in ((True, True), (True, False), (False, True)):
+        check("group_norm_gradients", x, x, weight, bias, kept, moments, 4, True, wanted, copied)
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=str)

@@ -68,6 +68,19 @@ def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout)
         assert torch.equal(actual[0][dropped], x[dropped]) and torch.equal(actual[1][dropped], dy[dropped])
 
 
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_gradients_that_others_hold_stay_as_they_are(layout):
+    """dy, and those of a gradient that flows on: the expansion writes to a copy, also where its input wants none."""
+    _, fused = pair("blocks.1.1")
+    x, dy = (drawn((2, fused.conv_pw.in_channels, 3, 3), layout=layout, seed=seed) for seed in (1, 2))
+    before = dy.clone()
+    first, second = results(fused, x, dy), results(fused, x, dy)
+    assert torch.equal(dy, before)
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    y = fused(x)  # which wants no gradient
+    assert all(torch.equal(one, other) for one, other in zip(first[2:], torch.autograd.grad(y, fused.parameters(), dy)))
+
+
 def test_nothing_is_dropped_in_evaluation():
     plain, fused = pair("blocks.1.1", 0.5)
     x = drawn((4, fused.conv_pw.in_channels, 4, 4))
