@@ -71,6 +71,8 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             yield f"{goes}, but running statistics are summed by share; use model.norm=group or parallel.shares=even"
         if recipe.parallel.schedule == "interleaved":
             yield f"{goes} and any number of micro batches; use parallel.schedule=1f1b or parallel.shares=even"
+    if recipe.log.memory and recipe.run.device == "cpu":
+        yield "log.memory records the memory of CUDA devices, but run.device is cpu; use log.memory=false"
     yield from _elastic(recipe, batch)
     # The schedules of torch.distributed.pipelining, and their number of micro batches.
     name, stages = recipe.parallel.schedule, batch.stages

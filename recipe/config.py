@@ -72,6 +72,15 @@ class Log(Parts):
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
     """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also by parameter"""
     trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
+    profile: int = Field(0, ge=0, le=100)
+    """updates, from a session's second on, of which each rank writes a trace of torch.profiler into profile/"""
+    memory: bool = False
+    """each rank writes a snapshot of its CUDA memory into profile/ after the updates of `profile` (or the second), or
+    when memory runs out; refused with run.device=cpu and on IPUs"""
+
+    def faults(self) -> Iterator[str]:
+        if self.trace and self.profile:
+            yield "trace waits for the device at each span, which profile would show; give one of them"
 
 
 class TensorBoard(Log):

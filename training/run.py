@@ -30,6 +30,7 @@ from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.metrics import NAME, Metrics, last_events, length_until
 from training.monitor import Monitor, duration
+from training.profiling import MemoryHistory, Recordings
 from training.run_folder import RunFolder, first_difference
 
 if TYPE_CHECKING:
@@ -99,14 +100,16 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
         say(lengths.describe())
         if later:
             recipe = _with_cut(recipe, processes, memory)
-        engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
-        for note in engine.notes:
-            say(note)
-        if memory is not None:
-            memory.cut = list(engine.cut)
-            processes.elastic.settled()
-        say = aloud
-        _train(recipe, lengths, engine, images, folder, say, memory)
+        kind = "ipu" if recipe.run.device == "ipu" else device_of(recipe, place).type
+        with MemoryHistory(recipe, place, kind, say) as history:
+            engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
+            for note in engine.notes:
+                say(note)
+            if memory is not None:
+                memory.cut = list(engine.cut)
+                processes.elastic.settled()
+            say = aloud
+            _train(recipe, lengths, engine, images, folder, say, memory, history)
         scoring = f"python evaluate.py --checkpoint {output} --best"
         say(f"next: {scoring} | python -m tools.report {output} | python -m tools.export {output}")
     finally:
@@ -178,8 +181,9 @@ def _train(
     folder: Optional[RunFolder],
     say: _Say,
     memory: Optional[Memory],
+    history: MemoryHistory,
 ) -> None:
-    """Args: folder: on the main rank. memory: of an elastic run."""
+    """Args: folder: on the main rank. memory: of an elastic run. history: of the device's memory."""
     path = Path(arithmetic.output_folder(recipe))
     checkpoints = CheckpointFolder(path / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
     progression = None if memory is None else memory.restore(engine)
@@ -229,6 +233,7 @@ def _train(
             flops_per_image=lambda epoch: flops(arithmetic.training_image_size(recipe, epoch)),
             classes=images.classes,
             trace_folder=path / "trace",
+            recordings=Recordings(recipe, engine, monitor, history),
             memory=memory,
         )
         try:
