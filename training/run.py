@@ -79,7 +79,10 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
     for source in filter(None, (images.train, images.validation)):
         for note in source.notes:
             say(note)
+    if memory is not None:
+        recipe = _with_micro_batch(recipe, processes, memory)
     given, recipe = recipe, choices.resolve(recipe, batch, processes, say)
+    batch = arithmetic.divide(recipe, place.replicas)
     output, model = arithmetic.output_folder(recipe), recipe.model
     processes.from_main(lambda: loggers.check(recipe.log))
     folder = processes.together(lambda: _opened_folder(recipe, later) if place.is_main else None)
@@ -106,7 +109,7 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
             for note in engine.notes:
                 say(note)
             if memory is not None:
-                memory.cut = list(engine.cut)
+                memory.cut, memory.micro = list(engine.cut), batch.micro
                 processes.elastic.settled()
             say = aloud
             _train(recipe, lengths, engine, images, folder, say, memory, history)
@@ -127,6 +130,13 @@ def _opened_folder(recipe: Recipe, later: bool) -> RunFolder:
             if time.monotonic() > end:
                 raise
         time.sleep(0.05)
+
+
+def _with_micro_batch(recipe: Recipe, processes: Processes, memory: Memory) -> Recipe:
+    """The recipe with the micro batch that the run has had until now, in the place of `auto`: other replicas may have
+    room for another, with which they would learn otherwise."""
+    known = next(filter(None, processes.gather(memory.micro)), None)
+    return recipe if known is None else arithmetic.settled(recipe, known)
 
 
 def _with_cut(recipe: Recipe, processes: Processes, memory: Memory) -> Recipe:

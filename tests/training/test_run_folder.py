@@ -77,6 +77,13 @@ def test_where_and_how_it_is_computed_may_change(opened, begun):
         opened(*overrides).close()
 
 
+def test_an_automatic_micro_batch_is_the_one_that_the_run_began_with(opened, begun):
+    """The run's number is no other recipe for `auto`, and another number is."""
+    opened("batch.micro=auto").close()
+    with pytest.raises(CheckpointError, match=r"batch.micro is 12 there, 24 here"):
+        opened("batch.micro=24")
+
+
 def test_a_recipe_that_failed_before_it_trained_may_be_corrected_in_place(opened):
     opened("model.norm_groups=3").close()
     folder = opened("model.norm_groups=4")
