@@ -32,12 +32,16 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Records spans of the steps that were begun so; on CUDA each waits for the device, so that it is its time."""
+    """Records spans of the steps that were begun so; on CUDA each waits for the device, so that it is its time.
+
+    named: whether profilers are told the spans, too: torch.profiler, and Nsight on CUDA (NVTX). For them none waits.
+    """
 
     def __init__(self, processes: Processes, device: torch.device):
         self._processes, self._device = processes, device
         self._on, self._step, self._start = False, 0, 0.0
         self._spans: List[Span] = []
+        self.named = False
 
     def begin(self, step: int, on: bool) -> None:
         """Begin a step, recorded or not. The first that is starts the clocks of all ranks together."""
@@ -49,16 +53,23 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, kind: str, number: int = -1) -> Iterator[None]:
         """Record the time of a block. number: of the micro batch within the replica's share."""
-        if not self._on:
+        with self._naming(f"{kind} {number}" if number >= 0 else kind) if self.named else contextlib.nullcontext():
+            if not self._on:
+                yield
+                return
+            synchronize(self._device)
+            start = time.monotonic()
             yield
-            return
-        synchronize(self._device)
-        start = time.monotonic()
-        yield
-        synchronize(self._device)
-        place = self._processes.topology
-        times = start, time.monotonic()
-        self._spans.append(Span(place.replica, place.stage, place.rank, kind, number, self._step, *times))
+            synchronize(self._device)
+            place = self._processes.topology
+            times = start, time.monotonic()
+            self._spans.append(Span(place.replica, place.stage, place.rank, kind, number, self._step, *times))
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        nvtx = torch.cuda.nvtx.range(name) if self._device.type == "cuda" else contextlib.nullcontext()
+        with torch.profiler.record_function(name), nvtx:
+            yield
 
     def collect(self) -> List[Span]:
         """End the recording; return the spans of all ranks on the main rank, elsewhere none. Every rank calls.

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
 import math
-import os
 import statistics
-from importlib import metadata
 from pathlib import Path
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from engines import cuts
+from engines import cache, cuts
 from engines.devices import compute_dtype, device_of, name_of, set_switches, timed
 from engines.stage import Stage, blocks_to_recompute, boundaries
 from models import shapes
@@ -29,7 +24,6 @@ from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError, first_line
-from recipe.files import replacing
 from recipe.hardware import EngineSection
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -133,10 +127,11 @@ def _fastest(
     """The fastest candidate; the first one where none could be measured: training will show what is wrong."""
     names, entering = processes.together(lambda: _largest_part(recipe, batch, device))
     shape, dtype = list(entering.shape), str(compute_dtype(recipe, device)).split(".")[1]
-    file = _cache_file(
+    file = cache.place(
+        "engine",
         *(recipe.model.model_dump(mode="json"), names, shape, dtype, recipe.parallel.recompute),
         *(recipe.engine.compile, recipe.engine.compile_mode, list(map(str, candidates)), name_of(device)),
-        *_programs(),
+        *cache.programs(),
     )
     by_rank, origin = processes.gather(_read(file, candidates)), f"measured before ({file})"
     if None in by_rank:
@@ -204,20 +199,6 @@ def _seconds(
     return statistics.median(timed(micro_batch, device, _WARM_UP + _TIMED)[_WARM_UP:])
 
 
-def _cache_file(*key: object) -> Path:
-    """Where the times of earlier measurements are. Args: key: all that they depend on."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return Path(folder, "large-batch-efficientnet", f"engine-{digest[:32]}.json")
-
-
-def _programs() -> List[object]:
-    """Versions of torch, cuDNN and Triton, and a digest of our kernels' files."""
-    triton = [found.version for found in metadata.distributions(name="triton")]
-    kernels = b"".join(file.read_bytes() for file in sorted(Path(patching.__file__).parent.glob("*.py")))
-    return [torch.__version__, torch.backends.cudnn.version(), triton, hashlib.sha256(kernels).hexdigest()]
-
-
 def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[List[Outcome]]:
     """Outcomes in this machine's file; None without a file, or with one of other content."""
     try:
@@ -229,9 +210,6 @@ def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[List[Outcome]
 
 
 def _write(file: Path, candidates: Sequence[Candidate], outcomes: Sequence[Outcome]) -> None:
-    """Write the file, whole or not at all. With the null of a candidate that failed, `_read` measures all again."""
+    """Write the file. With the null of a candidate that failed, `_read` measures all again."""
     found = {str(each): None if fault else seconds for each, (seconds, fault) in zip(candidates, outcomes)}
-    with contextlib.suppress(OSError):  # the next run measures again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file, shared=True) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n")
+    cache.write(file, found)

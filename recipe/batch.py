@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
-from typing import Set
+from typing import List, Set
 
 from recipe import checks, images, ipu, ipu_plan, shares
 from recipe.config import Recipe
@@ -14,6 +15,8 @@ from recipe.errors import ConfigError, DataError, printable
 from recipe.section import as_yaml
 
 # Keys that the first lines of a plan describe.
+_ASSUMED = 32  # images: the most that `batch.micro: auto` takes where nothing is tried
+_MOST = 1 << 16  # images of a micro batch that `auto` may take
 _DESCRIBED = ("run.name", "run.output", "run.epochs", "run.steps", "run.images", "batch.global", "batch.micro")
 
 
@@ -36,10 +39,51 @@ class Lengths:
 
 
 def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
-    """The batch of `recipe` over `replicas` (None: the recipe's own number, one where that is auto). Raises ConfigError
-    with the nearest batches for one that is no multiple of micro batch x replicas; of micro batch, in tree order."""
+    """The batch of `recipe` over `replicas` (None: the recipe's own number, one where that is auto).
+
+    `batch.micro: auto` is taken as on a CPU: the largest micro batch of at most 32 images that the recipe allows, else
+    the smallest above. On GPUs engines/micro_batch.py finds another.
+
+    Raises ConfigError with the nearest batches for one that is no multiple of micro batch x replicas (in tree order, of
+    the micro batch).
+    """
     replicas = replicas or recipe.parallel.replicas or 1
-    total, micro, in_tree = recipe.batch.global_, recipe.batch.micro, recipe.exchange.in_tree
+    if recipe.batch.micro is not None:
+        return _divided(recipe, recipe.batch.micro, replicas)
+    sizes = _sizes(recipe, replicas)
+    small = [micro for micro in sizes if micro <= _ASSUMED]
+    first, *others = [*reversed(small), *sizes[len(small) :]]
+    for micro in (first, *others):
+        with contextlib.suppress(ConfigError):
+            return _divided(recipe, micro, replicas)
+    return _divided(recipe, first, replicas)  # raises: no micro batch mends what is wrong
+
+
+def candidates(recipe: Recipe, replicas: int) -> List[int]:
+    """The micro batches that `batch.micro: auto` may take with so many replicas, ascending. They divide a replica's
+    share of `batch.global`, and so of every batch of `batch.schedule`, and pass the checks across sections."""
+    found = []
+    for micro in _sizes(recipe, replicas):
+        with contextlib.suppress(ConfigError):
+            found.append(_divided(recipe, micro, replicas).micro)
+    return found
+
+
+def settled(recipe: Recipe, micro: int) -> Recipe:
+    """`recipe` with a micro batch in the place of `auto`."""
+    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro": micro})})
+
+
+def _sizes(recipe: Recipe, replicas: int) -> List[int]:
+    """The divisors of what a replica has of `batch.global` (in tree order, of all of it), ascending; at least 1."""
+    total, in_tree = recipe.batch.global_, recipe.exchange.in_tree
+    portion = total if in_tree else 1 if total % replicas else total // replicas
+    return [1, *(micro for micro in range(2, min(portion, _MOST) + 1) if portion % micro == 0)]
+
+
+def _divided(recipe: Recipe, micro: int, replicas: int) -> Batch:
+    """As `divide`, with this micro batch."""
+    total, in_tree = recipe.batch.global_, recipe.exchange.in_tree
     portion = micro if in_tree else micro * replicas
     if total % portion:
         below = total // portion * portion
@@ -83,7 +127,8 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     per_epoch = steps_per_epoch(train_images, size)
     if per_epoch == 0:
         replicas = recipe.parallel.replicas or 1
-        each, portion = train_images // replicas, recipe.batch.micro * replicas
+        micro = recipe.batch.micro or 1
+        each, portion = train_images // replicas, micro * replicas
         fitting = train_images // portion * portion
         remedy = f"batch.global={fitting}" if fitting else f"batch.global={each * replicas} batch.micro={each}"
         fault = f"batch.global {size} is more than the {train_images} training images"
@@ -143,10 +188,11 @@ def describe(recipe: Recipe) -> str:
     """The plan that `--dry-run` prints: what follows from the recipe, and its keys that differ from the defaults."""
     batch, number = planned(recipe), recipe.data.images("train")
     recipe.data.check_classes(recipe.model.classes)
+    auto = recipe.batch.micro is None and recipe.run.device != "cpu"
     length = f"{number} training images; {lengths(recipe, number).describe()}" if number else ""
     lines = [
         ("run", f"{recipe.run.name} -> {output_folder(recipe)}"),
-        ("batch", batch.describe()),
+        ("batch", batch.describe() + ("; batch.micro auto: a GPU takes the largest that fits" if auto else "")),
         ("peak", f"learning rate {peak_learning_rate(recipe):.6g}"),
         ("length", length or "known once data.root is read (or data.train_images given)"),
         ("images", images.describe(recipe.data)),

@@ -23,6 +23,8 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     """What is wrong, and the remedy, for each rule that the recipe breaks."""
     data, exchange, optimizer = recipe.data, recipe.exchange, recipe.optimizer
     delay, statistics, schedule = exchange.delay, recipe.model.batch_statistics, recipe.batch.schedule
+    if recipe.batch.micro is None:
+        yield from _automatic_micro_batch(recipe)
     if batch.micro == 1:
         alone = "mixes images of one micro batch, but batch.micro is 1; raise it, or"
         if statistics:
@@ -71,6 +73,8 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             yield f"{goes}, but running statistics are summed by share; use model.norm=group or parallel.shares=even"
         if recipe.parallel.schedule == "interleaved":
             yield f"{goes} and any number of micro batches; use parallel.schedule=1f1b or parallel.shares=even"
+    if recipe.log.memory and recipe.run.device == "cpu":
+        yield "log.memory records the memory of CUDA devices, but run.device is cpu; use log.memory=false"
     yield from _elastic(recipe, batch)
     # The schedules of torch.distributed.pipelining, and their number of micro batches.
     name, stages = recipe.parallel.schedule, batch.stages
@@ -87,6 +91,17 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
             needed = f"needs a multiple of {rounds} micro batches, not {accumulation}"
             yield f"parallel.schedule interleaved {needed}; {remedy}"
+
+
+def _automatic_micro_batch(recipe: Recipe) -> Iterator[str]:
+    """Where the size of a micro batch changes what is learned, or is bound by more than memory."""
+    if recipe.run.device == "ipu":
+        yield "batch.micro auto on IPUs: programs are compiled for one size, and no other is tried; give a number"
+    if recipe.model.batch_statistics:
+        yield "batch.micro auto: model.norm batch has statistics over a micro batch, so its size matters; give a number"
+    if recipe.parallel.stages > 1:
+        idle = "the larger micro batches are, the longer stages of a pipeline stand still"
+        yield f"batch.micro auto: {idle}; give a number, or parallel.stages=1"
 
 
 def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:

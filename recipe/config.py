@@ -2,7 +2,7 @@
 
 from typing import Iterator, List, Literal, Optional, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from recipe.distribution import Parallel
 from recipe.exchange import Exchange
@@ -11,7 +11,7 @@ from recipe.images import Data
 from recipe.kinds import Parts
 from recipe.network import Model
 from recipe.optimization import Average, Optimizer, Precision, Schedule
-from recipe.section import Section, check_pairs, exactly_one
+from recipe.section import Section, check_pairs, exactly_one, or_auto
 
 
 class Run(Section):
@@ -42,13 +42,26 @@ class BatchSection(Section):
     """Images per update and per forward pass; accumulation follows from them."""
 
     global_: int = Field(768, alias="global", gt=0, description="images per update over all replicas")
-    micro: int = Field(3, gt=0, description="images per forward pass of one stage")
+    micro: Optional[int] = Field(3, gt=0, json_schema_extra=or_auto)
+    """images per forward pass of one stage; auto (or null) takes the largest that fits a GPU's memory, which is tried
+    at the run's begin and then kept, and on a CPU the largest up to 32; with group normalisation it changes only which
+    images are mixed with each other, what dropout draws, and rounding; refused with batch normalisation, several stages
+    and on IPUs"""
     evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
     schedule: Union[Literal["noise"], List[List[float]], None] = None
     """a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]], or noise, which doubles it at
     the end of an epoch if the noise scale is larger; batches are multiples of batch.global, which remains the unit of
     steps, rates and warm-ups; null keeps batch.global"""
     largest: Optional[int] = Field(None, gt=0, description="the largest batch of batch.schedule=noise")
+
+    @field_validator("micro", mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return None if value == "auto" else value
+
+    @field_serializer("micro")
+    def _say_auto(self, value: Optional[int]) -> object:
+        return "auto" if value is None else value
 
     def faults(self) -> Iterator[str]:
         pairs, largest = self.schedule, self.largest
@@ -72,6 +85,15 @@ class Log(Parts):
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
     """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also by parameter"""
     trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
+    profile: int = Field(0, ge=0, le=100)
+    """updates, from a session's second on, of which each rank writes a trace of torch.profiler into profile/"""
+    memory: bool = False
+    """each rank writes a snapshot of its CUDA memory into profile/ after the updates of `profile` (or the second), or
+    when memory runs out; refused with run.device=cpu and on IPUs"""
+
+    def faults(self) -> Iterator[str]:
+        if self.trace and self.profile:
+            yield "trace waits for the device at each span, which profile would show; give one of them"
 
 
 class TensorBoard(Log):

@@ -70,6 +70,8 @@ _TAKEN = (
     ("precision.compute", ("float16", "float32", "auto"), "the IPU has float16 and float32 only"),
     ("parallel.schedule", ("1f1b", "gpipe", "sharded"), "PopART pipelines in one way of its own, one stage an IPU"),
     ("log.trace", (0,), "the host does not see what IPUs do when (ipu.profile=FOLDER writes Poplar's own profile)"),
+    ("log.profile", (0,), "torch.profiler does not see what IPUs do (ipu.profile=FOLDER writes Poplar's own profile)"),
+    ("log.memory", (False,), "there are snapshots of CUDA's memory only (ipu.profile=FOLDER shows an IPU's)"),
     *((f"engine.{key}", (default,), _POPLAR) for key, default in EngineSection()),
 )
 

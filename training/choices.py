@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Callable, List, Mapping
+from typing import Any, Callable, List, Mapping, Optional
 
 from engines import factory
 from engines.base import Engine
 from parallel.processes import Processes
-from recipe.batch import output_folder
+from recipe.batch import divide, output_folder, settled
 from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from recipe.errors import CheckpointError
 from recipe.files import write_text
+from recipe.hardware import EngineSection
 from training.run_folder import DECISIONS, begun_recipe
 
 _ENGINE = {"memory_format", "kernels"}
@@ -27,27 +28,43 @@ Say = Callable[[str], None]
 
 
 def resolve(recipe: Recipe, batch: Batch, processes: Processes, say: Say) -> Recipe:
-    """Return `recipe` with `auto` of exchange.method, engine.memory_format and engine.kernels resolved.
-    Every process calls. A run that has begun keeps its values."""
-    links = recipe.exchange.method == "auto"
+    """Return `recipe` with `auto` of batch.micro, exchange.method, engine.memory_format and engine.kernels resolved.
+    Every process calls. A run that has begun keeps its values. Args: batch: of `recipe`."""
+    links, micro = recipe.exchange.method == "auto", recipe.batch.micro is None
     device = recipe.run.device != "ipu" and "auto" in (recipe.engine.memory_format, recipe.engine.kernels)
-    if not (links or device):
+    if not (links or device or micro):
         return recipe
     begun = processes.from_main(lambda: begun_recipe(recipe))
+    if begun and micro:
+        recipe = settled(recipe, begun.batch.micro)
+        batch = divide(recipe, batch.replicas)
+        say(f"batch.micro auto: {batch.micro}, as the run began")
     if links:
         from engines import choice  # seldom needed
 
         recipe = choice.resolve(recipe, batch, processes, say, begun and begun.exchange)
-    if device:
-        from engines import tuning  # where there are IPUs, torch is too old for it
+    section = begun and begun.engine
+    if begun and device:
+        place, folder = _device(recipe, processes), Path(output_folder(recipe))
+        found = processes.from_main(lambda: find(folder, "engine", place))
+        section = section.model_copy(update=found or {})
+    return measured(recipe, batch, processes, say, section) if device or recipe.batch.micro is None else recipe
 
-        section = begun and begun.engine
-        if begun:
-            place, folder = _device(recipe, processes), Path(output_folder(recipe))
-            found = processes.from_main(lambda: find(folder, "engine", place))
-            section = section.model_copy(update=found or {})
-        recipe = tuning.resolve(recipe, batch, processes, say, section)
-    return recipe
+
+def measured(
+    recipe: Recipe, batch: Batch, processes: Processes, say: Say, begun: Optional[EngineSection] = None
+) -> Recipe:
+    """Return `recipe` with what is measured on its device resolved: the section `engine`, and batch.micro by it.
+    Every process calls. Args: batch: of `recipe`. begun: the section of a run that is resumed."""
+    from engines import micro_batch, tuning  # where there are IPUs, torch is too old for them
+
+    tuned = tuning.resolve(recipe, batch, processes, say, begun)
+    sized = micro_batch.resolve(tuned, batch, processes, say)
+    if tuned.engine == recipe.engine or sized.batch.micro >= batch.micro:
+        return sized
+    # Kernels were measured with more images than there is memory for, so that perhaps none could be.
+    batch = divide(settled(recipe, sized.batch.micro), batch.replicas)
+    return micro_batch.resolve(tuning.resolve(recipe, batch, processes, say, begun), batch, processes, say)
 
 
 def create_engine(

@@ -43,13 +43,15 @@ class State(NamedTuple):
 class Memory:
     """What this process remembers of the run from one generation to the next.
 
-    states: after the last steps. sources: opened images. cut: blocks that open the stages after the first.
+    states: after the last steps. sources: opened images. cut: blocks that open the stages after the first. micro: the
+    images of a micro batch; None before the first generation has one.
     """
 
     def __init__(self, sources: List[Source]):
         self.states: Dict[int, State] = {}
         self.sources = sources
         self.cut: List[str] = []
+        self.micro: Optional[int] = None
         self.was_main = False
         self.signal: Optional[int] = None
 

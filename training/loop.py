@@ -28,6 +28,7 @@ from recipe.errors import DataError
 from training import timeline
 from training.checkpoint import CheckpointFolder
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
+from training.profiling import Recordings
 from training.scoring import evaluate
 from training.stopping import StopSignals, name_of
 from training.weights import TRAINED, top1_by_weights
@@ -81,8 +82,8 @@ class Progression:
 class Trainer:
     """One run from a step to its end.
     checkpoints, monitor: those of other ranks than the main one write nothing. flops_per_image: of forward and
-    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`. memory: of
-    an elastic run."""
+    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`.
+    recordings: of torch's profilers. memory: of an elastic run."""
 
     recipe: Recipe
     lengths: Lengths
@@ -94,6 +95,7 @@ class Trainer:
     flops_per_image: Callable[[int], float]
     classes: Sequence[str]
     trace_folder: Path
+    recordings: Recordings
     memory: Optional[Memory] = None
 
     def __post_init__(self) -> None:
@@ -117,7 +119,7 @@ class Trainer:
         Raises Stopped after a signal, once the step is saved; TrainingError: weights or loss are beyond reason;
         DataError: no image since the last log line could be read."""
         self._remember()
-        with StopSignals(self._note_signal):
+        with contextlib.closing(self.recordings), StopSignals(self._note_signal):
             for update in self._course.updates(self.progression.step):
                 try:
                     self._step(micro_batches, update)
@@ -130,7 +132,8 @@ class Trainer:
         progression, step, done = self.progression, update.step, update.end
         last = done == self.lengths.total
         log = last or update.reaches(self.recipe.log.every_steps)
-        result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log, update=update)
+        with self.recordings.update(step):
+            result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log, update=update)
         self._loss += result.loss * update.steps
         self._correct += result.correct
         progression.images += result.images
@@ -150,6 +153,7 @@ class Trainer:
             self._log(result, update)
         self._grow(done)
         start = time.monotonic()
+        self.recordings.after_update(last)
         evaluated = last or update.reaches(self._evaluate_every)
         if evaluated:
             self._evaluate(done)

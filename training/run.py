@@ -30,6 +30,7 @@ from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.metrics import NAME, Metrics, last_events, length_until
 from training.monitor import Monitor, duration
+from training.profiling import MemoryHistory, Recordings
 from training.run_folder import RunFolder, first_difference
 
 if TYPE_CHECKING:
@@ -78,7 +79,10 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
     for source in filter(None, (images.train, images.validation)):
         for note in source.notes:
             say(note)
+    if memory is not None:
+        recipe = _with_micro_batch(recipe, processes, memory)
     given, recipe = recipe, choices.resolve(recipe, batch, processes, say)
+    batch = arithmetic.divide(recipe, place.replicas)
     output, model = arithmetic.output_folder(recipe), recipe.model
     processes.from_main(lambda: loggers.check(recipe.log))
     folder = processes.together(lambda: _opened_folder(recipe, later) if place.is_main else None)
@@ -99,14 +103,16 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
         say(lengths.describe())
         if later:
             recipe = _with_cut(recipe, processes, memory)
-        engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
-        for note in engine.notes:
-            say(note)
-        if memory is not None:
-            memory.cut = list(engine.cut)
-            processes.elastic.settled()
-        say = aloud
-        _train(recipe, lengths, engine, images, folder, say, memory)
+        kind = "ipu" if recipe.run.device == "ipu" else device_of(recipe, place).type
+        with MemoryHistory(recipe, place, kind, say) as history:
+            engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
+            for note in engine.notes:
+                say(note)
+            if memory is not None:
+                memory.cut, memory.micro = list(engine.cut), batch.micro
+                processes.elastic.settled()
+            say = aloud
+            _train(recipe, lengths, engine, images, folder, say, memory, history)
         scoring = f"python evaluate.py --checkpoint {output} --best"
         say(f"next: {scoring} | python -m tools.report {output} | python -m tools.export {output}")
     finally:
@@ -124,6 +130,13 @@ def _opened_folder(recipe: Recipe, later: bool) -> RunFolder:
             if time.monotonic() > end:
                 raise
         time.sleep(0.05)
+
+
+def _with_micro_batch(recipe: Recipe, processes: Processes, memory: Memory) -> Recipe:
+    """The recipe with the micro batch that the run has had until now, in the place of `auto`: other replicas may have
+    room for another, with which they would learn otherwise."""
+    known = next(filter(None, processes.gather(memory.micro)), None)
+    return recipe if known is None else arithmetic.settled(recipe, known)
 
 
 def _with_cut(recipe: Recipe, processes: Processes, memory: Memory) -> Recipe:
@@ -178,8 +191,9 @@ def _train(
     folder: Optional[RunFolder],
     say: _Say,
     memory: Optional[Memory],
+    history: MemoryHistory,
 ) -> None:
-    """Args: folder: on the main rank. memory: of an elastic run."""
+    """Args: folder: on the main rank. memory: of an elastic run. history: of the device's memory."""
     path = Path(arithmetic.output_folder(recipe))
     checkpoints = CheckpointFolder(path / "checkpoints", recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
     progression = None if memory is None else memory.restore(engine)
@@ -230,6 +244,7 @@ def _train(
             flops_per_image=lambda epoch: flops(arithmetic.training_image_size(recipe, epoch)),
             classes=images.classes,
             trace_folder=path / "trace",
+            recordings=Recordings(recipe, engine, monitor, history),
             memory=memory,
         )
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, List, Mapping, Optional, Sequence, Set
 
 from recipe import loading
-from recipe.batch import output_folder
+from recipe.batch import output_folder, settled
 from recipe.bounded import read_json
 from recipe.config import Log, Parallel, Recipe
 from recipe.errors import CheckpointError, ConfigError
@@ -99,7 +99,7 @@ class RunFolder:
 
 def check_owner(recipe: Recipe) -> None:
     """Raises ConfigError or CheckpointError unless the recipe's folder is new, or holds a run that it may resume.
-    Loads no torch. `exchange.method: auto` is the method that the run began with."""
+    Loads no torch. `auto` of exchange.method and batch.micro is what the run began with."""
     path, remedy = Path(output_folder(recipe)), "choose another folder by run.output=FOLDER"
     if not path.is_dir() or not {entry.name for entry in path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
         return
@@ -110,6 +110,8 @@ def check_owner(recipe: Recipe) -> None:
     begun = begun_recipe(recipe)
     if begun and recipe.exchange.method == "auto":
         recipe = recipe.model_copy(update={"exchange": begun.exchange})
+    if begun and recipe.batch.micro is None:
+        recipe = settled(recipe, begun.batch.micro)
     difference = begun and first_difference(begun, recipe)
     if difference:
         raise CheckpointError(

@@ -51,6 +51,45 @@ TREE = {"method": "dense", "order": "tree"}
 
 
 @pytest.mark.parametrize(
+    ("global_", "replicas", "overrides", "expected"),
+    [
+        (6144, 1, {}, 32),  # not 48
+        (6144, 3, {}, 32),
+        (768, 128, {}, 6),
+        (37 * 4, 4, {}, 37),  # 1 is refused, as mixing needs two: the smallest above 32
+        (37 * 4, 4, {"data": {"mixup": 0}}, 1),
+        (60, 7, {"exchange": TREE}, 6),  # of 10 micro batches each replica has one at least; of 10 images there are 6
+        (64, 2, {"batch": {"schedule": "noise", "largest": 128}}, 32),
+        (32, 1, {"batch": {"schedule": "noise", "largest": 64}}, 16),  # which needs several micro batches
+    ],
+)
+def test_an_automatic_micro_batch_is_the_largest_up_to_32_that_the_recipe_allows(
+    global_, replicas, overrides, expected
+):
+    sections = {"data": {"mixup": 0.2}, **overrides}
+    sections["batch"] = {"global": global_, "micro": "auto", **sections.get("batch", {})}
+    made = recipe(stages=1, **{"run": {"epochs": 350}, **sections})
+    assert divide(made, replicas).micro == expected
+    found = batch.candidates(made, replicas)
+    assert found == sorted(found) and expected in found
+    numbers = [number for number in range(1, global_ + 1) if accepted(batch.settled(made, number), replicas)]
+    assert found == numbers
+
+
+def accepted(made, replicas):
+    try:
+        return bool(divide(made, replicas))
+    except ConfigError:
+        return False
+
+
+def test_a_plan_says_that_a_gpu_takes_another_micro_batch():
+    words = "; batch.micro auto: a GPU takes the largest that fits"
+    for overrides, said in ((["batch.micro=auto"], True), (["batch.micro=auto", "run.device=cpu"], False), ([], False)):
+        assert (words in batch.describe(load(QUICKSTART, overrides))) == said
+
+
+@pytest.mark.parametrize(
     ("global_", "replicas", "line"),
     [
         (24, 5, "24 = 2 micro x 12 on 5 replicas, accumulation 1 to 3 (2 stages each: 10 devices)"),

@@ -170,6 +170,8 @@ RULES = [
     (("engine.compile=true",), "layouts and kernels of its own", "engine.compile=false"),
     (("engine.memory_format=channels_last",), "layouts and kernels of its own", "engine.memory_format=auto"),
     (("log.trace=3",), "does not see", "log.trace=0"),
+    (("log.profile=3",), "torch.profiler does not see", "log.profile=0"),
+    (("log.memory=true",), "CUDA's memory", "log.memory=false"),
     ((TWO, "ipu.overlap_io=true"), "Overlapped IO is not supported", "parallel.schedule=sharded"),
     (("ipu.available_memory_proportion=[]",), "1 stages have 1 IPUs", "give one number"),
     (("ipu.io_tiles=33",), "even numbers", "ipu.io_tiles=34"),

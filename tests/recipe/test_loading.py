@@ -156,6 +156,7 @@ def test_the_later_layer_wins_key_by_key_and_null_takes_back(write, tmp_path, mo
     write("extends: ../base.yaml\nlog: {every_steps: 6}\ndata: {root: /a}\nmodel: {width: 3.5}", "deeper/middle.yaml")
     write(f"extends: {tmp_path}/deeper/middle.yaml\nbatch: {{micro: 4}}")
     monkeypatch.chdir("/")
+    assert load(tmp_path / "mine.yaml", ["batch.micro=auto"]).batch.micro is None
     recipe = load(tmp_path / "mine.yaml", ["batch.micro=6", "batch.micro=1", "data.root=null", "model.width=~"])
     assert (recipe.log.every_steps, recipe.log.tensorboard) == (6, False)
     assert (recipe.batch.global_, recipe.batch.micro) == (12, 1)

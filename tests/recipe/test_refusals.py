@@ -49,6 +49,7 @@ WITHIN_A_SECTION = [
     ("data.image_sizes=[[0,8],[2,7]]", "every size must be 8 to 8192 pixels"),
     ("data.reader=dali", "reader dali reads files, but source is digits; use reader torch"),
     ("data.cutmix=0.5", r"data\.cutmix: must be greater than or equal to 0.62"),
+    ("log.trace=2 log.profile=1", "trace waits for the device at each span, which profile would show; give one"),
     ("ipu.available_memory_proportion=[1.5]", r"ipu\.available_memory_proportion: .* above 0 and at most 1"),
 ]
 
@@ -58,6 +59,12 @@ ACROSS_SECTIONS = [
     ("batch.micro=1 model.norm=batch data.mixup=0", r"model\.norm batch .* but batch\.micro is 1; raise it"),
     ("batch.micro=1", r"data\.mixup mixes images of one micro batch, .*; raise it, or data\.mixup=0"),
     ("batch.micro=1 data.mixup=0 data.cutmix=0.85", r"data\.cutmix mixes .*; raise it, or data\.cutmix=null"),
+    ("log.memory=true run.device=cpu", "run.device is cpu; use log.memory=false"),
+    ("batch.micro=auto model.norm=batch", r"batch\.micro auto: model\.norm batch has statistics .*; give a number"),
+    ("batch.micro=auto parallel.stages=2", r"batch\.micro auto: .* give a number, or parallel\.stages=1"),
+    ("batch.micro=auto run.device=ipu", r"batch\.micro auto on IPUs: programs are compiled for one size"),
+    ("batch.micro=auto parallel.replicas=3", "batch.global 64 is not a multiple of 1 micro x 3 replicas = 3"),
+    (f"batch.micro=auto {UPDATE} optimizer.name=rmsprop", "not with rmsprop; use exchange.compress=gradient"),
     (f"{UPDATE} optimizer.name=rmsprop", "not with rmsprop; use exchange.compress=gradient"),
     (f"{UPDATE} optimizer.name=sgd optimizer.nesterov=true", "not with sgd with nesterov; use exchange.compress=g"),
     (f"{UPDATE} exchange.delay=1", "use exchange.compress=gradient or exchange.delay=0"),

@@ -19,6 +19,7 @@ from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer
 from training.metrics import Metrics
 from training.monitor import Monitor
+from training.profiling import MemoryHistory, Recordings
 from training.run import run
 
 SIX_STEPS_AN_EPOCH = (
@@ -67,8 +68,9 @@ def start(tiny, tmp_path):
         monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), (), say)
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
         about = (checkpoints, monitor, progression or Progression(), flops_per_image, ["cat", "dog"])
+        recordings = Recordings(recipe, engine, monitor, MemoryHistory(recipe, engine.topology, "cpu", say))
         try:
-            Trainer(recipe, lengths, engine, evaluation, *about, tmp_path / "trace").run(iter(batches))
+            Trainer(recipe, lengths, engine, evaluation, *about, tmp_path / "trace", recordings).run(iter(batches))
         finally:
             monitor.close()
         return events()

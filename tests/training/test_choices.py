@@ -6,12 +6,21 @@ import os
 import signal
 
 import pytest
+import torch
 
+from engines import micro_batch, tuning
+from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe import loading
+from recipe.batch import divide, settled
 from recipe.errors import CheckpointError
 from tests import ranks
+from tests.engines import threads
 from tests.engines.test_exchange import pretended
 from tests.engines.test_tuning import FASTEST, PLAIN, TIMES, pretend
 from training import choices
+from training.elastic import Memory
+from training.run import _with_micro_batch
 
 
 def test_what_is_kept_is_found_in_its_place_alone_and_a_damaged_file_is_one_line(tmp_path):
@@ -27,6 +36,80 @@ def test_what_is_kept_is_found_in_its_place_alone_and_a_damaged_file_is_one_line
         (tmp_path / "decisions.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
             choices.find(tmp_path, "split", {})
+
+
+@pytest.fixture
+def on_device(tiny, monkeypatch):
+    """on_device(room, recipe): choices.measured on a device with room for so many images: lines by what said them."""
+
+    def measured(room):
+        said = []
+
+        def tune(recipe, batch, processes, say, begun):
+            said.append(f"kernels with {batch.micro}")
+            kernels = "triton" if batch.micro <= room else "torch"  # the last resort, where none could be measured
+            return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"kernels": kernels})})
+
+        def size(recipe, batch, processes, say):
+            said.append(f"size from {batch.micro} on with {recipe.engine.kernels}")
+            return settled(recipe, min(room, 192))
+
+        monkeypatch.setattr(tuning, "resolve", tune)
+        monkeypatch.setattr(micro_batch, "resolve", size)
+        recipe = tiny("batch.micro=auto", "batch.global=768")
+        found = choices.measured(recipe, divide(recipe), Processes(Topology(), torch.device("cpu")), said.append)
+        return found.batch.micro, found.engine.kernels, said
+
+    return measured
+
+
+def test_kernels_are_measured_before_the_size_and_again_where_they_had_too_many_images(on_device):
+    assert on_device(10**6) == (192, "triton", ["kernels with 32", "size from 32 on with triton"])
+    assert on_device(8) == (
+        8, "triton",
+        ["kernels with 32", "size from 32 on with torch", "kernels with 8", "size from 8 on with triton"],
+    )  # fmt: skip
+
+
+AUTO = ("batch.global=48", "batch.micro=auto", "run.steps=4", "schedule.warmup_steps=1", "log.tensorboard=false")
+
+
+def test_a_run_keeps_the_micro_batch_that_it_began_with(session, tmp_path, monkeypatch):
+    """Begun on a CPU, which takes 24 of 48; on what resumes it there would be room for 48."""
+    out = session(*AUTO, stop_at=2)
+    assert "batch.micro auto: 24, on a CPU the largest up to 32 that the batch allows\n" in out
+    assert "48 = 24 micro x 2 accumulation" in out
+    assert loading.load(tmp_path / "run" / "config.yaml").batch.micro == 24
+    monkeypatch.setattr(micro_batch, "_WITH_TRIALS", ("cpu",))
+    monkeypatch.setattr(micro_batch, "_train", lambda *arguments: pytest.fail("nothing is to be tried"))
+    out = session(*AUTO)
+    assert "batch.micro auto: 24, as the run began\n" in out and "resuming at step 2 of 4\n" in out
+
+
+def test_a_new_run_trains_with_what_was_tried(session, tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(micro_batch, "_WITH_TRIALS", ("cpu",))
+    monkeypatch.setattr(micro_batch, "_train", lambda recipe, micro, device: tried.append(micro))
+    monkeypatch.setattr(micro_batch, "_memory", lambda device: (1, 1))
+    out = session(*AUTO)
+    assert tried == [24, 48] and "48 = 48 micro x 1 accumulation" in out
+    assert loading.load(tmp_path / "run" / "config.yaml").batch.micro == 48
+
+
+def test_later_generations_of_an_elastic_run_have_the_micro_batch_of_the_first(tiny):
+    """Whoever remembers it; nobody does in the first one."""
+    recipe = tiny("batch.micro=auto")
+
+    def known(memories):
+        def ask(processes):
+            memory = Memory([])
+            memory.micro = memories[threads.rank()]
+            return _with_micro_batch(recipe, processes, memory).batch.micro
+
+        return threads.run(3, 1, ask)
+
+    assert known([None, 8, 8]) == [8, 8, 8]
+    assert known([None, None, None]) == [None, None, None]
 
 
 def sigterm_before(step):

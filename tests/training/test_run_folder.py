@@ -71,9 +71,17 @@ def test_where_and_how_it_is_computed_may_change(opened, begun):
         ("data.workers=3", "batch.evaluation=7", "data.root=/elsewhere", "data.bad_images=skip"),
         ("run.device=cpu", "parallel.stages=2", "checkpoint.keep_last=5", "checkpoint.keep_best=false"),
         ("log.every_steps=7", "log.tensorboard=true", "log.trace=2", "log.wandb=true", "log.mlflow=true"),
+        ("log.profile=2", "log.memory=true"),
         ("engine.compile=true", "engine.memory_format=channels_last", "engine.kernels=triton", "ipu.partials=float"),
     ):
         opened(*overrides).close()
+
+
+def test_an_automatic_micro_batch_is_the_one_that_the_run_began_with(opened, begun):
+    """The run's number is no other recipe for `auto`, and another number is."""
+    opened("batch.micro=auto").close()
+    with pytest.raises(CheckpointError, match=r"batch.micro is 12 there, 24 here"):
+        opened("batch.micro=24")
 
 
 def test_a_recipe_that_failed_before_it_trained_may_be_corrected_in_place(opened):

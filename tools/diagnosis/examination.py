@@ -9,7 +9,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from data.base import Source
 from data.sources import open_source
-from engines import choice, tuning
+from engines import choice
 from engines.devices import device_of
 from parallel import topology
 from parallel.processes import Processes
@@ -29,6 +29,7 @@ from tools.diagnosis.splitting import Rank, Spread, Times, spread
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
+from training import choices
 from training.run import flops_per_image
 
 # Shares of the time that is given.
@@ -93,7 +94,8 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     source, lengths, training_images = _opened(recipe, processes)
     notes: List[str] = []
     say = say if place.is_main else lambda line: None
-    recipe = tuning.resolve(choice.resolve(recipe, batch, processes, notes.append), batch, processes, notes.append)
+    recipe = choices.measured(choice.resolve(recipe, batch, processes, notes.append), batch, processes, notes.append)
+    batch = processes.together(lambda: arithmetic.divide(recipe, place.replicas))
     say(f"measuring for about {seconds:.0f} s on {count(place.world, 'rank')}: images, links, steps, exchanges")
     reading = _reading(recipe, source, processes, _READING * seconds)
     copies = processes.gather(images.to_device(recipe, device, _TO_DEVICE * seconds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Dict, List, NamedTuple, Optional
 
 from parallel.exchange import variants
-from recipe.batch import lengths, planned, training_image_sizes
+from recipe.batch import lengths, planned, settled, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import UserError
@@ -59,6 +59,7 @@ class Summary(NamedTuple):
 def make(recipe: Recipe, machine: Machine) -> Summary:
     """The plan of `recipe` on `machine`. Takes well below a second. Raises ConfigError for an impossible recipe."""
     batch = planned(recipe)
+    recipe = settled(recipe, batch.micro)
     by_size = {size: workload.of(recipe, size) for size in training_image_sizes(recipe)}
     work = by_size[max(by_size)]
     step, *rows = (_row(recipe, machine, replicas, by_size) for replicas in (batch.replicas, *scaling.REPLICAS))

@@ -27,7 +27,7 @@ def step(place, replicas, config, *overrides):
     return scaling.predict(recipe, place, replicas, work)
 
 
-GPU = ("gpu", "run.device=cuda")
+GPU = ("gpu", "run.device=cuda", "batch.micro=32")
 
 
 @pytest.mark.parametrize(
