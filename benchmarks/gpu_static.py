@@ -106,8 +106,8 @@ def _issued(found: Sequence[Launch], layout: str) -> List[dict]:
     """A row for each kernel over tiles of images, and for the group convolution's by kernel size and stride."""
     alike: Dict[tuple, List[Launch]] = {}
     for launch in (launch for launch in found if {"ROWS", "KERNEL"} & set(launch.values)):
-        reversed_kernel = launch.values.get("direction") == -1
-        name = "group_conv._input_gradient" if reversed_kernel else launch.kernel
+        reversed_kernel = launch.values.get("REVERSED")
+        name = "group_conv_kernels.input_gradient" if reversed_kernel else launch.kernel
         alike.setdefault((name, launch.values.get("KERNEL"), launch.values.get("STRIDE")), []).append(launch)
     if claims.quick():
         alike = {key: each for key, each in alike.items() if key[0].startswith("group_conv")}
@@ -131,7 +131,7 @@ def _issued(found: Sequence[Launch], layout: str) -> List[dict]:
     return rows
 
 
-_RESULTS = {"_output": "y", "_input_gradient": "dx", "_weight_gradient": "dy"}  # whose elements are counted
+_RESULTS = {"output": "y", "strided_input_gradient": "dx", "weight_gradient": "dy"}  # whose elements are counted
 
 
 def _executed(launch: Launch) -> float:
