@@ -15,11 +15,8 @@ from recipe.config import Recipe
 
 FILES = "JPEG to update"
 _MEMORY = "images on the device"
-# By reader: modules without which it does not run, and what installs them.
-_READERS: Dict[str, Dict[str, str]] = {
-    "torch": {"simplejpeg": "simplejpeg"},
-    "dali": {"simplejpeg": "simplejpeg", "nvidia.dali": "nvidia-dali-cuda130"},
-}
+_NEEDED = {"simplejpeg": "simplejpeg", "safetensors": "safetensors"}  # module -> what installs it
+_READERS: Dict[str, Dict[str, str]] = {"torch": _NEEDED, "dali": {**_NEEDED, "nvidia.dali": "nvidia-dali-cuda130"}}
 _SETTLING = 2  # turns until no image is left that workers had ready before
 
 
@@ -53,7 +50,7 @@ def _from_memory(session: Session, place: Tuple[str, ...]) -> Row:
 def _from_files(session: Session, place: Tuple[str, ...], reader: str) -> Row:
     absent = [_READERS[reader][name] for name in packages.missing(list(_READERS[reader]))]
     if absent:
-        raise ImportError(f"{' and '.join(absent)} is not installed")
+        raise ImportError(f"not installed: {', '.join(absent)}")
     from data.sources import open_source
 
     plan = _plan(session, place, f"data.reader={reader}")

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import operator
 from types import ModuleType
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -61,22 +61,26 @@ def layers(session: Session, kernel: str) -> List[Layer]:
     """The largest layers of the model that a kernel takes the place of, one of each shape; on the meta device."""
     module, plan = importlib.import_module(f"models.kernels.{kernel}"), session.plan
     section = recipe(plan, plan.micro).model
-    found: Dict[str, Layer] = {}
     with torch.device("meta"):
         model = build(section, 0)
+    seen: Dict[str, Tuple[nn.Module, torch.Size, int]] = {}
+    hooks = []
 
     def see(replaced: nn.Module, layer: nn.Module, given: tuple, output: torch.Tensor) -> None:
         x = given[0]
         of = f"{layer.kernel_size[0]} x {layer.kernel_size[0]} / {layer.stride[0]}, " if kernel == "group_conv" else ""
         name = f"{kernel.replace('_', ' ')}, {of}{' x '.join(map(str, x.shape))}"
-        found[name] = Layer(name, *_pair(module, replaced), x.shape, 3 * x.numel() + 2 * output.numel())
+        seen[name] = (replaced, x.shape, 3 * x.numel() + 2 * output.numel())
 
     for replaced in filter(module.replaces, list(model.modules())):
         normalised = getattr(replaced, module.NORMS[type(replaced)]) if kernel == "squeeze" else replaced
-        normalised.register_forward_hook(functools.partial(see, replaced))
+        hooks.append(normalised.register_forward_hook(functools.partial(see, replaced)))
     with torch.no_grad():
         model(torch.empty((plan.micro, 3, section.image_size, section.image_size), dtype=torch.uint8, device="meta"))
-    return sorted(found.values(), key=lambda layer: layer.values, reverse=True)[: plan.layers]
+    for hook in hooks:  # else copies would have them
+        hook.remove()
+    largest = sorted(seen.items(), key=lambda each: each[1][2], reverse=True)[: plan.layers]
+    return [Layer(name, *_pair(module, replaced), shape, values) for name, (replaced, shape, values) in largest]
 
 
 def _pair(module: ModuleType, replaced: nn.Module) -> Sequence[nn.Module]:

@@ -8,7 +8,7 @@ from typing import Iterator
 
 import torch
 
-from benchmarks.gpu_measure import Row, Session, free, recipe
+from benchmarks.gpu_measure import Row, Session, free, missing, recipe
 from benchmarks.gpu_training import ours
 from engines.devices import synchronize
 
@@ -40,6 +40,8 @@ def _peak(session: Session, what: str, kernels: str, recompute: bool) -> Row:
 
 def _largest_micro(session: Session, what: str, recompute: bool) -> Row:
     """The last size that fits, doubled from the plan's on."""
+    if session.over():
+        return missing(session.section, what, "no time was left")
     micro, fitting, note = session.plan.micro, 0, "larger ones were not tried"
     while micro <= session.plan.most_images and not session.over():
         try:

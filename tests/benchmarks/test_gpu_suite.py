@@ -20,6 +20,7 @@ from benchmarks import (
     gpu_calls,
     gpu_checks,
     gpu_files,
+    gpu_kernels,
     gpu_measure,
     gpu_memory,
     gpu_results,
@@ -98,6 +99,20 @@ def test_a_layer_that_is_a_little_wrong_does_not_pass():
         row = gpu_checks._row("norm", lambda value=value: (value, bound, "output"), 0)
         assert row.note.startswith("FAILED") and not gpu_checks.passed(row)
         assert json.dumps(row.columns(), allow_nan=False)
+
+
+@pytest.mark.parametrize("kernel", ["squeeze", "group_norm", "group_conv"])
+def test_layers_are_measured_as_they_are_in_the_model_and_nothing_sees_them(kernel):
+    found = gpu_kernels.layers(session(layers=2), kernel)
+    assert len({layer.name for layer in found}) == len(found) == 2 and found[0].values >= found[1].values
+    for layer in found:
+        assert layer.name.startswith(kernel.replace("_", " ")) and layer.name.endswith(
+            " x ".join(map(str, layer.shape))
+        )
+        assert layer.shape[0] == PLAN.micro and layer.values > 3 * layer.shape.numel()
+        ours, torchs = (list(side.modules()) for side in (layer.ours, layer.torchs))
+        assert not any(each._forward_hooks for each in [*ours, *torchs])
+        assert list(map(type, ours)) != list(map(type, torchs))
 
 
 # Time and faults within a section.
@@ -388,8 +403,8 @@ def test_the_suite_needs_no_more_packages_than_it_asks_for():
 @pytest.mark.parametrize(
     ("absent", "row", "why"),
     [
-        ("simplejpeg", "torch reader", "simplejpeg is not installed"),
-        ("nvidia.dali", "dali reader", "nvidia-dali-cuda130 is not installed"),
+        ("simplejpeg", "torch reader", "not installed: simplejpeg"),
+        ("nvidia.dali", "dali reader", "not installed: nvidia-dali-cuda130"),
         ("skimage", "all", "scikit-image, which has the photographs, is not installed"),
     ],
 )
