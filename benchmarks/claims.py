@@ -31,18 +31,24 @@ def parser(description: Optional[str]) -> Parser:
     return made
 
 
-def begin(command: Parser | str | None, takes: str, quick: str) -> argparse.Namespace:
+def begin(
+    command: Parser | str | None,
+    takes: str | Callable[[argparse.Namespace], str],
+    quick: str,
+    where: str = "on two cores, longer beside other work",
+) -> argparse.Namespace:
     """Read the command line and print how long the benchmark takes.
 
-    Args: takes, quick: time of the whole benchmark and of --quick, on two cores without other work.
+    Args: takes: time of the whole benchmark without other work, or a function of the options. quick: that of --quick.
     """
     made = command if isinstance(command, Parser) else parser(command)
     options = made.parse_args()
+    takes = takes(options) if callable(takes) else takes
     os.environ.pop(_QUICK, None)
     if options.quick:
         os.environ[_QUICK] = "1"  # in the environment for the processes that are started from here
     hint = "" if options.quick else f"; --quick: {quick}"
-    _say(f"takes about {quick if options.quick else takes} on two cores, longer beside other work{hint}")
+    _say(f"takes about {quick if options.quick else takes} {where}{hint}")
     return options
 
 
@@ -123,6 +129,19 @@ def claim(name: str, repetitions: Sequence[float], unit: str, goal: str) -> dict
     }
 
 
+def unmeasured(name: str, unit: str, goal: str, reason: str) -> dict:
+    """A claim that does not hold because there is no figure."""
+    return {
+        "name": name,
+        "value": None,
+        "unit": unit,
+        "goal": goal,
+        "holds": False,
+        "spread": [None, None],
+        "reason": reason,
+    }
+
+
 def result(benchmark: str, rows: Sequence[dict], claims: Sequence[dict], about: dict) -> dict:
     """The object that --json prints."""
     return {"benchmark": benchmark, "machine": about, "quick": quick(), "rows": list(rows), "claims": list(claims)}
@@ -135,10 +154,11 @@ def report(
     about = machine() if about is None else about
     columns = list(dict.fromkeys(key for row in rows for key in row))
     rows = [{column: row.get(column) for column in columns} for row in rows]
-    _print_table(rows)
+    if rows:
+        _print_table(rows)
     print()
     for each in claims:
-        value, low, high = map(formats.number, (each["value"], *each["spread"]))
+        value, low, high = map(cell, (each["value"], *each["spread"]))
         print(
             f"{each['name']}: {value} {each['unit']} ({low} to {high}); "
             f"goal {each['goal']}: {_judged(each)}{less('', ' (quick: indicative only)')}"
@@ -178,12 +198,18 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def _judged(made: dict) -> str:
-    return "holds" if made["holds"] else "does not hold"
+    return "holds" if made["holds"] else f"does not hold{': ' if 'reason' in made else ''}{made.get('reason', '')}"
 
 
 def claims_table(claims: Sequence[dict], form: str = "{:.4g} ({:.4g} to {:.4g})") -> str:
     """Claims as Markdown: name, value and spread by `form`, goal, whether it holds."""
     lines = [
-        (each["name"], form.format(each["value"], *each["spread"]), each["goal"], _judged(each)) for each in claims
+        (
+            each["name"],
+            "-" if each["value"] is None else form.format(each["value"], *each["spread"]),
+            each["goal"],
+            _judged(each),
+        )
+        for each in claims
     ]
     return markdown(("claim", "value", "goal", ""), lines)

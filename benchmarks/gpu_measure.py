@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -17,8 +17,9 @@ from recipe.config import Recipe
 from recipe.errors import first_line
 
 NOT_MEASURED = "not measured: "
-_LEAST_TURNS = 2  # also where no time is left: one figure has no spread
-_SHARE_OF_TURNS = 0.3  # of a section's time that is kept from warming up
+LEAST_TURNS = 2  # also where no time is left: one figure has no spread
+WARMING = "a warming call, no turn yet"  # note of a row until its turns are over
+_SHARE_OF_TURNS = 0.2  # of a section's time that is kept from warming up
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Plan:
     overrides: Tuple[str, ...]  # of every recipe
     model: str
     micro: int  # images of a micro batch
+    micros: Tuple[int, ...]  # others that are tried
+    layout: str  # as engine.memory_format
     size: Optional[int]  # pixels a side; None: the model's own
     turns: int
     steps: int  # of training in a turn
@@ -40,21 +43,25 @@ class Plan:
     conv: Tuple[int, int, int, int]
     convolutions: Tuple[Tuple[int, int], ...]  # (kernel, stride)
     halves: Tuple[str, ...]  # dtypes of the checks
+    layers: int  # of a kind whose kernels are measured
     kernels: Tuple[str, ...]  # of which memory is measured
-    most_images: int  # of the largest micro batch that is tried
+    most_images: int  # of the largest micro batch that is tried for memory
+    loaded: int  # updates in a turn from files
+    workers: int  # that read files
 
 
 REAL = Plan(
-    device="cuda", total=460, overrides=(), model="efficientnet_b4", micro=64, size=None, turns=9, steps=3, queued=50,
-    tensors=None, values=19_328_168, norm=(8, 96, 45, 45), conv=(4, 96, 45, 45),
-    convolutions=((3, 1), (3, 2), (5, 1), (5, 2)), halves=("float16", "bfloat16"), kernels=("triton", "torch"),
-    most_images=1024,
+    device="cuda", total=570, overrides=(), model="efficientnet_b4", micro=128, micros=(256, 64, 32),
+    layout="channels_last", size=None, turns=9, steps=3, queued=50, tensors=None, values=19_328_168,
+    norm=(8, 96, 45, 45), conv=(4, 96, 45, 45), convolutions=((3, 1), (3, 2), (5, 1), (5, 2)),
+    halves=("float16", "bfloat16"), layers=6, kernels=("triton", "torch"), most_images=1024, loaded=20, workers=12,
 )  # fmt: skip
 # Everything runs, on a CPU, and no figure is worth knowing. Triton's interpreter cannot multiply bfloat16.
 DRY_PASS = Plan(
     device="cpu", total=60, overrides=("model.width=0.25", "model.depth=0.1", "model.classes=10"),
-    model="efficientnet_b0", micro=2, size=32, turns=2, steps=1, queued=1, tensors=4, values=4000, norm=(2, 16, 5, 5),
-    conv=(1, 32, 5, 5), convolutions=((3, 2),), halves=("float16",), kernels=("torch",), most_images=8,
+    model="efficientnet_b0", micro=2, micros=(4,), layout="contiguous", size=32, turns=2, steps=1, queued=1,
+    tensors=4, values=4000, norm=(2, 16, 5, 5), conv=(1, 32, 5, 5), convolutions=((3, 2),), halves=("float16",),
+    layers=1, kernels=("torch",), most_images=8, loaded=1, workers=1,
 )  # fmt: skip
 
 
@@ -87,6 +94,11 @@ class Row(NamedTuple):
         }
 
 
+def latest(rows: Iterable[Row]) -> List[Row]:
+    """The last row of each name, as each takes the place of an earlier one; in the order of the first."""
+    return list({(row.section, row.what): row for row in rows}.values())
+
+
 def missing(section: str, what: str, why: str) -> Row:
     return Row(section, what, (), note=NOT_MEASURED + why)
 
@@ -111,6 +123,10 @@ class Session:
         """Whether all of the section's time has passed but a share `kept`."""
         return self._end - time.monotonic() <= kept * self._seconds
 
+    def left(self) -> float:
+        """Seconds of the section's time."""
+        return max(0.0, self._end - time.monotonic())
+
     def attempts(self, measures: Mapping[str, Callable[[], Row]]) -> Iterator[Row]:
         """The rows one after the other; where a measurement raises, one with the reason."""
         for what, measure in measures.items():
@@ -126,23 +142,24 @@ class Session:
         warm_up: int = 1,
         limit: Optional[float] = None,
         note: str = "",
-    ) -> List[Row]:
-        """A row for each side that took its turns, then for each that failed; all sides exist at once.
+    ) -> Iterator[Row]:
+        """A row for each side as it is warm, then again for each that took its turns, then for each that failed.
 
-        A turn is `calls` calls; before the turns each side is called `warm_up` times. The last sides are left out
-        where time runs out.
+        All sides exist at once. A turn is `calls` calls; before the turns each side is called `warm_up` times. The last
+        sides are left out where time runs out.
 
         Args: figure: of the seconds of a call.
         """
         sides: Dict[str, Tuple[Side, contextlib.ExitStack]] = {}
         times: Dict[str, List[float]] = {}
         faults: Dict[str, str] = {}
+        warm: Dict[str, float] = {}  # seconds of the last warming call
 
         def opened(name: str) -> None:
             with contextlib.ExitStack() as own:
                 side = makers[name](own)
                 for _ in range(warm_up):
-                    seconds_of(side, 1, self.device)
+                    warm[name] = seconds_of(side, 1, self.device)
                 sides[name], times[name] = (side, own.pop_all()), []
 
         def turned(name: str) -> None:
@@ -159,8 +176,10 @@ class Session:
                     faults[name] = "no time was left"
                 else:
                     attempt(opened, name)
+                if name in sides and warm_up:
+                    yield Row(self.section, name, (figure(warm[name]),), unit, limit, f"{note}; {WARMING}".lstrip("; "))
             for turn in range(self.plan.turns):
-                if turn >= _LEAST_TURNS and self.over():
+                if turn >= LEAST_TURNS and self.over():
                     break
                 for name in list(sides)[:: -1 if turn % 2 else 1]:
                     attempt(turned, name)
@@ -169,8 +188,8 @@ class Session:
                 sides.popitem()[1][1].close()
             free(self.device)
         done = {name: tuple(map(figure, seconds)) for name, seconds in times.items() if name not in faults}
-        rows = [Row(self.section, name, values, unit, limit, note) for name, values in done.items()]
-        return rows + [missing(self.section, name, why) for name, why in faults.items()]
+        yield from (Row(self.section, name, values, unit, limit, note) for name, values in done.items())
+        yield from (missing(self.section, name, why) for name, why in faults.items())
 
     def _attempt(self, act: Callable[[], Any], close: Callable[[], object] = lambda: None) -> Tuple[Any, str]:
         """What act() returns, and why it failed (empty if it did not); then memory is free again.

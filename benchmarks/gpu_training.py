@@ -1,21 +1,26 @@
-"""The suite's sections on whole steps: our engine beside timm's loop, and the memory that it takes.
+"""The suite's sections on whole steps: our engine beside timm's loop.
 
 Both get the same micro batch, which lies on the device, and make an update from each. Ours: the engine as a recipe
 makes it, weights and momentum in float16 with stochastic rounding; it takes uint8 images and normalises them. timm's:
 the body of the loop in its train.py, with float32 weights, autocast (and its scaler in float16) and its Lars; its
-images are normalised already. Both with cuDNN's search for the fastest kernels.
+images are normalised already. All in channels_last, and with cuDNN's search for the fastest kernels.
+
+Models: G16 has groups of 16 channels, expansion 4 and GroupNorm, in our code and in timm's; the other is timm's
+own of the name, depthwise with BatchNorm, and ours like it.
 """
 
 import contextlib
 import functools
 import itertools
 import operator
-from typing import Dict, Iterator, NamedTuple
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Dict, Iterator, NamedTuple, Tuple
 
 import torch
 
-from benchmarks.gpu_measure import Maker, Row, Session, Side, free, recipe
-from benchmarks.ranks import images_and_labels
+from benchmarks import ranks
+from benchmarks.gpu_measure import Maker, Plan, Row, Session, Side, missing, reason, recipe
 from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
 from engines import factory
@@ -24,69 +29,145 @@ from recipe.batch import divide
 from recipe.config import Recipe
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
-KERNELS = ("triton", "torch")
-OURS, TIMM, MEMORY = "ours", "timm", "memory"
+OURS, TIMM, COMPILED = "ours", "timm", ", compiled"
 _DEPTHWISE = ("model.group_size=1", "model.expansion=6", "model.norm=batch")
-_PLAIN = ("precision.compute=float16", "engine.memory_format=contiguous")
 _WARM_UP = 3  # steps; in the first ones cuDNN searches, and Triton compiles
 _LR = 0.01  # in so few steps nothing is learned: what counts is that nothing overflows
+# Shares of the device's memory for all processes that compile ahead, and for one of timm's: its model is compiled as a
+# whole before anything is computed, ours block by block with a pass through each.
+_MEMORY, _MEMORY_OF_TIMM = 0.9, 0.05
 
 
-class Setting(NamedTuple):
-    """The comparison of one section. dtype: of the arithmetic."""
+class Contender(NamedTuple):
+    """A side of a comparison. kernels: of ours, as engine.kernels; empty: timm's."""
 
-    depthwise: bool
+    kernels: str = ""
+    compiled: bool = False
+    depthwise: bool = False
+
+    def name(self, plan: Plan) -> str:
+        model = plan.model if self.depthwise else "G16"
+        owner = f"{OURS}, {model}, {self.kernels}" if self.kernels else f"{TIMM}, {model}"
+        return owner + COMPILED * self.compiled
+
+
+class Comparison(NamedTuple):
+    """Contenders that take turns. dtype: of the arithmetic."""
+
+    name: str
     dtype: str
-    compiled: bool
-
-    def name(self) -> str:
-        kind = "B4-G1-BN" if self.depthwise else "B4-G16-GN"
-        return f"training {kind}, {self.dtype}" + (", compiled" if self.compiled else "")
+    contenders: Tuple[Contender, ...]
 
 
-SETTINGS = (
-    Setting(False, "float16", False),
-    Setting(False, "bfloat16", False),
-    Setting(True, "float16", False),
-    Setting(False, "float16", True),
+# If time runs out the last ones are left out. Without the second there is no claim; the first takes seconds.
+_CLAIMED = (
+    Contender("triton"),
+    Contender(compiled=True, depthwise=True),
+    Contender("triton", compiled=True),
+    Contender(compiled=True),
+    Contender("group_conv", compiled=True),
 )
-CLAIMED = (SETTINGS[0].name(), SETTINGS[-1].name())
+CLAIMED = tuple(Comparison(f"B4, {dtype}", dtype, _CLAIMED) for dtype in ("bfloat16", "float16"))
+MICROS = Comparison("B4, other micro batches", "bfloat16", (Contender("triton"), Contender("triton", compiled=True)))
+EAGER = Comparison(
+    "B4, eager", "bfloat16",
+    (
+        Contender(depthwise=True), Contender("triton"), Contender(), Contender("torch"),
+        Contender("torch", depthwise=True),
+    ),
+)  # fmt: skip
+VARIANTS = Comparison(
+    "B4, engine.compile", "float16",
+    (Contender("triton"), *(Contender(kernels, compiled=True) for kernels in ("torch", "group_norm", "triton"))),
+)  # fmt: skip
 
 
-def training(session: Session, setting: Setting) -> Iterator[Row]:
-    """Images a second of each side."""
-    micro = session.plan.micro
+def training(session: Session, comparison: Comparison) -> Iterator[Row]:
+    """Images a second of each contender, with the plan's micro batch."""
+    plan = session.plan
+    sides = {each.name(plan): _maker(plan, comparison, each, plan.micro) for each in comparison.contenders}
+    return _compared(session, sides, plan.micro)
+
+
+def micro_batches(session: Session, comparison: Comparison) -> Iterator[Row]:
+    """The same with the plan's other micro batches, the largest first."""
+    plan = session.plan
+    for each, micro in itertools.product(comparison.contenders, plan.micros):
+        if session.over():
+            yield missing(session.section, f"{each.name(plan)}, {micro} images", "no time was left")
+        else:
+            side = {f"{each.name(plan)}, {micro} images": _maker(plan, comparison, each, micro)}
+            yield from _compared(session, side, micro)
+
+
+def _compared(session: Session, sides: Dict[str, Maker], micro: int) -> Iterator[Row]:
     note = f"{recipe(session.plan, micro).model.image_size} px, micro batch {micro}"
-    compare = functools.partial(session.compare, calls=session.plan.steps, warm_up=_WARM_UP, note=note)
-    rows = compare(_sides(session, setting, micro), functools.partial(operator.truediv, micro), "images/s")
-    if setting.compiled:  # only now: sides that take turns share what Dynamo keeps
-        torch._dynamo.reset()
-    return iter(rows)
+    images = functools.partial(operator.truediv, micro)
+    return session.compare(sides, images, "images/s", calls=session.plan.steps, warm_up=_WARM_UP, note=note)
 
 
-def _sides(session: Session, setting: Setting, micro: int) -> Dict[str, Maker]:
-    """One of ours and one of timm's by turns, of which there is one each if time runs out; compiling takes long."""
-    overrides = [f"precision.compute={setting.dtype}", *(_DEPTHWISE if setting.depthwise else ())]
-    compiling = f"engine.compile={setting.compiled}".lower()
-    kinds = KERNELS[1:] if setting.depthwise or setting.compiled else KERNELS
-    made: Dict[str, Maker] = {}
-    for kernels, layout in itertools.product(kinds, FORMATS):
-        engine = (f"engine.memory_format={layout}", f"engine.kernels={kernels}", compiling)
-        plan = recipe(session.plan, micro, *overrides, *engine)
-        made[f"{OURS}, {layout}, {kernels}"] = functools.partial(_ours, plan)
-        made[f"{TIMM}, {layout}"] = functools.partial(_timms, plan, setting, session.device, layout)
-    return made
+def compile_ahead(session: Session, comparisons: Tuple[Comparison, ...]) -> Iterator[Row]:
+    """Seconds to compile each contender, all at once in a process each. What compilers keep on the disk makes the
+    comparisons short, which compile one contender after the other."""
+    plan, until = session.plan, time.monotonic() + session.left()
+    work = [(each, side) for each in comparisons for side in each.contenders if side.compiled]
+    timms = sum(not side.kernels for _, side in work)
+    share = (_MEMORY - timms * _MEMORY_OF_TIMM) / max(1, len(work) - timms)
+    with ThreadPoolExecutor(len(work)) as pool:
+        begun = []
+        for comparison, side in work:
+            given = (plan, comparison, side, share if side.kernels else _MEMORY_OF_TIMM)
+            begun.append(pool.submit(_seconds_to_compile, session.section, until, *given))
+        yield from (each.result() for each in as_completed(begun))
+
+
+def _seconds_to_compile(
+    section: str, until: float, plan: Plan, comparison: Comparison, contender: Contender, memory: float
+) -> Row:
+    what = f"{contender.name(plan)}, {comparison.dtype}"
+    try:
+        given = (plan, comparison, contender, memory)
+        (seconds,) = ranks.stream(max(0.0, until - time.monotonic()), first_step, *given)
+    except (RuntimeError, TimeoutError) as error:
+        return missing(section, what, reason(error))
+    return Row(section, what, (seconds,), "s", note="to compile, beside the others")
+
+
+def first_step(plan: Plan, comparison: Comparison, contender: Contender, memory: float) -> Iterator[float]:
+    """Seconds of the first step. Args: memory: the share of the device that this process may take. Where a step does
+    not fit, it is compiled nonetheless."""
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(memory)
+    began = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            _maker(plan, comparison, contender, plan.micro)(stack)()
+            synchronize(device)
+        yield time.perf_counter() - began
+
+
+# Sides ----------------------------------------------------------------------------------------------------------------
+
+
+def _maker(plan: Plan, comparison: Comparison, contender: Contender, micro: int) -> Maker:
+    overrides = [f"precision.compute={comparison.dtype}", *(_DEPTHWISE if contender.depthwise else ())]
+    if not contender.kernels:
+        return functools.partial(_timms, recipe(plan, micro, *overrides), plan, comparison.dtype, contender.compiled)
+    compiling = f"engine.compile={contender.compiled}".lower()
+    engine = (f"engine.memory_format={plan.layout}", f"engine.kernels={contender.kernels}", compiling)
+    return functools.partial(ours, recipe(plan, micro, *overrides, *engine))
 
 
 def _on_device(plan: Recipe, device: torch.device) -> MicroBatch:
-    images, labels = images_and_labels(plan, plan.batch.micro)
+    images, labels = ranks.images_and_labels(plan, plan.batch.micro)
     if device.type == "cuda":
         labels = labels.pin_memory()
     images = images.to(device).contiguous(memory_format=torch.channels_last)
     return MicroBatch(images, labels, labels, plan.batch.micro, 0, 0, ())
 
 
-def _ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
+def ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
     """The engine of a recipe, closed with the stack; a call is an update from the same images."""
     engine = factory.create(plan, divide(plan, 1), steps_per_epoch=1)
     stack.callback(engine.close)
@@ -97,63 +178,12 @@ def _ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
     return lambda: engine.train_step(batches, next(numbers), lr=_LR)
 
 
-def _timms(plan: Recipe, setting: Setting, device: torch.device, layout: str, stack: contextlib.ExitStack) -> Side:
+def _timms(made: Recipe, plan: Plan, dtype: str, compiled: bool, stack: contextlib.ExitStack) -> Side:
     torch.backends.cudnn.benchmark = True
-    memory_format = FORMATS[layout]
-    loop = Loop(plan.model, _LR, device.type, getattr(torch, setting.dtype), memory_format, setting.compiled)
-    batch = _on_device(plan, device)
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (plan.model.mean, plan.model.std))
-    images = ((batch.images / 255 - mean) / std).contiguous(memory_format=memory_format)
+    device, layout = torch.device(plan.device), FORMATS[plan.layout]
+    loop = Loop(made.model, _LR, device.type, getattr(torch, dtype), layout, compiled)
+    batch = _on_device(made, device)
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (made.model.mean, made.model.std))
+    images = ((batch.images / 255 - mean) / std).contiguous(memory_format=layout)
     batches = [(images, batch.labels.to(device))]
     return lambda: loop.update(batches)
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
-def memory(session: Session) -> Iterator[Row]:
-    """GB at most during a step, and the largest micro batch among doublings. Without cuDNN's search, which would take
-    long for each size."""
-    plan, measures = session.plan, {}
-    for kernels, recompute in itertools.product(plan.kernels, (False, True)):
-        what = f"peak, {kernels}, recompute {recompute}".lower()
-        measures[what] = functools.partial(_peak, session, what, kernels, recompute)
-    for recompute in (False, True):
-        what = f"largest micro batch, {plan.kernels[0]}, recompute {recompute}".lower()
-        measures[what] = functools.partial(_largest_micro, session, what, recompute)
-    return session.attempts(measures)
-
-
-def _peak(session: Session, what: str, kernels: str, recompute: bool) -> Row:
-    device, micro = session.device, session.plan.micro
-    free(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    _two_steps(session, micro, kernels, recompute)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return Row(session.section, what, (peak / 1e9,), "GB", note=f"micro batch {micro}, allocated by tensors")
-
-
-def _largest_micro(session: Session, what: str, recompute: bool) -> Row:
-    """The last size that fits, doubled from the plan's on."""
-    micro, fitting, note = session.plan.micro, 0, "larger ones were not tried"
-    while micro <= session.plan.most_images and not session.over():
-        try:
-            _two_steps(session, micro, session.plan.kernels[0], recompute)
-        except torch.OutOfMemoryError:
-            note = f"{micro} does not fit"
-            break
-        fitting, micro = micro, 2 * micro
-    free(session.device)
-    return Row(session.section, what, (fitting,), "images", note=note)
-
-
-def _two_steps(session: Session, micro: int, kernels: str, recompute: bool) -> None:
-    changes = (f"engine.kernels={kernels}", f"parallel.recompute={recompute}".lower())
-    with contextlib.ExitStack() as stack:
-        step = _ours(recipe(session.plan, micro, *_PLAIN, *changes), stack)
-        torch.backends.cudnn.benchmark = False
-        step()
-        step()
-        synchronize(session.device)
-    free(session.device)

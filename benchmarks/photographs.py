@@ -6,6 +6,7 @@ the highest at which a file does not exceed a size drawn for it; half of the fil
 them larger, because how long decoding takes depends on what the bits say. Grey photographs are tinted.
 """
 
+import importlib.util
 import io
 import json
 import shutil
@@ -13,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import List, Tuple
 
-import skimage.data
 from PIL import Image, ImageEnhance, ImageOps
 
 from benchmarks import CACHE
@@ -54,7 +54,9 @@ def make(paths: List[Path]) -> None:
 
 
 def _opened(name: str) -> Image.Image:
-    image = Image.open(Path(skimage.data.__file__).parent / name)
+    package = importlib.util.find_spec("skimage")  # not imported: a wheel alone, without what it depends on, will do
+    assert package is not None and package.origin is not None, "scikit-image is not installed"
+    image = Image.open(Path(package.origin).parent / "data" / name)
     return ImageOps.colorize(image.convert("L"), *_TINTS[name]) if name in _TINTS else image.convert("RGB")
 
 

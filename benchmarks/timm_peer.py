@@ -61,7 +61,7 @@ class Loop:
         """Args: dtype: of autocast; None: float32 without it. plan: a group size of 1 means timm's own EfficientNet."""
         if plan.group_size == 1:
             options = {"drop_rate": plan.dropout, "drop_path_rate": plan.drop_path}
-            model = timm.create_model(f"tf_{plan.name}", num_classes=plan.classes, **options)
+            model = timm.create_model(plan.name, num_classes=plan.classes, **options)
         else:
             model = create_g16(plan.classes, plan.width, plan.depth, plan.dropout, plan.drop_path)
         self._model = model.to(device).to(memory_format=layout)

@@ -14,17 +14,19 @@ from recipe.config import Recipe
 from recipe.errors import ConfigError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_SUPPORTED = "supported are NVIDIA GPUs (cuda), CPUs and IPUs"
+# Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS repeats bit for bit, by its documentation.
+_REPEATING = (":4096:8", ":16:8")
 
 
 def device_of(recipe: Recipe, topology: Topology) -> torch.device:
     """Device of this process: each process on a host has a GPU of its own.
 
-    Raises ConfigError: no CUDA device, or fewer than processes on this host; a GPU that only looks like one.
+    Raises ConfigError: no CUDA device, or fewer than processes on this host; PyTorch for ROCm, unless the CPU is named.
     """
     wanted, found = recipe.run.device, torch.cuda.is_available()
-    if found and wanted != "cpu" and torch.version.hip:
-        supported = "supported are NVIDIA GPUs (cuda), CPUs and IPUs"
-        raise ConfigError(f"run.device {wanted}: this PyTorch is for ROCm; {supported}; use run.device=cpu")
+    if wanted != "cpu" and torch.version.hip:  # its devices are called cuda, too
+        raise ConfigError(f"run.device {wanted}: this PyTorch is for ROCm; {_SUPPORTED}; use run.device=cpu")
     if wanted == "cuda" and not found:
         raise ConfigError("run.device cuda: PyTorch finds no CUDA device here; use run.device=cpu or auto")
     if wanted == "cpu" or not found:
@@ -38,6 +40,15 @@ def device_of(recipe: Recipe, topology: Topology) -> torch.device:
             "ranks on one; start fewer processes, or use run.device=cpu"
         )
     return torch.device("cuda", topology.local_rank)
+
+
+def unused(recipe: Recipe) -> Tuple[str, ...]:
+    """A line for the user if `run.device=auto` leaves out a GPU that PyTorch has found here."""
+    if recipe.run.device != "auto" or torch.cuda.is_available():
+        return ()
+    others = {"Apple's GPU (MPS)": torch.backends.mps, "Intel's GPU (XPU)": torch.xpu}
+    found = [name for name, backend in others.items() if backend.is_available()]
+    return tuple(f"run.device auto: the CPU computes, {name} does not; {_SUPPORTED}" for name in found)
 
 
 def name_of(device: torch.device) -> str:
@@ -90,13 +101,28 @@ def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 def set_switches(deterministic: bool) -> None:
     """Process-wide switches of torch. Shapes seldom change within a run, so cuDNN may search for kernels. float32 is
-    IEEE's in every kernel, so that the choice of one changes no more than rounding."""
+    IEEE's in every kernel, so that the choice of one changes no more than rounding.
+
+    Raises ConfigError: deterministic, but cuBLAS would not be: it reads its variable only once, as CUDA starts.
+    """
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.allow_tf32 = False  # as for matrix products, by default
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # commands have it from their beginning
+        _check_cublas()
         torch.use_deterministic_algorithms(True)
+
+
+def _check_cublas() -> None:
+    """Set cuBLAS's variable while that counts: commands have it from their beginning, other programs may not."""
+    wanted = " or ".join(_REPEATING)
+    given = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if given is None and torch.cuda.is_initialized():
+        fault = "CUDA has started without CUBLAS_WORKSPACE_CONFIG"
+        raise ConfigError(f"run.deterministic: {fault}; set it to {wanted} before")
+    if given not in (None, *_REPEATING):
+        raise ConfigError(f"run.deterministic: CUBLAS_WORKSPACE_CONFIG is {given}; set it to {wanted}, or unset it")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _REPEATING[0])
 
 
 def timed(work: Callable[[], object], device: torch.device, calls: int) -> List[float]:

@@ -13,7 +13,7 @@ from data.base import Source
 from data.batches import MicroBatch
 from engines import cuts, feed, graphs, noise_scale, state, tuning
 from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
-from engines.devices import Stopwatch, compute_dtype, device_of, set_switches, timed
+from engines.devices import Stopwatch, compute_dtype, device_of, set_switches, timed, unused
 from engines.exchange import GradientExchange, create_weights
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from engines.timeline import Recorder
@@ -82,7 +82,7 @@ class TorchEngine(Engine):
         recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
         self._parts, note = cuts.parts(whole, recipe, self.batch, self.processes, self.device)
         self.cut = [names[0] for names in self._parts[1:]]
-        self.notes = (note,) if note else ()
+        self.notes = unused(recipe) + ((note,) if note else ())
         if self.batch.stages > 1 and self.topology.stages == 1:
             self.notes += (f"one process computes all {self.batch.stages} stages itself, on one device",)
         own = cuts.own_parts(self._parts, self.topology)

@@ -20,7 +20,8 @@ class Run(Section):
     name: str = Field("run", pattern=r"^\w[\w.-]*$", description="name in logs and of the default output folder")
     output: Optional[str] = Field(None, description="run folder; null means runs/NAME")
     device: Literal["auto", "cpu", "cuda", "ipu"] = "auto"
-    """auto takes CUDA if there is any, else the CPU; IPUs are used only if named"""
+    """auto takes an NVIDIA GPU if there is any, else the CPU; cuda is NVIDIA's only; IPUs are used only if named. AMD's
+    (ROCm), Apple's (MPS) and Intel's (XPU) GPUs are not supported: with PyTorch for ROCm name cpu"""
     seed: int = Field(0, ge=0, lt=2**63, description="every random draw of the run is a function of it")
     epochs: Optional[float] = Field(None, gt=0, le=1e6, description="length of the run in epochs (or steps, or images)")
     steps: Optional[int] = Field(None, gt=0, le=10**12, description="length of the run in optimizer updates")

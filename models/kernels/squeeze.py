@@ -24,14 +24,14 @@ from models.normalization import GroupNormAct
 _BLOCK = 64  # channels that the kernels between pooling and gates take at a time
 _SUMMED = 16  # channels, and images at a time, of a program that adds up gradients of parameters
 _CHUNKS = 16  # at most that are merged at a time
-_NORMS = {DepthwiseSeparableConv: "bn1", InvertedResidual: "bn2"}  # block -> its layer before squeeze and excitation
+NORMS = {DepthwiseSeparableConv: "bn1", InvertedResidual: "bn2"}  # block -> its layer before squeeze and excitation
 
 
 def replaces(module: nn.Module) -> bool:
     """Whether `fuse` takes the module: timm's block with a GroupNormAct before squeeze and excitation."""
-    if type(module) not in _NORMS or type(module.se) is not SqueezeExcite or type(module.aa) is not nn.Identity:
+    if type(module) not in NORMS or type(module.se) is not SqueezeExcite or type(module.aa) is not nn.Identity:
         return False
-    norm, se = getattr(module, _NORMS[type(module)]), module.se
+    norm, se = getattr(module, NORMS[type(module)]), module.se
     activations = type(se.act1) is nn.SiLU and type(se.gate) in (Sigmoid, nn.Sigmoid)
     return type(norm) is GroupNormAct and norm.apply_act and activations
 
@@ -39,7 +39,7 @@ def replaces(module: nn.Module) -> bool:
 def fuse(block: nn.Module) -> nn.Module:
     """The block with the same parameters under the same names: its normalisation does what its `se` did."""
     assert replaces(block), f"no kernels for {type(block).__name__}"
-    block, name = copy.copy(block), _NORMS[type(block)]
+    block, name = copy.copy(block), NORMS[type(block)]
     block._modules = dict(block._modules)
     block.se = copy.copy(block.se)
     block.se.__class__ = _Squeezed

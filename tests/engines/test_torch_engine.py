@@ -1,11 +1,13 @@
 """The PyTorch engine against itself: work divided otherwise, saved states. Against timm it is in test_parity.py."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 from engines.torch_engine import TorchEngine
+from models.kernels import patching
 from optim.lars import update_class
 from optim.lars_update import LarsUpdate
 from recipe.errors import ConfigError
@@ -163,5 +165,23 @@ def test_gpus_that_only_look_like_cuda_are_refused_with_what_is_supported(create
         ConfigError, match=f"^run.device {device}: .* ROCm; supported are NVIDIA .* use run.device=cpu$"
     ):
         create(f"run.device={device}")
-    assert update_class(torch.device("cuda")) is LarsUpdate
+    assert update_class(torch.device("cuda")) is LarsUpdate and not patching.available()
+    with pytest.raises(ImportError, match="for NVIDIA's GPUs, this PyTorch is for ROCm"):
+        patching.patch(torch.nn.Sequential())
     create("run.device=cpu").close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto takes the CUDA device")
+@pytest.mark.parametrize(
+    ("backend", "name"), [(torch.backends.mps, "Apple's GPU (MPS)"), (torch.xpu, "Intel's GPU (XPU)")]
+)
+def test_a_gpu_that_auto_leaves_out_is_named_in_one_line(create, backend, name):
+    with mock.patch.object(backend, "is_available", lambda: True):
+        engine = create("run.device=auto")
+        assert engine.device.type == "cpu"
+        (line,) = [note for note in engine.notes if "run.device" in note]
+        assert line.startswith(f"run.device auto: the CPU computes, {name} does not; supported are NVIDIA GPUs (cuda)")
+        engine.close()
+        engine = create("run.device=cpu")
+        assert not any("run.device" in note for note in engine.notes)
+        engine.close()

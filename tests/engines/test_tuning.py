@@ -1,6 +1,8 @@
 """engine.memory_format and engine.kernels auto: the fastest is taken, by all ranks, once; and what a device refuses."""
 
+import contextlib
 import itertools
+import os
 import pathlib
 from importlib import metadata
 from types import SimpleNamespace
@@ -103,6 +105,31 @@ def test_cudnn_searches_by_time_unless_the_recipe_is_deterministic(monkeypatch):
         assert torch.are_deterministic_algorithms_enabled()  # Inductor fixes its reductions by this switch
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("given", "started", "fault"),
+    [
+        (None, True, "CUDA has started without CUBLAS_WORKSPACE_CONFIG; set it to :4096:8 or :16:8 before"),
+        (":0:0", False, "CUBLAS_WORKSPACE_CONFIG is :0:0; set it to :4096:8 or :16:8, or unset it"),
+        (":16:8", True, None),
+        (None, False, None),
+    ],
+)
+def test_deterministic_is_refused_where_cublas_would_not_be(given, started, fault, monkeypatch):
+    for name in ("benchmark", "deterministic", "allow_tf32"):
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "")
+    if given is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        with pytest.raises(ConfigError, match=f"^run.deterministic: {fault}$") if fault else contextlib.nullcontext():
+            devices.set_switches(True)
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == given if fault else given or ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        devices.set_switches(False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "ipu"])

@@ -127,7 +127,7 @@ def launch(tmp_path):
 
 def test_ranks_get_the_environment_of_torchrun_and_the_arguments_unchanged(launch):
     odd = "run.output=/a folder/it's $HOME $$ ${local_rank} *"
-    code, out, errors = launch("ends", odd, "--stages", "2", *TWO)
+    code, out, errors = launch("ends", odd, "--stages", "2", *TWO, CUBLAS_WORKSPACE_CONFIG=":16:8")
     assert (code, errors, len(out)) == (DONE, [], 1)
     assert out[0].startswith("4 processes = 2 replicas x 2 stages on this host: torchrun --standalone --nproc-per-node")
     for rank in range(4):
@@ -140,6 +140,7 @@ def test_ranks_get_the_environment_of_torchrun_and_the_arguments_unchanged(launc
         assert [given[name] for name in names] == [str(rank), str(rank), "4", "4", "127.0.0.1", "1"]
         assert given["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
         assert (given["GLOO_SOCKET_IFNAME"], given["TORCH_CPP_LOG_LEVEL"]) == ("lo", "ERROR")
+        assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # of every launcher, see training/command.py
         assert "POD_TOKEN" not in given
 
 

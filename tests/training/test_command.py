@@ -18,6 +18,8 @@ DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _BEGINNING = re.compile(r"^    run\(__file__\)$", re.MULTILINE)
 _FILES = [ROOT / "train.py", ROOT / "evaluate.py"]
 _FILES += [path for room in ("tools", "benchmarks") for path in (ROOT / room).rglob("*.py")]
+_ROOMS = ("recipe", "models", "optim", "data", "parallel", "engines", "training", "tools", "benchmarks")
+_SOURCES = [path for room in _ROOMS for path in (ROOT / room).rglob("*.py")]
 COMMANDS = sorted(str(path.relative_to(ROOT)) for path in _FILES if _BEGINNING.search(path.read_text()))
 AGAIN = "rerun the same command"
 
@@ -68,6 +70,13 @@ def test_what_torch_reads_once_is_set_before_a_command_loads_it_unless_the_user_
     seen = []
     command.run(ROOT / "train.py")
     assert tuple(seen) == found
+
+
+def test_processes_that_get_an_environment_of_their_own_have_these_variables_too():
+    """torchrun, SLURM and spawned processes hand theirs on; where a file composes one, it begins with the parent's."""
+    composing = [file for file in _SOURCES if re.search(r"\benv(ironment)?=(?!None)", file.read_text())]
+    assert {"agent.py", "scheduler.py", "site.py", "golden.py"} <= {file.name for file in composing}
+    assert [file for file in composing if "**os.environ" not in file.read_text()] == []
 
 
 @pytest.mark.parametrize(
