@@ -87,12 +87,13 @@ def _pass(memory_format: torch.memory_format) -> Tuple[List[Launch], int]:
     """Launches and bytes of a forward and a backward pass; of masks drawn ahead, the share of a micro batch."""
     model = build(Model(name=_MODEL, image_size=_SIZE), seed=0)
     patch(model)
-    model = model.to("meta", torch.float16, memory_format=memory_format)
+    model = model.to("meta", torch.float16)  # weights stay contiguous, as in the engine
     model.block("preprocess").memory_format = memory_format
     images = torch.empty((_IMAGES, 3, _SIZE, _SIZE), dtype=torch.uint8, device="meta")
     images = images.contiguous(memory_format=memory_format)
     found, moved_by = [], []
     for model.draws.micro_batch in range(2):  # the first draws for all
+        model.zero_grad()
         with _Traffic(memory_format) as traffic:
             found = launches(lambda: model(images).sum().backward())
         moved_by.append(traffic.bytes + sum(moved(launch.values.values()) for launch in found))

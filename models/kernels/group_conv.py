@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import List
+from typing import List, Optional, Tuple
 
 import torch
 import triton
@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from models.kernels import group_conv_kernels as kernels
+from models.kernels.operators import operator
 
 _GROUP_SIZES = (16, 32)  # tensor cores need 16 channels
 _PACKS = (4, 2, 1)  # groups of a program, a warp each: four are a line of the cache in half precision and channels-last
@@ -79,30 +80,71 @@ class FusedGroupConv2d(nn.Conv2d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1] == self.in_channels, f"{x.shape[1]} channels, not {self.in_channels}"
-        return _GroupConv.apply(x, self.weight, self.stride[0], self.pads_same)
+        return _GroupConv.apply(x, self.weight, self.stride[0], self.pads_same, False)[0]
+
+    def with_statistics(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The output, and [2, N, C, chunks]: mean, and sum of squared differences from it, of parts of its planes."""
+        return _GroupConv.apply(x, self.weight, self.stride[0], self.pads_same, True)
+
+    def parts(self, x: torch.Tensor) -> Tuple[int, int]:
+        """Lines and columns of these parts."""
+        return _Launches(x, self.weight, self.stride[0], self.pads_same).part
 
 
 fuse = FusedGroupConv2d.of
 
 
+def _like_output(x, weight, stride, pads_same, statistics):
+    launches = _Launches(x, weight, stride, pads_same)
+    return launches.empty(x, launches.out_size), launches.packed(weight), launches.partial(x, statistics)
+
+
+@operator(
+    "(Tensor x, Tensor weight, int stride, bool pads_same, bool statistics) -> (Tensor, Tensor, Tensor)", _like_output
+)
+def _output(x, weight, stride: int, pads_same: bool, statistics: bool):
+    """The layer's output, the packed weights, and its statistics, or an empty tensor."""
+    x = x.contiguous(memory_format=_format(x))
+    launches = _Launches(x, weight, stride, pads_same)
+    packed, partial = launches.packed(weight), launches.partial(x, statistics)
+    return launches.output(x, packed, partial), packed, partial
+
+
+def _like_gradients(dy, x, weight, packed, stride, pads_same, x_wanted, weight_wanted):
+    launches = _Launches(x, weight, stride, pads_same)
+    dx = launches.empty(x, launches.size) if x_wanted else x.new_empty(0)
+    return dx, launches.like_weight(weight) if weight_wanted else weight.new_empty(0)
+
+
+@operator(
+    "(Tensor dy, Tensor x, Tensor weight, Tensor packed, int stride, bool pads_same, bool x_wanted, bool weight_wanted)"
+    " -> (Tensor, Tensor)",
+    _like_gradients,
+)
+def _gradients(dy, x, weight, packed, stride: int, pads_same: bool, x_wanted: bool, weight_wanted: bool):
+    """Of x and of the weights; empty unless wanted."""
+    launches = _Launches(x, weight, stride, pads_same)
+    x, dy = (each.contiguous(memory_format=launches.format) for each in (x, dy))
+    dx = launches.input_gradient(dy, packed) if x_wanted else x.new_empty(0)
+    return dx, launches.weight_gradient(x, dy) if weight_wanted else weight.new_empty(0)
+
+
 class _GroupConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, stride, pads_same):
+    def forward(ctx, x, weight, stride: int, pads_same: bool, statistics: bool):
         assert x.dtype == weight.dtype and x.dtype in _DTYPES, f"input {x.dtype}, weights {weight.dtype}"
-        x = x.contiguous(memory_format=_format(x))
-        ctx.launches = _Launches(x, weight, stride, pads_same)
-        packed = ctx.launches.packed(weight)
-        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if weight_wanted else None, packed if x_wanted else None)
-        return ctx.launches.output(x, packed)
+        y, packed, partial = _output(x, weight, stride, pads_same, statistics)
+        ctx.save_for_backward(x, weight, packed)
+        ctx.mark_non_differentiable(partial)
+        ctx.stride, ctx.pads_same = stride, pads_same
+        return y, partial
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        x, packed = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=ctx.launches.format)
-        dx = None if packed is None else ctx.launches.input_gradient(dy, packed)
-        return dx, None if x is None else ctx.launches.weight_gradient(x, dy), None, None
+    def backward(ctx, dy, _):
+        wanted = ctx.needs_input_grad[:2]
+        found = _gradients(dy, *ctx.saved_tensors, ctx.stride, ctx.pads_same, *wanted)
+        return (*(each if want else None for each, want in zip(found, wanted)), None, None, None)
 
 
 def _format(x: torch.Tensor) -> torch.memory_format:
@@ -135,42 +177,55 @@ class _Launches:
         points = weight.reshape(self.groups, self.group, self.group, self.kernel, self.kernel)
         return points.permute(0, 3, 4, 1, 2).contiguous()
 
-    def output(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        y, columns = self._empty(x, self.out_size), self._columns(self.out_size[1])
-        self._run(kernels.output, (x, packed, y), self.out_size, self.lines, columns, REVERSED=False)
+    @property
+    def part(self) -> Tuple[int, int]:
+        """Lines and columns of the output that a program computes."""
+        return self.lines, self._columns(self.out_size[1])
+
+    def partial(self, like: torch.Tensor, wanted: bool) -> torch.Tensor:
+        """Memory for statistics of parts of the output: [2, N, C, chunks], float32; empty unless wanted."""
+        chunks = math.prod(triton.cdiv(size, part) for size, part in zip(self.out_size, self.part))
+        shape = (2, self.images, self.channels, chunks) if wanted else (0,)
+        return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+    def output(self, x: torch.Tensor, packed: torch.Tensor, partial: torch.Tensor) -> torch.Tensor:
+        y, statistics = self.empty(x, self.out_size), partial if len(partial) else (None, None)
+        self._run(kernels.output, (x, packed, y, *statistics), self.out_size, *self.part, REVERSED=False)
         return y
 
     def input_gradient(self, dy: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         """With stride 1 the convolution by the reversed kernel. Else a program's columns and lines are `stride` apart,
         and it computes those between them, too."""
-        dx = self._empty(dy, self.size)
+        dx = self.empty(dy, self.size)
         ends = [side - 1 + padding for side, padding in zip(self.size, self.padding)]
         size = [end // self.stride - padding // self.stride + 1 for end, padding in zip(ends, self.padding)]
         lines, columns = max(1, self.lines // self.stride), self._columns(size[1])
         if self.stride == 1:
-            self._run(kernels.output, (dy, packed, dx), size, lines, columns, REVERSED=True)
+            self._run(kernels.output, (dy, packed, dx, None, None), size, lines, columns, REVERSED=True)
         else:
             self._run(kernels.strided_input_gradient, (dy, packed, dx), size, lines, columns)
         return dx
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """A program adds up one column of the kernel, or all three if there are registers for their sums."""
+        """A program adds up one column of the kernel, or all three if there are registers for their sums; of two images
+        where it has several warps, half of which take a group of each."""
         columns = 3 if self.kernel == 3 and self.lines == 4 else 1
-        lines = min(self.lines, 3 if columns == 3 else 4, 4 if self.format is torch.channels_last else 2)
-        chunks, blocks = self.kernel // columns, self.images * triton.cdiv(self.out_size[0], lines)
+        lines = min(self.lines, 2 if columns == 3 else 4, 4 if self.format is torch.channels_last else 2)
+        images = 2 if self.pack > 1 and self.images > 1 else 1
+        chunks, blocks = self.kernel // columns, triton.cdiv(self.images, images) * triton.cdiv(self.out_size[0], lines)
         tiles = blocks * triton.cdiv(self.out_size[1], _SUMMED_COLUMNS)
-        parts = max(1, min(triton.cdiv(_WARPS, self.groups * chunks), tiles // _LEAST_TILES))
+        parts = max(1, min(round(_WARPS / (self.groups * images * chunks)), tiles // _LEAST_TILES))
         shape = (parts, self.groups, self.kernel, self.kernel, self.group, self.group)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        rest = {"all_blocks": blocks, "blocks_each": triton.cdiv(blocks, parts), "COLUMNS": columns}
+        rest = {"all_blocks": blocks, "blocks_each": triton.cdiv(blocks, parts), "images": self.images}
+        rest.update(COLUMNS=columns, IMAGES=images)
         pixels, programs = _SUMMED_COLUMNS, parts * chunks
         self._run(kernels.weight_gradient, (x, dy, sums), self.out_size, lines, pixels, programs, **rest)
         return self._added(sums, x.dtype)
 
     def _added(self, sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """sums, [parts, groups, k, k, out, in], over parts: [C, C / groups, k, k], laid out as the weights are."""
-        shape = (self.channels, self.group, self.kernel, self.kernel)
-        result = torch.empty(shape, dtype=dtype, device=sums.device, memory_format=self.weight_format)
+        result = self.like_weight(sums, dtype)
         parts, elements = next(tile for tile in _ADDED if tile[0] >= sums.shape[0] or tile is _ADDED[-1])
         kernels.add_parts[(triton.cdiv(result.numel(), elements),)](
             sums, result, sums.shape[0], result.numel(), PARTS=parts, ELEMENTS=elements, POINTS=self.kernel**2,
@@ -178,7 +233,11 @@ class _Launches:
         )  # fmt: skip
         return result
 
-    def _empty(self, like: torch.Tensor, size: List[int]) -> torch.Tensor:
+    def like_weight(self, like: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        shape = (self.channels, self.group, self.kernel, self.kernel)
+        return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=self.weight_format)
+
+    def empty(self, like: torch.Tensor, size: List[int]) -> torch.Tensor:
         shape = (self.images, self.channels, *size)
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=self.format)
 
@@ -191,8 +250,9 @@ class _Launches:
     def _run(self, kernel, operands, size: List[int], lines: int, pixels: int, programs: int = 0, **rest: int) -> None:
         """programs: for each pack of groups; by default one for each `lines` x `pixels` of images of `size`."""
         blocks, tiles = triton.cdiv(size[0], lines), triton.cdiv(size[1], pixels)
-        grid = ((programs or self.images * blocks * tiles) * (self.groups // self.pack),)
-        tile = {"LINES": lines, "PIXELS": pixels, "GROUPS": self.pack, "GROUP": self.group}
+        pack = self.pack // rest.get("IMAGES", 1)
+        grid = ((programs or self.images * blocks * tiles) * (self.groups // pack),)
+        tile = {"LINES": lines, "PIXELS": pixels, "GROUPS": pack, "GROUP": self.group}
         shape = {"KERNEL": self.kernel, "STRIDE": self.stride, "CHANNELS_LAST": self.format is torch.channels_last}
         sizes = (blocks, tiles, self.channels, *self.size, *self.out_size, *self.padding)
         # For the convolution with stride 1 the assembler's own choice spills nothing, and more warps fit.

@@ -12,23 +12,24 @@ import triton.language as tl
 
 # The kernels are compiled once whatever these sizes are: of `channels` alone it is worth knowing that 16 divides them.
 _SIZES = ["blocks", "tiles", "height", "width", "out_height", "out_width", "top", "left"]
-_SIZES += ["all_blocks", "blocks_each"]
+_SIZES += ["all_blocks", "blocks_each", "images"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def output(
-    x, weight, y, blocks, tiles, channels, height, width, out_height, out_width, top, left,
+    x, weight, y, means, squares, blocks, tiles, channels, height, width, out_height, out_width, top, left,
     LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
     STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """y for some groups, PIXELS columns and LINES lines. A line of x is read KERNEL times, not KERNEL^2.
 
+    means, squares: unless None, [N, C, chunks], for the statistics of the tile's channels, of y as it is stored.
     REVERSED: the kernel is taken from its last point to its first and its matrices are transposed, as the gradient of
     the input of a convolution with stride 1 wants.
     """
     program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
-    tile, row, image = _tile(program, tiles, blocks)
-    column, row = tile * PIXELS + tl.arange(0, PIXELS), row * LINES
+    tile, block, image = _tile(program, tiles, blocks)
+    column, row = tile * PIXELS + tl.arange(0, PIXELS), block * LINES
     first_row, first_column = row * STRIDE - top, column * STRIDE - left
     at = x + _places(image, channel, first_row, first_column, channels, height, width, CHANNELS_LAST)
     row_step, column_step = _steps(channels, width, CHANNELS_LAST)
@@ -60,6 +61,19 @@ def output(
     for line in tl.static_range(LINES):
         tl.store(at, sums[line].to(y.dtype.element_ty), mask=_inside(column, extents[line]))
         at += row_step
+    if means is not None:
+        count = tl.minimum(LINES, out_height - row) * tl.minimum(PIXELS, out_width - tile * PIXELS)
+        place = (image.to(tl.int64) * channels + channel) * (blocks * tiles) + block * tiles + tile
+        total = tl.zeros((GROUPS, GROUP), tl.float32)
+        for line in tl.static_range(LINES):
+            total += tl.sum(_stored(sums[line], 0.0, column, extents[line], y), 1)
+        mean = total / count
+        total = tl.zeros((GROUPS, GROUP), tl.float32)
+        for line in tl.static_range(LINES):
+            centred = _stored(sums[line], mean[:, None, :], column, extents[line], y)
+            total += tl.sum(centred * centred, 1)
+        tl.store(means + place, mean)
+        tl.store(squares + place, total)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -120,28 +134,38 @@ def strided_input_gradient(
 @triton.jit(do_not_specialize=_SIZES)
 def weight_gradient(
     x, dy, sums, blocks, tiles, channels, height, width, out_height, out_width, top, left, all_blocks, blocks_each,
-    COLUMNS: tl.constexpr,
+    images,
+    COLUMNS: tl.constexpr, IMAGES: tl.constexpr,
     LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
     STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `blocks_each` blocks of LINES lines for some groups and COLUMNS columns of the kernel."""
-    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
+    """Sums over `blocks_each` blocks of LINES lines of IMAGES images for some groups and COLUMNS columns of the kernel.
+
+    A tile has IMAGES times as many groups: their sums are added up before they are stored, as partial sums are many
+    bytes. Images beyond the last are the last, with gradients of 0.
+    """
+    program, group, _ = _channels(tl.program_id(0), channels, GROUPS, GROUP)
     program = program.to(tl.int32)
+    member = tl.arange(0, IMAGES * GROUPS)
+    channel = (tl.min(group, 0) + member % GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     kx, part = program % (KERNEL // COLUMNS) * COLUMNS, program // (KERNEL // COLUMNS)
     first = part * blocks_each
-    image, row = first // blocks, first % blocks * LINES
+    image, row = first // blocks * IMAGES, first % blocks * LINES
     y_step, _ = _steps(channels, out_width, CHANNELS_LAST)
     x_step, column_step = _steps(channels, width, CHANNELS_LAST)
-    products = (tl.zeros((GROUPS, GROUP, GROUP), tl.float32),) * (COLUMNS * KERNEL)
+    products = (tl.zeros((IMAGES * GROUPS, GROUP, GROUP), tl.float32),) * (COLUMNS * KERNEL)
     for _ in range(first, tl.minimum(first + blocks_each, all_blocks)):
+        own_image = (image + member // GROUPS)[:, None, None]
+        there = own_image < images
+        own_image = tl.minimum(own_image, images - 1)
         y_extents = _extents(row, out_height, out_width, LINES)
         x_extents = _extents(row * STRIDE - top, height, width, (LINES - 1) * STRIDE + KERNEL)
         for tile in range(tiles):
             column = tile * PIXELS + tl.arange(0, PIXELS)
-            at = dy + _places(image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
-            gradients = _load(at, column, y_step, y_extents)
+            at = dy + _places(own_image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
+            gradients = _load(at, column, y_step, y_extents, there)
             column = column * STRIDE - left + kx
-            at = x + _places(image, channel, row * STRIDE - top, column, channels, height, width, CHANNELS_LAST)
+            at = x + _places(own_image, channel, row * STRIDE - top, column, channels, height, width, CHANNELS_LAST)
             totals = ()
             for step in tl.static_range(COLUMNS):
                 lines = _load(at + step * column_step, column + step, x_step, x_extents)
@@ -153,12 +177,15 @@ def weight_gradient(
                     totals += (total,)
             products = totals
         row += LINES
-        image += (row >= out_height).to(tl.int32)
+        image += (row >= out_height).to(tl.int32) * IMAGES
         row = tl.where(row >= out_height, 0, row)
     at = _matrix(sums + part.to(tl.int64) * channels * GROUP * KERNEL * KERNEL, group, KERNEL, GROUP, False)
     for step in tl.static_range(COLUMNS):
         for ky in tl.static_range(KERNEL):
-            tl.store(at + (ky * KERNEL + kx + step) * GROUP * GROUP, products[step * KERNEL + ky])
+            total = products[step * KERNEL + ky]
+            if IMAGES > 1:
+                total = tl.sum(tl.reshape(total, (IMAGES, GROUPS, GROUP, GROUP)), 0)
+            tl.store(at + (ky * KERNEL + kx + step) * GROUP * GROUP, total)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -238,11 +265,21 @@ def _inside(column, extent):
 
 
 @triton.jit
-def _load(at, column, row_step, extents):
-    """Tiles of neighbouring lines, 0 outside the image. All are under way before the first is needed."""
+def _stored(values, less, column, extent, y):
+    """The values as y has them, less those of `less`; 0 outside the image."""
+    return tl.where(_inside(column, extent), values.to(y.dtype.element_ty).to(tl.float32) - less, 0.0)
+
+
+@triton.jit
+def _load(at, column, row_step, extents, there=None):
+    """Tiles of neighbouring lines, 0 outside the image, and where `there` is false. All are under way before the first
+    is needed."""
     lines = ()
     for line in tl.static_range(len(extents)):
-        lines += (tl.load(at, mask=_inside(column, extents[line]), other=0.0),)
+        mask = _inside(column, extents[line])
+        if there is not None:
+            mask &= there
+        lines += (tl.load(at, mask=mask, other=0.0),)
         at += row_step
     return lines
 

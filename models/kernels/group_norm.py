@@ -8,7 +8,7 @@ divided into tiles: three kernels forward and three backward. The kernels are in
 from __future__ import annotations
 
 import copy as copying
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import triton
@@ -71,6 +71,11 @@ class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
     """The group normalisation that ProxyNormAct calls by `super` is the fused one."""
 
 
+def is_small(elements: int) -> bool:
+    """Whether a group of an image with so many is one program's."""
+    return elements <= _GROUP
+
+
 class Tiles:
     """How x, [N, C, H, W], is divided: `rows` channels by `columns` pixels are a tile, `chunks` tiles an image's plane.
 
@@ -85,7 +90,7 @@ class Tiles:
         self.device = x.device
         self.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         self.memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
-        self.by_group = self.size * self.pixels <= _GROUP if by_group is None else by_group
+        self.by_group = is_small(self.size * self.pixels) if by_group is None else by_group
         rows = self.size if self.by_group else self.channels
         pixels, rows = triton.next_power_of_2(self.pixels), triton.next_power_of_2(rows)
         if self.channels_last:
@@ -120,11 +125,20 @@ class Tiles:
 
 def statistics(x: torch.Tensor, tiles: Tiles, eps: float) -> torch.Tensor:
     """Mean, and one over the standard deviation, of each image's groups, from those of tiles: [2, N, groups]."""
-    partial, result = tiles.sums(2), tiles.of_groups()
+    partial = tiles.sums(2)
     tiles.run(kernels.tile_statistics, x, partial[0], partial[1])
-    block = min(triton.next_power_of_2(tiles.size * tiles.chunks), _MERGED)
+    return merge_statistics(partial, tiles, eps, (1, tiles.pixels), (1, tiles.columns))
+
+
+def merge_statistics(
+    partial: torch.Tensor, tiles: Tiles, eps: float, size: Tuple[int, int], part: Tuple[int, int]
+) -> torch.Tensor:
+    """The same from partial, [2, N, C, chunks]: mean, and sum of squared differences from it, of each part of a
+    channel's plane. Args: size, part: lines and columns of the plane, and of its parts."""
+    result = tiles.of_groups()
+    block = min(triton.next_power_of_2(tiles.size * partial.shape[-1]), _MERGED)
     kernels.merge_statistics[(tiles.images * tiles.groups,)](
-        partial[0], partial[1], *result, tiles.size, tiles.pixels, eps, tiles.columns, block, num_warps=_WARPS
+        partial[0], partial[1], *result, tiles.size, *size, eps, *part, block, num_warps=_WARPS
     )
     return result
 

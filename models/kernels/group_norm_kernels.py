@@ -160,26 +160,38 @@ def tile_statistics(
 
 
 @triton.jit
-def merge_statistics(means, squares, mean, scale, size, pixels, eps, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one image and group: its partial statistics, `size` channels of each chunk, are neighbours in memory."""
+def values_of(part, height, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
+    """How many values of its channel a part of an image has: LINES by COLUMNS pixels, less at the edges."""
+    tiles = tl.cdiv(width, COLUMNS)
+    chunk = part % (tl.cdiv(height, LINES) * tiles)
+    lines = tl.minimum(LINES, height - chunk // tiles * LINES)
+    return lines * tl.minimum(COLUMNS, width - chunk % tiles * COLUMNS)
+
+
+@triton.jit
+def merge_statistics(
+    means, squares, mean, scale, size, height, width, eps,
+    LINES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one image and group: its partial statistics, `size` channels of each part, are neighbours in memory. An image
+    of height x width pixels is divided into parts of LINES x COLUMNS."""
     group = tl.program_id(0).to(tl.int64)
-    chunks = tl.cdiv(pixels, COLUMNS)
-    parts = size * chunks
+    parts = size * tl.cdiv(height, LINES) * tl.cdiv(width, COLUMNS)
     means += group * parts
     squares += group * parts
-    elements = 1.0 * size * pixels
+    elements = 1.0 * size * height * width
     # Differences from any of the means keep the digits that a large mean would take.
     origin = tl.load(means)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
-        count = tl.minimum(COLUMNS, pixels - part % chunks * COLUMNS)
+        count = values_of(part, height, width, LINES, COLUMNS)
         sums += tl.where(part < parts, count * (load(means + part, part < parts) - origin), 0.0)
     from_origin = tl.sum(sums, 0) / elements
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
-        count = tl.minimum(COLUMNS, pixels - part % chunks * COLUMNS)
+        count = values_of(part, height, width, LINES, COLUMNS)
         centred = load(means + part, part < parts) - origin - from_origin
         sums += tl.where(part < parts, load(squares + part, part < parts) + count * centred * centred, 0.0)
     tl.store(mean + group, origin + from_origin)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 # Files here with `replaces`, whether the kernel takes a module, and `fuse`, the layer in its place.
-# Squeeze comes first: it takes a normalisation that group_norm would take alone; residual takes one that it has taken.
-KERNELS = ("squeeze", "group_norm", "residual", "group_conv")
+# Squeeze comes first: it takes a normalisation that group_norm would take alone; block takes those that were taken.
+KERNELS = ("squeeze", "group_norm", "block", "group_conv")
 
 
 def available() -> bool:

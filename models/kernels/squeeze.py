@@ -8,6 +8,7 @@ program takes a group; backward is four. The kernels are in `squeeze_kernels.py`
 from __future__ import annotations
 
 import copy
+from typing import Optional, Sequence
 
 import torch
 import triton
@@ -17,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from models.kernels import squeeze_kernels as kernels
-from models.kernels.group_norm import DTYPES, FusedGroupNormAct, Tiles, in_place_layout, statistics
+from models.kernels.group_norm import DTYPES, FusedGroupNormAct, Tiles, in_place_layout, merge_statistics, statistics
 from models.kernels.operators import operator
 from models.normalization import GroupNormAct
 
@@ -44,7 +45,7 @@ def fuse(block: nn.Module) -> nn.Module:
     block.se = copy.copy(block.se)
     block.se.__class__ = _Squeezed
     norm = copy.copy(getattr(block, name))
-    norm.__class__ = _SqueezingGroupNormAct
+    norm.__class__ = SqueezingGroupNormAct
     norm.__dict__["squeeze"] = block.se  # no module of the norm's: its parameters keep one name
     setattr(block, name, norm)
     return block
@@ -57,15 +58,22 @@ class _Squeezed(SqueezeExcite):
         return x
 
 
-class _SqueezingGroupNormAct(FusedGroupNormAct):
+class SqueezingGroupNormAct(FusedGroupNormAct):
+    """GroupNormAct, and the squeeze and excitation behind it."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of_parts(x, None, (1, 1))
+
+    def of_parts(self, x: torch.Tensor, partial: Optional[torch.Tensor], part: Sequence[int]) -> torch.Tensor:
+        """The layer's output; partial: statistics of parts of x's planes, as `group_norm.merge_statistics` takes them,
+        of so many lines and columns each; or None."""
         assert x.shape[1] == self.num_channels, f"{x.shape[1]} channels, not {self.num_channels}"
         reduce, expand = self.squeeze.conv_reduce, self.squeeze.conv_expand
         layers = (reduce.weight, reduce.bias, expand.weight, expand.bias)
-        return _SqueezedNorm.apply(x, self.weight, self.bias, *layers, self.num_groups, self.eps)
+        return _SqueezedNorm.apply(x, self.weight, self.bias, *layers, partial, *part, self.num_groups, self.eps)
 
 
-def _like_output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups, eps):
+def _like_output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, partial, lines, columns, groups, eps):
     def small(*shape):
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
@@ -76,10 +84,10 @@ def _like_output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, grou
 
 @operator(
     "(Tensor x, Tensor weight, Tensor? bias, Tensor reduce, Tensor reduce_bias, Tensor expand, Tensor expand_bias, "
-    "int groups, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? partial, int lines, int columns, int groups, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _like_output,
 )
-def _output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups: int, eps: float):
+def _output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, partial, lines, columns, groups, eps):
     """The layer's output; moments of groups, [2, N, groups]; means of activations over pixels, [N, C], what `reduce`
     makes of them, [N, rank], and the gates, [N, C]: sigmoid(expand(silu(reduce(pooled))))."""
     x = in_place_layout(x)
@@ -89,7 +97,10 @@ def _output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups: i
         moments = parts.of_groups()
         parts.run(kernels.sum_activations_of_groups, x, weight, bias, *moments, sums, eps)
     else:
-        moments = statistics(x, parts, eps)
+        if partial is None:
+            moments = statistics(x, parts, eps)
+        else:
+            moments = merge_statistics(partial, parts, eps, x.shape[2:], (lines, columns))
         parts.run(kernels.sum_activations, x, weight, bias, *moments, sums)
     pooled, gates = (torch.empty_like(sums[0, :, :, 0]) for _ in range(2))
     squeezed = torch.empty((parts.images, len(reduce)), dtype=torch.float32, device=x.device)
@@ -142,9 +153,10 @@ def _gradients(dy, x, weight, bias, reduce, expand, moments, pooled, squeezed, g
 
 class _SqueezedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups: int, eps: float):
+    def forward(ctx, x, weight, bias, reduce, reduce_bias, expand, expand_bias, partial, lines, columns, groups, eps):
         assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
-        y, *kept = _output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, groups, eps)
+        layers = (reduce, reduce_bias, expand, expand_bias)
+        y, *kept = _output(x, weight, bias, *layers, partial, lines, columns, groups, eps)
         ctx.save_for_backward(x, weight, bias, reduce, expand, *kept)
         ctx.groups = groups
         return y
@@ -153,7 +165,7 @@ class _SqueezedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         dx, dweight, dbias, *others = _gradients(dy, *ctx.saved_tensors, ctx.groups)
-        return dx, dweight, None if ctx.saved_tensors[2] is None else dbias, *others, None, None
+        return dx, dweight, None if ctx.saved_tensors[2] is None else dbias, *others, None, None, None, None, None
 
 
 def _rank(reduce: torch.Tensor) -> int:

@@ -215,7 +215,7 @@ def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, f
     [
         ("auto", "auto", ()),
         ("channels_last", "group_norm", ("group_norm",)),
-        ("contiguous", "triton", ("squeeze", "group_norm", "residual", "group_conv")),
+        ("contiguous", "triton", ("squeeze", "group_norm", "block", "group_conv")),
     ],
 )
 def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypatch, memory_format, kernels, layers):

@@ -10,7 +10,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from models.kernels import group_conv
+from models.kernels import group_conv, group_norm
 from models.kernels.group_conv import FusedGroupConv2d, replaces
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,6 +173,29 @@ def test_all_parts_of_the_weights_gradient_are_added(parts, kernel, form):
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-6, atol=1e-6 * parts**0.5)
 
 
+@pytest.mark.parametrize(
+    ("stride", "form", "dtype"),
+    [(1, "channels_last", torch.float16), (2, "contiguous", torch.float32), (1, "contiguous", torch.float16)],
+)
+def test_statistics_are_those_of_the_output_as_it_is_stored(stride, form, dtype):
+    """Merged, they are mean and variance of each image's groups; parts at the edges have fewer pixels. A mean of 30
+    standard deviations takes no digits. Sums of 800 float32 terms: 64 eps."""
+    conv = FusedGroupConv2d.of(convolution(3, stride, channels=64, dtype=dtype))
+    x = images((2, 64, 9, 35), form, dtype)
+    with torch.no_grad():
+        conv.weight.add_(0.5 if dtype == torch.float32 else 0)
+        x += 30 if dtype == torch.float32 else 0
+        y, partial = conv.with_statistics(x)
+        assert torch.equal(y, conv(x))
+        mean, scale = group_norm.merge_statistics(
+            partial, group_norm.Tiles(y, 4, by_group=False), 1e-3, y.shape[2:], conv.parts(x)
+        )
+    values = y.double().reshape(2, 4, -1)
+    tolerance = 64 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(mean.double(), values.mean(2), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(scale.double(), (values.var(2, correction=0) + 1e-3).rsqrt(), rtol=tolerance, atol=0)
+
+
 def test_narrow_and_wide_tiles_waste_few_columns():
     """Of the widths of EfficientNet-B4 at 380 pixels."""
     x = images((1, 32, 4, 4), "channels_last", torch.float16)
@@ -186,7 +209,7 @@ def test_other_layouts_become_contiguous():
 
 @pytest.mark.parametrize("wanted", ["input", "weight"])
 def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
-    """Images want none: the kernel for it does not run; a frozen weight keeps no input."""
+    """Images want none: the kernel for it does not run; as with frozen weights."""
     conv, x = convolution(), images((1, 32, 4, 4))
     expected = dict(zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x, torch.ones(1, 32, 4, 4))[1:]))
     conv.weight.requires_grad_(wanted == "weight")

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 pytest.importorskip("triton")
 
 from engines.stage import Stage
-from models.kernels import group_norm, operators, squeeze
+from models.kernels import group_conv, group_norm, operators, squeeze
 from models.kernels.patching import patch
 from tests.engines.test_stage import FEW, assert_same, model_of
 from tests.models.kernels.test_group_norm import FORMATS, drawn, layer
@@ -45,10 +45,21 @@ def test_squeeze_and_excitation_says_what_it_returns(layout):
     reduce, expand = block.se.conv_reduce, block.se.conv_expand
     parameters = [block.bn2.weight, block.bn2.bias, reduce.weight, reduce.bias, expand.weight, expand.bias]
     weight, bias, *layers = (parameter.detach() for parameter in parameters)
-    arguments = (x, weight, bias, *layers, block.bn2.num_groups, 1e-3)
+    arguments = (x, weight, bias, *layers, None, 1, 1, block.bn2.num_groups, 1e-3)
     _, *kept = squeeze._output(*arguments)
     check("squeeze_output", *arguments)
     check("squeeze_gradients", x, x, weight, bias, layers[0], layers[2], *kept, block.bn2.num_groups)
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@pytest.mark.parametrize("statistics", [True, False])
+def test_the_convolution_says_what_it_returns(layout, statistics):
+    x = drawn((2, 32, 5, 6), torch.float16, layout)
+    weight = drawn((32, 16, 3, 3), torch.float16, layout)
+    y, packed, _ = group_conv._output(x, weight, 2, True, statistics)
+    check("group_conv_output", x, weight, 2, True, statistics)
+    for wanted in ((True, True), (True, False), (False, True)):
+        check("group_conv_gradients", y, x, weight, packed, 2, True, *wanted)
 
 
 def test_blocks_with_kernels_are_one_program_each():
@@ -58,7 +69,7 @@ def test_blocks_with_kernels_are_one_program_each():
         torch._dynamo.reset()
         counters.clear()
         model = model_of()
-        assert patch(model, ["squeeze", "group_norm", "residual"])
+        assert patch(model)
         stage = Stage(model.part(FEW).to(DEVICE), model.draws, ())
         if compiled:
             stage.compile(backend="aot_eager")

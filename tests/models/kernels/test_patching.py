@@ -30,7 +30,7 @@ def test_layers_are_replaced_by_name_of_kernel_and_their_names_returned():
     assert patch(model, ["group_conv"]) == kinds(model, "FusedGroupConv2d")
     # One has 8 channels, in a single group of 8.
     assert set(kinds(model, "FusedGroupConv2d")) == set(grouped) - {"blocks.0.0.conv_dw"} != set()
-    assert patch(model, ["residual"]) == [name for name in model.names if getattr(model.block(name), "has_skip", False)]
+    assert patch(model, ["block"]) == [name for name in model.names if name.startswith("blocks.")]
     assert patch(model) == patch(model_of(norm="batch", group_size=1, padding="same")) == []
     after = dict(model.named_parameters())
     assert list(before) == list(after) and all(after[name] is parameter for name, parameter in before.items())

@@ -1,8 +1,10 @@
-"""A block's residual addition: forward in the kernels of its last normalisation, together with stochastic depth, and
-backward in the matrix product of its expansion.
+"""What the kernels of a block's layers do for each other.
 
-Of tensors like the block's output, forward moves two less, or four less where images are dropped, and backward as many
-less where images are dropped, and one less in blocks with an expansion.
+- The residual is added in the kernels of the last normalisation, together with stochastic depth, and its gradient in
+  the matrix product of the expansion. Of tensors like the block's output, forward moves two less, or four less where
+  images are dropped; backward two less where images are dropped, and one less with an expansion.
+- The group convolution takes the statistics of large groups for the normalisation behind it, which reads its input once
+  less.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.kernels.group_norm import FusedGroupNormAct
+from models.kernels.group_conv import FusedGroupConv2d
+from models.kernels.group_norm import FusedGroupNormAct, is_small
+from models.kernels.squeeze import SqueezingGroupNormAct
 from models.stochastic import DropPath
 
 _NORMS = {DepthwiseSeparableConv: "bn2", InvertedResidual: "bn3"}  # block -> its last layer before the addition
 
 
 def replaces(module: nn.Module) -> bool:
-    """Whether `fuse` takes the module: timm's block with a residual branch that ends in a FusedGroupNormAct."""
-    if type(module) not in _NORMS or not module.has_skip:
+    """Whether `fuse` takes the module: timm's block that ends in a FusedGroupNormAct, before a residual if any."""
+    if type(module) not in _NORMS:
         return False
     plain = module.conv_s2d is None and type(module.drop_path) in (nn.Identity, DropPath)
     return plain and type(getattr(module, _NORMS[type(module)])) is FusedGroupNormAct
@@ -40,18 +44,18 @@ def fuse(block: nn.Module) -> nn.Module:
 
 class _Separable(DepthwiseSeparableConv):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.conv_pw(self.se(self.aa(self.bn1(self.conv_dw(x)))))
-        return self.bn2.added(inner, _kept(self, x), x)
+        inner = self.conv_pw(self.se(self.aa(_normalised(self.conv_dw, self.bn1, x))))
+        return self.bn2.added(inner, _kept(self, x), x) if self.has_skip else self.bn2(inner)
 
 
 class _Inverted(InvertedResidual):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         expansion = self.conv_pw
-        expands = expansion.kernel_size == expansion.stride == (1, 1) and expansion.bias is None
+        expands = expansion.kernel_size == expansion.stride == (1, 1) and expansion.bias is None and self.has_skip
         inner, shortcut = _Expansion.apply(x, expansion.weight) if expands else (expansion(x), x)
-        inner = self.conv_dw(self.bn1(inner))
-        inner = self.conv_pwl(self.se(self.aa(self.bn2(inner))))
-        return self.bn3.added(inner, _kept(self, x), shortcut, copied=expands)
+        inner = _normalised(self.conv_dw, self.bn2, self.bn1(inner))
+        inner = self.conv_pwl(self.se(self.aa(inner)))
+        return self.bn3.added(inner, _kept(self, x), shortcut, copied=expands) if self.has_skip else self.bn3(inner)
 
 
 class _Expansion(torch.autograd.Function):
@@ -77,6 +81,17 @@ class _Expansion(torch.autograd.Function):
             pixels = dy.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).flatten(0, 2)
             dx.permute(0, 2, 3, 1).flatten(0, 2).addmm_(pixels, matrix)
         return dx, dweight
+
+
+def _normalised(conv: nn.Module, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """norm(conv(x))."""
+    if not (isinstance(conv, FusedGroupConv2d) and isinstance(norm, SqueezingGroupNormAct)):
+        return norm(conv(x))
+    lines, columns = (-(-side // conv.stride[0]) for side in x.shape[2:])
+    if is_small(norm.num_channels // norm.num_groups * lines * columns):
+        return norm(conv(x))
+    y, partial = conv.with_statistics(x)
+    return norm.of_parts(y, partial, conv.parts(x))
 
 
 def _kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A block with its residual addition in the last normalisation, against timm's; without a GPU, in the interpreter."""
+"""Blocks whose layers' kernels work for each other, against timm's; without a GPU, in the interpreter."""
 
 import copy
 
@@ -10,7 +10,8 @@ from recipe.config import Model
 
 pytest.importorskip("triton")
 
-from models.kernels.patching import patch
+from models.kernels import group_norm, squeeze
+from models.kernels.patching import KERNELS, patch
 from tests.models.kernels.test_group_norm import FLOAT32, FORMATS, assert_close, drawn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,12 +35,12 @@ def results(block, x, dy):
     return [y.detach(), *torch.autograd.grad(y, [x, *block.parameters()], dy)]
 
 
-def pair(name, drop_path=0.0):
-    """Plain, and with Triton's kernels for its last normalisation only, which torch computes the rest for."""
+def pair(name, drop_path=0.0, kernels=("group_norm", "block")):
+    """Plain, and with Triton's kernels, by default for its normalisations only, as torch computes the rest faster."""
     found = []
-    for kernels in ((), ("group_norm", "residual")):
+    for chosen in ((), kernels):
         model = model_of(drop_path=drop_path)
-        patch(model, kernels)
+        patch(model, chosen)
         block = model.block(name).to(DEVICE)
         if drop_path:
             block.drop_path.rate = drop_path  # by depth it would be less
@@ -66,6 +67,24 @@ def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout)
         assert 0 < (kept == 0).sum() < len(kept)
         dropped = (kept == 0).nonzero()[0]
         assert torch.equal(actual[0][dropped], x[dropped]) and torch.equal(actual[1][dropped], dy[dropped])
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small groups", "large groups"])
+@pytest.mark.parametrize("name", ["blocks.1.0", pytest.param("blocks.1.1", marks=pytest.mark.slow)])
+def test_all_kernels_together_are_timms_block(name, small, monkeypatch):
+    """Without a residual, and with one. Statistics of large groups come from the convolution."""
+    merged, merge = [], squeeze.merge_statistics
+    monkeypatch.setattr(group_norm, "_GROUP", 2**17 if small else 0)
+    monkeypatch.setattr(squeeze, "merge_statistics", lambda *given: merged.append(1) or merge(*given))
+    plain, fused = pair(name, kernels=KERNELS)
+    x = drawn((2, fused.conv_pw.in_channels, 6, 5), layout=torch.channels_last)
+    y = fused(x)
+    dy = drawn(y.shape, layout=torch.channels_last, seed=2)
+    exact = copy.deepcopy(plain).double().cpu()
+    expected = results(exact, x.double().cpu().contiguous(), dy.double().cpu().contiguous())
+    merged.clear()
+    assert_close(results(fused, x, dy), expected, 128 * FLOAT32)
+    assert len(merged) == (not small)
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
@@ -99,8 +118,8 @@ def test_a_mask_that_is_set_is_taken():
 def test_blocks_keep_their_names_and_others_are_not_replaced():
     model = model_of()
     before, blocks = list(model.state_dict()), [name for name in model.names if name.startswith("blocks.")]
-    assert patch(model, ["residual"]) == []  # without the normalisation's kernels
-    replaced = patch(model, ["group_norm", "residual"])
-    assert [name for name in blocks if name in replaced] == [name for name in blocks if model.block(name).has_skip]
-    assert list(model.state_dict()) == before and patch(model, ["residual"]) == []
-    assert patch(model_of(norm="batch"), ["group_norm", "residual"]) == []
+    assert patch(model, ["block"]) == []  # without the normalisation's kernels
+    replaced = patch(model, ["group_norm", "block"])
+    assert [name for name in replaced if name in model.names] == blocks
+    assert list(model.state_dict()) == before and patch(model, ["block"]) == []
+    assert patch(model_of(norm="batch"), ["group_norm", "block"]) == []
