@@ -145,6 +145,8 @@ class _Launches:
         lines, columns = max(1, self.lines // self.stride), self._columns(size[1])
         if self.stride == 2 and self.kernel == 5 and self.format is torch.contiguous_format:
             lines = 1  # with two, registers are spilled
+        if self.stride == 2 and self.kernel == 3 and self.format is torch.channels_last and lines > 1:
+            columns = max(_COLUMNS)  # with 16, registers are spilled
         if self.stride == 1:
             self._run(kernels.output, (dy, packed, dx), size, lines, columns, REVERSED=True)
         else:
