@@ -35,9 +35,6 @@ _SUMMED_COLUMNS = 16  # that are added to the weights' gradient at a time
 # depend on shapes alone.
 _WARPS = 1536
 _LEAST_TILES = 4  # of a program, of all its lines: with fewer, partial sums would be more bytes than the pixels
-# Registers of a thread, at most. Left alone, the assembler takes fewer so that more warps fit, and then spills. 168 are
-# three programs of four warps on a multiprocessor; a contiguous tensor's tiles take up to 255, the most there are.
-_REGISTERS = {torch.channels_last: 168, torch.contiguous_format: 255}
 # Parts by elements that a program adds at a time. Layers with many parts have few weights, and want many programs.
 _ADDED = ((16, 256), (64, 64))
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -167,7 +164,6 @@ class _Launches:
         if pads_same:  # TensorFlow's total is the least; its odd one goes to the end
             sides = zip(self.size, self.out_size)
             self.padding = [max((out - 1) * stride + self.kernel - side, 0) // 2 for side, out in sides]
-        self.registers = _REGISTERS[self.format] if x.dtype != torch.float32 and self.group == 16 else None
         # Without tensor cores a product takes 16 times the instructions, and groups of 32 take twice the registers.
         self.lines = 1 if x.dtype == torch.float32 else 64 // self.group
         assert self.channels * math.prod(self.size) < 2**31, "elements of an image are counted in 32 bits"
@@ -180,7 +176,8 @@ class _Launches:
     @property
     def part(self) -> Tuple[int, int]:
         """Lines and columns of the output that a program computes."""
-        return self.lines, self._columns(self.out_size[1])
+        spills = self.stride == 2 and self.kernel == 3 and self.format is torch.channels_last  # with four lines
+        return min(self.lines, 3) if spills else self.lines, self._columns(self.out_size[1])
 
     def partial(self, like: torch.Tensor, wanted: bool) -> torch.Tensor:
         """Memory for statistics of parts of the output: [2, N, C, chunks], float32; empty unless wanted."""
@@ -200,6 +197,10 @@ class _Launches:
         ends = [side - 1 + padding for side, padding in zip(self.size, self.padding)]
         size = [end // self.stride - padding // self.stride + 1 for end, padding in zip(ends, self.padding)]
         lines, columns = max(1, self.lines // self.stride), self._columns(size[1])
+        if self.stride == 2 and self.kernel == 5 and self.format is torch.contiguous_format:
+            lines = 1  # with two, registers are spilled
+        if self.stride == 2 and self.kernel == 3 and self.format is torch.channels_last and lines > 1:
+            columns = max(_COLUMNS)  # with 16, registers are spilled
         if self.stride == 1:
             self._run(kernels.output, (dy, packed, dx, None, None), size, lines, columns, REVERSED=True)
         else:
@@ -210,7 +211,7 @@ class _Launches:
         """A program adds up one column of the kernel, or all three if there are registers for their sums; of two images
         where it has several warps, half of which take a group of each."""
         columns = 3 if self.kernel == 3 and self.lines == 4 else 1
-        lines = min(self.lines, 2 if columns == 3 else 4, 4 if self.format is torch.channels_last else 2)
+        lines = min(self.lines, 3 if self.format is torch.channels_last else 2)  # with more, registers are spilled
         images = 2 if self.pack > 1 and self.images > 1 else 1
         chunks, blocks = self.kernel // columns, triton.cdiv(self.images, images) * triton.cdiv(self.out_size[0], lines)
         tiles = blocks * triton.cdiv(self.out_size[1], _SUMMED_COLUMNS)
@@ -255,8 +256,5 @@ class _Launches:
         tile = {"LINES": lines, "PIXELS": pixels, "GROUPS": pack, "GROUP": self.group}
         shape = {"KERNEL": self.kernel, "STRIDE": self.stride, "CHANNELS_LAST": self.format is torch.channels_last}
         sizes = (blocks, tiles, self.channels, *self.size, *self.out_size, *self.padding)
-        # For the convolution with stride 1 the assembler's own choice spills nothing, and more warps fit.
-        registers = None if kernel is kernels.output and self.stride == 1 else self.registers
         # One stage: Triton's pipelining of loads goes past the cache that neighbouring pixels are to be found in.
-        options = {"num_warps": self.pack, "num_stages": 1, "maxnreg": registers}
-        kernel[grid](*operands, *sizes, **tile, **shape, **rest, **options)
+        kernel[grid](*operands, *sizes, **tile, **shape, **rest, num_warps=self.pack, num_stages=1)

@@ -36,15 +36,17 @@ def output(
     extents = _extents(first_row, height, width, (LINES - 1) * STRIDE + KERNEL)
     sums = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * LINES
     step: tl.constexpr = -GROUP * GROUP if REVERSED else GROUP * GROUP
-    # The product wants [in, out]. Of the ways to it this takes the fewest instructions in either layout.
-    matrix = _matrix(weight, group, KERNEL, GROUP, CHANNELS_LAST and not REVERSED)
+    # The product wants [in, out]. Loading that takes fewer instructions than transposing what was loaded if x is
+    # channels-last, and more if it is not; with stride 2 it would spill registers.
+    loaded: tl.constexpr = CHANNELS_LAST and STRIDE == 1
+    matrix = _matrix(weight, group, KERNEL, GROUP, loaded and not REVERSED)
     if REVERSED:
         matrix += (KERNEL * KERNEL - 1) * GROUP * GROUP
     for kx in range(KERNEL):
         weights = ()
         for ky in tl.static_range(KERNEL):
             each = tl.load(matrix + step * (ky * KERNEL))
-            weights += (each if CHANNELS_LAST or REVERSED else tl.trans(each, 0, 2, 1),)
+            weights += (each if loaded or REVERSED else tl.trans(each, 0, 2, 1),)
         lines = _load(at, first_column + kx, row_step, extents)
         totals = ()
         for line in tl.static_range(LINES):

@@ -361,7 +361,7 @@ def gradients_of_groups(
             )
             centred = load(x + start + inside, mask) - own_mean
             z, _ = affine(centred, own_scale, weight, bias, channel, known)
-            gradient = gradient_of(dy, dresidual, z, kept, image, start + inside, mask, SILU)
+            gradient = gradient_of(dy, None, z, kept, image, start + inside, mask, SILU)
             shifts += gradient
             scales += gradient * centred
         channel = first_channel + tl.arange(0, ROWS)
@@ -384,7 +384,7 @@ def gradients_of_groups(
                 )
                 centred = load(x + start + inside, mask) - own_mean
                 z, own_weight = affine(centred, own_scale, weight, bias, channel, known)
-                gradient = gradient_of(dy, None, z, kept, image, start + inside, mask, SILU)
+                gradient = gradient_of(dy, dresidual, z, kept, image, start + inside, mask, SILU)
                 gradient = less_group_means(
                     gradient, centred, group_shift, group_along, own_scale, own_weight, elements
                 )
