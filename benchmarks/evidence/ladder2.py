@@ -4,13 +4,14 @@ import itertools
 import math
 import statistics
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from benchmarks import claims
 from benchmarks.evidence import page
 from benchmarks.evidence.experiment import Experiment, Search, Series, changed, search_table
 from benchmarks.evidence.runs import Run, curve, events_of, outcome
-from recipe.batch import lengths, steps_per_epoch
+from optim import schedule
+from recipe.batch import lengths, peak_learning_rate, steps_per_epoch
 from recipe.course import Course
 from tools.planning import batches
 
@@ -162,8 +163,8 @@ class Ladder2(Experiment):
 
 {search_table({at: Trials(*at) for at in itertools.product(RULES, TUNED)})}
 
-Updates of {NESTEROV} to the target, and those that the noise scale of one run at {SMALLEST} predicts (`tools.batch`), \
-which takes rates to be constant:
+Updates of {NESTEROV} to the target, and those that the noise scale of one run at {SMALLEST} predicts (as \
+`tools.batch`, but an update at a share s of the peak rate, as in the warm-up, does 2 s - s² of one at the peak):
 
 {claims.markdown(("batch", "trained", "predicted"), predicted)}"""
 
@@ -171,8 +172,15 @@ which takes rates to be constant:
         """Batches, and the updates to the target as trained and as predicted from one run at the smallest."""
         run = self.metered(self.peak(NESTEROV, SMALLEST))
         until = until_target(events_of(run)["train"], to_target(run), SMALLEST)
+        recipe = run.recipe()
+        rate, length = schedule.create(recipe, lengths(recipe, IMAGES)), lengths(recipe, IMAGES).total
+        peak = peak_learning_rate(recipe)
+
+        def share(step: float) -> float:
+            return rate(step) / peak if step < length else 0.0
+
         own = [row for row in rows if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)]
-        return [(row["batch"], row["to_target"], batches.updates(until, row["batch"])) for row in own]
+        return [(row["batch"], row["to_target"], predicted(until, share, row["batch"])) for row in own]
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         panels = {
@@ -246,6 +254,32 @@ def until_target(train: Sequence[dict], left: float, batch: int) -> List[batches
         kept.append(each._replace(updates=max(0.0, min(left, each.updates))))
         left -= each.updates
     return kept
+
+
+def predicted(until: Sequence[batches.Interval], share: Callable[[float], float], batch: int) -> float:
+    """Updates with another batch to where `until` came with the smallest; infinite if the schedule ends before.
+
+    The noise scale tells how much more an update does at the best rate. At a share s of that rate it does 2 s - s^2 as
+    much (McCandless et al., 1812.06162, equation 2.5: the loss falls by a parabola in the rate). The peak is taken for
+    the best rate; what share of it a rate is depends on the images seen, with any batch.
+    Args: share: by the step of the smallest batch.
+    """
+    left, before = 0.0, 0.0
+    for each in until:
+        left += _done(share(before + each.updates / 2)) * batches.updates([each], batch)
+        before += each.updates
+    made = 0.0
+    while left > 0:
+        now = _done(share((made + 0.5) * batch / SMALLEST))
+        if now <= 0:
+            return math.inf
+        made += min(1.0, left / now)
+        left -= now
+    return made
+
+
+def _done(share: float) -> float:
+    return share * (2 - share)
 
 
 def _whole(optimizer: str, peak: float) -> Tuple[str, ...]:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.evidence import ladder2
 from benchmarks.evidence.ladder2 import EPOCHS_EQUAL, GROWING, LARS, LOCAL, NESTEROV, RULES, SMALLEST, Ladder2, Trials
 from benchmarks.evidence.runs import Outcome
+from tools.planning import batches
 
 
 def rate_of(run):
@@ -93,3 +94,17 @@ def test_noise_scales_are_taken_up_to_the_target():
     log = [{"step": step, "epoch": 1.0, "noise_scale": {"images": step, "error": 1.0}} for step in (100, 200, 300, 400)]
     found = [(each.noise, each.updates) for each in ladder2.until_target(log, 250.0, 96)]
     assert found == [(100, 100), (200, 100), (300, 50), (400, 0)]
+
+
+def test_updates_of_the_warm_up_do_less_than_those_at_the_peak():
+    """240 updates at the smallest batch, all in a warm-up of 240, do as much as 160 at the peak. With a noise scale of
+    as many images as the batch, four times the batch needs 5/8 of them: 100. Its own warm-up of 60 does 40; so 120."""
+    until = [batches.Interval(0.1, 10.0, SMALLEST, SMALLEST, 0.0)] * 24
+
+    def warm(step):
+        return min(1.0, step / 240)
+
+    assert ladder2.predicted(until, warm, SMALLEST) == pytest.approx(240, rel=2e-3)
+    assert ladder2.predicted(until, warm, 4 * SMALLEST) == pytest.approx(120, rel=2e-3)
+    assert ladder2.predicted(until, lambda step: 1.0, 4 * SMALLEST) == pytest.approx(150)
+    assert ladder2.predicted(until, lambda step: float(step < 100), 4 * SMALLEST) == math.inf
