@@ -260,7 +260,7 @@ def predicted(until: Sequence[batches.Interval], share: Callable[[float], float]
     """Updates with another batch to where `until` came with the smallest; infinite if the schedule ends before.
 
     The noise scale tells how much more an update does at the best rate. At a share s of that rate it does 2 s - s^2 as
-    much (McCandless et al., 1812.06162, equation 2.5: the loss falls by a parabola in the rate). The peak is taken for
+    much (McCandless et al., 1812.06162, section 2.2: the loss falls by a parabola in the rate). The peak is taken for
     the best rate; what share of it a rate is depends on the images seen, with any batch.
     Args: share: by the step of the smallest batch.
     """
