@@ -34,8 +34,10 @@ class Preprocess(nn.Module):
         return self
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # Loaders leave channels last in memory, as decoders do: where planes are wanted, the same pass makes them. With
-        # `out` a GPU casts in that pass, too: 3 bytes a pixel are moved, where tensors in float32 would move 19.
-        shape, kind = images.shape, {"dtype": self.dtype, "device": images.device}
-        out = torch.empty(shape, memory_format=self.memory_format, **kind)
+        # Loaders leave channels last in memory, as decoders do: where planes are wanted, the same pass makes them.
+        if images.device.type == "cpu":
+            images = images.to(torch.float32, memory_format=self.memory_format)
+            return torch.addcmul(self.shift, images, self.scale).to(self.dtype)
+        # With `out` a GPU casts in that pass, too: 3 bytes a pixel are moved, where tensors in float32 would move 19.
+        out = torch.empty_like(images, dtype=self.dtype, memory_format=self.memory_format)
         return torch.addcmul(self.shift, images, self.scale, out=out)
