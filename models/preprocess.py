@@ -34,10 +34,13 @@ class Preprocess(nn.Module):
         return self
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.device.type != "cpu":
+            return self.in_one_pass(images)
         # Loaders leave channels last in memory, as decoders do: where planes are wanted, the same pass makes them.
-        if images.device.type == "cpu":
-            images = images.to(torch.float32, memory_format=self.memory_format)
-            return torch.addcmul(self.shift, images, self.scale).to(self.dtype)
-        # With `out` a GPU casts in that pass, too: 3 bytes a pixel are moved, where tensors in float32 would move 19.
+        images = images.to(torch.float32, memory_format=self.memory_format)
+        return torch.addcmul(self.shift, images, self.scale).to(self.dtype)
+
+    def in_one_pass(self, images: torch.Tensor) -> torch.Tensor:
+        """The same: with `out` a GPU casts as it computes, and moves 3 bytes a pixel, not 19. No CPU does."""
         out = torch.empty_like(images, dtype=self.dtype, memory_format=self.memory_format)
         return torch.addcmul(self.shift, images, self.scale, out=out)
