@@ -47,8 +47,7 @@ def sum_activations_of_groups(
     tl.store(mean + group, own_mean)
     tl.store(scale + group, own_scale)
     end = first + size
-    for now in range(first, end, ROWS):
-        first_channel = backwards(now, first, end, ROWS)
+    for first_channel in range(first, end, ROWS):  # backwards, registers would be spilled
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for now_pixel in range(0, pixels, COLUMNS):
             first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)

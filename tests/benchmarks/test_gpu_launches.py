@@ -120,7 +120,10 @@ def test_an_update_is_more_than_its_micro_batches_and_counts_are_of_one_micro_ba
 TINY = ("model.name=efficientnet_b0", "model.width=0.25", "model.depth=0.4", "model.image_size=32", "model.classes=10")
 
 
-@pytest.mark.parametrize("changes", [(), ("parallel.recompute=true", "data.mixup=0", "data.cutmix=null")])
+_PLAIN = ("parallel.recompute=true", "data.mixup=0", "data.cutmix=null")
+
+
+@pytest.mark.parametrize("changes", [(), pytest.param(_PLAIN, marks=pytest.mark.slow)], ids=len)
 def test_a_micro_batch_waits_for_nothing_and_is_accumulated_by_few_kernels(changes):
     """Labels are copied, and shares where images are mixed; once in eight micro batches the keys of their masks. With
     recomputation dropout's masks are not drawn again."""

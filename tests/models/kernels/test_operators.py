@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from engines.stage import Stage
 from models.kernels import group_conv, group_norm, operators, squeeze
-from models.kernels.patching import patch
+from models.kernels.patching import KERNELS, patch
 from tests.engines.test_stage import FEW, assert_same, model_of
 from tests.models.kernels.test_group_norm import FORMATS, drawn, layer
 
@@ -62,14 +62,15 @@ def test_the_convolution_says_what_it_returns(layout, statistics):
         check("group_conv_gradients", y, x, weight, packed, 2, True, *wanted)
 
 
-def test_blocks_with_kernels_are_one_program_each():
+@pytest.mark.parametrize("kernels", [("group_norm",), pytest.param(KERNELS, marks=pytest.mark.slow)], ids=len)
+def test_blocks_with_kernels_are_one_program_each(kernels):
     """Without breaks, with the bits of the blocks uncompiled, and not compiled again by a step."""
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
         counters.clear()
         model = model_of()
-        assert patch(model)
+        assert patch(model, kernels)
         stage = Stage(model.part(FEW).to(DEVICE), model.draws, ())
         if compiled:
             stage.compile(backend="aot_eager")

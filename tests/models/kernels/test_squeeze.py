@@ -102,7 +102,7 @@ def test_half_precision_is_rounded_once(layout, tiles):
 
 def test_gradients_of_any_layout_and_one_image_alone_give_the_same_bits(tiles):
     pair = Pair("blocks.1.0").fused()
-    x, dy = drawn((2, pair.channels, 7, 5)), drawn((2, pair.channels, 1, 1), seed=2).expand(2, pair.channels, 7, 5)
+    x, dy = drawn((2, pair.channels, 3, 2)), drawn((2, pair.channels, 1, 1), seed=2).expand(2, pair.channels, 3, 2)
     first = results(pair, x, dy.contiguous())
     for again in (dy, dy.contiguous(memory_format=torch.channels_last)):
         assert all(torch.equal(one, other) for one, other in zip(first, results(pair, x, again)))
