@@ -46,8 +46,8 @@ def unused(recipe: Recipe) -> Tuple[str, ...]:
     """A line for the user if `run.device=auto` leaves out a GPU that PyTorch has found here."""
     if recipe.run.device != "auto" or torch.cuda.is_available():
         return ()
-    others = {"Apple's GPU (MPS)": torch.backends.mps, "Intel's GPU (XPU)": torch.xpu}
-    found = [name for name, backend in others.items() if backend.is_available()]
+    others = {"Apple's GPU (MPS)": torch.backends.mps, "Intel's GPU (XPU)": getattr(torch, "xpu", None)}  # from 2.3 on
+    found = [name for name, backend in others.items() if backend is not None and backend.is_available()]
     return tuple(f"run.device auto: the CPU computes, {name} does not; {_SUPPORTED}" for name in found)
 
 

@@ -211,8 +211,9 @@ def test_pixels_are_normalised_right_in_the_layout_asked_for(dtype):
             assert output.is_contiguous(memory_format=wanted or torch.contiguous_format)
             rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
             assert ((output.double() - expected).abs() <= 1e-6 + rounding * expected.abs()).all()
-            as_a_gpu_does = block.in_one_pass(images)
-            assert torch.equal(as_a_gpu_does, output) and as_a_gpu_does.stride() == output.stride()
+            if torch.__version__ >= "2.1":  # before, CPUs do not cast so, which is for GPUs
+                as_a_gpu_does = block.in_one_pass(images)
+                assert torch.equal(as_a_gpu_does, output) and as_a_gpu_does.stride() == output.stride()
             assert torch.equal(images, before)
     assert torch.equal(block(ALL_VALUES.float()), block(ALL_VALUES))
 
