@@ -81,7 +81,7 @@ class Network:
 
     def within(self, host: int) -> Tuple[str, ...]:
         """What runs a command on a host."""
-        return ("ip", "netns", "exec", self._names[host])
+        return (shutil.which("ip") or "ip", "netns", "exec", self._names[host])
 
     def address(self, host: int) -> str:
         return _ADDRESS.format(host + 1)
