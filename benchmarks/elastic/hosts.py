@@ -20,6 +20,12 @@ _AWAY = {"launcher": 1.0, "cable for 20 s": 20.0, "host replaced": 8.0}  # secon
 _SECRET = "of this benchmark"
 
 
+def members(said: str, replicas: int) -> List[int]:
+    """The replicas of a run's generation, by what it has printed until now."""
+    lines = re.findall(r"with replicas ([\d, ]+)$", said, re.M)
+    return list(map(int, lines[-1].split(", "))) if lines else list(range(replicas))
+
+
 class Hosts:
     """A run over the hosts of a network: what `strikes` asks of a session, for the launchers of all hosts."""
 
@@ -52,8 +58,7 @@ class Hosts:
     def strike(self, kind: str, draws: random.Random) -> Tuple[int, ...]:
         """Strike a host other than the first, or its rank, where all replicas are in the run and their hosts in reach;
         the rank, or none if they are not. The host comes back by itself."""
-        lines = re.findall(r"with replicas ([\d, ]+)$", self.said(), re.M)
-        whole = not lines or len(lines[-1].split(", ")) == self._network.hosts
+        whole = len(members(self.said(), self._network.hosts)) == self._network.hosts
         processes = self.ranks()
         if not whole or len(processes) < self._network.hosts or any(timer.is_alive() for timer in self._returning):
             return ()

@@ -158,8 +158,7 @@ def _struck(planned: Planned, site: Site, session: Union[Session, hosts.Hosts], 
 def _strike(kind: str, topology: Topology, session: Session, draws: random.Random) -> Tuple[str, Tuple[int, ...]]:
     """Strike, but leave one replica whole that has the run's state. The kind, and the ranks; none if that is not
     possible now."""
-    lines = re.findall(r"with replicas ([\d, ]+)$", session.said(), re.M)
-    members = list(map(int, lines[-1].split(", "))) if lines else list(range(topology.replicas))
+    members = hosts.members(session.said(), topology.replicas)
     processes = session.ranks()
     running = [r for r in range(topology.replicas) if processes.keys() >= set(_ranks(r, topology))]
     whole, waiting = [r for r in members if r in running], [r for r in running if r not in members]

@@ -173,11 +173,11 @@ Updates of {NESTEROV} to the target, and those that the noise scale of one run a
         run = self.metered(self.peak(NESTEROV, SMALLEST))
         until = until_target(events_of(run)["train"], to_target(run), SMALLEST)
         recipe = run.recipe()
-        rate, length = schedule.create(recipe, lengths(recipe, IMAGES)), lengths(recipe, IMAGES).total
-        peak = peak_learning_rate(recipe)
+        whole = lengths(recipe, IMAGES)
+        rate, peak = schedule.create(recipe, whole), peak_learning_rate(recipe)
 
         def share(step: float) -> float:
-            return rate(step) / peak if step < length else 0.0
+            return rate(step) / peak if step < whole.total else 0.0
 
         own = [row for row in rows if (row["kind"], row["optimizer"]) == (EPOCHS_EQUAL, NESTEROV)]
         return [(row["batch"], row["to_target"], predicted(until, share, row["batch"])) for row in own]

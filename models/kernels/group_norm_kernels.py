@@ -278,10 +278,10 @@ def input_gradient(
 
 @triton.jit
 def group_statistics(
-    x, image, first, size, channels, pixels, eps,
+    x, mean, scale, group, image, first, size, channels, pixels, eps,
     CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Mean, and one over the standard deviation, of an image's channels from `first` on.
+    """Mean, and one over the standard deviation, of an image's channels from `first` on, which are stored, too.
 
     From sums of differences from the first tile's mean, and of their squares: what a large mean would take is gone.
     """
@@ -301,7 +301,25 @@ def group_statistics(
     elements = 1.0 * size * pixels
     shift = tl.sum(tl.sum(sums, 1), 0) / elements
     variance = tl.maximum(tl.sum(tl.sum(squares, 1), 0) / elements - shift * shift, 0.0)
-    return origin + shift, tl.rsqrt(variance + eps)
+    own_mean, own_scale = origin + shift, tl.rsqrt(variance + eps)
+    tl.store(mean + group, own_mean)
+    tl.store(scale + group, own_scale)
+    return own_mean, own_scale
+
+
+@triton.jit
+def normalised_at(
+    x, weight, bias, own_mean, own_scale, image, first_channel, end, first_pixel, channels, pixels,
+    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As `normalised`, of a tile of one group, whose mean and scale are numbers: start, offsets and mask; x less the
+    mean, and what SiLU is given, both [ROWS, COLUMNS]; and the channels' weights, [ROWS]."""
+    channel, known, start, inside, mask = tile_at(
+        image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+    )
+    centred = load(x + start + inside, mask) - own_mean
+    z, own_weight = affine(centred, own_scale, weight, bias, channel, known)
+    return start, inside, mask, centred, z, own_weight
 
 
 @triton.jit
@@ -328,19 +346,17 @@ def normalise_groups(
     """The layer's output, and the statistics of its groups."""
     image, group, first = group_of(size, channels, ALIGNED, CHANNELS_LAST)
     own_mean, own_scale = group_statistics(
-        x, image, first, size, channels, pixels, eps, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+        x, mean, scale, group, image, first, size, channels, pixels, eps, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
-    tl.store(mean + group, own_mean)
-    tl.store(scale + group, own_scale)
     end = first + size
     for now in range(first, end, ROWS):
         first_channel = backwards(now, first, end, ROWS)
         for now_pixel in range(0, pixels, COLUMNS):
             first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)
-            channel, known, start, inside, mask = tile_at(
-                image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-            )
-            z, _ = affine(load(x + start + inside, mask) - own_mean, own_scale, weight, bias, channel, known)
+            start, inside, mask, _, z, _ = normalised_at(
+                x, weight, bias, own_mean, own_scale, image, first_channel, end, first_pixel, channels, pixels,
+                CHANNELS_LAST, ALIGNED, ROWS, COLUMNS,
+            )  # fmt: skip
             store_output(y, z, kept, residual, image, start, inside, mask, SILU)
 
 
@@ -356,11 +372,10 @@ def gradients_of_groups(
     for first_channel in range(first, end, ROWS):
         shifts, scales = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
         for first_pixel in range(0, pixels, COLUMNS):
-            channel, known, start, inside, mask = tile_at(
-                image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-            )
-            centred = load(x + start + inside, mask) - own_mean
-            z, _ = affine(centred, own_scale, weight, bias, channel, known)
+            start, inside, mask, centred, z, _ = normalised_at(
+                x, weight, bias, own_mean, own_scale, image, first_channel, end, first_pixel, channels, pixels,
+                CHANNELS_LAST, ALIGNED, ROWS, COLUMNS,
+            )  # fmt: skip
             gradient = gradient_of(dy, None, z, kept, image, start + inside, mask, SILU)
             shifts += gradient
             scales += gradient * centred
@@ -379,11 +394,10 @@ def gradients_of_groups(
             first_channel = backwards(now, first, end, ROWS)
             for now_pixel in range(0, pixels, COLUMNS):
                 first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)
-                channel, known, start, inside, mask = tile_at(
-                    image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-                )
-                centred = load(x + start + inside, mask) - own_mean
-                z, own_weight = affine(centred, own_scale, weight, bias, channel, known)
+                start, inside, mask, centred, z, own_weight = normalised_at(
+                    x, weight, bias, own_mean, own_scale, image, first_channel, end, first_pixel, channels, pixels,
+                    CHANNELS_LAST, ALIGNED, ROWS, COLUMNS,
+                )  # fmt: skip
                 gradient = gradient_of(dy, dresidual, z, kept, image, start + inside, mask, SILU)
                 gradient = less_group_means(
                     gradient, centred, group_shift, group_along, own_scale, own_weight, elements

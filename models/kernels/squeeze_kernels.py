@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 
 from models.kernels.group_norm_kernels import (
-    affine,
     backwards,
     group_of,
     group_statistics,
     less_group_means,
     load,
     normalised,
+    normalised_at,
     sigmoid,
     slope,
-    tile_at,
 )
 
 
@@ -42,19 +41,17 @@ def sum_activations_of_groups(
     """Of each channel of the group; and the statistics that they take."""
     image, group, first = group_of(size, channels, ALIGNED, CHANNELS_LAST)
     own_mean, own_scale = group_statistics(
-        x, image, first, size, channels, pixels, eps, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+        x, mean, scale, group, image, first, size, channels, pixels, eps, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
     )
-    tl.store(mean + group, own_mean)
-    tl.store(scale + group, own_scale)
     end = first + size
     for first_channel in range(first, end, ROWS):  # backwards, registers would be spilled
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for now_pixel in range(0, pixels, COLUMNS):
             first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)
-            channel, known, start, inside, mask = tile_at(
-                image, first_channel, end, first_pixel, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-            )
-            z, _ = affine(load(x + start + inside, mask) - own_mean, own_scale, weight, bias, channel, known)
+            _, _, mask, _, z, _ = normalised_at(
+                x, weight, bias, own_mean, own_scale, image, first_channel, end, first_pixel, channels, pixels,
+                CHANNELS_LAST, ALIGNED, ROWS, COLUMNS,
+            )  # fmt: skip
             total += tl.where(mask, z * sigmoid(z), 0.0)
         channel = first_channel + tl.arange(0, ROWS)
         tl.store(sums + image * channels + channel, tl.sum(total, 1), mask=channel < end)
