@@ -45,23 +45,17 @@ class Assembly(NamedTuple):
     registers: int
     spilled: int
 
-    def executed(self, multiply_adds: float, rounds: float = 0) -> float:
-        """Instructions that a warp issues for that many multiply-adds on tensor cores.
-
-        The loop with the products turns as often as these need; it may be within one other, which turns `rounds` times.
-        """
-        inner = [loop for loop in self.loops if loop.products]
-        outer = [loop for loop in self.loops if not loop.products]
-        assert len(inner) <= 1 and len(outer) <= bool(rounds), f"not understood: {self.loops}"
-        total = self.straight.instructions + sum(loop.instructions for loop in outer) * rounds
+    def executed(self, multiply_adds: float) -> float:
+        """Instructions that a warp issues for that many multiply-adds on tensor cores: the loop with the products, if
+        there is one, turns as often as these need."""
+        assert len(self.loops) <= 1 and all(loop.products for loop in self.loops), f"not understood: {self.loops}"
         left = multiply_adds / PRODUCT - self.straight.products
-        return total + sum(loop.instructions * left / loop.products for loop in inner)
+        return self.straight.instructions + sum(loop.instructions * left / loop.products for loop in self.loops)
 
-    def turned(self, turns: Sequence[float]) -> float:
-        """Instructions that a warp issues if all loops turn that often, the outermost first."""
-        return self.straight.instructions + sum(
-            loop.instructions * math.prod(turns[: loop.depth]) for loop in self.loops
-        )
+    def turned(self, turns: float) -> float:
+        """Instructions that a warp issues if its loop turns that often."""
+        assert len(self.loops) <= 1, f"not understood: {self.loops}"
+        return self.straight.instructions + sum(loop.instructions * turns for loop in self.loops)
 
 
 class _Driver:

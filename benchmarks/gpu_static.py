@@ -139,14 +139,11 @@ def _executed(launch: Launch) -> float:
     """Instructions that all warps of a launch issue."""
     values, assembly = launch.values, launch.assembly()
     warps = launch.programs * values["num_warps"]
-    if "ROWS" in values:  # loops, if any, are over channels of a group, and within over its pixels
-        turns = [math.ceil(values["size"] / values["ROWS"]), math.ceil(values["pixels"] / values["COLUMNS"])]
-        return warps * assembly.turned(turns)
+    if "ROWS" in values:  # its loop is over tiles of a strip; there may be none
+        strips = math.ceil(values["pixels"] / (values["COLUMNS"] * values["STEPS"]))
+        return warps * assembly.turned(math.ceil(values["pixels"] / values["COLUMNS"]) / strips)
     adds = values["LINES"] * values["PIXELS"] * values["GROUP"] ** 2 * values["KERNEL"] ** 2  # a warp for each group
-    rounds = 0.0
-    if "COLUMNS" in values:
+    if "all_blocks" in values:  # one column of the kernel, round after round
         packs = values["channels"] // values["GROUP"] // values["GROUPS"]
-        chunks = values["KERNEL"] // values["COLUMNS"]
-        rounds = values["all_blocks"] * packs * chunks / launch.programs
-        adds *= rounds * values["tiles"] / chunks
-    return warps * assembly.executed(adds, rounds)
+        adds *= values["all_blocks"] * values["tiles"] * packs / launch.programs
+    return warps * assembly.executed(adds)

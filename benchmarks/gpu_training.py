@@ -31,7 +31,7 @@ from recipe.config import Recipe
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 OURS, TIMM, COMPILED = "ours", "timm", ", compiled"
 _DEPTHWISE = ("model.group_size=1", "model.expansion=6", "model.norm=batch")
-_WARM_UP = 3  # steps; in the first ones cuDNN searches, and Triton compiles
+_WARM_UP = 6  # steps; in the first ones cuDNN searches, Triton compiles, and passes are recorded
 _LR = 0.01  # in so few steps nothing is learned: what counts is that nothing overflows
 # Shares of the device's memory for all processes that compile ahead, and for one of timm's: its model is compiled as a
 # whole before anything is computed, ours block by block with a pass through each.

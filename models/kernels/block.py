@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.kernels.group_conv import FusedGroupConv2d
-from models.kernels.group_norm import FusedGroupNormAct, is_small
+from models.kernels.group_norm import FusedGroupNormAct
 from models.kernels.squeeze import SqueezingGroupNormAct
 from models.stochastic import DropPath
 
@@ -86,9 +86,6 @@ class _Expansion(torch.autograd.Function):
 def _normalised(conv: nn.Module, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """norm(conv(x))."""
     if not (isinstance(conv, FusedGroupConv2d) and isinstance(norm, SqueezingGroupNormAct)):
-        return norm(conv(x))
-    lines, columns = (-(-side // conv.stride[0]) for side in x.shape[2:])
-    if is_small(norm.num_channels // norm.num_groups * lines * columns):
         return norm(conv(x))
     y, partial = conv.with_statistics(x)
     return norm.of_parts(y, partial, conv.parts(x))

@@ -31,9 +31,8 @@ _GROUP_SIZES = (16, 32)  # tensor cores need 16 channels
 _PACKS = (4, 2, 1)  # groups of a program, a warp each: four are a line of the cache in half precision and channels-last
 _COLUMNS = (32, 16)  # of a program; 16 is the least that fills a tensor core
 _SUMMED_COLUMNS = 16  # that are added to the weights' gradient at a time
-# Warps that sum the weights' gradient, about: 12 on each of an H100's multiprocessors. The same for every device: sums
-# depend on shapes alone.
-_WARPS = 1536
+# Warps that sum the weights' gradient, about. The same for every device: sums depend on shapes alone.
+_WARPS = 8192
 _LEAST_TILES = 4  # of a program, of all its lines: with fewer, partial sums would be more bytes than the pixels
 # Parts by elements that a program adds at a time. Layers with many parts have few weights, and want many programs.
 _ADDED = ((16, 256), (64, 64))
@@ -208,20 +207,18 @@ class _Launches:
         return dx
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """A program adds up one column of the kernel, or all three if there are registers for their sums; of two images
-        where it has several warps, half of which take a group of each."""
-        columns = 3 if self.kernel == 3 and self.lines == 4 else 1
-        lines = min(self.lines, 3 if self.format is torch.channels_last else 2)  # with more, registers are spilled
-        images = 2 if self.pack > 1 and self.images > 1 else 1
-        chunks, blocks = self.kernel // columns, triton.cdiv(self.images, images) * triton.cdiv(self.out_size[0], lines)
+        """A program adds up one column of the kernel."""
+        few = self.format is torch.contiguous_format or (self.stride == 2 and self.kernel == 3)
+        lines = min(self.lines, 2 if few else 3)  # with more, registers are spilled
+        blocks = self.images * triton.cdiv(self.out_size[0], lines)
         tiles = blocks * triton.cdiv(self.out_size[1], _SUMMED_COLUMNS)
-        parts = max(1, min(round(_WARPS / (self.groups * images * chunks)), tiles // _LEAST_TILES))
+        parts = max(1, min(round(_WARPS / (self.groups * self.kernel)), tiles // _LEAST_TILES, blocks))
+        each = triton.cdiv(blocks, parts)
+        parts = triton.cdiv(blocks, each)
         shape = (parts, self.groups, self.kernel, self.kernel, self.group, self.group)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        rest = {"all_blocks": blocks, "blocks_each": triton.cdiv(blocks, parts), "images": self.images}
-        rest.update(COLUMNS=columns, IMAGES=images)
-        pixels, programs = _SUMMED_COLUMNS, parts * chunks
-        self._run(kernels.weight_gradient, (x, dy, sums), self.out_size, lines, pixels, programs, **rest)
+        rest, programs = {"all_blocks": blocks, "blocks_each": each}, parts * self.kernel
+        self._run(kernels.weight_gradient, (x, dy, sums), self.out_size, lines, _SUMMED_COLUMNS, programs, **rest)
         return self._added(sums, x.dtype)
 
     def _added(self, sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -251,9 +248,8 @@ class _Launches:
     def _run(self, kernel, operands, size: List[int], lines: int, pixels: int, programs: int = 0, **rest: int) -> None:
         """programs: for each pack of groups; by default one for each `lines` x `pixels` of images of `size`."""
         blocks, tiles = triton.cdiv(size[0], lines), triton.cdiv(size[1], pixels)
-        pack = self.pack // rest.get("IMAGES", 1)
-        grid = ((programs or self.images * blocks * tiles) * (self.groups // pack),)
-        tile = {"LINES": lines, "PIXELS": pixels, "GROUPS": pack, "GROUP": self.group}
+        grid = ((programs or self.images * blocks * tiles) * (self.groups // self.pack),)
+        tile = {"LINES": lines, "PIXELS": pixels, "GROUPS": self.pack, "GROUP": self.group}
         shape = {"KERNEL": self.kernel, "STRIDE": self.stride, "CHANNELS_LAST": self.format is torch.channels_last}
         sizes = (blocks, tiles, self.channels, *self.size, *self.out_size, *self.padding)
         # One stage: Triton's pipelining of loads goes past the cache that neighbouring pixels are to be found in.

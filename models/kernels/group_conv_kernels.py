@@ -12,7 +12,7 @@ import triton.language as tl
 
 # The kernels are compiled once whatever these sizes are: of `channels` alone it is worth knowing that 16 divides them.
 _SIZES = ["blocks", "tiles", "height", "width", "out_height", "out_width", "top", "left"]
-_SIZES += ["all_blocks", "blocks_each", "images"]
+_SIZES += ["all_blocks", "blocks_each"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -61,21 +61,22 @@ def output(
     row_step, _ = _steps(channels, out_width, CHANNELS_LAST)
     extents = _extents(row, out_height, out_width, LINES)
     for line in tl.static_range(LINES):
-        tl.store(at, sums[line].to(y.dtype.element_ty), mask=_inside(column, extents[line]))
+        _store(at, sums[line], column, extents[line])
         at += row_step
     if means is not None:
-        count = tl.minimum(LINES, out_height - row) * tl.minimum(PIXELS, out_width - tile * PIXELS)
+        # From sums of differences from the first line's mean, and of their squares.
+        inside = tl.minimum(PIXELS, out_width - tile * PIXELS)
+        origin = tl.sum(_stored(sums[0], 0.0, column, extents[0], y), 1) * (1.0 / inside)
+        total, squared = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * 2
+        for line in tl.static_range(LINES):
+            centred = _stored(sums[line], origin[:, None, :], column, extents[line], y)
+            total += centred
+            squared += centred * centred
+        count = inside * tl.minimum(LINES, out_height - row)
+        shift = tl.sum(total, 1) * (1.0 / count)
         place = (image.to(tl.int64) * channels + channel) * (blocks * tiles) + block * tiles + tile
-        total = tl.zeros((GROUPS, GROUP), tl.float32)
-        for line in tl.static_range(LINES):
-            total += tl.sum(_stored(sums[line], 0.0, column, extents[line], y), 1)
-        mean = total / count
-        total = tl.zeros((GROUPS, GROUP), tl.float32)
-        for line in tl.static_range(LINES):
-            centred = _stored(sums[line], mean[:, None, :], column, extents[line], y)
-            total += tl.sum(centred * centred, 1)
-        tl.store(means + place, mean)
-        tl.store(squares + place, total)
+        tl.store(means + place, origin + shift)
+        tl.store(squares + place, tl.maximum(tl.sum(squared, 1) - shift * shift * count, 0.0))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -128,66 +129,43 @@ def strided_input_gradient(
     extents = _extents(row, height, width, LINES * STRIDE)
     for line in tl.static_range(LINES * STRIDE):
         for phase in tl.static_range(STRIDE):
-            result = sums[line * STRIDE + phase].to(dx.dtype.element_ty)
-            tl.store(at + phase * column_step, result, mask=_inside(column + phase, extents[line]))
+            _store(at + phase * column_step, sums[line * STRIDE + phase], column + phase, extents[line])
         at += row_step
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def weight_gradient(
     x, dy, sums, blocks, tiles, channels, height, width, out_height, out_width, top, left, all_blocks, blocks_each,
-    images,
-    COLUMNS: tl.constexpr, IMAGES: tl.constexpr,
     LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
     STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `blocks_each` blocks of LINES lines of IMAGES images for some groups and COLUMNS columns of the kernel.
+    """Sums over `blocks_each` blocks of LINES lines for some groups and one column of the kernel.
 
-    A tile has IMAGES times as many groups: their sums are added up before they are stored, as partial sums are many
-    bytes. Images beyond the last are the last, with gradients of 0.
+    A round's tiles are loaded before those of the round before are multiplied: a warp has little else to do while it
+    waits for them.
     """
-    program, group, _ = _channels(tl.program_id(0), channels, GROUPS, GROUP)
-    program = program.to(tl.int32)
-    member = tl.arange(0, IMAGES * GROUPS)
-    channel = (tl.min(group, 0) + member % GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    kx, part = program % (KERNEL // COLUMNS) * COLUMNS, program // (KERNEL // COLUMNS)
-    first = part * blocks_each
-    image, row = first // blocks * IMAGES, first % blocks * LINES
-    y_step, _ = _steps(channels, out_width, CHANNELS_LAST)
-    x_step, column_step = _steps(channels, width, CHANNELS_LAST)
-    products = (tl.zeros((IMAGES * GROUPS, GROUP, GROUP), tl.float32),) * (COLUMNS * KERNEL)
-    for _ in range(first, tl.minimum(first + blocks_each, all_blocks)):
-        own_image = (image + member // GROUPS)[:, None, None]
-        there = own_image < images
-        own_image = tl.minimum(own_image, images - 1)
-        y_extents = _extents(row, out_height, out_width, LINES)
-        x_extents = _extents(row * STRIDE - top, height, width, (LINES - 1) * STRIDE + KERNEL)
-        for tile in range(tiles):
-            column = tile * PIXELS + tl.arange(0, PIXELS)
-            at = dy + _places(own_image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
-            gradients = _load(at, column, y_step, y_extents, there)
-            column = column * STRIDE - left + kx
-            at = x + _places(own_image, channel, row * STRIDE - top, column, channels, height, width, CHANNELS_LAST)
-            totals = ()
-            for step in tl.static_range(COLUMNS):
-                lines = _load(at + step * column_step, column + step, x_step, x_extents)
-                for ky in tl.static_range(KERNEL):
-                    total = products[step * KERNEL + ky]
-                    for line in tl.static_range(LINES):
-                        gradient = tl.trans(gradients[line], 0, 2, 1)
-                        total = tl.dot(gradient, lines[line * STRIDE + ky], total, input_precision="ieee")
-                    totals += (total,)
-            products = totals
-        row += LINES
-        image += (row >= out_height).to(tl.int32) * IMAGES
-        row = tl.where(row >= out_height, 0, row)
-    at = _matrix(sums + part.to(tl.int64) * channels * GROUP * KERNEL * KERNEL, group, KERNEL, GROUP, False)
-    for step in tl.static_range(COLUMNS):
+    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
+    kx, part = (program % KERNEL).to(tl.int32), (program // KERNEL).to(tl.int32)
+    first, end = part * blocks_each * tiles, tl.minimum(part * blocks_each + blocks_each, all_blocks) * tiles
+    sizes = (blocks, tiles, channels, height, width, out_height, out_width, top, left)
+    products = (tl.zeros((GROUPS, GROUP, GROUP), tl.float32),) * KERNEL
+    gradients, lines = _round(x, dy, first, kx, channel, sizes, LINES, PIXELS, KERNEL, STRIDE, CHANNELS_LAST)
+    for number in range(first, end):
+        following = tl.minimum(number + 1, end - 1)
+        next_gradients, next_lines = _round(
+            x, dy, following, kx, channel, sizes, LINES, PIXELS, KERNEL, STRIDE, CHANNELS_LAST
+        )
+        totals = ()
         for ky in tl.static_range(KERNEL):
-            total = products[step * KERNEL + ky]
-            if IMAGES > 1:
-                total = tl.sum(tl.reshape(total, (IMAGES, GROUPS, GROUP, GROUP)), 0)
-            tl.store(at + (ky * KERNEL + kx + step) * GROUP * GROUP, total)
+            total = products[ky]
+            for line in tl.static_range(LINES):
+                gradient = tl.trans(gradients[line], 0, 2, 1)
+                total = tl.dot(gradient, lines[line * STRIDE + ky], total, input_precision="ieee")
+            totals += (total,)
+        products, gradients, lines = totals, next_gradients, next_lines
+    at = _matrix(sums + part.to(tl.int64) * channels * GROUP * KERNEL * KERNEL, group, KERNEL, GROUP, False)
+    for ky in tl.static_range(KERNEL):
+        tl.store(at + (ky * KERNEL + kx) * GROUP * GROUP, products[ky])
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -233,6 +211,24 @@ def _tile(program, tiles, blocks):
 
 
 @triton.jit
+def _round(
+    x, dy, number, kx, channel, sizes,
+    LINES: tl.constexpr, PIXELS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of LINES lines of dy, and of the lines of x that they reach through column kx of the kernel."""
+    blocks, tiles, channels, height, width, out_height, out_width, top, left = sizes
+    tile, block, image = _tile(number.to(tl.uint32), tiles, blocks)
+    column, row = tile * PIXELS + tl.arange(0, PIXELS), block * LINES
+    y_step, _ = _steps(channels, out_width, CHANNELS_LAST)
+    at = dy + _places(image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
+    gradients = _load(at, column, y_step, _extents(row, out_height, out_width, LINES))
+    x_step, _ = _steps(channels, width, CHANNELS_LAST)
+    row, column = row * STRIDE - top, column * STRIDE - left + kx
+    at = x + _places(image, channel, row, column, channels, height, width, CHANNELS_LAST)
+    return gradients, _load(at, column, x_step, _extents(row, height, width, (LINES - 1) * STRIDE + KERNEL))
+
+
+@triton.jit
 def _places(image, channel, row, column, channels, height, width, CHANNELS_LAST: tl.constexpr):
     """Elements from the start of [N, C, H, W] to each of a tile, 64 bits."""
     start = image.to(tl.int64) * (channels * height * width)
@@ -263,27 +259,31 @@ def _extents(row, height, width, LINES: tl.constexpr):
 
 @triton.jit
 def _inside(column, extent):
-    return (column.to(tl.uint32) < extent.to(tl.uint32))[None, :, None]
+    return column.to(tl.uint32) < extent.to(tl.uint32)
+
+
+@triton.jit
+def _load(at, column, row_step, extents):
+    """Tiles of neighbouring lines, [GROUPS, PIXELS, GROUP], 0 outside the image. All are under way before the first is
+    needed."""
+    lines = ()
+    for line in tl.static_range(len(extents)):
+        lines += (tl.load(at, mask=_inside(column, extents[line])[None, :, None], other=0.0),)
+        at += row_step
+    return lines
+
+
+@triton.jit
+def _store(at, values, column, extent):
+    """A tile, [GROUPS, PIXELS, GROUP]."""
+    tl.store(at, values.to(at.dtype.element_ty), mask=_inside(column, extent)[None, :, None])
 
 
 @triton.jit
 def _stored(values, less, column, extent, y):
     """The values as y has them, less those of `less`; 0 outside the image."""
-    return tl.where(_inside(column, extent), values.to(y.dtype.element_ty).to(tl.float32) - less, 0.0)
-
-
-@triton.jit
-def _load(at, column, row_step, extents, there=None):
-    """Tiles of neighbouring lines, 0 outside the image, and where `there` is false. All are under way before the first
-    is needed."""
-    lines = ()
-    for line in tl.static_range(len(extents)):
-        mask = _inside(column, extents[line])
-        if there is not None:
-            mask &= there
-        lines += (tl.load(at, mask=mask, other=0.0),)
-        at += row_step
-    return lines
+    values = values.to(y.dtype.element_ty).to(tl.float32) - less
+    return tl.where(_inside(column, extent)[None, :, None], values, 0.0)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """Group normalisation with SiLU as Triton kernels, for contiguous and for channels-last activations.
 
-Forward reads x twice and writes y, backward reads x and dy twice and writes dx; only x is kept. Small groups are read
-by one program each, which finds them in the cache the second time: one kernel forward, two backward. Larger ones are
-divided into tiles: three kernels forward and three backward. The kernels are in `group_norm_kernels.py`.
+Forward reads x twice and writes y, backward reads x and dy twice and writes dx; only x is kept. Three kernels forward
+and three backward: sums, what they are over a group, and the result. They are in `group_norm_kernels.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from models.kernels import group_norm_kernels as kernels
 from models.kernels.operators import operator
 from models.normalization import GroupNormAct, ProxyNormAct
 
-_TILE = 8192  # elements: with fewer, what is done once for each channel weighs too much
-_ROW = 64  # neighbouring channels of a channels-last tile: 128 bytes in half precision, a line of the cache
+# Elements of a program and of each of its tiles, one after the other, and warps: the fastest of those tried on an H200
+# (docs/gpu.md). With smaller tiles more warps fit; in longer programs what is done once for each channel weighs less.
+_SUMMED = (2**15, 2**10, 4)  # that are added up
+_MAPPED = (2**14, 2**12, 8)  # each of which gives one
+# Neighbouring channels of a channels-last tile: 128 bytes in half precision, a line of the cache, or half of that where
+# fewer lanes have no channel then.
+_ROWS = (64, 32)
 _MERGED = 4096  # partial sums that are merged at a time
-_WARPS = 8
-# A group of up to so many elements is one program's: four groups of each of 32 images are 32 MiB in half precision,
-# which stay in the cache of an H100 (50 MB). Backward reads twice as much, and of the largest groups a part twice from
-# memory. By shape alone, so an image has the same bits in every batch.
-_GROUP = 2**17
-_GROUP_WARPS = 16  # a multiprocessor may have no other program to hide the memory's latency behind
+_WARPS = 8  # of what merges
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -71,37 +70,36 @@ class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
     """The group normalisation that ProxyNormAct calls by `super` is the fused one."""
 
 
-def is_small(elements: int) -> bool:
-    """Whether a group of an image with so many is one program's."""
-    return elements <= _GROUP
-
-
 class Tiles:
-    """How x, [N, C, H, W], is divided: `rows` channels by `columns` pixels are a tile, `chunks` tiles an image's plane.
+    """How x, [N, C, H, W], is divided: `rows` channels by `strip` pixels are a program's, which takes tile after tile;
+    `chunks` strips are an image's plane.
 
-    by_group: a program takes all tiles of an image's group; sums over pixels are then its own, and `chunks` is 1.
     aligned: a power of two, up to 8, that divides the contiguous length: elements that a thread loads at once.
     """
 
-    def __init__(self, x: torch.Tensor, groups: int, by_group: Optional[bool] = None):
-        """by_group: by default where groups are small enough."""
+    def __init__(self, x: torch.Tensor, groups: int):
         self.images, self.channels, height, width = x.shape
         self.groups, self.size, self.pixels = groups, self.channels // groups, height * width
         self.device = x.device
         self.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         self.memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
-        self.by_group = is_small(self.size * self.pixels) if by_group is None else by_group
-        rows = self.size if self.by_group else self.channels
-        pixels, rows = triton.next_power_of_2(self.pixels), triton.next_power_of_2(rows)
         if self.channels_last:
-            self.rows = min(rows, max(_ROW, _TILE // pixels))
-            self.columns = min(pixels, _TILE // self.rows)
+            self.rows = min(_ROWS, key=lambda rows: triton.cdiv(self.channels, rows) * rows)
+            self.rows = min(self.rows, triton.next_power_of_2(self.channels))
         else:
-            self.columns = min(pixels, _TILE)
-            self.rows = min(rows, _TILE // self.columns)
-        self.chunks = 1 if self.by_group else triton.cdiv(self.pixels, self.columns)
-        length = (self.size if self.by_group else self.channels) if self.channels_last else self.pixels
+            self.rows = min(triton.next_power_of_2(self.channels), max(1, _SUMMED[1] // self._pixels))
+        self.strip = self._strip(_SUMMED)
+        self.chunks = triton.cdiv(self.pixels, self.strip)
+        length = self.channels if self.channels_last else self.pixels
         self.aligned = min(length & -length, 8)
+
+    @property
+    def _pixels(self) -> int:
+        return triton.next_power_of_2(self.pixels)
+
+    def _strip(self, sizes: Tuple[int, int, int]) -> int:
+        """Pixels of a program."""
+        return min(self._pixels, sizes[0] // self.rows)
 
     def sums(self, numbers: int) -> torch.Tensor:
         """Memory for so many numbers of each channel, of each tile: [numbers, N, C, chunks], float32."""
@@ -112,22 +110,31 @@ class Tiles:
         """Memory for two numbers of each image and group: [2, N, groups], float32."""
         return torch.empty((2, self.images, self.groups), dtype=torch.float32, device=self.device)
 
-    def run(self, kernel, *arguments, **constants) -> None:
-        """One program a group, or a tile. The grid has one dimension, the only one that may be longer than 65,535."""
-        tiles = triton.cdiv(self.channels, self.rows) * self.chunks
-        layout = {"CHANNELS_LAST": self.channels_last, "ALIGNED": self.aligned}
-        tile = {"ROWS": self.rows, "COLUMNS": self.columns, "num_warps": _GROUP_WARPS if self.by_group else _WARPS}
-        sizes = {"size": self.size, "channels": self.channels, "pixels": self.pixels}
-        kernel[(self.images * (self.groups if self.by_group else tiles),)](
-            *arguments, **sizes, **layout, **tile, **constants
-        )
+    def sum(self, kernel, *arguments, **constants) -> None:
+        """For kernels that add up what is in a strip."""
+        self._run(kernel, _SUMMED, *arguments, **constants)
+
+    def map(self, kernel, *arguments, **constants) -> None:
+        """For kernels that write a tensor like x."""
+        self._run(kernel, _MAPPED, *arguments, **constants)
+
+    def _run(self, kernel, sizes: Tuple[int, int, int], *arguments, **constants) -> None:
+        """The grid has one dimension, the only one that may be longer than 65,535."""
+        strip = self._strip(sizes)
+        columns = min(strip, sizes[1] // self.rows)
+        programs = self.images * triton.cdiv(self.channels, self.rows) * triton.cdiv(self.pixels, strip)
+        kernel[(programs,)](
+            *arguments, size=self.size, channels=self.channels, pixels=self.pixels, CHANNELS_LAST=self.channels_last,
+            ALIGNED=self.aligned, ROWS=self.rows, COLUMNS=columns, STEPS=strip // columns, num_warps=sizes[2],
+            **constants,
+        )  # fmt: skip
 
 
 def statistics(x: torch.Tensor, tiles: Tiles, eps: float) -> torch.Tensor:
     """Mean, and one over the standard deviation, of each image's groups, from those of tiles: [2, N, groups]."""
     partial = tiles.sums(2)
-    tiles.run(kernels.tile_statistics, x, partial[0], partial[1])
-    return merge_statistics(partial, tiles, eps, (1, tiles.pixels), (1, tiles.columns))
+    tiles.sum(kernels.tile_statistics, x, partial[0], partial[1])
+    return merge_statistics(partial, tiles, eps, (1, tiles.pixels), (1, tiles.strip))
 
 
 def merge_statistics(
@@ -175,13 +182,8 @@ def _output(x, weight, bias, kept, residual, groups: int, eps: float, apply_act:
     tiles, y = Tiles(x, groups), torch.empty_like(x)
     if residual is not None:
         residual = residual.contiguous(memory_format=tiles.memory_format)
-    if tiles.by_group:
-        mean, scale = moments = tiles.of_groups()
-        given = (x, y, weight, bias, mean, scale, kept, residual, eps)
-        tiles.run(kernels.normalise_groups, *given, SILU=apply_act)
-    else:
-        mean, scale = moments = statistics(x, tiles, eps)
-        tiles.run(kernels.normalise, x, y, weight, bias, mean, scale, kept, residual, SILU=apply_act)
+    mean, scale = moments = statistics(x, tiles, eps)
+    tiles.map(kernels.normalise, x, y, weight, bias, mean, scale, kept, residual, SILU=apply_act)
     return y, moments
 
 
@@ -206,15 +208,11 @@ def _gradients(dy, x, weight, bias, kept, moments, groups: int, apply_act: bool,
     dx, dweight = torch.empty_like(x) if wanted else None, torch.empty_like(weight)
     copy = torch.empty_like(x) if wanted and copied else None
     dbias = None if bias is None else torch.empty_like(bias)
-    if tiles.by_group:
-        tiles.run(kernels.gradients_of_groups, *given, sums, sums.stride(0), dx, copy, SILU=apply_act)
-        merge_gradients(sums, tiles, weight, None, dweight, dbias)
-    else:
-        tiles.run(kernels.sum_gradients, *given, sums, sums.stride(0), SILU=apply_act)
-        by_group = tiles.of_groups() if wanted else None
-        merge_gradients(sums, tiles, weight, by_group, dweight, dbias)
-        if wanted:
-            tiles.run(kernels.input_gradient, *given, *by_group, dx, copy, SILU=apply_act)
+    tiles.sum(kernels.sum_gradients, *given, sums, sums.stride(0), SILU=apply_act)
+    by_group = tiles.of_groups() if wanted else None
+    merge_gradients(sums, tiles, weight, by_group, dweight, dbias)
+    if wanted:
+        tiles.map(kernels.input_gradient, *given, *by_group, dx, copy, SILU=apply_act)
     dx, copy = (x.new_empty(0) if each is None else each for each in (dx, copy))
     return dx, dweight, torch.empty_like(weight) if dbias is None else dbias, copy
 

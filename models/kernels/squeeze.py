@@ -1,8 +1,8 @@
 """Group normalisation, SiLU, and squeeze and excitation of a block as one layer, whose inner tensors are never stored.
 
 Of tensors as large as x, forward reads x three times and writes y, backward reads x and dy twice and writes dx: 9
-passes, where fused normalisation and torch's squeeze and excitation take 21. Forward is five kernels, or three where a
-program takes a group; backward is four. The kernels are in `squeeze_kernels.py`.
+passes, where fused normalisation and torch's squeeze and excitation take 21; 8 where a convolution has taken x's
+statistics. Forward is five kernels, backward four. The kernels are in `squeeze_kernels.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.kernels.group_norm import DTYPES, FusedGroupNormAct, Tiles, in_place
 from models.kernels.operators import operator
 from models.normalization import GroupNormAct
 
-_BLOCK = 64  # channels that the kernels between pooling and gates take at a time
+_BLOCK = 256  # channels that the kernels between pooling and gates take at a time
 _SUMMED = 16  # channels, and images at a time, of a program that adds up gradients of parameters
 _CHUNKS = 16  # at most that are merged at a time
 NORMS = {DepthwiseSeparableConv: "bn1", InvertedResidual: "bn2"}  # block -> its layer before squeeze and excitation
@@ -91,23 +91,19 @@ def _output(x, weight, bias, reduce, reduce_bias, expand, expand_bias, partial, 
     """The layer's output; moments of groups, [2, N, groups]; means of activations over pixels, [N, C], what `reduce`
     makes of them, [N, rank], and the gates, [N, C]: sigmoid(expand(silu(reduce(pooled))))."""
     x = in_place_layout(x)
-    parts, tiles, y = Tiles(x, groups), Tiles(x, groups, by_group=False), torch.empty_like(x)
-    sums = parts.sums(1)
-    if parts.by_group:
-        moments = parts.of_groups()
-        parts.run(kernels.sum_activations_of_groups, x, weight, bias, *moments, sums, eps)
+    tiles, y = Tiles(x, groups), torch.empty_like(x)
+    sums = tiles.sums(1)
+    if partial is None:
+        moments = statistics(x, tiles, eps)
     else:
-        if partial is None:
-            moments = statistics(x, parts, eps)
-        else:
-            moments = merge_statistics(partial, parts, eps, x.shape[2:], (lines, columns))
-        parts.run(kernels.sum_activations, x, weight, bias, *moments, sums)
+        moments = merge_statistics(partial, tiles, eps, x.shape[2:], (lines, columns))
+    tiles.sum(kernels.sum_activations, x, weight, bias, *moments, sums)
     pooled, gates = (torch.empty_like(sums[0, :, :, 0]) for _ in range(2))
-    squeezed = torch.empty((parts.images, len(reduce)), dtype=torch.float32, device=x.device)
+    squeezed = torch.empty((tiles.images, len(reduce)), dtype=torch.float32, device=x.device)
     layers = (reduce, reduce_bias, expand, expand_bias)
-    sizes = (parts.channels, parts.pixels, parts.chunks, len(reduce))
-    kernels.gate[(parts.images,)](sums, *layers, pooled, squeezed, gates, *sizes, **_blocks(parts, reduce))
-    tiles.run(kernels.excite, x, weight, bias, *moments, gates, y)
+    sizes = (tiles.channels, tiles.pixels, tiles.chunks, len(reduce))
+    kernels.gate[(tiles.images,)](sums, *layers, pooled, squeezed, gates, *sizes, **_blocks(tiles, reduce))
+    tiles.map(kernels.excite, x, weight, bias, *moments, gates, y)
     return y, moments, pooled, squeezed, gates
 
 
@@ -125,10 +121,10 @@ def _like_gradients(dy, x, weight, bias, reduce, expand, moments, pooled, squeez
 def _gradients(dy, x, weight, bias, reduce, expand, moments, pooled, squeezed, gates, groups: int):
     """Of x, and of all parameters in their order; that of the bias is undefined where there is none."""
     x = in_place_layout(x)
-    tiles = Tiles(x, groups, by_group=False)
+    tiles = Tiles(x, groups)
     given = (x, weight, bias, *moments, dy.contiguous(memory_format=tiles.memory_format))
     sums = tiles.sums(5)
-    tiles.run(kernels.sum_gradients, *given, sums, sums.stride(0))
+    tiles.sum(kernels.sum_gradients, *given, sums, sums.stride(0))
 
     dexpanded, dsqueezed, dpooled = map(torch.empty_like, (gates, squeezed, gates))
     by_channel, by_group = torch.empty((2, *gates.shape), device=x.device), tiles.of_groups()
@@ -147,7 +143,7 @@ def _gradients(dy, x, weight, bias, reduce, expand, moments, pooled, squeezed, g
         RANK=_rank(reduce), BLOCK=_SUMMED, IMAGES=_SUMMED, num_warps=4,
     )  # fmt: skip
     dx = torch.empty_like(x)
-    tiles.run(kernels.input_gradient, *given, gates, dpooled, *by_group, dx)
+    tiles.map(kernels.input_gradient, *given, gates, dpooled, *by_group, dx)
     return (dx, *(torch.empty_like(weight) if each is None else each for each in parameters))
 
 

@@ -9,52 +9,37 @@ import triton
 import triton.language as tl
 
 from models.kernels.group_norm_kernels import (
-    backwards,
-    group_of,
-    group_statistics,
-    less_group_means,
+    _STAGES,
+    affine,
     load,
-    normalised,
-    normalised_at,
+    of_gradients,
+    of_groups,
     sigmoid,
     slope,
+    strip,
+    tile_at,
 )
 
 
 @triton.jit
 def sum_activations(
     x, weight, bias, mean, scale, sums, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Of each channel of the tile."""
-    _, _, _, _, mask, _, z, _, known, place, _, _ = normalised(
-        x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+    """Of each channel of the strip."""
+    image, first_channel, first, end, channel, known, place = strip(
+        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
     )
-    tl.store(sums + place, tl.sum(tl.where(mask, z * sigmoid(z), 0.0), 1), mask=known)
-
-
-@triton.jit
-def sum_activations_of_groups(
-    x, weight, bias, mean, scale, sums, eps, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Of each channel of the group; and the statistics that they take."""
-    image, group, first = group_of(size, channels, ALIGNED, CHANNELS_LAST)
-    own_mean, own_scale = group_statistics(
-        x, mean, scale, group, image, first, size, channels, pixels, eps, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-    )
-    end = first + size
-    for first_channel in range(first, end, ROWS):  # backwards, registers would be spilled
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for now_pixel in range(0, pixels, COLUMNS):
-            first_pixel = backwards(now_pixel, 0, pixels, COLUMNS)
-            _, _, mask, _, z, _ = normalised_at(
-                x, weight, bias, own_mean, own_scale, image, first_channel, end, first_pixel, channels, pixels,
-                CHANNELS_LAST, ALIGNED, ROWS, COLUMNS,
-            )  # fmt: skip
-            total += tl.where(mask, z * sigmoid(z), 0.0)
-        channel = first_channel + tl.arange(0, ROWS)
-        tl.store(sums + image * channels + channel, tl.sum(total, 1), mask=channel < end)
+    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
+    factor, shift = affine(own_scale, weight, bias, channel, known)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
+        start, inside, mask = tile_at(
+            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+        )
+        z = (load(x + start + inside, mask) - own_mean[:, None]) * factor[:, None] + shift[:, None]
+        total += tl.where(mask, z * sigmoid(z), 0.0)
+    tl.store(sums + place, tl.sum(total, 1), mask=known)
 
 
 @triton.jit
@@ -98,35 +83,60 @@ def gate(
 @triton.jit
 def excite(
     x, weight, bias, mean, scale, gates, y, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The layer's output, from statistics and gates."""
-    image, channel, start, inside, mask, _, z, _, known, _, _, _ = normalised(
-        x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+    image, first_channel, first, end, channel, known, _ = strip(
+        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
     )
-    own_gate = load(gates + image * channels + channel, known)[:, None]
-    tl.store(y + start + inside, (z * sigmoid(z) * own_gate).to(y.dtype.element_ty), mask=mask)
+    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
+    factor, shift = affine(own_scale, weight, bias, channel, known)
+    own_gate = load(gates + image * channels + channel, known)
+    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
+        start, inside, mask = tile_at(
+            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+        )
+        z = (load(x + start + inside, mask) - own_mean[:, None]) * factor[:, None] + shift[:, None]
+        z *= sigmoid(z) * own_gate[:, None]
+        tl.store(y + start + inside, z.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def sum_gradients(
     x, weight, bias, mean, scale, dy, sums, stride, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Of each channel of the tile: dy times the activation; dy times its slope, and that times the normalised value;
+    """Of each channel of the strip: dy times the activation; dy times its slope, and that times the normalised value;
     the slope, and that times the normalised value. Each `stride` elements after the one before."""
-    _, _, start, inside, mask, centred, z, _, known, place, own_scale, _ = normalised(
-        x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+    image, first_channel, first, end, channel, known, place = strip(
+        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
     )
-    gradient = load(dy + start + inside, mask)
-    share = sigmoid(z)
-    own_slope = tl.where(mask, slope(z, share), 0.0)
+    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
+    factor, shift = affine(own_scale, weight, bias, channel, known)
+    totals = (tl.zeros([ROWS, COLUMNS], tl.float32),) * 5
+    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
+        start, inside, mask = tile_at(
+            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+        )
+        centred = load(x + start + inside, mask) - own_mean[:, None]
+        gradient = load(dy + start + inside, mask)
+        z = centred * factor[:, None] + shift[:, None]
+        share = sigmoid(z)
+        activation = z * share
+        own_slope = tl.where(mask, slope(share, activation), 0.0)
+        totals = (
+            totals[0] + gradient * activation,
+            totals[1] + gradient * own_slope,
+            totals[2] + gradient * own_slope * centred,
+            totals[3] + own_slope,
+            totals[4] + own_slope * centred,
+        )
     sums += place
-    tl.store(sums, tl.sum(gradient * z * share, 1), mask=known)
-    tl.store(sums + stride, tl.sum(gradient * own_slope, 1), mask=known)
-    tl.store(sums + 2 * stride, tl.sum(gradient * own_slope * centred, 1) * own_scale, mask=known)
-    tl.store(sums + 3 * stride, tl.sum(own_slope, 1), mask=known)
-    tl.store(sums + 4 * stride, tl.sum(own_slope * centred, 1) * own_scale, mask=known)
+    tl.store(sums, tl.sum(totals[0], 1), mask=known)
+    tl.store(sums + stride, tl.sum(totals[1], 1), mask=known)
+    tl.store(sums + 2 * stride, tl.sum(totals[2], 1) * own_scale, mask=known)
+    tl.store(sums + 3 * stride, tl.sum(totals[3], 1), mask=known)
+    tl.store(sums + 4 * stride, tl.sum(totals[4], 1) * own_scale, mask=known)
 
 
 @triton.jit
@@ -151,7 +161,8 @@ def gate_gradients(
         mask = known[:, None] & known_hidden[None, :]
         total += tl.sum(load(expand + channel[:, None] * rank + hidden[None, :], mask) * gradient[:, None], 0)
     z = load(squeezed + image * rank + hidden, known_hidden)
-    total *= slope(z, sigmoid(z))
+    share = sigmoid(z)
+    total *= slope(share, z * share)
     tl.store(dsqueezed + image * rank + hidden, total, mask=known_hidden)
     groups = channels // size
     for group in range(0, groups):
@@ -220,17 +231,25 @@ def parameter_gradients(
 @triton.jit
 def input_gradient(
     x, weight, bias, mean, scale, dy, gates, pooled, shifts, scales, dx, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """As group_norm's, for the gradient that reaches the activations: dy by the gates, and that of the means."""
-    image, channel, start, inside, mask, centred, z, group, known, _, own_scale, own_weight = normalised(
-        x, weight, bias, mean, scale, size, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+    image, first_channel, first, end, channel, known, _ = strip(
+        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
     )
-    of_channel = image * channels + channel
-    gradient = load(dy + start + inside, mask) * load(gates + of_channel, known)[:, None]
-    gradient += load(pooled + of_channel, known)[:, None]
-    gradient *= slope(z, sigmoid(z))
-    shift, along = load(shifts + group, known), load(scales + group, known)
-    elements = 1.0 * size * pixels
-    gradient = less_group_means(gradient, centred, shift, along, own_scale, own_weight, elements)
-    tl.store(dx + start + inside, gradient.to(dx.dtype.element_ty), mask=mask)
+    group, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
+    factor, shift = affine(own_scale, weight, bias, channel, known)
+    group_shift, group_along = of_gradients(shifts, scales, group, known, own_scale, 1.0 * size * pixels)
+    own_gate = load(gates + image * channels + channel, known)
+    own_pooled = load(pooled + image * channels + channel, known)
+    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
+        start, inside, mask = tile_at(
+            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
+        )
+        centred = load(x + start + inside, mask) - own_mean[:, None]
+        z = centred * factor[:, None] + shift[:, None]
+        share = sigmoid(z)
+        gradient = load(dy + start + inside, mask) * own_gate[:, None] + own_pooled[:, None]
+        gradient *= slope(share, z * share) * factor[:, None]
+        gradient -= group_shift[:, None] + centred * group_along[:, None]
+        tl.store(dx + start + inside, gradient.to(dx.dtype.element_ty), mask=mask)

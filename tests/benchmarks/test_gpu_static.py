@@ -18,7 +18,7 @@ from recipe.config import Model
 from tests.conftest import ROOT
 
 _USAGE = "Function _output:\n  REG:40 STACK:12 SHARED:1024 LOCAL:0"
-# As nvdisasm prints: a loop of three instructions, two of them products, within one that has two more, and padding.
+# As nvdisasm prints: a loop of three instructions, two of them products, and padding.
 _CODE = """
 .text._output:
         /*0000*/                   LDC R1, c[0x0][0x28] ;
@@ -28,7 +28,7 @@ _CODE = """
         /*0020*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
         /*0030*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
         /*0040*/              @P0  BRA `(.L_x_0) ;
-        /*0050*/              @P1  BRA `(.L_x_1) ;
+        /*0050*/              @P1  BRA `(.L_x_2) ;
         /*0060*/              @!P2 BRA `(.L_x_2) ;
 .L_x_2:
         /*0070*/                   EXIT ;
@@ -39,13 +39,12 @@ _CODE = """
 
 
 def test_loops_turn_as_often_as_their_products_are_needed():
-    """Twenty products: ten turns of the inner loop, in five of the outer one; three instructions are outside."""
+    """Twenty products: ten turns of the loop; five instructions are outside."""
     found = parsed(_CODE, _USAGE)
     assert (found.registers, found.spilled) == (40, 3)
-    assert found.executed(20 * PRODUCT, rounds=5) == 3 + 5 * 2 + 10 * 3
-    assert found.turned([5, 2]) == 3 + 5 * 2 + 10 * 3
+    assert found.executed(20 * PRODUCT) == found.turned(10) == 5 + 10 * 3
     with pytest.raises(AssertionError, match="not understood"):
-        found.executed(20 * PRODUCT)
+        parsed(_CODE.replace("@P1  BRA `(.L_x_2)", "@P1  BRA `(.L_x_1)"), _USAGE).executed(20 * PRODUCT)
 
 
 def passes(module):

@@ -10,7 +10,7 @@ from recipe.config import Model
 
 pytest.importorskip("triton")
 
-from models.kernels import group_norm, squeeze
+from models.kernels import squeeze
 from models.kernels.patching import KERNELS, patch
 from tests.models.kernels.test_group_norm import FLOAT32, FORMATS, assert_close, drawn
 
@@ -76,12 +76,10 @@ def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout)
         assert torch.equal(actual[0][dropped], x[dropped]) and torch.equal(actual[1][dropped], dy[dropped])
 
 
-@pytest.mark.parametrize("small", [True, False], ids=["small groups", "large groups"])
 @pytest.mark.parametrize("name", ["blocks.1.0", pytest.param("blocks.1.1", marks=pytest.mark.slow)])
-def test_all_kernels_together_are_timms_block(name, small, monkeypatch):
-    """Without a residual, and with one. Statistics of large groups come from the convolution."""
+def test_all_kernels_together_are_timms_block(name, monkeypatch):
+    """Without a residual, and with one. Statistics before squeeze and excitation come from the convolution."""
     merged, merge = [], squeeze.merge_statistics
-    monkeypatch.setattr(group_norm, "_GROUP", 2**17 if small else 0)
     monkeypatch.setattr(squeeze, "merge_statistics", lambda *given: merged.append(1) or merge(*given))
     plain, fused = pair(name, kernels=KERNELS)
     x = drawn((2, fused.conv_pw.in_channels, 6, 5), layout=torch.channels_last)
@@ -91,7 +89,7 @@ def test_all_kernels_together_are_timms_block(name, small, monkeypatch):
     expected = results(exact, x.double().cpu().contiguous(), dy.double().cpu().contiguous())
     merged.clear()
     assert_close(results(fused, x, dy), expected, 128 * FLOAT32)
-    assert len(merged) == (not small)
+    assert len(merged) == 1
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=str)

@@ -187,9 +187,8 @@ def test_statistics_are_those_of_the_output_as_it_is_stored(stride, form, dtype)
         x += 30 if dtype == torch.float32 else 0
         y, partial = conv.with_statistics(x)
         assert torch.equal(y, conv(x))
-        mean, scale = group_norm.merge_statistics(
-            partial, group_norm.Tiles(y, 4, by_group=False), 1e-3, y.shape[2:], conv.parts(x)
-        )
+        tiles = group_norm.Tiles(y, 4)
+        mean, scale = group_norm.merge_statistics(partial, tiles, 1e-3, y.shape[2:], conv.parts(x))
     values = y.double().reshape(2, 4, -1)
     tolerance = 64 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(mean.double(), values.mean(2), rtol=tolerance, atol=tolerance)

@@ -26,15 +26,16 @@ FLOAT32 = torch.finfo(torch.float32).eps
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
-WAYS = [pytest.param("whole", marks=pytest.mark.slow), "divided", "by group"]
+WAYS = [pytest.param("whole", marks=pytest.mark.slow), "divided"]
 
 
 def divide(monkeypatch, way):
-    """Tiles as they are hold an image of these tests whole; those of 64 elements divide channels and pixels."""
-    monkeypatch.setattr(group_norm, "_GROUP", 2**17 if way == "by group" else 0)
-    if way != "whole":
-        monkeypatch.setattr(group_norm, "_TILE", 64)
-        monkeypatch.setattr(group_norm, "_ROW", 8)
+    """Tiles as they are hold an image of these tests whole; those of 64 elements, two of which are a strip, divide
+    channels and pixels."""
+    if way == "divided":
+        monkeypatch.setattr(group_norm, "_SUMMED", (128, 64, 1))
+        monkeypatch.setattr(group_norm, "_MAPPED", (128, 64, 1))
+        monkeypatch.setattr(group_norm, "_ROWS", (8, 4))
         monkeypatch.setattr(group_norm, "_MERGED", 4)
 
 
@@ -101,8 +102,6 @@ def assert_close(actual, expected, tolerance):
         *((way, SHAPES[0], *kind) for way in WAYS[1:] for kind in ((True, True), (False, False))),
         *(("whole", shape, True, True) for shape in SHAPES),
         *(pytest.param("divided", shape, True, False, marks=pytest.mark.slow) for shape in SHAPES[1:]),
-        ("by group", SHAPES[2], True, True),
-        *(pytest.param("by group", shape, True, False, marks=pytest.mark.slow) for shape in SHAPES[1::2]),
     ],
     indirect=["tiles"],
 )
