@@ -6,12 +6,11 @@ The process must not have Triton's interpreter on. The disassembler is the one i
 from __future__ import annotations
 
 import functools
-import math
 import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple
 from unittest import mock
 
 PRODUCT = 16 * 8 * 16  # multiply-adds of a tensor core's instruction for half precision, HMMA.16816
