@@ -90,6 +90,11 @@ class Network:
         """Plug in a host's cable, or pull it out: packets vanish, and nobody is told."""
         _call("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if connected else "down")
 
+    def limit(self, host: int, rate: int) -> None:
+        """Give a host's cable another rate, in bits a second, in both directions."""
+        for namespace, device in ((self._switch, f"port{host}"), (self._names[host], _CABLE)):
+            _call("tc", "-n", namespace, "qdisc", "change", "dev", device, *_bucket(rate).split())
+
     def dropped(self) -> int:
         """Packets that queues have dropped since the network was made."""
         shown = (_call("tc", "-n", name, "-s", "-j", "qdisc", "show") for name in (self._switch, *self._names))
@@ -97,7 +102,7 @@ class Network:
 
     def _build(self) -> None:
         _batch("ip", [f"netns add {name}" for name in (self._switch, *self._names)])
-        limit = f"root tbf rate {self.rate}bit burst {_BURST} limit {_QUEUE}"
+        limit = _bucket(self.rate)
         wiring = ["link add bridge type bridge stp_state 0 forward_delay 0", "link set bridge up"]
         for number, name in enumerate(self._names):
             wiring += [
@@ -171,6 +176,10 @@ def processors() -> Tuple[int, int]:
     with open("/proc/stat", encoding="ascii") as stream:
         ticks = [int(text) for text in stream.readline().split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
+
+
+def _bucket(rate: int) -> str:
+    return f"root tbf rate {rate}bit burst {_BURST} limit {_QUEUE}"
 
 
 def _remove_leftovers() -> None:

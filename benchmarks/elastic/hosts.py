@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import re
 import signal
@@ -11,13 +10,12 @@ import subprocess
 import threading
 from typing import Dict, List, Tuple
 
-from benchmarks.faults.site import Ending, Session, Site
+from benchmarks.faults.hosts import Launchers
+from benchmarks.faults.site import Ending, Session, Site, send
 from benchmarks.networks import Network
 
 KINDS = ("launcher", "cable for 20 s", "host replaced", "kill", "stop")
-RATE = 1_000_000_000  # bits a second of a cable
 _AWAY = {"launcher": 1.0, "cable for 20 s": 20.0, "host replaced": 8.0}  # seconds until it comes back
-_SECRET = "of this benchmark"
 
 
 def members(said: str, replicas: int) -> List[int]:
@@ -26,34 +24,18 @@ def members(said: str, replicas: int) -> List[int]:
     return list(map(int, lines[-1].split(", "))) if lines else list(range(replicas))
 
 
-class Hosts:
-    """A run over the hosts of a network: what `strikes` asks of a session, for the launchers of all hosts."""
+class Hosts(Launchers):
+    """A run over the hosts of a network, which `strikes` strikes."""
 
     def __init__(self, site: Site, network: Network):
-        self._site, self._network = site, network
-        self._sessions = [self._start(host) for host in range(network.hosts)]
+        super().__init__(site, network)
         self._earlier: List[Session] = []
         self._returning: List[threading.Timer] = []
         self._lock = threading.Lock()
 
-    def _start(self, host: int) -> Session:
-        place = (*self._network.within(host), "env", f"POD_TOKEN={_SECRET}")
-        options = ("--nnodes", self._network.hosts, "--node-rank", host, "--master", self._network.address(0))
-        return self._site.start(place, map(str, options))
-
-    @property
-    def running(self) -> bool:
-        return self._sessions[0].running
-
-    def reach(self, step: int, delay: float) -> None:
-        self._sessions[0].reach(step, delay)
-
-    def said(self) -> str:
-        return self._sessions[0].said()
-
     def ranks(self) -> Dict[int, int]:
         with self._lock:
-            return {rank: process for session in self._sessions for rank, process in session.ranks().items()}
+            return super().ranks()
 
     def strike(self, kind: str, draws: random.Random) -> Tuple[int, ...]:
         """Strike a host other than the first, or its rank, where all replicas are in the run and their hosts in reach;
@@ -64,13 +46,12 @@ class Hosts:
             return ()
         host = draws.randrange(1, self._network.hosts)
         if kind in ("kill", "stop"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(processes[host], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+            send(processes[host], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
             return (host,)
         if kind != "launcher":
             self._network.connect(host, False)
         if kind != "cable for 20 s":
-            self._sessions[host].process.kill()  # with it go its ranks
+            self.sessions[host].process.kill()  # with it go its ranks
         self._returning = [threading.Timer(_AWAY[kind], self._return, (host, kind))]
         self._returning[0].start()
         return (host,)
@@ -80,15 +61,15 @@ class Hosts:
         self._network.connect(host, True)
         if kind != "cable for 20 s":
             with self._lock:
-                self._earlier.append(self._sessions[host])
-                self._sessions[host] = self._start(host)
+                self._earlier.append(self.sessions[host])
+                self.sessions[host] = self._start(host)
 
     def wait(self, since: float) -> Ending:
         """Until the first host's launcher has ended, and the others'; how the first ended."""
-        ending = self._sessions[0].wait(since)
+        ending = self.sessions[0].wait(since)
         for timer in self._returning:
             timer.join()
-        for session in (*self._sessions[1:], *self._earlier):
+        for session in (*self.sessions[1:], *self._earlier):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 session.process.wait(30)
             session.process.kill()

@@ -17,6 +17,7 @@ from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
 from benchmarks import CACHE
 from benchmarks.elastic import hosts
+from benchmarks.faults.hosts import RATE
 from benchmarks.faults.site import Result, Session, Site, Topology
 from benchmarks.networks import Network
 from recipe.errors import DONE
@@ -115,7 +116,7 @@ def struck(planned: Planned, expected: Result, folder: Path) -> Struck:
     with contextlib.ExitStack() as stack:
         site, network = Site(folder, planned.topology, (*_OVERRIDES, *ELASTIC)), None
         if planned.on_hosts:
-            network = stack.enter_context(Network(planned.topology.replicas, hosts.RATE))
+            network = stack.enter_context(Network(planned.topology.replicas, RATE))
         return _struck(planned, site, site.start() if network is None else hosts.Hosts(site, network), expected)
 
 

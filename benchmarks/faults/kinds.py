@@ -12,22 +12,16 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
-from benchmarks.faults.site import STEPS, Session, Site, Topology
+from benchmarks.faults import hosts
+from benchmarks.faults.site import Effect, Session, Site, Topology, send
 from benchmarks.processes import children
 
-ONE, REPLICAS, BOTH = Topology(1, 1), Topology(2, 1), Topology(2, 2)
+ONE, REPLICAS, THREE, BOTH = Topology(1, 1), Topology(2, 1), Topology(3, 1), Topology(2, 2)
+# Six micro batches a step are those of one to three replicas; a checkpoint every 3 steps, an evaluation every 11.
+SHORT = ("run.epochs=2", "batch.global=120", "checkpoint.every_epochs=0.3", "evaluation.every_epochs=1")
+STEPS = 22
 KILLED = -signal.SIGKILL
 _YEAR = 365 * 86_400.0
-
-
-class Effect(NamedTuple):
-    """What differs from the kind's defaults once a fault has struck: the session that must end, the moment it is timed
-    from, what it must print, and seconds until the first of the other ranks had ended."""
-
-    session: Optional[Session] = None
-    since: Optional[float] = None
-    said: Optional[str] = None
-    noticed: Optional[float] = None
 
 
 class Kind(NamedTuple):
@@ -37,6 +31,7 @@ class Kind(NamedTuple):
     resumed: what the session that is struck, and the next, must print (regular expressions). first, last: steps between
     which it strikes at random (0: also before the first). afterwards: is done to the newest checkpoint once the session
     has ended. mend: makes the run fit to be resumed. overrides: of the recipe. shim, disk, shards: what its site needs.
+    hosts: each replica has a host of its own.
     """
 
     trials: Mapping[Topology, int]
@@ -52,6 +47,7 @@ class Kind(NamedTuple):
     shim: bool = False
     disk: bool = False
     shards: bool = False
+    hosts: bool = False
 
 
 def _kill(site: Site, session: Session, draws: random.Random) -> None:
@@ -62,7 +58,7 @@ def _signal_rank(number: int, said: str, site: Site, session: Session, draws: ra
     """One rank is sent a signal. Args: said: with {rank} in it."""
     ranks, since = session.ranks(), time.monotonic()
     rank = draws.choice(sorted(ranks))
-    _signal(ranks.pop(rank), number)
+    send(ranks.pop(rank), number)
     return Effect(said=said.format(rank=rank), noticed=session.noticed(ranks, since))
 
 
@@ -89,7 +85,7 @@ def _jump(site: Site, session: Session, draws: random.Random) -> None:
 def _kill_worker(site: Site, session: Session, draws: random.Random) -> None:
     workers = children(session.process.pid)
     if workers:
-        _signal(draws.choice(workers), signal.SIGKILL)
+        send(draws.choice(workers), signal.SIGKILL)
 
 
 def _delete_shard(site: Site, session: Session, draws: random.Random) -> Effect:
@@ -107,44 +103,44 @@ def _restore_shard(site: Site) -> None:
         path.rename(path.with_suffix(".tar"))
 
 
-def _signal(process: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, number)
-
-
 _damaged = functools.partial(
-    Kind, {ONE: 2, BOTH: 1}, (KILLED,), _kill, first=8, resumed="damaged.*trying the one before"
+    Kind, {ONE: 30, REPLICAS: 8, BOTH: 3}, (KILLED,), _kill, first=8, resumed="damaged.*trying the one before"
 )
 _on_shim = functools.partial(Kind, mend=lambda site: site.control(0, broken_disk=False), shim=True)
+_on_hosts = functools.partial(Kind, hosts=True)
 KINDS: Dict[str, Kind] = {
-    "run killed": Kind({ONE: 4, REPLICAS: 4, BOTH: 4}, (KILLED,), _kill, first=0),
+    "run killed": Kind({ONE: 60, REPLICAS: 20, BOTH: 8}, (KILLED,), _kill, first=0),
     "rank killed": Kind(
-        {REPLICAS: 4, BOTH: 4}, (1,),
+        {REPLICAS: 36, BOTH: 10}, (1,),
         functools.partial(_signal_rank, signal.SIGKILL, r"rank {rank} \(host .*\) was killed"),
     ),
     "run told to stop": Kind(
-        {ONE: 3, REPLICAS: 3, BOTH: 3}, (75,), lambda site, session, draws: session.process.terminate(),
+        {ONE: 40, REPLICAS: 18, BOTH: 5}, (75,), lambda site, session, draws: session.process.terminate(),
         r"SIGTERM: .*finish",
     ),
     "rank stopped": Kind(
-        {REPLICAS: 3, BOTH: 3}, (1,),
+        {REPLICAS: 24, BOTH: 6}, (1,),
         functools.partial(_signal_rank, signal.SIGSTOP, r"rank {rank} has said nothing for \d+ s"),
     ),
+    "link cut": _on_hosts({REPLICAS: 24, THREE: 6}, (1,), hosts.cut, mend=hosts.SiteOnHosts.mend),
+    "link cut for a moment": _on_hosts({REPLICAS: 19, THREE: 3}, (0,), hosts.cut_for_a_moment, last=STEPS - 6),
+    "host slow": _on_hosts({REPLICAS: 22, THREE: 4}, (0,), hosts.slow_down, last=STEPS - 6),
+    "link slow": _on_hosts({REPLICAS: 12, THREE: 2}, (0,), hosts.slow_cable, last=STEPS - 6),
     "disk full": Kind(
-        {ONE: 2, REPLICAS: 2}, (1,), _fill_disk, "No space left on device", last=STEPS - 6,
+        {ONE: 16, REPLICAS: 5}, (1,), _fill_disk, "No space left on device", last=STEPS - 6,
         mend=lambda site: (site.folder / "filler").unlink(), disk=True,
     ),
     "disk fails": _on_shim(
-        {ONE: 2, REPLICAS: 2}, (1,), lambda site, session, draws: site.control(0, broken_disk=True),
+        {ONE: 16, REPLICAS: 5}, (1,), lambda site, session, draws: site.control(0, broken_disk=True),
         "Input/output error", last=STEPS - 6,
     ),
     "checkpoint truncated": _damaged(
         afterwards=lambda path, draws: os.truncate(path, draws.randrange(path.stat().st_size))
     ),
     "checkpoint's bit flipped": _damaged(afterwards=_flip),
-    "clock jumps": _on_shim({ONE: 1, REPLICAS: 1, BOTH: 1}, (0,), _jump, first=0),
-    "worker killed": Kind({ONE: 3}, (1,), _kill_worker, "worker", overrides=("data.workers=1",)),
-    "shard deleted": Kind({ONE: 2}, (2,), _delete_shard, last=STEPS - 8, mend=_restore_shard, shards=True),
+    "clock jumps": _on_shim({ONE: 12, REPLICAS: 4, BOTH: 2}, (0,), _jump, first=0),
+    "worker killed": Kind({ONE: 22}, (1,), _kill_worker, "worker", overrides=("data.workers=1",)),
+    "shard deleted": Kind({ONE: 17}, (2,), _delete_shard, last=STEPS - 8, mend=_restore_shard, shards=True),
 }  # fmt: skip
 
 

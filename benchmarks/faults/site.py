@@ -32,7 +32,6 @@ RECIPE = (
     "checkpoint.every_epochs=0.6", "evaluation.every_epochs=2", "log.every_steps=1", "log.tensorboard=false",
     "log.noise_scale=false", "parallel.silence=4",
 )  # fmt: skip
-STEPS = 30
 SESSION_SECONDS = 180.0  # in which a session ends, or hangs
 _LEAVING_SECONDS = 10.0  # in which its processes are gone once it has ended
 _MARK = "FAULTS_SITE"  # in the environment of all that is started for a site
@@ -63,6 +62,16 @@ class Result(NamedTuple):
     events: List[dict]
 
 
+class Effect(NamedTuple):
+    """What differs from the kind's defaults once a fault has struck: the session that must end, the moment it is timed
+    from, what it must print, and seconds until the first of the other ranks had ended."""
+
+    session: Optional[Session] = None
+    since: Optional[float] = None
+    said: Optional[str] = None
+    noticed: Optional[float] = None
+
+
 class Site:
     """One run's place."""
 
@@ -80,7 +89,10 @@ class Site:
         with open(path, "r+b" if path.exists() else "wb") as stream:
             stream.write(struct.pack("qq", int(clock * 1e9), broken_disk))
 
-    def start(self, within: Sequence[str] = (), options: Iterable[str] = ()) -> Session:
+    def start(self) -> Session:
+        return self.launch()
+
+    def launch(self, within: Sequence[str] = (), options: Iterable[str] = ()) -> Session:
         """Args: within: a command that runs the launcher's. options: of the launcher."""
         shape = ["--replicas", str(self.topology.replicas), "--stages", str(self.topology.stages)]
         recipe = ["--config", "configs/quickstart.yaml", *RECIPE, *self._overrides, f"run.output={self.run}"]
@@ -163,9 +175,14 @@ class Session:
             time.sleep(0.02)
         for left in _alive(self._site.folder):
             code = None  # what outlives its launcher hangs
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(left, signal.SIGKILL)
+            send(left, signal.SIGKILL)
         return Ending(code, seconds, self.said())
+
+
+def send(process: int, number: int) -> None:
+    """Sends a signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 def _alive(site: Path) -> List[int]:

@@ -1,11 +1,13 @@
 """One trial: a run is struck, mended, resumed until it ends, and compared with the undisturbed run."""
 
 import contextlib
+import itertools
 import random
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
@@ -13,8 +15,10 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 from PIL import Image
 
 from benchmarks import ROOT
-from benchmarks.faults.kinds import KINDS, Effect, Kind, small_disk
-from benchmarks.faults.site import Ending, Result, Site, Topology
+from benchmarks.faults import hosts
+from benchmarks.faults.kinds import KINDS, SHORT, Kind, small_disk
+from benchmarks.faults.site import Effect, Ending, Result, Site, Topology
+from benchmarks.networks import Network
 from data.digits import DigitsSource
 from parallel.parent_death import bound_to_parent
 
@@ -43,7 +47,10 @@ class Trial(NamedTuple):
 
 
 class Bench:
-    """Shared by all trials: a folder, the library that makes clocks jump, shards, and undisturbed results."""
+    """Shared by all trials: a folder, the library that makes clocks jump, shards, and undisturbed results.
+
+    Threads may try faults side by side, except on hosts, which the main thread alone can make.
+    """
 
     def __init__(self, folder: Path):
         """Raises CalledProcessError where there is no C compiler."""
@@ -52,7 +59,8 @@ class Bench:
         source = Path(__file__).with_name("shim.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", self._shim, source, "-ldl"], check=True)
         self._undisturbed: Dict[bool, Result] = {}
-        self._number = 0
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
 
     def trial(self, name: str, topology: Topology, draws: random.Random) -> Trial:
         """Tries a kind of fault at a random moment; again with others where the run was faster."""
@@ -68,7 +76,8 @@ class Bench:
                     wrong.append(f"exit code {ending.code} instead of {kind.codes}: {_tail(ending.said)}")
                 wrong += _unsaid(kind.said if effect.said is None else effect.said, ending)
                 kind.mend(site)
-                wrong += _resumed(site, kind)
+                if ending.code != 0:
+                    wrong += _resumed(site, kind)
                 repeated, lost = 0, 0
                 if not wrong:
                     repeated, lost, wrong = _compared(site.result(), reference)
@@ -79,26 +88,32 @@ class Bench:
 
     @contextlib.contextmanager
     def _site(self, kind: Kind, topology: Topology):
-        self._number += 1
-        folder, data = self._folder / f"trial-{self._number}", ()
-        with small_disk(folder) if kind.disk else contextlib.nullcontext():
+        folder, overrides = self._folder / f"trial-{next(self._numbers)}", (*SHORT, *kind.overrides)
+        with contextlib.ExitStack() as stack:
+            if kind.disk:
+                stack.enter_context(small_disk(folder))
             if kind.shards:  # copied, as some will be missing
                 if not (self._folder / "shards").exists():
                     _pack(self._folder)
                 shutil.copytree(self._folder / "shards", folder / "shards")
-                data = ("data.source=shards", f"data.root={folder / 'shards'}")
-            yield Site(folder, topology, (*kind.overrides, *data), self._shim if kind.shim else None)
+                overrides += ("data.source=shards", f"data.root={folder / 'shards'}")
+            if kind.hosts:
+                network = stack.enter_context(Network(topology.replicas, hosts.RATE))
+                yield hosts.SiteOnHosts(folder, topology, overrides, network)
+            else:
+                yield Site(folder, topology, overrides, self._shim if kind.shim else None)
             shutil.rmtree(folder, ignore_errors=True)
 
     def _reference(self, shards: bool) -> Result:
         """The result of an undisturbed run in one process; every topology must end like it."""
-        if shards not in self._undisturbed:
-            with self._site(KINDS["shard deleted" if shards else "run killed"], Topology(1, 1)) as site:
-                ending = site.start().wait(time.monotonic())
-                if ending.code != 0:
-                    raise RuntimeError(f"the undisturbed run ended with {ending.code}: {_tail(ending.said)}")
-                self._undisturbed[shards] = site.result()
-        return self._undisturbed[shards]
+        with self._lock:
+            if shards not in self._undisturbed:
+                with self._site(KINDS["shard deleted" if shards else "run killed"], Topology(1, 1)) as site:
+                    ending = site.start().wait(time.monotonic())
+                    if ending.code != 0:
+                        raise RuntimeError(f"the undisturbed run ended with {ending.code}: {_tail(ending.said)}")
+                    self._undisturbed[shards] = site.result()
+            return self._undisturbed[shards]
 
 
 def _struck(kind: Kind, site: Site, draws: random.Random) -> Tuple[int, Ending, Effect]:

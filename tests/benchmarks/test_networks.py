@@ -61,13 +61,15 @@ def fail(rank, meet):
 def test_cables_are_as_slow_as_they_say_and_full_duplex_and_a_failed_rank_ends_the_others(root):
     """Frames take 250 ms x 1514 / 1448; the least is what a full bucket lets through, the most what processors add."""
     with Network(2, RATE) as network:
-        results = networks.run(network, swap)
+        results = [(RATE, *result) for result in networks.run(network, swap)]
+        network.limit(1, RATE // 2)  # on one side of a swap
+        results += [(RATE // 2, *result) for result in networks.run(network, swap)]
         assert network.dropped() == 0
         with pytest.raises(RuntimeError, match=r"rank 1: (.|\n)*a rank's own"):
             networks.run(network, fail)
     framed = SIZE * FRAME / PAYLOAD
-    for seconds, sent, received in results:
-        assert 0.98 < seconds / (8 * framed / RATE) < 1.5  # one after the other would be 2
+    for rate, seconds, sent, received in results:
+        assert 0.98 < seconds / (8 * framed / rate) < 1.5  # one after the other would be 2
         # Acknowledgements are a small frame for every other one at most.
         assert 1 < sent / framed < 1.06
         assert 1 < received / framed < 1.06
