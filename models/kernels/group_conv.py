@@ -208,8 +208,11 @@ class _Launches:
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         """A program adds up one column of the kernel."""
-        few = self.format is torch.contiguous_format or (self.stride == 2 and self.kernel == 3)
-        lines = min(self.lines, 2 if few else 3)  # with more, registers are spilled
+        # Of the numbers that are fast those with which no register is spilled.
+        lines = 2 if self.format is torch.contiguous_format else 3
+        if lines == 3 and self.stride == 2 and self.kernel == 3:
+            lines = 4 if self.pack == 4 else 2
+        lines = min(self.lines, lines)
         blocks = self.images * triton.cdiv(self.out_size[0], lines)
         tiles = blocks * triton.cdiv(self.out_size[1], _SUMMED_COLUMNS)
         parts = max(1, min(round(_WARPS / (self.groups * self.kernel)), tiles // _LEAST_TILES, blocks))
