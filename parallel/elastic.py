@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
-from typing import Dict, Mapping, Set, Tuple
+from typing import Dict, Iterator, Mapping, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from recipe.errors import FAILED, LEFT_OUT, ConfigError
 _STORE_LIMIT = timedelta(seconds=20)
 _LISTEN_SECONDS = 0.02  # between two looks at the store, of up to 40 processes
 _HEAR_SECONDS = 2.0  # in which the word that a generation is over follows a broken connection
+_MEET_SECONDS = 8.0  # beyond the silence, in which the processes of a generation connect on a busy host
+_MEET_SECONDS_EACH = 0.05  # and more for each of them
 
 
 class Elastic:
@@ -77,6 +79,23 @@ class Elastic:
         task = {"target": self._listen, "args": (self._over, self._done), "name": "generation", "daemon": True}
         self._listener = threading.Thread(**task)
         self._listener.start()
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """While the processes of this generation connect, which notices no silence yet.
+
+        All of a generation after the first were there when it was decided on: if they do not meet soon one of them has
+        stopped since, and the generation is over.
+        """
+        limit = self._parallel.silence + _MEET_SECONDS + _MEET_SECONDS_EACH * self.topology.world
+        timer = threading.Timer(limit, self.lost)
+        timer.daemon = True
+        if self.number:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def settled(self) -> None:
         """The engine is there: connections that are opened from here on are others'."""

@@ -66,16 +66,21 @@ class Processes:
         self._world, self.elastic = topology.world, elastic
         if self._world == 1:
             return
+        with contextlib.nullcontext() if elastic is None else elastic.meeting():
+            self._meet(device, silence)
+
+    def _meet(self, device: torch.device, silence: float) -> None:
         from torch.distributed.device_mesh import init_device_mesh  # requires a newer torch than a single process does
 
-        _join(topology, device, 0 if elastic is None else elastic.number)
+        topology = self.topology
+        _join(topology, device, 0 if self.elastic is None else self.elastic.number)
         names, shape = ("replica", "stage"), (topology.replicas, topology.stages)
         host = init_device_mesh("cpu", shape, mesh_dim_names=names)
         mesh = host if device.type == "cpu" else init_device_mesh(device.type, shape, mesh_dim_names=names)
         self.replica_group, self.stage_group = mesh.get_group("replica"), mesh.get_group("stage")
         self.host_stage_group = host.get_group("stage")
         self._host = dist.new_group(backend="gloo", timeout=_COLLECTIVE)
-        self._watch = _Watch(topology, silence, elastic)
+        self._watch = _Watch(topology, silence, self.elastic)
         self.wait_for_all()  # all watch by now; until they do they need the store, which ends with rank 0
 
     def gather(self, value: Any) -> List[Any]:

@@ -2,13 +2,14 @@
 
     python -m benchmarks.elastic [--quick] [--json]
 
-- Strikes at random moments on 3 and 4 replicas and on 3 of 2 stages: a rank is killed or stopped, two at once, in an
-  evaluation or while a checkpoint is written, while another replica comes back. One replica that has the run's state is
-  left. And on 3 replicas with a host each (network namespaces; needs root): a host's launcher is killed and started
-  again, its cable is pulled for 20 seconds, or a new host takes the place of one whose cable is pulled for good. Each
-  run must end with the weights, averages and events of one process that nothing disturbed. What a strike costs: seconds
-  until a step is done that had not been, less a usual step; and, for a strike a minute, also those of the replica's
-  return. Runs that were made before are in benchmarks/cache/elastic.
+- Strikes at random moments on 3 and 4 replicas and on 3 of 2 stages: a rank is killed or stopped, two at once, one
+  stopped as the others meet after a kill, in an evaluation or while a checkpoint is written, while another replica
+  comes back. One replica that has the run's state is left. And on 3 replicas with a host each (network namespaces;
+  needs root): a host's launcher is killed and started again, its cable is pulled for 20 seconds, or a new host takes
+  the place of one whose cable is pulled for good. Each run must end with the weights, averages and events of one
+  process that nothing disturbed. What a strike costs: seconds until a step is done that had not been, less a usual
+  step; and, for a strike a minute, also those of the replica's return. Runs that were made before are in
+  benchmarks/cache/elastic.
 - Two replicas, one at half speed, with even and with measured shares.
 - A step of two replicas that remember it, as in an elastic run, and of the same that do not, in turns.
 """

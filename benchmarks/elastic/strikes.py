@@ -20,6 +20,7 @@ from benchmarks.elastic import hosts
 from benchmarks.faults.hosts import RATE
 from benchmarks.faults.site import Result, Session, Site, Topology
 from benchmarks.networks import Network
+from benchmarks.processes import runs
 from recipe.errors import DONE
 
 EPOCHS = 60
@@ -29,7 +30,8 @@ ELASTIC = ("parallel.elastic=true", "parallel.silence=2")
 _LAST = 15  # steps before the end without a strike
 _POLL_SECONDS = 0.004
 _PAUSES = (1.0, 7.0)  # between two strikes: shorter and longer than a replica takes to come back
-KINDS = ("kill", "kill", "kill", "stop", "stop", "two", "evaluation", "checkpoint")
+KINDS = ("kill", "kill", "kill", "stop", "stop", "two", "meeting", "evaluation", "checkpoint")
+_MEETING = 1.5  # seconds at most from a kill until another is stopped, while those that are left meet
 _EVERY = {"evaluation": 10, "checkpoint": 3}  # steps after which the recipe has one
 
 
@@ -161,17 +163,22 @@ def _strike(kind: str, topology: Topology, session: Session, draws: random.Rando
     possible now."""
     members = hosts.members(session.said(), topology.replicas)
     processes = session.ranks()
-    running = [r for r in range(topology.replicas) if processes.keys() >= set(_ranks(r, topology))]
+    running = [
+        r for r in range(topology.replicas) if all(map(runs, (processes.get(n, 0) for n in _ranks(r, topology))))
+    ]
     whole, waiting = [r for r in members if r in running], [r for r in running if r not in members]
-    number = 2 if kind == "two" else 1
+    number = 2 if kind in ("two", "meeting") else 1
     victims = draws.sample(whole, number) if len(whole) > number else []
-    if not victims and waiting and kind != "stop":
+    if not victims and waiting and kind not in ("stop", "meeting"):
         victims = [draws.choice(waiting)]  # on its way back: another joins, or is struck as it does
     ranks = tuple(draws.choice(_ranks(replica, topology)) for replica in victims)
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
+        stops = kind == "stop" or (kind == "meeting" and number == 1)
+        if kind == "meeting" and stops:
+            time.sleep(draws.uniform(0, _MEETING))
         with contextlib.suppress(ProcessLookupError):
-            os.kill(processes[rank], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-    return "while another joins" if waiting and kind != "stop" else kind, ranks
+            os.kill(processes[rank], signal.SIGSTOP if stops else signal.SIGKILL)
+    return "while another joins" if waiting and kind not in ("stop", "meeting") else kind, ranks
 
 
 def _ranks(replica: int, topology: Topology) -> range:

@@ -15,15 +15,19 @@ from benchmarks.faults.site import Topology
 
 @pytest.fixture
 def struck(monkeypatch):
-    """kind, topology, ranks that run, lines -> the kind, and ranks that were sent a signal."""
+    """kind, topology, ranks there, lines, ranks that do not run -> the kind, and ranks that were sent a signal."""
 
-    def strike(kind, topology, running, said, seed=0):
+    def strike(kind, topology, running, said, seed=0, stopped=()):
         sent = []
+        monkeypatch.setattr(strikes, "runs", lambda process: process not in stopped)
+        monkeypatch.setattr(strikes, "_MEETING", 0.0)
         monkeypatch.setattr(strikes.os, "kill", lambda process, number: sent.append((process, number)))
         session = SimpleNamespace(said=lambda: said, ranks=lambda: {rank: rank for rank in running})
         called, ranks = strikes._strike(kind, topology, session, random.Random(seed))
         assert [process for process, _ in sent] == list(ranks)
-        assert {number for _, number in sent} <= {signal.SIGSTOP if kind == "stop" else signal.SIGKILL}
+        last = signal.SIGSTOP if kind in ("stop", "meeting") else signal.SIGKILL
+        first = signal.SIGKILL if kind == "meeting" else last
+        assert [number for _, number in sent] == [first, last][: len(sent)]
         return called, ranks
 
     return strike
@@ -39,6 +43,10 @@ def test_one_replica_that_has_the_state_is_left(struck, seed):
     assert struck("stop", Topology(3, 1), (0, 1, 2), last.replace("2, 0", "2"), seed) == ("stop", ())
     joining = struck("kill", Topology(2, 1), (0, 1), last.replace("2, 0", "0"), seed)
     assert joining == ("while another joins", (1,))  # itself on its way back
+    called, (first, second) = struck("meeting", Topology(3, 1), (0, 1, 2), "", seed)
+    assert first != second and called == "meeting"
+    for kind in ("kill", "stop", "two", "meeting"):  # nobody has noticed yet that rank 2 was stopped
+        assert struck(kind, Topology(3, 1), (0, 1, 2), last, seed, stopped=(2,))[1] in ((), (1,))
 
 
 def test_a_change_costs_the_time_between_the_steps_around_it():

@@ -123,4 +123,5 @@ def test_a_replica_comes_back_with_all_others_told_to_stop_then(tmp_path):
     os.kill(session.ranks()[1], signal.SIGKILL)
     wait_until(lambda: "with replicas 0, 1" in session.said())
     session.process.terminate()
-    assert session.wait(0.0).code == 75
+    ending = session.wait(0.0)
+    assert ending.code == 75, ending.said

@@ -1,0 +1,30 @@
+"""The time in which a generation's processes connect. Runs that lose replicas are in tests/training/test_elastic.py."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch.distributed.elastic", exc_type=ImportError)
+
+from parallel import elastic
+from parallel.elastic import Elastic
+from parallel.generations import Member
+from parallel.topology import Topology
+
+
+@pytest.mark.parametrize(("number", "connects", "is_over"), [(1, False, True), (1, True, False), (0, False, False)])
+def test_a_generation_whose_processes_do_not_connect_is_over(monkeypatch, number, connects, is_over):
+    """But for the first, whose processes begin one after the other."""
+    ended = threading.Event()
+    monkeypatch.setattr(elastic, "_MEET_SECONDS", 0.05)
+    waiting = Elastic.__new__(Elastic)
+    waiting._given, waiting._parallel = Topology(2, 1, 0), SimpleNamespace(silence=0.05)
+    members = Member(0, 0), Member(1, 0)
+    waiting._membership = SimpleNamespace(number=number, members=members, member=members[0], end=ended.set)
+    with waiting.meeting():
+        if not connects:
+            ended.wait(5.0 if is_over else 0.3)
+    if connects:
+        ended.wait(0.3)
+    assert ended.is_set() == is_over
