@@ -137,5 +137,6 @@ def run(recipe: Recipe, given: Topology, once: Callable[[Recipe, Processes, Memo
                 return
             except Exception as error:
                 if not elastic.explains(error):
+                    elastic.close()  # its thread asks the store, and must not while Python shuts down
                     raise
             elastic.regroup()

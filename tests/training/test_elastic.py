@@ -3,13 +3,17 @@
 import json
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 
 from benchmarks.faults.site import Site, Topology
+from parallel import topology
+from parallel.elastic import Elastic
 from recipe.errors import ConfigError
 from tests.waiting import wait_until
 from training.elastic import common, identity, run
+from training.loop import Stopped
 from training.metrics import length_until
 from training.run_folder import starts
 
@@ -62,6 +66,18 @@ def test_other_launchers_and_systems_are_refused(tiny_recipe, monkeypatch, name,
     monkeypatch.setattr("sys.platform", value if name == "platform" else "linux")
     with pytest.raises(ConfigError, match=r"needs Linux, and \./run_pod\.sh, .*use parallel\.elastic=false"):
         run(tiny_recipe, Topology(2, 1), None)
+
+
+def test_a_run_that_ends_with_an_error_listens_no_more(tiny_recipe, monkeypatch):
+    """A thread that asks the store while Python shuts down would end the process by SIGABRT."""
+    elastic = Mock(spec=Elastic)
+    elastic.explains.return_value = False
+    monkeypatch.setenv("POD_LAUNCHER", "1")
+    monkeypatch.setattr("training.elastic.Elastic", lambda *_: elastic)
+    monkeypatch.setattr("training.elastic.factory.connect", lambda *_: None)
+    with pytest.raises(Stopped):
+        run(tiny_recipe, topology.Topology(2, 1, rank=1), Mock(side_effect=Stopped("saved")))
+    assert [call[0] for call in elastic.mock_calls] == ["begin", "explains", "close"]
 
 
 @pytest.fixture(scope="module")
