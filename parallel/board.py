@@ -62,6 +62,7 @@ class Entries(TypedDict, total=False):
     port: Annotated[int, Field(ge=1, lt=1 << 16)]  # where the ranks meet
     end: Annotated[Outcome, AfterValidator(_received)]  # how its ranks ended
     read: bool  # it has read what it needs
+    returned: bool  # written by the master: the run had begun with an earlier launcher of this host
 
 
 class _Question(BaseModel, strict=True, extra="forbid"):
@@ -123,11 +124,13 @@ class MastersBoard(_Board):
 
     def _post(self, host: int, attempt: int, entries: Entries) -> None:
         with self._lock:
-            there = self._attempts.setdefault(attempt, {}).setdefault(host, {})
+            hosts = self._attempts.setdefault(attempt, {})
+            there = hosts.setdefault(host, {})
             if there.setdefault("who", entries["who"]) != entries["who"]:
                 if time.monotonic() - self._heard.get(host, -math.inf) < self.succeeded:
                     return  # a second launcher claims to be this host; it finds the other's name
                 there.clear()
+                there["returned"] = len(hosts) == self._hosts.number
             self._heard[host] = time.monotonic()
             for name, value in entries.items():
                 there.setdefault(name, value)

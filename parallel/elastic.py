@@ -25,8 +25,8 @@ from recipe.errors import FAILED, LEFT_OUT, ConfigError
 _STORE_LIMIT = timedelta(seconds=20)
 _LISTEN_SECONDS = 0.02  # between two looks at the store, of up to 40 processes
 _HEAR_SECONDS = 2.0  # in which the word that a generation is over follows a broken connection
-_MEET_SECONDS = 8.0  # beyond the silence, in which the processes of a generation connect on a busy host
-_MEET_SECONDS_EACH = 0.05  # and more for each of them
+_MEET_SECONDS = 10.0  # in which the processes of a generation connect on a busy host ...
+_MEET_SECONDS_EACH = 0.03  # ... and more for each of them; up to a thousand less than the rendezvous allows
 
 
 class Elastic:
@@ -50,8 +50,11 @@ class Elastic:
                 raise ConfigError(f"{fault}; give its host the same files and overrides")
         if member.life:
             self._membership.join()
-        else:
+            return
+        try:
             self._membership.found(given.replicas)
+        except LeftOut:
+            self._leave_left_out()
 
     @property
     def number(self) -> int:
@@ -87,8 +90,7 @@ class Elastic:
         All of a generation after the first were there when it was decided on: if they do not meet soon one of them has
         stopped since, and the generation is over.
         """
-        limit = self._parallel.silence + _MEET_SECONDS + _MEET_SECONDS_EACH * self.topology.world
-        timer = threading.Timer(limit, self.lost)
+        timer = threading.Timer(_MEET_SECONDS + _MEET_SECONDS_EACH * self.topology.world, self.lost)
         timer.daemon = True
         if self.number:
             timer.start()
@@ -132,11 +134,10 @@ class Elastic:
         self._cut()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group()
-        place = f"replica {self._given.replica}, stage {self._given.stage}"
         try:
             self._membership.follow()
         except LeftOut:
-            leave(f"{place}: the others went on without it; leaving", LEFT_OUT)
+            self._leave_left_out()
         except TooFew:
             fewer = f"fewer replicas are left than parallel.minimum {self._parallel.minimum}"
             leave(f"{fewer}; rerun to resume" if self._membership.member.replica == 0 else "")
@@ -159,6 +160,10 @@ class Elastic:
             self._leave_without_store()
         over.set()
         self._cut()
+
+    def _leave_left_out(self) -> None:
+        place = f"replica {self._given.replica}, stage {self._given.stage}"
+        leave(f"{place}: the others went on without it; leaving", LEFT_OUT)
 
     def _leave_without_store(self) -> None:
         leave("the launcher of the first host is gone, or the way to it; rerun to resume", FAILED)

@@ -111,9 +111,11 @@ class Membership(Generations):
         return self._store.compare_set(_key("common", what), "", own).decode()
 
     def found(self, replicas: int) -> None:
-        """Begin with all replicas in their first life."""
+        """Begin with all replicas in their first life. Raises LeftOut: the others have gone on without this one."""
         self._store.compare_set(_key("members", 0), "", json.dumps([(replica, 0) for replica in range(replicas)]))
         self.catch_up()
+        if self.member not in self.members:
+            raise LeftOut
 
     def is_wanted(self) -> bool:
         """Whether a replica waits, with all its processes, to be taken in."""

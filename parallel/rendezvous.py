@@ -133,7 +133,7 @@ class Others:
             there, waited = self._written("who"), time.monotonic() - start
             joined = hosts.this in there
             if self._elastic and joined and there[hosts.this] != board.who:
-                joined, self.returned = False, True  # the one before it is not yet silent for long enough
+                joined = False  # the one before it is not yet silent for long enough
             if joined or self._attempt:
                 self._check_master()
             elif waited > REACH_SECONDS or board.refused or board.gone:
@@ -144,6 +144,7 @@ class Others:
                 raise UserError(f"another host has said --node-rank {hosts.this} already; number the hosts from 0")
             missing = [host for host in range(hosts.number) if host not in there or (host == hosts.this and not joined)]
             if not missing:
+                self.returned = self._written("returned").get(hosts.this, False)
                 return
             ranks = ", ".join(map(str, missing))
             which = f"{len(missing)} of {hosts.number} hosts at {hosts.place} (--node-rank {ranks})"

@@ -1,4 +1,4 @@
-"""What remembering the last two steps costs a step, without the thread that listens for the end of a generation."""
+"""What an elastic run costs a step where no replica is lost: it remembers two steps, and asks the store."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from benchmarks import claims, ranks
 from benchmarks.step import B0
 from benchmarks.step import recipe as of_step
+from parallel.elastic import Elastic
 from parallel.processes import Processes
 from parallel.topology import Topology
 from training.elastic import Memory
@@ -20,17 +21,25 @@ REPLICAS, MICRO, MICRO_BATCHES, ROUNDS = 2, 16, 12, 20
 def rank_takes_turns(rank: int) -> dict:
     own = (f"batch.micro={MICRO}", f"batch.global={MICRO * MICRO_BATCHES}", f"parallel.replicas={REPLICAS}")
     plan = of_step(*B0, *own, "exchange.order=tree", "log.noise_scale=false")
-    processes = Processes(Topology(REPLICAS, 1, rank, rank), torch.device("cpu"))
+    place = Topology(REPLICAS, 1, rank, rank)
+    processes = Processes(place, torch.device("cpu"))
     ours, memory, step = ranks.Ours(plan, processes), Memory([]), iter(range(10**6))
+    elastic = Elastic(place, plan.parallel, {})  # asks the store in rank 0, where a launcher would have its own
 
-    def turn(elastic: bool, _: int) -> float:
-        def one() -> None:
-            ours.update()
-            if elastic:
-                memory.keep(ours.engine, Progression(step=next(step)))
+    def one(is_elastic: bool) -> None:
+        ours.update()
+        if is_elastic:
+            memory.keep(ours.engine, Progression(step=next(step)))
+            assert not (place.is_main and elastic.wants())
 
+    def turn(is_elastic: bool, _: int) -> float:
+        if is_elastic:
+            elastic.begin()
         processes.wait_for_all()
-        return claims.seconds(lambda: (one(), one()))
+        spent = claims.seconds(lambda: (one(is_elastic), one(is_elastic)))
+        if is_elastic:
+            elastic.close()
+        return spent
 
     found = claims.in_turn({"elastic": True, "plain": False}, ROUNDS, turn, "turns:" if rank == 0 else None)
     processes.part()

@@ -56,6 +56,20 @@ def test_hosts_read_what_each_has_written_and_it_stays(master):
     assert boards[1].read(0) == {} and boards[1].silent(2) < 30, "host 2 is not lost, though it has written nothing yet"
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_another_launcher_of_a_silent_host_has_returned_if_the_run_had_begun(master, begun):
+    """Also where the first one is silent for long enough when the other comes, and is not seen by it."""
+    first = written(master.place, "first")
+    if begun:
+        written(master.place, "another host", 2)
+        wait_until(lambda: 2 in master.read(0))
+    wait_until(lambda: 1 in master.read(0))
+    master.succeeded, first.gone = 0.0, True  # which ends its questions
+    second = written(master.place, "second")
+    wait_until(lambda: second.read(0).get(1, {}).get("who") == second.who)
+    assert second.read(0)[1] == {"who": second.who, "shape": "second", "returned": begun}
+
+
 def test_without_the_secret_nothing_is_written_or_read(master):
     stranger = written(master.place, "mine", secret="guessed")
     wait_until(lambda: stranger.refused)

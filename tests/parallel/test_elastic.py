@@ -17,9 +17,9 @@ from parallel.topology import Topology
 def test_a_generation_whose_processes_do_not_connect_is_over(monkeypatch, number, connects, is_over):
     """But for the first, whose processes begin one after the other."""
     ended = threading.Event()
-    monkeypatch.setattr(elastic, "_MEET_SECONDS", 0.05)
+    monkeypatch.setattr(elastic, "_MEET_SECONDS", 0.1)
     waiting = Elastic.__new__(Elastic)
-    waiting._given, waiting._parallel = Topology(2, 1, 0), SimpleNamespace(silence=0.05)
+    waiting._given = Topology(2, 1, 0)
     members = Member(0, 0), Member(1, 0)
     waiting._membership = SimpleNamespace(number=number, members=members, member=members[0], end=ended.set)
     with waiting.meeting():

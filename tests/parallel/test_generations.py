@@ -128,6 +128,7 @@ def test_whoever_dies_and_whenever_the_living_have_one_generation(store, seed):
 def test_the_minority_of_a_cut_network_does_not_go_on(store):
     """Two that reach the store agree without the third; it finds no store, or, later, that it was left out."""
     every = [Process(store, Member(replica, 0)) for replica in range(3)]
+    late = Process(store, C)
     store.broken.add(every[2])
     for each in every:
         each.start()
@@ -135,8 +136,6 @@ def test_the_minority_of_a_cut_network_does_not_go_on(store):
         each.join(10)
     assert every[0].membership.members == every[1].membership.members == (A, B)
     assert isinstance(every[2].error, RuntimeError)
-    late = Process(store, C)
-    late.membership.number, late.membership.members = 0, (A, B, C)
     with pytest.raises(LeftOut):
         late.membership.follow()
 
@@ -156,6 +155,17 @@ def test_a_new_life_is_wanted_once_all_its_processes_wait_and_comes_after_the_ol
     for each in (*old, *new):
         each.join(10)
         assert each.membership.members == (A, C, NEW) and each.membership.number == 1
+
+
+def test_a_replica_that_begins_after_others_went_on_without_it_is_left_out(store):
+    others = [Process(store, member) for member in (A, C)]
+    Generations(store).bury(B)
+    for each in others:
+        each.start()
+    for each in others:
+        each.join(10)
+    with pytest.raises(LeftOut):
+        Process(store, B)
 
 
 def test_too_few_end_once_no_other_comes(store):
