@@ -11,7 +11,7 @@
   step; and, for a strike a minute, also those of the replica's return. Runs that were made before are in
   benchmarks/cache/elastic.
 - Two replicas, one at half speed, with even and with measured shares.
-- A step of two replicas that remember it, as in an elastic run, and of the same that do not, in turns.
+- A step of two replicas that remember it and ask the store, as an elastic run does, beside one without, in turns.
 """
 
 if __name__ == "__main__":  # before the imports: see run

@@ -15,7 +15,7 @@ from parallel.topology import Topology
 from training.elastic import Memory
 from training.loop import Progression
 
-REPLICAS, MICRO, MICRO_BATCHES, ROUNDS = 2, 16, 48, 20  # a step of 768 images
+REPLICAS, MICRO, MICRO_BATCHES, ROUNDS = 2, 16, 12, 60
 
 
 def rank_takes_turns(rank: int) -> dict:

@@ -31,6 +31,11 @@ _LAST = 15  # steps before the end without a strike
 _POLL_SECONDS = 0.004
 _PAUSES = (1.0, 7.0)  # between two strikes: shorter and longer than a replica takes to come back
 KINDS = ("kill", "kill", "kill", "stop", "stop", "two", "meeting", "evaluation", "checkpoint")
+_SIGNALS = {  # of others SIGKILL
+    "stop": (signal.SIGSTOP,),
+    "two": (signal.SIGKILL, signal.SIGKILL),
+    "meeting": (signal.SIGKILL, signal.SIGSTOP),
+}
 _MEETING = 1.5  # seconds at most from a kill until another is stopped, while those that are left meet
 _EVERY = {"evaluation": 10, "checkpoint": 3}  # steps after which the recipe has one
 
@@ -167,18 +172,18 @@ def _strike(kind: str, topology: Topology, session: Session, draws: random.Rando
         r for r in range(topology.replicas) if all(map(runs, (processes.get(n, 0) for n in _ranks(r, topology))))
     ]
     whole, waiting = [r for r in members if r in running], [r for r in running if r not in members]
-    number = 2 if kind in ("two", "meeting") else 1
-    victims = draws.sample(whole, number) if len(whole) > number else []
-    if not victims and waiting and kind not in ("stop", "meeting"):
+    signals = _SIGNALS.get(kind, (signal.SIGKILL,))
+    victims = draws.sample(whole, len(signals)) if len(whole) > len(signals) else []
+    joining = bool(waiting) and signal.SIGSTOP not in signals
+    if not victims and joining:
         victims = [draws.choice(waiting)]  # on its way back: another joins, or is struck as it does
     ranks = tuple(draws.choice(_ranks(replica, topology)) for replica in victims)
-    for number, rank in enumerate(ranks):
-        stops = kind == "stop" or (kind == "meeting" and number == 1)
-        if kind == "meeting" and stops:
+    for rank, sent in zip(ranks, signals):
+        if kind == "meeting" and sent == signal.SIGSTOP:
             time.sleep(draws.uniform(0, _MEETING))
         with contextlib.suppress(ProcessLookupError):
-            os.kill(processes[rank], signal.SIGSTOP if stops else signal.SIGKILL)
-    return "while another joins" if waiting and kind not in ("stop", "meeting") else kind, ranks
+            os.kill(processes[rank], sent)
+    return "while another joins" if joining else kind, ranks
 
 
 def _ranks(replica: int, topology: Topology) -> range:
