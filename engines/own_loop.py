@@ -127,7 +127,7 @@ class DistributedOptimizer:
         states, mean = list(self._exchange.replica_states()), self._exchange.mean(self.weights.flat)
         if not self._processes.topology.is_main:
             return {}
-        weights = {**self.weights.state_dict(), "weights": self.weights.by_name(mean.to(self.weights.flat.dtype))}
+        weights = self.weights.state_dict(mean)
         own = {"loss_scale": self._scale.state_dict(), "steps": self.steps, "replicas": states}
         return {**weights, **own, **self._exchange.state_dict()}
 

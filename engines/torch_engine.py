@@ -327,12 +327,12 @@ class TorchEngine(Engine):
     def _state_of(self, tensors: List[list]) -> dict:
         """This process' part of the state. Args: tensors: `_tensors`, or their means over replicas."""
         (flat, *buffers), *averaged = tensors
-        averages = {
-            name: {**self._by_name(own), "count": average.count.to("cpu", copy=True)}
-            for own, (name, average) in zip(averaged, self._averages.items())
-        }
-        own = {**self.weights.state_dict(), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-        own = {**own, **self._exchange.state_dict(), **self._by_name([flat.to(self.weights.flat.dtype), *buffers])}
+        averages = {}
+        for (own, *others), (name, average) in zip(averaged, self._averages.items()):
+            parts = {"weights": self.weights.by_name(own), "buffers": self._buffers_by_name(others)}
+            averages[name] = {**parts, "count": average.count.to("cpu", copy=True)}
+        own = {**self.weights.state_dict(flat), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
+        own = {**own, **self._exchange.state_dict(), "buffers": self._buffers_by_name(buffers)}
         noise = self._meter.state_dict()
         return {**own, **({"noise_scale": noise} if noise else {})}
 
@@ -378,9 +378,8 @@ class TorchEngine(Engine):
         """The tensors of an average: the persistent weights in one, then each buffer."""
         return [self.weights.flat, *self._buffers.values()]
 
-    def _by_name(self, tensors: Sequence[torch.Tensor]) -> dict:
-        buffers = {name: tensor.to("cpu", copy=True) for name, tensor in zip(self._buffers, tensors[1:])}
-        return {"weights": self.weights.by_name(tensors[0]), "buffers": buffers}
+    def _buffers_by_name(self, buffers: Sequence[torch.Tensor]) -> dict:
+        return {name: buffer.to("cpu", copy=True) for name, buffer in zip(self._buffers, buffers)}
 
 
 def _copy(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:

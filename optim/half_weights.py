@@ -112,9 +112,13 @@ class WeightState:
         """Names of the parameters whose gradient of the last step, after the exchange, is not finite. Waits."""
         return [name for name, view in zip(self._parameters, self.gradients.views) if not view.isfinite().all()]
 
-    def state_dict(self) -> dict:
-        """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype."""
-        return {key: self.by_name(buffer) for key, buffer in self.own_state().items()}
+    def state_dict(self, flat: Optional[torch.Tensor] = None) -> dict:
+        """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype.
+
+        Args: flat: weights to give instead of these, laid out as `flat` is.
+        """
+        weights = {} if flat is None else {"weights": flat.to(self.flat.dtype)}
+        return {key: self.by_name(buffer) for key, buffer in {**self.own_state(), **weights}.items()}
 
     def load_state_dict(self, state: dict) -> None:
         """Load what `state_dict` gave: exactly if the dtypes agree, else rounded to nearest.

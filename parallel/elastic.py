@@ -23,7 +23,7 @@ from recipe.config import Parallel
 from recipe.errors import FAILED, LEFT_OUT, ConfigError
 
 _STORE_LIMIT = timedelta(seconds=20)
-_LISTEN_SECONDS = 0.02  # between two looks at the store, of up to 40 processes
+_LISTEN_SECONDS = 0.1  # between two looks at the store, of up to 200 processes
 _HEAR_SECONDS = 2.0  # in which the word that a generation is over follows a broken connection
 _MEET_SECONDS = 10.0  # in which the processes of a generation connect on a busy host ...
 _MEET_SECONDS_EACH = 0.03  # ... and more for each of them; up to a thousand less than the rendezvous allows
@@ -150,7 +150,7 @@ class Elastic:
         self._listener.join()
 
     def _listen(self, over: threading.Event, done: threading.Event) -> None:
-        pause = _LISTEN_SECONDS * max(1.0, self.topology.world / 40)
+        pause = _LISTEN_SECONDS * max(1.0, self.topology.world / 200)
         try:
             while not self._heard.is_over():
                 if done.wait(pause):
