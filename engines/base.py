@@ -172,8 +172,13 @@ class Engine(ABC):
     def state_dict(self) -> dict:
         """All that persists of the whole model, on the CPU, whatever the topology. Empty but on the main rank."""
 
-    def own_state_dict(self) -> dict:
-        """This process' part of `state_dict`, where all replicas have the same; no other process takes part."""
+    def live_state(self) -> Dict[str, torch.Tensor]:
+        """All that steps change in this process' part of the model, where all replicas have the same: on the device, as
+        it is, not copied. No other process takes part."""
+        raise NotImplementedError
+
+    def load_live_state(self, state: Dict[str, torch.Tensor]) -> None:
+        """Copy what `live_state` gave here, or to a process that has the same part of the model."""
         raise NotImplementedError
 
     @abstractmethod

@@ -313,19 +313,27 @@ class TorchEngine(Engine):
                 buffer.copy_(weights[name])
 
     def state_dict(self) -> dict:
-        means = [self._mean_of(each) for each in self._tensors()]
+        averaged = (each.tensors for each in self._averages.values())
+        means = [self._mean_of(each) for each in (self._averaged(), *averaged)]
         own = self._state_of(means) if self.topology.replica == 0 else {}
         return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
 
-    def own_state_dict(self) -> dict:
-        return self._state_of(self._tensors())
+    def live_state(self) -> Dict[str, torch.Tensor]:
+        found = {**self.weights.own_state(), **self._buffers, **self._loss_scale.state()}
+        for name, average in self._averages.items():
+            own = average.count, *average.tensors
+            found.update({f"{name} {number}": tensor for number, tensor in enumerate(own)})
+        return {**found, "noise_scale": self._meter.moments}
 
-    def _tensors(self) -> List[list]:
-        """Those of the weights, then of each average."""
-        return [self._averaged(), *(average.tensors for average in self._averages.values())]
+    def load_live_state(self, state: Dict[str, torch.Tensor]) -> None:
+        self._loss_scale.load_state_dict(state)
+        for name, tensor in self.live_state().items():
+            tensor.copy_(state[name])
+        self.weights.refresh()
 
     def _state_of(self, tensors: List[list]) -> dict:
-        """This process' part of the state. Args: tensors: `_tensors`, or their means over replicas."""
+        """This process' part of the state. Args: tensors: of the weights, then of each average, as `_averaged`; their
+        means over replicas."""
         (flat, *buffers), *averaged = tensors
         averages = {}
         for (own, *others), (name, average) in zip(averaged, self._averages.items()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Dict, Mapping
+
 import torch
 
 _GROWTH_INTERVAL = 2000  # finite steps before a dynamic scale doubles, as torch.amp.GradScaler has it
@@ -31,9 +33,14 @@ class LossScale:
             factor = torch.where(grow, 2.0, torch.where(finite, 1.0, 0.5))
             self.scale = (self.scale * factor).clamp_(2.0**-14, 2.0**24)
 
-    def state_dict(self) -> dict:
-        return {name: getattr(self, name).to("cpu", copy=True) for name in _STATE}
+    def state(self) -> Dict[str, torch.Tensor]:
+        """On the device."""
+        return {name: getattr(self, name) for name in _STATE}
 
-    def load_state_dict(self, state: dict) -> None:
+    def state_dict(self) -> Dict[str, torch.Tensor]:
+        """On the CPU."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.state().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         for name in _STATE:
-            setattr(self, name, state[name].to(self.scale.device))
+            setattr(self, name, state[name].to(self.scale.device, copy=True))

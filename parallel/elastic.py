@@ -1,7 +1,7 @@
 """This process in an elastic run: its place in each generation, and the end of one.
 
-When a generation is over, whatever this process waits for ends at once with an error. NCCL's communicators are aborted
-(not tried: no GPU was at hand). gloo has no way to do that, so the connections are cut under it. Linux only.
+When a generation is over, whatever this process waits for ends at once with an error. NCCL's communicators are aborted.
+gloo has no way to do that, so the connections are cut under it. Linux only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from recipe.errors import FAILED, LEFT_OUT, ConfigError
 _STORE_LIMIT = timedelta(seconds=20)
 _LISTEN_SECONDS = 0.1  # between two looks at the store, of up to 200 processes
 _HEAR_SECONDS = 2.0  # in which the word that a generation is over follows a broken connection
+_ABORT_SECONDS = 10.0  # for NCCL to end what it does
+_OF_NCCL = {  # else torch's watchdog of NCCL ends this process with a lost one, and its signals reach later generations
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
 _MEET_SECONDS = 10.0  # in which the processes of a generation connect on a busy host ...
 _MEET_SECONDS_EACH = 0.03  # ... and more for each of them; up to a thousand less than the rendezvous allows
 
@@ -38,6 +45,7 @@ class Elastic:
         Args: given: by the launcher. identity: what all replicas must have in common, by what it is.
         Raises ConfigError: this one has something else.
         """
+        os.environ.update(_OF_NCCL)
         self._given, self._parallel = given, parallel
         self._place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         member = Member(given.replica, int(os.environ.get(LIFE, "0")))
@@ -170,9 +178,7 @@ class Elastic:
 
     def _cut(self) -> None:
         """End all calls in flight of this generation."""
-        if torch.cuda.is_available() and dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.distributed_c10d._abort_process_group()
+        _abort_nccl()
         own = self._own or set(_connections()) - self._before
         for number, descriptor in _connections().items():
             if number in own:
@@ -181,6 +187,26 @@ class Elastic:
 
     def _client(self) -> dist.Store:
         return dist.TCPStore(*self._place, None, False, _STORE_LIMIT, wait_for_workers=False)
+
+
+def _abort_nccl() -> None:
+    """End all of this process' NCCL communicators, together: a kernel of one may wait for that of another."""
+    if not torch.cuda.is_available() or not dist.is_initialized():
+        return
+    found = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # groups of gloo alone
+            found.append(group._get_backend(torch.device("cuda")))
+    threads = [threading.Thread(target=_abort, args=(each,), name="abort", daemon=True) for each in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_ABORT_SECONDS)
+
+
+def _abort(backend: dist.distributed_c10d.Backend) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
 
 
 def _connections() -> Dict[int, int]:

@@ -7,7 +7,6 @@ same bits.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -15,10 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+import torch
+
 from data.base import Source
 from data.sources import open_source
 from engines import factory
 from engines.base import Engine
+from engines.devices import synchronize
 from parallel.elastic import Elastic
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -34,10 +36,13 @@ _KEPT = 2  # steps: those that a process has done differ by one at most, as an u
 
 
 class State(NamedTuple):
-    """After a step: this process' part of the engine's state, and the loop's."""
+    """After a step: a copy of this process' part of the engine's state, on its device, and of the loop's."""
 
-    engine: dict
+    engine: Dict[str, torch.Tensor]
     progression: Progression
+
+    def on_cpu(self) -> State:
+        return self._replace(engine={name: tensor.cpu() for name, tensor in self.engine.items()})
 
 
 class Memory:
@@ -55,12 +60,22 @@ class Memory:
         self.was_main = False
         self.signal: Optional[int] = None
 
+    def check(self, engine: Engine) -> None:
+        """Raises Regroup unless the update just made was a whole one: a GPU makes it later than it is called for, and
+        does not say whether the exchange before it was broken off."""
+        synchronize(engine.device)
+        engine.processes.check()
+
     def keep(self, engine: Engine, progression: Progression) -> None:
         """Remember a step that is done."""
-        self.was_main = engine.topology.is_main
+        self.was_main, live, copies = engine.topology.is_main, engine.live_state(), None
         for step in sorted(self.states.keys() - {progression.step})[: 1 - _KEPT]:
-            del self.states[step]  # first, so that its memory is used again
-        self.states[progression.step] = State(engine.own_state_dict(), dataclasses.replace(progression))
+            copies = self.states.pop(step).engine
+        if copies is None:
+            copies = {name: tensor.clone() for name, tensor in live.items()}
+        else:  # finding as much memory anew takes a CPU longer than the copies
+            torch._foreach_copy_(list(copies.values()), [live[name] for name in copies])
+        self.states[progression.step] = State(copies, dataclasses.replace(progression))
 
     def restore(self, engine: Engine) -> Optional[Progression]:
         """Take the engine back to the last step that all have done; None if none remembers any. Every process calls.
@@ -76,8 +91,10 @@ class Memory:
         for stage in range(place.stages):
             ranks = range(stage, place.world, place.stages)
             have = [rank for rank in ranks if step in known[rank][1]]
-            state = processes.pass_on(state, have[0], [rank for rank in ranks if rank not in have])
-        engine.load_state_dict(copy.deepcopy(state.engine))
+            lack = [rank for rank in ranks if rank not in have]
+            if lack and place.rank in (have[0], *lack):
+                state = processes.pass_on(state and state.on_cpu(), have[0], lack)
+        engine.load_live_state(state.engine)
         self.states = {step: state}
         return dataclasses.replace(state.progression)
 
