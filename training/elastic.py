@@ -72,9 +72,9 @@ class Memory:
         for step in sorted(self.states.keys() - {progression.step})[: 1 - _KEPT]:
             copies = self.states.pop(step).engine
         if copies is None:
-            copies = {name: tensor.clone() for name, tensor in live.items()}
-        else:  # finding as much memory anew takes a CPU longer than the copies
-            torch._foreach_copy_(list(copies.values()), [live[name] for name in copies])
+            copies = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+        for name, copied in copies.items():  # in place: finding as much memory anew takes a CPU longer than this
+            copied.copy_(live[name])
         self.states[progression.step] = State(copies, dataclasses.replace(progression))
 
     def restore(self, engine: Engine) -> Optional[Progression]:

@@ -30,6 +30,7 @@ def rank_takes_turns(rank: int) -> dict:
         ours.update()
         if is_elastic:
             memory.keep(ours.engine, Progression(step=next(step)))
+            elastic.check()
             assert not (place.is_main and elastic.wants())
 
     def turn(is_elastic: bool, _: int) -> float:

@@ -106,6 +106,24 @@ def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(create, overrides
 
 
 @pytest.mark.parametrize(
+    "overrides", [AVERAGES, ("precision.weights=float32",), ("precision.compute=bfloat16",), OVERFLOW]
+)
+def test_an_engine_goes_back_to_a_copy_of_its_live_state_and_another_one_goes_on_from_it(create, overrides):
+    first, second = create(*RANDOM_LAYERS, *overrides), create(*RANDOM_LAYERS, *overrides)
+    train(first, range(2))
+    first.end_epoch()
+    copied, state = {name: tensor.clone() for name, tensor in first.live_state().items()}, first.state_dict()
+    train(first, range(2, 4))
+    later = first.state_dict()
+    assert any(not torch.equal(one, other) for one, other in zip(flat(later).values(), flat(state).values()))
+    for engine in (first, second):
+        engine.load_live_state(copied)
+        assert_bitwise_equal(engine.state_dict(), state)
+        train(engine, range(2, 4))
+        assert_bitwise_equal(engine.state_dict(), later)
+
+
+@pytest.mark.parametrize(
     ("damage", "fault"),
     [
         (lambda state: state["averages"].pop("epoch_average"), r"averages\.epoch_average is missing"),

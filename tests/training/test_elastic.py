@@ -1,19 +1,25 @@
 """Replicas that are lost, and come back, within a run: it ends with the bits of one that nothing disturbed."""
 
+import copy
 import json
 import os
+import queue
 import signal
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from benchmarks.faults.site import Site, Topology
 from parallel import topology
 from parallel.elastic import Elastic
+from parallel.generations import Regroup
+from parallel.processes import Processes
 from recipe.errors import ConfigError
+from tests.engines import threads
 from tests.waiting import wait_until
-from training.elastic import common, identity, run
-from training.loop import Stopped
+from training.elastic import Memory, common, identity, run
+from training.loop import Progression, Stopped
 from training.metrics import length_until
 from training.run_folder import starts
 
@@ -34,6 +40,67 @@ ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
 )
 def test_all_go_on_from_the_last_step_that_all_and_the_main_one_have_done(known, step):
     assert common(known) == step
+
+
+class Counter:
+    """An engine whose steps add one to a tensor, which the engine replaces, or changes in place."""
+
+    def __init__(self, processes):
+        self.processes, self.topology, self.device = processes, processes.topology, torch.device("cpu")
+        self.places = {"changed": torch.zeros(3), "replaced": torch.zeros(())}
+
+    def step(self):
+        self.places["changed"] += 1
+        self.places["replaced"] = self.places["replaced"] + 1
+
+    def live_state(self):
+        return self.places
+
+    def load_live_state(self, state):
+        for name, tensor in self.places.items():
+            tensor.copy_(state[name])
+
+
+def test_all_go_back_to_a_step_that_a_process_remembers_and_one_that_is_new_gets_it():
+    """The last two steps are remembered, in memory that is used again."""
+    mail = queue.SimpleQueue()
+
+    def generation(processes):
+        sends = processes.topology.rank != 2
+        processes.pass_on = lambda value, *_: (mail.put(copy.deepcopy(value)), value)[1] if sends else mail.get()
+        engine, memory, memories = Counter(processes), Memory([]), set()
+        if processes.topology.rank == 2:
+            assert memory.restore(engine).step == 4
+        else:
+            for step in range(1, 6 - processes.topology.rank):
+                engine.step()
+                memory.keep(engine, Progression(step=step))
+                memories |= {state.engine["changed"].data_ptr() for state in memory.states.values()}
+            assert len(memories) == 2 == len(memory.states)
+            assert memory.restore(engine).step == 4
+        assert memory.states.keys() == {4}
+        memory.keep(engine, Progression(step=4))
+        engine.step()
+        memory.keep(engine, Progression(step=5))
+        found = {step: state.engine for step, state in memory.states.items()}
+        return {step: (each["changed"].tolist(), each["replaced"].item()) for step, each in found.items()}
+
+    expected = {4: ([4.0] * 3, 4.0), 5: ([5.0] * 3, 5.0)}
+    assert threads.run(3, 1, generation) == [expected] * 3
+
+
+def test_an_update_counts_only_if_the_generation_was_not_over_once_the_device_had_made_it(monkeypatch):
+    """What is broken off on a GPU raises no error there."""
+    over = []
+    monkeypatch.setattr("training.elastic.synchronize", over.append)
+    processes = Mock(spec=Processes, topology=None, check=Mock(side_effect=lambda: over and raise_regroup()))
+    with pytest.raises(Regroup):
+        Memory([]).check(Counter(processes))
+    assert over == [torch.device("cpu")]
+
+
+def raise_regroup():
+    raise Regroup
 
 
 def test_events_count_until_the_step_and_without_the_end(tmp_path):
