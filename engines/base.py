@@ -177,7 +177,7 @@ class Engine(ABC):
         it is, not copied. No other process takes part."""
         raise NotImplementedError
 
-    def load_live_state(self, state: Dict[str, torch.Tensor]) -> None:
+    def load_live_state(self, saved: Dict[str, torch.Tensor]) -> None:
         """Copy what `live_state` gave here, or to a process that has the same part of the model."""
         raise NotImplementedError
 

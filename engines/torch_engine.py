@@ -325,10 +325,10 @@ class TorchEngine(Engine):
             found.update({f"{name} {number}": tensor for number, tensor in enumerate(own)})
         return {**found, "noise_scale": self._meter.moments}
 
-    def load_live_state(self, state: Dict[str, torch.Tensor]) -> None:
-        self._loss_scale.load_state_dict(state)
+    def load_live_state(self, saved: Dict[str, torch.Tensor]) -> None:
+        self._loss_scale.load_state_dict(saved)  # then it has a tensor for each value: one may stand for several before
         for name, tensor in self.live_state().items():
-            tensor.copy_(state[name])
+            tensor.copy_(saved[name])
         self.weights.refresh()
 
     def _state_of(self, tensors: List[list]) -> dict:

@@ -134,8 +134,8 @@ class Trainer:
         log = last or update.reaches(self.recipe.log.every_steps)
         with self.recordings.update(step):
             result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log, update=update)
-            if self.memory is not None:
-                self.memory.check(self.engine)
+        if self.memory is not None:
+            self.memory.check(self.engine)
         self._loss += result.loss * update.steps
         self._correct += result.correct
         progression.images += result.images

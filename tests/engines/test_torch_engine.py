@@ -79,11 +79,10 @@ def test_each_step_and_each_micro_batch_has_draws_of_its_own(create):
 
 
 OVERFLOW = ("precision.loss_scale=3e38", "precision.dynamic_loss_scale=true")
+STATES = (AVERAGES, ("precision.weights=float32",), ("precision.compute=bfloat16",), OVERFLOW)
 
 
-@pytest.mark.parametrize(
-    "overrides", [AVERAGES, ("precision.weights=float32",), ("precision.compute=bfloat16",), OVERFLOW]
-)
+@pytest.mark.parametrize("overrides", STATES)
 def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(create, overrides, tmp_path):
     """Also with weights of its own before, a working copy in another dtype than the state, and a first step that was
     skipped, which lowers the loss scale to the largest that a dynamic one may have."""
@@ -105,9 +104,7 @@ def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(create, overrides
     assert_bitwise_equal(second.state_dict(), later)
 
 
-@pytest.mark.parametrize(
-    "overrides", [AVERAGES, ("precision.weights=float32",), ("precision.compute=bfloat16",), OVERFLOW]
-)
+@pytest.mark.parametrize("overrides", STATES)
 def test_an_engine_goes_back_to_a_copy_of_its_live_state_and_another_one_goes_on_from_it(create, overrides):
     first, second = create(*RANDOM_LAYERS, *overrides), create(*RANDOM_LAYERS, *overrides)
     train(first, range(2))

@@ -66,10 +66,18 @@ def test_all_go_back_to_a_step_that_a_process_remembers_and_one_that_is_new_gets
     mail = queue.SimpleQueue()
 
     def generation(processes):
-        sends = processes.topology.rank != 2
-        processes.pass_on = lambda value, *_: (mail.put(copy.deepcopy(value)), value)[1] if sends else mail.get()
+        new = processes.topology.rank == 2
+
+        def pass_on(value, source, receivers):
+            assert (source, receivers) == (0, [2])
+            if new:
+                return mail.get()
+            mail.put(copy.deepcopy(value))
+            return value
+
+        processes.pass_on = pass_on
         engine, memory, memories = Counter(processes), Memory([]), set()
-        if processes.topology.rank == 2:
+        if new:
             assert memory.restore(engine).step == 4
         else:
             for step in range(1, 6 - processes.topology.rank):
@@ -91,16 +99,13 @@ def test_all_go_back_to_a_step_that_a_process_remembers_and_one_that_is_new_gets
 
 def test_an_update_counts_only_if_the_generation_was_not_over_once_the_device_had_made_it(monkeypatch):
     """What is broken off on a GPU raises no error there."""
-    over = []
-    monkeypatch.setattr("training.elastic.synchronize", over.append)
-    processes = Mock(spec=Processes, topology=None, check=Mock(side_effect=lambda: over and raise_regroup()))
+    waited = []
+    monkeypatch.setattr("training.elastic.synchronize", waited.append)
+    processes = Mock(spec=Processes, topology=None)
+    processes.check.side_effect = Regroup
     with pytest.raises(Regroup):
         Memory([]).check(Counter(processes))
-    assert over == [torch.device("cpu")]
-
-
-def raise_regroup():
-    raise Regroup
+    assert waited == [torch.device("cpu")]
 
 
 def test_events_count_until_the_step_and_without_the_end(tmp_path):
