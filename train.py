@@ -11,16 +11,18 @@ if __name__ == "__main__":  # before the imports: see run
 
 import os
 import re
+import time
 from pathlib import Path
 
-from recipe import batch, loading
-from recipe.errors import DONE, FAILED, STOPPED
-from training import stopping
+from recipe import batch, loading, poprun
+from recipe.errors import DONE, FAILED, STOPPED, UserError
+from training import relaunch, stopping
 from training.command import AGAIN, Parser, fail, naming, one_line
 from training.run_folder import check_owner
 
 # Set by launchers for each of several ranks, of which only the main one looks at the run folder, later.
 _OF_SEVERAL = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "POPDIST_NUM_TOTAL_REPLICAS")
+_FIRST_PRINTS_SECONDS = 3.0
 _RUNTIME_ERRORS = {  # pattern in torch's error -> the fault and its remedy
     "out of memory|can't allocate memory": "out of memory; lower batch.micro, batch.evaluation or model.image_size",
     r"DataLoader worker (\(pid|exited)": "a process that loads images was killed, perhaps as memory ran out; lower "
@@ -38,9 +40,24 @@ def main(arguments=None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
     stopping.listen_early()
+    try:
+        return _checked(options)
+    except UserError:
+        # poprun starts many of this process with the same input: the first prints what is wrong with it, and MPI ends
+        # the others as it ends. If only their host's files are wrong, they print it themselves.
+        if not poprun.is_first_instance(os.environ):
+            time.sleep(_FIRST_PRINTS_SECONDS)
+        raise
+
+
+def _checked(options) -> int:
+    """Check the recipe, without torch; print its plan or train it. Returns the exit code."""
     recipe = loading.load(options.config, options.overrides)
+    naming(options.config, relaunch.settle, recipe)
     if options.dry_run:
-        print(naming(options.config, lambda recipe: batch.describe(batch.whole_pod(recipe)), recipe))
+        plan = naming(options.config, lambda recipe: batch.describe(batch.whole_pod(recipe)), recipe)
+        if poprun.is_first_instance(os.environ):
+            print(plan)
         return DONE
     naming(options.config, batch.describe, recipe)
     if not any(name in os.environ for name in _OF_SEVERAL):

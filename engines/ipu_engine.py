@@ -33,7 +33,7 @@ from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe import ipu
+from recipe import ipu, poprun
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
@@ -53,7 +53,7 @@ def connect(recipe: Recipe, topology: Topology) -> Processes:
     """
     _poptorch()
     if not _under_poprun():
-        ipu.check_served(topology.served, recipe.parallel.stages, topology.replicas)
+        poprun.check_served(topology.served, recipe.parallel.stages, topology.replicas)
         return Processes(topology, IpuEngine.device)
     popdist = _needed("popdist", "install it from the Poplar SDK")
     _needed("horovod.torch", "install it by pip")
@@ -64,8 +64,8 @@ def connect(recipe: Recipe, topology: Topology) -> Processes:
             f"poprun started {replicas} replicas, but this command computes with one; start it without poprun"
         )
     instances = Instances(topology)
-    launched = ipu.Launched(replicas, local, popdist.getNumIpusPerReplica())
-    instances.from_main(lambda: ipu.check_launched(recipe, launched))
+    launched = poprun.Launched(replicas, local, popdist.getNumIpusPerReplica())
+    instances.from_main(lambda: poprun.check_launched(recipe, launched))
     return instances
 
 

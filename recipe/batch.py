@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import List, Set
 
-from recipe import checks, images, ipu, ipu_plan, shares
+from recipe import checks, images, ipu_plan, poprun, shares
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError, printable
@@ -105,7 +105,7 @@ def _divided(recipe: Recipe, micro: int, replicas: int) -> Batch:
 def whole_pod(recipe: Recipe) -> Recipe:
     """`recipe` on all IPUs of its pod, if neither it nor poprun gives a number of replicas. Raises ConfigError."""
     pod, stages = recipe.ipu.pod, recipe.parallel.stages
-    if recipe.run.device != "ipu" or pod is None or recipe.parallel.replicas or ipu.launched_by(os.environ):
+    if recipe.run.device != "ipu" or pod is None or recipe.parallel.replicas or poprun.launched_by(os.environ):
         return recipe
     if pod % stages:
         raise ConfigError(f"ipu.pod {pod} is not a multiple of parallel.stages {stages}; correct one of them")
@@ -114,9 +114,9 @@ def whole_pod(recipe: Recipe) -> Recipe:
 
 def planned(recipe: Recipe) -> Batch:
     """The batch as a process that this environment starts would divide it. Raises ConfigError as `divide` does."""
-    launched = ipu.launched_by(os.environ) if recipe.run.device == "ipu" else None
+    launched = poprun.launched_by(os.environ) if recipe.run.device == "ipu" else None
     if launched is not None:
-        ipu.check_launched(recipe, launched)
+        poprun.check_launched(recipe, launched)
     return divide(recipe, launched.replicas if launched else None)
 
 

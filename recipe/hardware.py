@@ -33,6 +33,9 @@ class Ipu(Section):
 
     pod: Optional[int] = Field(None, ge=1)
     """IPUs of the pod: plans, and run_pod.sh without --replicas, fill it if parallel.replicas is auto; null: unknown"""
+    relaunch: bool = True
+    """where poprun was given nothing but a number of replicas and the recipe needs more (IPUs for each, or processes),
+    print the corrected line and start it in the place of this process; false: refuse, with that line"""
     available_memory_proportion: Optional[Annotated[List[float], AfterValidator(shares)]] = None
     """share of memory for temporary data: one number for all IPUs of a replica, or one each; null: Poplar's (0.6)"""
     partials: Optional[Literal["half", "float"]] = None

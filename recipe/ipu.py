@@ -12,16 +12,7 @@ from recipe.division import Batch
 from recipe.ipu_optimizers import Name, optimizer  # noqa: F401
 
 # The rules and the optimizer are part of this module's interface.
-from recipe.ipu_rules import (  # noqa: F401
-    Launched,
-    check,
-    check_launched,
-    check_served,
-    compute_dtype,
-    launched_by,
-    pipelined,
-    stages_of_launcher,
-)
+from recipe.ipu_rules import check, compute_dtype, pipelined  # noqa: F401
 
 
 class Chain(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Iterator, List, Tuple
 
-from recipe import ipu
+from recipe import ipu, poprun
 from recipe.config import Recipe
 from recipe.division import Batch
 
 
 def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, ipu.Setting]]:
     """("training" or "evaluation", setting) of each option in this environment, and of each call on the model."""
-    under_poprun = ipu.stages_of_launcher(os.environ) is not None
+    under_poprun = poprun.stages_of_launcher(os.environ) is not None
     for model, make in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
         calls = ipu.model_calls(recipe, batch, model == "training")
         yield from ((model, each) for each in [*make(recipe, batch, batch.replicas, under_poprun), *calls])
@@ -34,7 +34,7 @@ def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
 
 def lines(recipe: Recipe, batch: Batch) -> List[str]:
     """The plan as text, an option a line."""
-    launched = ipu.launched_by(os.environ)
+    launched = poprun.launched_by(os.environ)
     shown = [f"note       {note}" for note in ipu.notes(recipe, launched.served if launched else batch.replicas)]
     shown += [f"{model:<10} {setting}  <- {setting.source}" for model, setting in settings(recipe, batch)]
     name = f"optimizer  poptorch.optim.{ipu.optimizer(recipe).name}"

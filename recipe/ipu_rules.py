@@ -6,44 +6,14 @@ Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 from __future__ import annotations
 
 import json
-from typing import Iterable, Mapping, NamedTuple, Optional, Tuple
+from typing import Iterable, Tuple
 
 from recipe.config import Recipe
-from recipe.division import Batch, count
+from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
 from recipe.ipu_optimizers import optimizer
-
-_MAX_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
-
-
-class Launched(NamedTuple):
-    """What poprun started. replicas: of the run; served: those of this process; ipus_per_replica: IPUs of each."""
-
-    replicas: int
-    served: int
-    ipus_per_replica: int
-
-
-def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
-    """The IPUs that poprun gives each replica; None where poprun did not start this process. Raises ConfigError."""
-    return _number(environment, "POPDIST_NUM_IPUS_PER_REPLICA")
-
-
-def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
-    """What poprun started; None where it did not start this process. Raises ConfigError."""
-    names = ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
-    numbers = [_number(environment, f"POPDIST_NUM_{name}") for name in names]
-    return None if None in numbers else Launched(*numbers)
-
-
-def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
-    text = environment.get(name)
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) == 0:
-        raise ConfigError(f"{name} {text!r} in the environment is no number above 0; start by ./run_pod.sh")
-    return int(text)
+from recipe.poprun import is_power
 
 
 def compute_dtype(recipe: Recipe) -> str:
@@ -122,38 +92,12 @@ def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
         (iterations is not None and pipelined(recipe) and iterations < stages,
          f"ipu.evaluation_iterations {iterations}",
          f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"),
-        *((not _is_power(number), f"{key} {number}",
+        *((not is_power(number), f"{key} {number}",
            f"IPUs come in powers of two; use {1 << (number.bit_length() - 1)} or {1 << number.bit_length()}")
           for key, number in numbers.items()),
         (ipu.io_tiles % 2, f"ipu.io_tiles {ipu.io_tiles}",
          f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"),
     )  # fmt: skip
-
-
-def check_launched(recipe: Recipe, launched: Launched) -> None:
-    """Raises ConfigError where poprun's replicas have other IPUs than the recipe's stages need."""
-    stages, wanted = recipe.parallel.stages, recipe.parallel.replicas
-    replicas, served, given = launched
-    if given != stages:
-        least = -(-replicas * stages // _MAX_IPUS)
-        raise ConfigError(
-            f"poprun gives each replica {count(given, 'IPU')}, but parallel.stages is {stages}; start it as `poprun "
-            f"--num-replicas {replicas} --ipus-per-replica {stages} --num-instances N python train.py ...` (N divides "
-            f"{replicas} and is {least} or more), or use parallel.stages=auto, which takes what there is"
-        )
-    if wanted is not None and wanted != replicas:
-        fault = f"poprun started {replicas} replicas, but parallel.replicas is {wanted}"
-        raise ConfigError(f"{fault}; use parallel.replicas=auto")
-    check_served(served, stages, replicas)
-
-
-def check_served(served: int, stages: int, replicas: int) -> None:
-    """Raises ConfigError where one process cannot have so many IPUs. Args: served: its replicas, of all."""
-    if not _is_power(served) or served * stages > _MAX_IPUS:
-        raise ConfigError(
-            f"one process would have {served} replicas x {stages} IPUs = {served * stages}, but PopTorch takes a power "
-            f"of two up to {_MAX_IPUS}; start more of them by poprun --num-instances {replicas}, or another divisor"
-        )
 
 
 def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
@@ -171,7 +115,3 @@ def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
         f"pipeline of {stages} stages needs 2 x {stages} - 1 = {needed} micro batches or more in training; use "
         f"{remedy}{', fewer replicas' if replicas > 1 else ''} or parallel.schedule=sharded"
     )
-
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from recipe import timm_weights
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
-from recipe.ipu_rules import stages_of_launcher
 from recipe.kinds import Kind
+from recipe.poprun import stages_of_launcher
 from recipe.section import first_fault
 
 _ROOT = Path(__file__).resolve().parent.parent

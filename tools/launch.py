@@ -27,7 +27,7 @@ from typing import List, Optional, Sequence, Tuple
 
 from parallel import hosts
 from parallel.hosts import Hosts
-from recipe import batch, ipu, loading
+from recipe import batch, loading, poprun
 from recipe.config import Recipe
 from recipe.credentials import masked
 from recipe.division import count
@@ -69,11 +69,11 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
         print(f"{description}\nlaunch     {text}")
         return DONE
     if on_ipus:
-        poprun = shutil.which("poprun")
-        if poprun is None:
-            raise UserError("run.device=ipu needs poprun on the PATH; source the SDK's enable.sh, or --dry-run")
+        program = shutil.which("poprun")
+        if program is None:
+            raise UserError("run.device=ipu needs poprun on the PATH; source the SDK's `enable`, or --dry-run")
         print(text, flush=True)
-        os.execv(poprun, [poprun, *command[1:]])
+        os.execv(program, [program, *command[1:]])
     if place.this == 0:
         check_owner(recipe)
     gpus = _gpus(recipe) if world > 1 else local
@@ -123,12 +123,15 @@ def _checked_device(options: argparse.Namespace, recipe: Recipe, place: Hosts) -
 
 
 def _poprun(options: argparse.Namespace, replicas: int, stages: int) -> List[str]:
-    instances = options.instances or 1
+    fitting = poprun.fitting_instances(replicas, stages)
+    instances = options.instances or fitting
     if replicas % instances:
         raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
-    ipu.check_served(replicas // instances, stages, replicas)
-    command = ["poprun", "--num-replicas", str(replicas), "--ipus-per-replica", str(stages)]
-    return [*command, *(["--num-instances", str(instances)] if options.instances else []), *options.poprun]
+    fault = poprun.fault_of_instance(replicas // instances, stages)
+    if fault:
+        raise UserError(f"{fault}; give --instances {fitting} or another divisor of {replicas}")
+    flags = zip(poprun.FLAGS, (replicas, stages, instances))
+    return ["poprun", *(word for flag, number in flags for word in (flag, str(number))), *options.poprun]
 
 
 def _torchrun(place: Hosts, local: int) -> List[str]:

@@ -62,7 +62,27 @@ def test_a_python_without_packages_gets_the_command_that_installs_them(tmp_path)
     assert done.returncode == 2 and "pip install -r" in done.stderr and "requirements-ipu.txt" in done.stderr
 
 
-def test_stages_are_what_poprun_gives():
-    done = command("poprun", "--num-replicas", 2, *train("parallel.stages=auto", "--dry-run"))
+def test_stages_are_what_poprun_gives_and_one_instance_prints_the_plan():
+    start = ("poprun", "--num-replicas", 4, "--num-instances", 2)
+    done = command(*start, *train("parallel.stages=auto", "--dry-run"))
     assert done.returncode == 0, done.stderr
-    assert "48 = 4 micro x 6 accumulation x 2 replicas (2 devices)" in done.stdout
+    assert done.stdout.count("48 = 4 micro x 3 accumulation x 4 replicas (4 devices)") == 1
+
+
+def test_the_line_with_popruns_defaults_trains(tmp_path):
+    """`poprun --num-replicas 2 python train.py ...`: one IPU a replica, where the recipe has two stages."""
+    done = command("poprun", "--num-replicas", 2, *train(f"run.output={tmp_path}/run"))
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    start = "poprun --num-replicas 2 --ipus-per-replica 2 --num-instances "
+    assert first.startswith(f"poprun gives each replica 1 IPU, but parallel.stages is 2; started again as: {start}")
+    assert first.endswith(f" run.output={tmp_path}/run")
+    assert "2 replicas (2 stages each: 4 devices)" in done.stdout
+    assert done.stdout.count("done: top1") == 1
+
+
+def test_only_the_first_instance_prints_what_is_wrong():
+    start = ("poprun", "--num-replicas", 4, "--num-instances", 4)
+    for wrong in ("parallel.stages=2", "run.sed=1"):
+        done = command(*start, *train(wrong))
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr

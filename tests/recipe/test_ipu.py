@@ -1,6 +1,5 @@
 """A recipe on IPUs: the one right value of each option and its source; what is refused, and what to do then."""
 
-import contextlib
 import re
 
 import pytest
@@ -9,7 +8,7 @@ from recipe import ipu
 from recipe.batch import divide
 from recipe.division import Batch
 from recipe.errors import ConfigError
-from recipe.ipu import Chain, Launched, Name
+from recipe.ipu import Chain, Name
 from recipe.loading import load
 from recipe.optimization import Optimizer
 from tests.conftest import QUICKSTART, ROOT
@@ -213,37 +212,3 @@ def test_dividing_a_batch_checks_the_rules_on_ipus_only():
     with pytest.raises(ConfigError, match="gradient on IPUs: PopTorch has no LARS"):
         divide(small("optimizer.trust=gradient"))
     divide(small("run.device=cpu", "optimizer.trust=gradient", "optimizer.clip_norm=1", "average.step_decay=0.9"))
-
-
-# poprun's default is one IPU a replica, which a recipe of two stages cannot use.
-COMMAND = (
-    r"gives each replica 1 IPU, but parallel.stages is 2; start it as `poprun --num-replicas 64 --ipus-per-replica 2 "
-    r"--num-instances N python train.py ...` \(N divides 64 and is 2 or more\), or use parallel.stages=auto"
-)
-
-
-@pytest.mark.parametrize(
-    ("launched", "overrides", "words"),
-    [
-        (Launched(64, 64, 1), (), COMMAND),
-        (Launched(8, 8, 2), (), None),
-        (Launched(64, 32, 2), (), None),
-        (Launched(64, 64, 2), (), "64 replicas x 2 IPUs = 128, but PopTorch takes a power of two up to 64"),
-        (Launched(12, 6, 2), (), "6 replicas x 2 IPUs = 12"),
-        (Launched(8, 4, 4), (), "gives each replica 4 IPUs, but parallel.stages is 2"),
-        (Launched(8, 4, 2), ("parallel.replicas=4",), "started 8 replicas, but parallel.replicas is 4"),
-        (Launched(8, 4, 2), ("parallel.replicas=8",), None),
-    ],
-)
-def test_what_poprun_started_fits_the_recipe(launched, overrides, words):
-    made = small(TWO, *overrides)
-    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
-        ipu.check_launched(made, launched)
-
-
-@pytest.mark.parametrize("text", ["", "two", "0", "-1"])
-def test_the_launcher_says_how_many_ipus_a_replica_has(text):
-    assert ipu.stages_of_launcher({"POPDIST_NUM_IPUS_PER_REPLICA": "4"}) == 4
-    assert ipu.stages_of_launcher({"POPDIST_NUM_TOTAL_REPLICAS": "4"}) is None
-    with pytest.raises(ConfigError, match="no number above 0"):
-        ipu.stages_of_launcher({"POPDIST_NUM_IPUS_PER_REPLICA": text})

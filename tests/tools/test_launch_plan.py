@@ -53,7 +53,11 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
         ("--stages 2 parallel.split=[a,b]", "command line: parallel: split names 2 cut points but 2 stages need 1"),
         ("--stages 2 run.sed=1", "command line: run.sed: unknown key; did you mean run.seed?"),
         (f"{POD} --replicas 128 --instances 3", "--instances 3 does not divide 128 replicas; give a divisor"),
-        (f"{POD} --replicas 128", "one process would have 128 replicas x 2 IPUs = 256, but PopTorch takes"),
+        (
+            f"{POD} --replicas 128 --instances 2",
+            "one process would have 64 replicas x 2 IPUs = 128, but PopTorch takes a power of two up to 64; "
+            "give --instances 4 or another divisor of 128",
+        ),
         (f"{POD} --replicas 8 --max-restarts 1", "--max-restarts is for CPUs and GPUs"),
         ("--poprun=--host=a", "--poprun goes with run.device=ipu, but run.device is cpu"),
         ("run.device=ipu", "how many IPUs there are is not known here; give the number of replicas"),
@@ -80,6 +84,7 @@ def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start,
         ),
         ("pod16", "--stages 4 --replicas 4", "the recipe's parallel.split: parallel.split=auto instead): poprun"),
         ("pod128", "--instances 32", "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 "),
+        ("pod256", "", "poprun --num-replicas 128 --ipus-per-replica 2 --num-instances 4 "),
     ],
 )
 def test_replicas_follow_the_gpus_or_the_pod_and_cuts_the_stages(config, arguments, expected, call, monkeypatch):

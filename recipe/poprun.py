@@ -1,0 +1,148 @@
+"""What poprun started, as its variables tell it, and the flags that would have fitted the recipe.
+
+Graphcore's poprun starts the processes ("instances") of a run on IPUs. Its source is closed; docs/ipu.md, chapter 8,
+names what its variables and defaults were taken from.
+"""
+
+from __future__ import annotations
+
+from typing import List, Mapping, NamedTuple, Optional
+
+from recipe.config import Recipe
+from recipe.division import count
+from recipe.errors import ConfigError
+
+MOST_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
+FLAGS = ("--num-replicas", "--ipus-per-replica", "--num-instances")
+_OTHER_PROCESSES = 2  # of an instance, besides its workers: train.py, and PopTorch's own that collects images
+
+
+class Launched(NamedTuple):
+    """What poprun started. replicas: of the run; served: those of this process; ipus_per_replica: IPUs of each."""
+
+    replicas: int
+    served: int
+    ipus_per_replica: int
+
+    @property
+    def by_default(self) -> bool:
+        """Whether poprun was given nothing but a number of replicas: one instance, one IPU a replica."""
+        return self.served == self.replicas and self.ipus_per_replica == 1
+
+
+def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
+    """Return what poprun started; None where it did not start this process. Raises ConfigError."""
+    names = ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
+    numbers = [_number(environment, f"POPDIST_NUM_{name}") for name in names]
+    return None if None in numbers else Launched(*numbers)
+
+
+def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
+    """Return the IPUs that poprun gives each replica; None where it did not start this process. Raises ConfigError."""
+    return _number(environment, "POPDIST_NUM_IPUS_PER_REPLICA")
+
+
+def is_first_instance(environment: Mapping[str, str]) -> bool:
+    """Return whether this process is poprun's first instance, or was not started by poprun."""
+    return environment.get("POPDIST_REPLICA_INDEX_OFFSET", "0") == "0"
+
+
+def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"{name} {text!r} in the environment is no number above 0; start by ./run_pod.sh")
+    return int(text)
+
+
+def fault(recipe: Recipe, launched: Launched) -> str:
+    """Return in which way what poprun started does not fit the recipe; an empty text where it fits."""
+    stages = recipe.parallel.stages
+    wanted = recipe.parallel.replicas
+    if launched.ipus_per_replica != stages:
+        given = count(launched.ipus_per_replica, "IPU")
+        return f"poprun gives each replica {given}, but parallel.stages is {stages}"
+    if wanted is not None and wanted != launched.replicas:
+        return f"poprun started {launched.replicas} replicas, but parallel.replicas is {wanted}"
+    return fault_of_instance(launched.served, stages)
+
+
+def fault_of_instance(served: int, stages: int) -> str:
+    """Return why one process cannot have the IPUs of so many replicas; an empty text where it can.
+
+    Args:
+        served: replicas of the process.
+        stages: IPUs of each.
+    """
+    if is_power(served) and served * stages <= MOST_IPUS:
+        return ""
+    product = f"{served} replicas x {stages} IPUs = {served * stages}"
+    return f"one process would have {product}, but PopTorch takes a power of two up to {MOST_IPUS}"
+
+
+def check_launched(recipe: Recipe, launched: Launched) -> None:
+    """Raise ConfigError, with the flags that fit, where what poprun started does not fit the recipe."""
+    found = fault(recipe, launched)
+    if found:
+        given = " ".join(fitting_flags(recipe, launched.replicas))
+        raise ConfigError(f"{found}; give poprun {given}{other_remedy(recipe, launched)}")
+
+
+def check_served(served: int, stages: int, replicas: int) -> None:
+    """Raise ConfigError where one process cannot have the IPUs of so many replicas.
+
+    Args:
+        served: replicas of the process.
+        stages: IPUs of each.
+        replicas: of the run.
+    """
+    found = fault_of_instance(served, stages)
+    if found:
+        instances = fitting_instances(replicas, stages)
+        raise ConfigError(f"{found}; start several by poprun --num-instances {instances}")
+
+
+def other_remedy(recipe: Recipe, launched: Launched) -> str:
+    """Return the words that offer a key of the recipe in the place of other flags; empty where none would do."""
+    if launched.ipus_per_replica != recipe.parallel.stages:
+        return ", or use parallel.stages=auto, which takes what there is"
+    if recipe.parallel.replicas not in (None, launched.replicas):
+        return ", or use parallel.replicas=auto"
+    return ""
+
+
+def fitting_flags(recipe: Recipe, replicas: int, cores: int = 1) -> List[str]:
+    """Return the flags of poprun that fit the recipe.
+
+    Args:
+        replicas: how many were started; a number in the recipe comes before it.
+        cores: of the host; see `fitting_instances`.
+    """
+    stages = recipe.parallel.stages
+    replicas = recipe.parallel.replicas or replicas
+    instances = fitting_instances(replicas, stages, cores // (recipe.data.workers + _OTHER_PROCESSES))
+    numbers = (replicas, stages, instances)
+    return [word for flag, number in zip(FLAGS, numbers) for word in (flag, str(number))]
+
+
+def fitting_instances(replicas: int, stages: int, wanted: int = 1) -> int:
+    """Return a number of instances that divides the replicas so that PopTorch takes what each of them has.
+
+    Of the possible numbers the largest that is not above `wanted`, as each instance reads images for its own replicas;
+    if all are, the smallest.
+
+    Args:
+        replicas: of the run.
+        stages: IPUs of each replica.
+        wanted: as many instances as the host has processors for.
+    """
+    divisors = [number for number in range(1, replicas + 1) if replicas % number == 0]
+    possible = [number for number in divisors if not fault_of_instance(replicas // number, stages)]
+    affordable = [number for number in possible if number <= wanted]
+    return affordable[-1] if affordable else min([*possible, replicas])
+
+
+def is_power(number: int) -> bool:
+    """Return whether a number above 0 is a power of two."""
+    return number & (number - 1) == 0

@@ -1,0 +1,130 @@
+"""Starts poprun again, in the place of this process, where it was started with its defaults and the recipe needs more.
+
+`poprun --num-replicas 64 python train.py ...` gives each replica one IPU and starts one process for all of them, which
+a recipe of two stages cannot use. The recipe says what it needs, so the line is corrected, printed and started.
+
+What this relies on, tried with a stand-in for poprun only:
+- Linux shows the command line of poprun, an ancestor of this process, in /proc. Where it is not found (MPI started
+  this process on another host, say) flags other than ours are lost from the corrected line.
+- mpirun refuses to start within another one, which it knows by variables. Those are left out, also the ones of
+  OMPI_MCA_ that a user may have set: they cannot be told apart from mpirun's own.
+- mpirun may bind a process to few cores, which its children inherit: they get poprun's own again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Set
+
+from recipe import poprun
+from recipe.config import Recipe
+from recipe.credentials import masked
+from recipe.errors import ConfigError
+
+_OF_LAUNCHERS = ("OMPI_", "ORTE_", "PMIX_", "PMI_", "PRTE_", "POPDIST_")  # how their variables begin
+
+
+class Ancestor(NamedTuple):
+    """The poprun that started this process. words: its command line, "poprun" first. cores: those that it may use."""
+
+    words: List[str]
+    cores: Set[int]
+
+
+def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
+    """Return where poprun did not start this process, or what it started fits the recipe; else start it anew.
+
+    Does not return where it starts poprun in the place of this process.
+
+    Args:
+        recipe: one with `run.device: ipu`, else nothing is done.
+        environment: with poprun's variables.
+
+    Raises:
+        ConfigError: what was started does not fit, and poprun was given more than a number of replicas (so that the
+            user has chosen), or `ipu.relaunch` is false, or there is no poprun; with the whole corrected line.
+    """
+    launched = poprun.launched_by(environment) if recipe.run.device == "ipu" else None
+    found = poprun.fault(recipe, launched) if launched else ""
+    if not found:
+        return
+    ancestor = _find(os.getppid())
+    cores = ancestor.cores if ancestor else set(range(os.cpu_count() or 1))
+    flags = poprun.fitting_flags(recipe, launched.replicas, len(cores))
+    words = corrected(ancestor.words if ancestor else [], flags, sys.argv)
+    shown = shlex.join(map(masked, words))
+    program = shutil.which("poprun")
+    if launched.by_default and recipe.ipu.relaunch and program:
+        print(f"{found}; started again as: {shown}", flush=True)
+        _become(program, words, without_launcher(environment), cores)
+    raise ConfigError(f"{found}; start it as `{shown}`{poprun.other_remedy(recipe, launched)}")
+
+
+def corrected(words: Sequence[str], flags: Sequence[str], arguments: Sequence[str]) -> List[str]:
+    """Return poprun's command line with other flags.
+
+    Args:
+        words: the line as it was, or nothing where it is not known.
+        flags: pairs of a flag and its value, which replace those of the same name.
+        arguments: the script that poprun started, as it was typed, and its arguments.
+    """
+    command = _command_at(words, arguments)
+    if command is None:
+        return ["poprun", *flags, sys.executable, *arguments]
+    given = list(words[1:command])
+    kept = []
+    while given:
+        word = given.pop(0)
+        name, equals, _ = word.partition("=")
+        if name not in flags[::2]:
+            kept.append(word)
+        elif not equals and given:
+            given.pop(0)  # its value
+    return ["poprun", *flags, *kept, *words[command:]]
+
+
+def _command_at(words: Sequence[str], arguments: Sequence[str]) -> Optional[int]:
+    """Return where the interpreter of the script stands in poprun's line; None where it is not found."""
+    script = len(words) - len(arguments)
+    if list(words[script:]) != list(arguments):
+        return None
+    interpreter = script - 1
+    while interpreter > 0 and words[interpreter].startswith("-"):  # its own options, as in `python -u`
+        interpreter -= 1
+    is_python = interpreter > 0 and os.path.basename(words[interpreter]).startswith("python")
+    return interpreter if is_python else None
+
+
+def without_launcher(environment: Mapping[str, str]) -> Dict[str, str]:
+    """Return the variables that are neither popdist's nor MPI's."""
+    return {name: value for name, value in environment.items() if not name.startswith(_OF_LAUNCHERS)}
+
+
+def _find(process: int) -> Optional[Ancestor]:
+    """Return poprun among a process and its ancestors; None where there is none, or no /proc."""
+    while process > 1:
+        try:
+            text = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="surrogateescape")
+            fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            cores = os.sched_getaffinity(process)
+        except OSError:
+            return None
+        words = text.rstrip("\0").split("\0")
+        # A script has its interpreter before it.
+        start = next((number for number, word in enumerate(words[:2]) if os.path.basename(word) == "poprun"), None)
+        if start is not None:
+            return Ancestor(["poprun", *words[start + 1 :]], cores)
+        process = int(fields[1])  # the parent
+    return None
+
+
+def _become(program: str, words: Sequence[str], environment: Mapping[str, str], cores: Set[int]) -> NoReturn:
+    """Replace this process by `program`, which may use `cores`."""
+    with contextlib.suppress(OSError):  # not allowed: they stay as they are
+        os.sched_setaffinity(0, cores)
+    os.execve(program, list(words), dict(environment))
