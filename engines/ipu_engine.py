@@ -103,7 +103,7 @@ class IpuEngine(Engine):
         self._create_programs(training, evaluation)
         self._weights_are_on_device = self._slots_are_on_device = self._slots_to_send = False
         self._inference_is_stale = False
-        self.notes = (*((note,) if note else ()), *ipu.notes(recipe, self.topology.served))
+        self.notes = (*((note,) if note else ()), *ipu.notes(recipe, batch.replicas, self.topology.served))
 
     def _create_programs(self, training: BlockList, evaluation: BlockList) -> None:
         """Create the two executors. Nothing is compiled before the first images come."""

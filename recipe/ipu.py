@@ -54,9 +54,18 @@ def evaluation_overlaps(recipe: Recipe) -> bool:
     return recipe.ipu.overlap_io is not False and not pipelined(recipe) and evaluation_iterations(recipe) > 1
 
 
-def notes(recipe: Recipe, served: int) -> Tuple[str, ...]:
-    """Lines to print at the start of a run. Args: served: replicas of this process."""
-    ipu, found = recipe.ipu, []
+def notes(recipe: Recipe, replicas: int, served: int) -> Tuple[str, ...]:
+    """Return lines to print at the start of a run.
+
+    Args:
+        replicas: of the run.
+        served: those of this process.
+    """
+    ipu = recipe.ipu
+    found = []
+    used = replicas * recipe.parallel.stages
+    if ipu.pod is not None and used < ipu.pod:
+        found.append(f"{used} of {ipu.pod} IPUs are used: {replicas} replicas of {recipe.parallel.stages} (ipu.pod)")
     if ipu.synthetic_data:
         found.append("synthetic data: nothing is learned, and the weights that are saved and scored are the first ones")
     if ipu.shard_optimizer_state and served == 1:
@@ -136,7 +145,11 @@ def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> I
     if overlap:
         yield Setting("Options.TensorLocations.numIOTiles", (ipu.io_tiles,), "ipu.io_tiles, ipu.overlap_io")
     yield _popart("defaultPrefetchBufferingDepth", ipu.prefetch_depth, "ipu.prefetch_depth")
-    engine, source = {"target.deterministicWorkers": "portable"}, "always: replicas round alike"
+    engine = {
+        "target.deterministicWorkers": "portable",
+        "opt.enableMultiAccessCopies": "false",
+    }
+    source = "always: replicas round alike; always: less memory, as published"
     if ipu.exchange_memory_target:
         engine["opt.internalExchangeOptimisationTarget"] = ipu.exchange_memory_target
         source = f"ipu.exchange_memory_target; {source}"

@@ -51,6 +51,7 @@ FORMS: Registry[Callable[[Optimizer, Precision], DeviceOptimizer]] = Registry("a
 _Options = Dict[str, Tuple[object, str]]  # (value, source) of arguments; those that are None are left out
 _Groups = Tuple[Group, Group]
 _FLOAT = Name("torch.float")
+_SHORTER_STEP = 1.75  # by so much the momentum's form steps shorter: the mean of docs/results/lars_forms.md
 _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
 _BOTH_CAST = (_FLOAT, "always: the first moment is cast to its type")
 
@@ -97,9 +98,11 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
     numbers. A maximum weight norm of 0 makes the ratio 1 (willow/src/patterns/adamdecompose.cpp): plain momentum.
     """
     if section.trust == "gradient":
+        coefficient = f"{section.trust_coefficient * _SHORTER_STEP:.6g}"
         raise ConfigError(
             "optimizer.trust gradient on IPUs: PopTorch has no LARS, and its LAMB divides by the momentum's norm; use "
-            "optimizer.trust=momentum and a trust_coefficient 1.6 to 2 times as large (docs/results/lars_forms.md)"
+            f"optimizer.trust=momentum optimizer.trust_coefficient={coefficient} ({_SHORTER_STEP} times as large: "
+            "docs/results/lars_forms.md)"
         )
     if section.eps != 0:
         fault = f"optimizer.eps {section.eps} on IPUs: LARS runs as LAMB, whose trust ratio has no epsilon"

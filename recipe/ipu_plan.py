@@ -35,7 +35,8 @@ def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
 def lines(recipe: Recipe, batch: Batch) -> List[str]:
     """The plan as text, an option a line."""
     launched = poprun.launched_by(os.environ)
-    shown = [f"note       {note}" for note in ipu.notes(recipe, launched.served if launched else batch.replicas)]
+    served = launched.served if launched else batch.replicas
+    shown = [f"note       {note}" for note in ipu.notes(recipe, batch.replicas, served)]
     shown += [f"{model:<10} {setting}  <- {setting.source}" for model, setting in settings(recipe, batch)]
     name = f"optimizer  poptorch.optim.{ipu.optimizer(recipe).name}"
     shown += [f"{name}({key}={value})  <- {source}" for key, value, source in arguments_of_optimizer(recipe)]

@@ -30,7 +30,7 @@ POST, RUNNING = (Name(f"poptorch.MeanReductionStrategy.{name}") for name in ("Po
 MEMORY, ITERATIONS = "Options.setAvailableMemoryProportion", "Options.deviceIterations"
 HALF, FLOAT = Name("torch.half"), Name("torch.float")
 GROUPS, ENGINE, PREFETCH = "groupNormStridedChannelGrouping", "engineOptions", "defaultPrefetchBufferingDepth"
-PORTABLE = {"target.deterministicWorkers": "portable"}
+PORTABLE = {"target.deterministicWorkers": "portable", "opt.enableMultiAccessCopies": "false"}
 
 
 def small(*overrides):
@@ -94,15 +94,22 @@ def test_each_option_has_the_one_right_value(overrides, training, evaluation):
 
 def test_notes_are_about_what_has_no_effect():
     """State is divided within an instance (Compiler.cpp); a pipeline prefetches only."""
-    assert ipu.notes(small(), 1) == ipu.notes(small("ipu.shard_optimizer_state=true"), 4) == ()
+    assert ipu.notes(small(), 1, 1) == ipu.notes(small("ipu.shard_optimizer_state=true"), 4, 4) == ()
     for override, words in (
         (TWO, "3 micro batches are prefetched.*parallel.schedule=sharded"),
         ("ipu.shard_optimizer_state=true", "^ipu.shard_optimizer_state has no effect.*start fewer instances$"),
         ("log.noise_scale=true", "log.noise_scale: not measured"),
         ("ipu.synthetic_data=true", "nothing is learned"),
     ):
-        (note,) = ipu.notes(small(override), 1)
+        (note,) = ipu.notes(small(override), 1, 1)
         assert re.search(words, note)
+
+
+def test_ipus_of_the_pod_that_stay_idle_are_named():
+    recipe = load(ROOT / "configs" / "pod256.yaml")
+    idle = "128 of 256 IPUs are used: 64 replicas of 2 (ipu.pod)"
+    assert idle in ipu.notes(recipe, replicas=64, served=4)
+    assert idle not in ipu.notes(recipe, replicas=128, served=4)
 
 
 def test_poprun_brings_the_replicas_itself():

@@ -1,6 +1,8 @@
 """Options, enumerations and optimizers of PopTorch 3.4 with their parameters: names without code.
 
-The double binds every call to them. A comment gives the file and line of PopTorch 3.4.
+The double binds every call to them. A parameter has an annotation where PopTorch refuses arguments of another type (by
+an AssertionError, mostly of OptionsDict.set in python/_options_impl.py). A comment gives the file and line of PopTorch
+3.4.
 """
 
 import enum
@@ -43,15 +45,15 @@ class poptorch:
         pass
 
     class Options:  # python/options.py:1146
-        def deviceIterations(self, device_iterations): ...  # python/options.py:1396
+        def deviceIterations(self, device_iterations: int): ...  # python/options.py:1396
         def enableExecutableCaching(self, path): ...  # python/options.py:1552
         def enableProfiling(self, profile_dir=None): ...  # python/options.py:1797
         def enableStableNorm(self, enabled): ...  # python/options.py:1751
         def enableSyntheticData(self, enabled): ...  # python/options.py:1763
-        def outputMode(self, output_mode, output_return_period=None): ...  # python/options.py:1692
-        def randomSeed(self, random_seed): ...  # python/options.py:1740
-        def replicationFactor(self, replication_factor): ...  # python/options.py:1459
-        def setAvailableMemoryProportion(self, available_memory_proportion): ...  # python/options.py:1426
+        def outputMode(self, output_mode: enum.IntEnum, output_return_period=None): ...  # python/options.py:1692
+        def randomSeed(self, random_seed: int): ...  # python/options.py:1740
+        def replicationFactor(self, replication_factor: int): ...  # python/options.py:1459
+        def setAvailableMemoryProportion(self, available_memory_proportion: dict): ...  # python/options.py:1426
         def setExecutionStrategy(self, strategy): ...  # python/options.py:1408
 
         class Precision:  # python/options.py:1361
@@ -60,7 +62,7 @@ class poptorch:
 
         class Training:  # python/options.py:1369
             def accumulationAndReplicationReductionType(self, reduction_type): ...  # python/options.py:278
-            def gradientAccumulation(self, gradient_accumulation): ...  # python/options.py:216
+            def gradientAccumulation(self, gradient_accumulation: int): ...  # python/options.py:216
             def setAutomaticLossScaling(self, enabled): ...  # python/options.py:336
 
             def setMeanAccumulationAndReplicationReductionStrategy(
@@ -68,15 +70,15 @@ class poptorch:
             ): ...  # python/options.py:307
 
         class TensorLocations:  # python/options.py:1337
-            def numIOTiles(self, num_tiles): ...  # python/options.py:600
+            def numIOTiles(self, num_tiles: int): ...  # python/options.py:600
             def setOptimizerLocation(self, location): ...  # python/options.py:647
 
         class _Popart:  # python/options.py:1376
             def set(self, key, value): ...  # python/options.py:416
 
     class TensorLocationSettings:  # python/options.py:515
-        def useOnChipStorage(self, use=True): ...  # python/options.py:539
-        def useReplicatedTensorSharding(self, use=True): ...  # python/options.py:555
+        def useOnChipStorage(self, use: bool = True): ...  # python/options.py:539
+        def useReplicatedTensorSharding(self, use: bool = True): ...  # python/options.py:555
 
     class PipelinedExecution:  # python/options.py:806
         def __init__(self, *args): ...

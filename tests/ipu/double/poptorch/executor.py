@@ -28,8 +28,18 @@ def _mark(kind, value):
 
 def BeginBlock(layer_to_call, user_id=None, ipu_id=None):
     """Makes a module begin a block whenever it is called; changes the module in place and returns it."""
-    layer_to_call.register_forward_pre_hook(lambda *_: _marks.setdefault("blocks", []).append((user_id, ipu_id)))
+    if any(isinstance(hook, _BlockHook) for hook in layer_to_call._forward_pre_hooks.values()):
+        raise poptorch.Error("module has already been assigned to a block.")
+    layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
     return layer_to_call
+
+
+class _BlockHook:
+    def __init__(self, user_id, ipu_id):
+        self._block = (user_id, ipu_id)
+
+    def __call__(self, module, inputs):
+        _mark("blocks", self._block)
 
 
 def identity_loss(x, reduction):
@@ -211,6 +221,8 @@ class PoplarExecutor:
         if self.isAttachedToDevice():
             self.detachFromDevice()
         self._program = None
+        if getattr(self.model, "is_wrapped", False):
+            self.model.__class__ = type(self.model).__bases__[0]
 
     def copyWeightsToDevice(self):
         self._host_is_stale = False
@@ -231,6 +243,9 @@ class PoplarExecutor:
 
     def setOptimizer(self, optimizer):
         """Takes an optimizer, or the same one with other values. A constant of a program may not change."""
+        assert isinstance(optimizer, optim.Optimizer), f"Unsupported optimizer type. Types supported {optim.NAMES}"
+        if type(optimizer).__name__ not in optim.NAMES:
+            logger.warning("Optimizer `%s` subclassed: its Python code is never run", type(optimizer).__name__)
         values = [_on_device(group) for group in optimizer.param_groups]
         for before, after in zip(self._values, values) if self.isCompiled() else ():
             for name in before.keys() - optimizer.variable_attrs.names:
@@ -272,6 +287,8 @@ def _read_before_use(executor, model):
     """Makes `model` another class, as PopTorch does, whose state_dict reads the device first."""
 
     class PoptorchModel(type(model)):
+        is_wrapped = True
+
         def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
             if executor() is not None:
                 executor()._read_weights()
@@ -281,6 +298,9 @@ def _read_before_use(executor, model):
 
 
 def trainingModel(model, options=None, optimizer=None):
+    if getattr(model, "is_wrapped", False):
+        unwrap = "Call model.destroy() on the model to unwrap before wrapping again."
+        raise RuntimeError(f"Model has already been wrapped in 'poptorch.trainingModel'. {unwrap}")
     return PoplarExecutor(model, options, optimizer)
 
 

@@ -11,6 +11,7 @@ import inspect
 import torch
 from signatures import poptorch
 
+NAMES = ("SGD", "RMSprop", "LAMB")  # of those that PopTorch takes, the ones of the double
 PREFIXES = ("Accl1___", "Accl2___", "Accl3___", "Step___")
 _MOMENTS = ("first_order_momentum_accum_type", "second_order_momentum_accum_type")
 _TYPES = ("accum_type", "velocity_accum_type", *_MOMENTS)
@@ -59,7 +60,8 @@ class Optimizer(torch.optim.Optimizer):
     defaults_of_groups = {}
 
     def __init__(self, *args, **kwargs):
-        stub = getattr(poptorch.optim, type(self).__name__).__init__
+        name = next(each.__name__ for each in type(self).__mro__ if each.__name__ in NAMES)
+        stub = getattr(poptorch.optim, name).__init__
         arguments = inspect.signature(stub).bind(self, *args, **kwargs).arguments
         given = {name: value for name, value in arguments.items() if name != "self" and value is not None}
         missing = set(given) - _KNOWN - {"lr", *self.defaults_of_groups}

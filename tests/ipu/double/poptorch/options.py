@@ -28,7 +28,17 @@ class Recorder:
         def call(*args, **kwargs):
             if self.root.frozen:
                 raise AttributeError("Can't modify frozen Options")
-            arguments = tuple(inspect.signature(method).bind(self, *args, **kwargs).arguments.values())[1:]
+            signature = inspect.signature(method)
+            bound = signature.bind(self, *args, **kwargs).arguments
+            for name, value in bound.items():
+                expected = signature.parameters[name].annotation
+                refused = f"Unexpected type {type(value)} for option {name}. Expected {expected}"
+                assert expected is inspect.Parameter.empty or isinstance(value, expected), refused
+            if method.__name__ == "numIOTiles":
+                (tiles,) = args
+                even = 32 <= tiles <= 192 and tiles % 2 == 0
+                assert even, "numIOTiles must be an even number between 32 and 192."
+            arguments = tuple(bound.values())[1:]
             if self.path.endswith("._Popart") and arguments[0] not in SESSION_OPTIONS:
                 raise RuntimeError(f"Unknown session option {arguments[0]}")
             self.root.calls.append((f"{self.path}.{method.__name__}", arguments))
@@ -48,8 +58,9 @@ class Options(Recorder):
 
     def randomSeed(self, random_seed):
         """Seeds the device's generator, and torch's as well."""
+        recorded = self._recording(self.table.randomSeed)(random_seed)
         torch.manual_seed(random_seed)
-        return self._recording(self.table.randomSeed)(random_seed)
+        return recorded
 
     def value(self, method, default=None):
         """The argument of the last call of a method, e.g. "Training.gradientAccumulation"."""
