@@ -119,11 +119,12 @@ def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
 
 
 def commands_in_the_docs():
-    """(IPUs of the POD, command) of docs/ipu.md's table, and of the example with everything that hosts need."""
+    """(IPUs of the POD, command) of docs/ipu.md's table, and of the examples with everything that hosts need."""
     text = (ROOT / "docs" / "ipu.md").read_text().replace("\\\n", " ")
     found = re.findall(r"^\| (\d+)(?:, four stages)? \| `(\./run_pod\.sh [^`]+)`", text, re.MULTILINE)
-    (example,) = re.findall(r"^\./run_pod\.sh .*--poprun=.*$", text, re.MULTILINE)
-    return [*found, ("64", example)]
+    examples = re.findall(r"^\./run_pod\.sh .*--poprun=.*$", text, re.MULTILINE)
+    assert len(examples) == 2
+    return [*found, *zip(("64", "256"), examples)]
 
 
 @pytest.mark.parametrize(("ipus", "command"), commands_in_the_docs())
