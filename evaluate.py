@@ -102,6 +102,7 @@ def _score(options) -> int:
 def _classify(options) -> int:
     import torch
 
+    from data import damage
     from data.base import UnreadableImage
     from data.batches import MicroBatch
     from data.encoded import EncodedImage, read_image
@@ -116,7 +117,9 @@ def _classify(options) -> int:
             encoded = read_image(file)
         except UnreadableImage as error:
             raise DataError(f"{error}; name an image file") from None
-        pixels = transform(EncodedImage(encoded, file), size, epoch=0, index=0)[None].contiguous()
+        image = EncodedImage(encoded, printable(file))
+        pixels = transform(image, size, epoch=0, index=0)[None].contiguous()
+        damage.report([image.damage] if image.damage else [])
         none = torch.zeros(1, dtype=torch.int64)
         logits = engine.predict_step(MicroBatch(pixels, none, none, 1, 0, 0, ()))
         best = logits.softmax(1)[0].topk(min(5, recipe.model.classes))

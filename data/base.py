@@ -30,6 +30,7 @@ class Image(abc.ABC):
 
     height: int
     width: int
+    damage: str = ""  # names the file and its fault, once its pixels were read in spite of that
 
     @abc.abstractmethod
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:

@@ -19,6 +19,7 @@ class MicroBatch(NamedTuple):
     number: int  # within the step, counted over all replicas
     step: int
     unreadable: Tuple[str, ...]  # why images were left out, one message each
+    damaged: Tuple[str, ...] = ()  # about images that were read in spite of a fault, one message each
 
 
 class Request(NamedTuple):

@@ -87,17 +87,21 @@ class DaliLoader:
     ) -> MicroBatch:
         shape = self._reader.rows, 3, request.image_size, request.image_size
         images = torch.empty(shape, dtype=torch.uint8, device=self._device, memory_format=torch.channels_last)
+        damaged: List[str] = []
 
         def finished(index: int) -> torch.Tensor:
             image, job = next(opened)
             made = None if job is None else next(pixels)
             if isinstance(image, UnreadableImage):
                 raise image
-            if made is None:
-                return self._transform(image, request.image_size, request.epoch, index)
-            return self._transform.finish(made, request.epoch, index)
+            if made is not None:
+                return self._transform.finish(made, request.epoch, index)
+            made = self._transform(image, request.image_size, request.epoch, index)
+            if image.damage:
+                damaged.append(image.damage)
+            return made
 
-        return self._reader.gather(request, images, finished)
+        return self._reader.gather(request, images, finished)._replace(damaged=tuple(damaged))
 
 
 class _Dali:

@@ -1,51 +1,82 @@
-"""JPEG and PNG files to pixels. torchvision decodes nearly all JPEGs, Pillow the rest and all PNGs.
+"""JPEG and PNG files to pixels. libjpeg-turbo decodes nearly all JPEGs, Pillow the rest and all PNGs.
 
 torchvision's PNG decoder (seen in 0.29.2) ends the process on damaged data, and its versions differ on 16 bits.
 """
 
 import io
+import re
 import struct
 import warnings
-from typing import NamedTuple, Optional, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
 import torchvision.io  # noqa: F401  (registers torch.ops.image)
 from PIL import Image, UnidentifiedImageError
 
+from data import jpeg
 from data.base import UnreadableImage
+from data.formats import described
+from data.orientation import jpeg_orientation, png_orientation
 
 MAX_PIXELS = 178_956_970  # where Pillow refuses, too: half a gigabyte of RGB
 MAX_MEMORY = 2**31  # bytes that decoding one image may take; also of one encoded file
+# Each scan of a JPEG is a pass over the whole image, however few bytes it takes; libjpeg and mozjpeg write about ten.
+MAX_SCANS = 64
+MAX_SCANNED_PIXELS = 16 * MAX_PIXELS  # of all scans: two or three seconds
 
 _JPEG_SIGNATURE = b"\xff\xd8"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # Huffman-coded: baseline, extended and progressive
 _JPEG_WITHOUT_LENGTH = frozenset(range(0xD0, 0xD9)) | {0x00, 0x01}
+_JPEG_PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
+_JPEG_SCAN = 0xDA
+_JPEG_END = 0xD9
+_JPEG_START = 0xD8
+_JPEG_APPLICATION = 0xE1  # EXIF and XMP
+# A marker among coded pixels, in which 0xFF is followed by zero or by the number of a restart.
+_JPEG_MARKER = re.compile(rb"\xff+[^\x00\x01\xd0-\xd7\xff]")
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 class Header(NamedTuple):
     width: int
     height: int
-    plain: bool  # a JPEG that torchvision decodes rightly
+    plain: bool  # a JPEG that libjpeg-turbo decodes rightly
     orientation: int  # of EXIF, 1 to 8; 1 is upright
     end: int  # bytes of the file up to the pixels' description
     memory: int  # bytes that decoding all of it takes at most
+    scans: int = 1  # passes over all pixels; counted where there may be many
 
 
-def decode(encoded: bytes, name: str) -> torch.Tensor:
-    """Decode a JPEG or PNG file, which errors call `name`, to RGB: uint8 [3, height, width], maybe not contiguous.
+def _ignore(complaint: str) -> None:
+    pass
+
+
+def decode(encoded: bytes, name: str, complain: Callable[[str], None] = _ignore) -> torch.Tensor:
+    """Decode a JPEG or PNG file to RGB.
 
     Grey, palette and CMYK images become RGB as by Pillow's `convert("RGB")`; alpha is dropped; of 16 bits the high 8
-    are kept; EXIF orientation is applied.
+    are kept; the orientation by EXIF or XMP is applied.
 
-    Raises UnreadableImage; files that are too large (`MAX_PIXELS`, `MAX_MEMORY`) are refused before they are decoded.
+    Args:
+        encoded: the file's content.
+        name: what errors call the file.
+        complain: called with libjpeg's message if the file is damaged, but can be decoded.
+
+    Returns:
+        uint8 [3, height, width], maybe not contiguous.
+
+    Raises:
+        UnreadableImage. Files that are too large (`MAX_PIXELS`, `MAX_MEMORY`) or take too long (`MAX_SCANS`) are
+        refused before they are decoded.
     """
     header = read_header(encoded, name)
     try:
-        image = _decode_torchvision(encoded) if header.plain else _decode_pillow(encoded)
+        image = _decode_jpeg(encoded, name, header, complain) if header.plain else _decode_pillow(encoded)
+    except UnreadableImage:
+        raise
     except MemoryError:  # Pillow's answer to sides that are too long, too
         raise UnreadableImage(f"{name}: not enough memory") from None
     except UnidentifiedImageError:
@@ -62,7 +93,7 @@ def read_header(encoded: bytes, name: str) -> Header:
     if not encoded:
         raise UnreadableImage(f"{name}: the file is empty")
     if not encoded.startswith((_JPEG_SIGNATURE, _PNG_SIGNATURE)):
-        raise UnreadableImage(f"{name}: neither JPEG nor PNG")
+        raise UnreadableImage(f"{name}: neither JPEG nor PNG{described(encoded, name)}")
     header = (_jpeg_header if encoded.startswith(_JPEG_SIGNATURE) else _png_header)(encoded)
     if header is None:
         raise UnreadableImage(f"{name}: truncated or damaged")
@@ -75,12 +106,17 @@ def read_header(encoded: bytes, name: str) -> Header:
         raise UnreadableImage(
             f"{name}: {size} of this kind take {header.memory:,} bytes, above the limit of {MAX_MEMORY:,}"
         )
+    if header.scans > MAX_SCANS or header.scans * header.width * header.height > MAX_SCANNED_PIXELS:
+        limits = f"the limits are {MAX_SCANS} scans and {MAX_SCANNED_PIXELS:,} pixels in all of them"
+        raise UnreadableImage(f"{name}: {header.scans:,} scans of {size}, which take too long ({limits}); save it anew")
     return header
 
 
 def _jpeg_header(encoded: bytes) -> Optional[Header]:
-    """Read up to the frame header; None if the data end before it."""
-    orientation, position = 1, 2
+    """Read up to the first scan's header; None if the data end before it."""
+    application_segments: List[bytes] = []
+    frame: Optional[int] = None  # where its header is
+    position = 2
     while True:
         # Like libjpeg: skip stray bytes up to a marker, and the fill bytes that may precede its code.
         position = encoded.find(0xFF, position)
@@ -93,16 +129,45 @@ def _jpeg_header(encoded: bytes) -> Optional[Header]:
             position += 2
             continue
         (length,) = struct.unpack_from(">H", encoded, position + 2)
-        if marker in _JPEG_FRAMES:
-            bits, height, width, components = struct.unpack_from(">BHHB", encoded, position + 4)
-            plain = marker in _JPEG_PLAIN_FRAMES and bits == 8 and components in (1, 3)
-            # torchvision: RGB beside all coefficients, which files of several scans need at once.
-            memory = width * height * (3 + 2 * components) if plain else _pillow_memory(width, height, components)
-            return Header(width, height, plain, orientation, position, memory)
-        segment = position + 4, position + 2 + length
-        if marker == 0xE1 and encoded.startswith(b"Exif\0\0", *segment):
-            orientation = _orientation(encoded[segment[0] + 6 : segment[1]])
+        if marker == _JPEG_SCAN:
+            if frame is None:
+                return None
+            return _jpeg_frame(encoded, frame, position, jpeg_orientation(application_segments))
+        if marker == _JPEG_APPLICATION:
+            application_segments.append(encoded[position + 4 : position + 2 + length])
+        elif marker in _JPEG_FRAMES and frame is None:
+            frame = position
         position += 2 + length
+
+
+def _jpeg_frame(encoded: bytes, frame: int, scan: int, orientation: int) -> Header:
+    """Describe a JPEG by the headers of its frame and of its first scan, at these positions."""
+    marker = encoded[frame + 1]
+    bits, height, width, components = struct.unpack_from(">BHHB", encoded, frame + 4)
+    plain = marker in _JPEG_PLAIN_FRAMES and bits == 8 and components in (1, 3)
+    # libjpeg-turbo: RGB beside all coefficients, which files of several scans need at once.
+    memory = width * height * (3 + 2 * components) if plain else _pillow_memory(width, height, components)
+    scans = 1
+    # The bytes are counted first: that is quick, and nearly never too many. They may also be part of other data.
+    if marker in _JPEG_PROGRESSIVE or encoded[scan + 4] < components:
+        scans = encoded.count(bytes((0xFF, _JPEG_SCAN)), scan)
+    if scans > MAX_SCANS or scans * width * height > MAX_SCANNED_PIXELS:
+        scans = sum(code == _JPEG_SCAN for code in _jpeg_markers(encoded, scan))
+    return Header(width, height, plain, orientation, frame, memory, scans)
+
+
+def _jpeg_markers(encoded: bytes, position: int) -> Iterator[int]:
+    """Codes of a JPEG's markers from a position on, in the order in which libjpeg finds them, up to that of the end."""
+    found = _JPEG_MARKER.search(encoded, position)
+    while found is not None:
+        position = found.end()
+        code = encoded[position - 1]
+        yield code
+        if code == _JPEG_END:
+            return
+        if code != _JPEG_START:
+            position += int.from_bytes(encoded[position : position + 2], "big")
+        found = _JPEG_MARKER.search(encoded, position)
 
 
 def _png_header(encoded: bytes) -> Optional[Header]:
@@ -110,33 +175,13 @@ def _png_header(encoded: bytes) -> Optional[Header]:
     if encoded[12:16] != b"IHDR" or encoded.rfind(b"IEND") < 33:
         return None
     width, height = struct.unpack_from(">II", encoded, 16)
-    # The chunk may come before or after the pixels, which may contain its name: what follows is checked.
-    position = encoded.find(b"eXIf")
-    orientation = 1 if position < 0 else _orientation(encoded[position + 4 :])
     memory = _pillow_memory(width, height, 1 if encoded[25] in (0, 3) else 4)  # grey, palette
-    return Header(width, height, False, orientation, 33, memory)
+    return Header(width, height, False, png_orientation(encoded), 33, memory)
 
 
 def _pillow_memory(width: int, height: int, channels: int) -> int:
     """Bytes at the peak, as measured: the image as it is stored, its RGB, two copies of that, pointers to the rows."""
     return height * (width * ((1 if channels == 1 else 4) + 4 + 3 + 3) + 2 * 8)
-
-
-def _orientation(exif: bytes) -> int:
-    """Orientation in EXIF data (CIPA DC-008, 4.5.2 and 4.6.4); 1 where there is none or the data are damaged."""
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
-    if order is None:
-        return 1
-    try:
-        (directory,) = struct.unpack_from(order + "I", exif, 4)
-        (entries,) = struct.unpack_from(order + "H", exif, directory)
-        for entry in range(entries):
-            tag, kind, _, value = struct.unpack_from(order + "HHIH", exif, directory + 2 + 12 * entry)
-            if tag == 0x0112:
-                return value if kind == 3 and 1 <= value <= 8 else 1
-    except struct.error:
-        pass
-    return 1
 
 
 def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
@@ -150,6 +195,19 @@ def upright(image: torch.Tensor, orientation: int) -> torch.Tensor:
 def mirrored(orientation: int) -> Tuple[bool, bool]:
     """Whether an EXIF orientation is undone by mirroring top and bottom, and left and right."""
     return orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
+
+
+def _decode_jpeg(encoded: bytes, name: str, header: Header, complain: Callable[[str], None]) -> torch.Tensor:
+    """Decode a JPEG by simplejpeg: the bits of torchvision's decoder, which prints complaints without a name."""
+    pixels, complaint = jpeg.whole(encoded)
+    if pixels is None:  # simplejpeg refuses unusual sampling of colours, too
+        return _decode_torchvision(encoded)
+    if complaint:
+        # libjpeg makes up what is missing of a file that has been cut; its first complaint may be another.
+        if _JPEG_END not in _jpeg_markers(encoded, header.end):
+            raise UnreadableImage(f"{name}: truncated or damaged")
+        complain(complaint)
+    return pixels
 
 
 def _decode_torchvision(encoded: bytes) -> torch.Tensor:

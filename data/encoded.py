@@ -26,6 +26,7 @@ class EncodedImage(Image):
         """Raises UnreadableImage, see decode.decode."""
         header = decode.read_header(encoded, name)
         self.encoded, self._name = encoded, name
+        self.damage = ""
         self._stored_size, self.orientation = (header.height, header.width), header.orientation
         # Decoders of parts do not look at what follows the box; whole decoding says what is wrong with the file.
         self.plain = header.plain and encoded.rfind(b"\xff\xd9") >= header.end
@@ -36,7 +37,12 @@ class EncodedImage(Image):
             part = self._part(box, enough) if box is not None and self.plain else None
         except MemoryError:
             raise UnreadableImage(f"{self._name}: not enough memory for {self.width} x {self.height} pixels") from None
-        return Pixels(decode.decode(self.encoded, self._name)).pixels(box) if part is None else part
+        if part is not None:
+            return part
+        return Pixels(decode.decode(self.encoded, self._name, complain=self._complain)).pixels(box)
+
+    def _complain(self, complaint: str) -> None:
+        self.damage = f"{self._name}: damaged, but can be decoded ({complaint})"
 
     def _part(self, box: Box, enough: Optional[int]) -> Optional[torch.Tensor]:
         """The box by a decoder of parts, or None if that is for the decoder of whole images."""
@@ -47,7 +53,7 @@ class EncodedImage(Image):
         stored = Box(left, top, width, height) if self.orientation >= 5 else Box(top, left, height, width)
         factor = jpeg.largest_factor(min(height, width), enough)
         if factor > 1:
-            pixels = jpeg.scaled(self.encoded, stored, factor, *self._stored_size)
+            pixels = jpeg.scaled(self.encoded, stored, factor, *self._stored_size, self._complain)
         elif height * width <= _LARGEST_PART * self.height * self.width:
             pixels = jpeg.region(self.encoded, stored)
         else:

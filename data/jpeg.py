@@ -1,9 +1,9 @@
-"""Boxes of JPEGs by nvimgcodec, which comes with DALI, and JPEGs at a fraction of their size by simplejpeg."""
+"""JPEGs: boxes of them by nvimgcodec, which comes with DALI; whole or at a fraction of their size by simplejpeg."""
 
 import functools
 import os
 import threading
-from typing import Optional
+from typing import Callable, Optional, Tuple
 
 import numpy as np
 import simplejpeg
@@ -20,17 +20,49 @@ def largest_factor(side: int, enough: Optional[int]) -> int:
     return next((factor for factor in _FACTORS if enough is not None and side >= factor * enough), 1)
 
 
-def scaled(encoded: bytes, box: Box, factor: int, height: int, width: int) -> Optional[torch.Tensor]:
-    """A box of a complete JPEG of height x width stored pixels at 1 / factor (2, 4, 8) of its size; None if refused."""
-    try:
-        whole = simplejpeg.decode_jpeg(
-            encoded, min_height=-(-height // factor), min_width=-(-width // factor), min_factor=factor, strict=False
-        )
-    except ValueError:
+def whole(encoded: bytes) -> Tuple[Optional[torch.Tensor], str]:
+    """Decode all of a JPEG.
+
+    Returns:
+        Its stored pixels, uint8 [3, height, width], or None if the decoder refuses it; and what libjpeg complains of,
+        or "". With a complaint, pixels are made up where they are missing.
+    """
+    pixels, complaint = _decoded(encoded)
+    return None if pixels is None else torch.from_numpy(pixels).permute(2, 0, 1), complaint
+
+
+def scaled(
+    encoded: bytes, box: Box, factor: int, height: int, width: int, complain: Callable[[str], None]
+) -> Optional[torch.Tensor]:
+    """Decode a box of a complete JPEG of height x width stored pixels at 1 / factor (2, 4, 8) of its size.
+
+    Args:
+        complain: called with what libjpeg complains of, if it can go on.
+
+    Returns:
+        uint8 [3, height, width] of the box, or None if the decoder refuses the file.
+    """
+    least = {"min_height": -(-height // factor), "min_width": -(-width // factor), "min_factor": factor}
+    pixels, complaint = _decoded(encoded, **least)
+    if pixels is None:
         return None
+    if complaint:
+        complain(complaint)
     rows = slice(box.top // factor, -(-(box.top + box.height) // factor))
     columns = slice(box.left // factor, -(-(box.left + box.width) // factor))
-    return torch.from_numpy(whole[rows, columns]).permute(2, 0, 1)
+    return torch.from_numpy(pixels[rows, columns]).permute(2, 0, 1)
+
+
+def _decoded(encoded: bytes, **size: int) -> Tuple[Optional[np.ndarray], str]:
+    """Pixels [height, width, 3] or None, and the complaint of a decoder that stops at none."""
+    try:
+        return simplejpeg.decode_jpeg(encoded, strict=True, **size), ""
+    except ValueError as error:
+        complaint = str(error)
+    try:
+        return simplejpeg.decode_jpeg(encoded, strict=False, **size), complaint
+    except ValueError:
+        return None, complaint
 
 
 def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:

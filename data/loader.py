@@ -12,6 +12,7 @@ from typing import Callable, Iterable, Iterator, Optional, Sequence, Union
 
 import torch
 
+from data import damage
 from data.base import Source, UnreadableImage
 from data.batches import MicroBatch, Request
 from data.prefetch import Prefetcher
@@ -177,6 +178,7 @@ def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) 
 def _delivered(batches: Iterator[MicroBatch], data: Data) -> Iterator[MicroBatch]:
     try:
         for batch in batches:
+            damage.report(batch.damaged)
             if batch.unreadable and data.bad_images == "error":
                 raise NotLeftOut(batch.unreadable[0])
             yield batch._replace(labels=torch.from_numpy(batch.labels), indices=torch.from_numpy(batch.indices))

@@ -22,9 +22,13 @@ class Reader(Dataset):
             image = next(opened)
             if isinstance(image, UnreadableImage):
                 raise image
-            return self.transform(image, size, request.epoch, index)
+            made = self.transform(image, size, request.epoch, index)
+            if image.damage:
+                damaged.append(image.damage)
+            return made
 
         size = request.image_size
+        damaged: List[str] = []
         # Channels last in memory, as decoding and resizing give them.
         shape, strides = (self.rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
         if get_worker_info() is None:
@@ -33,7 +37,7 @@ class Reader(Dataset):
             storage = torch.UntypedStorage._new_shared(self.rows * strides[0])
             images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
         opened = iter(self.source.open_all(request.indices))
-        return self.gather(request, images, pixels)
+        return self.gather(request, images, pixels)._replace(damaged=tuple(damaged))
 
     def gather(self, request: Request, images: torch.Tensor, pixels: Callable[[int], torch.Tensor]) -> MicroBatch:
         """The requested micro batch in `images`, uint8 [rows, 3, size, size], without those that cannot be read.

@@ -109,30 +109,19 @@ def test_images_have_the_pixels_that_pillow_gives(data, expected, tolerance, mon
     assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - expected).max() <= tolerance
 
 
-@pytest.mark.parametrize(
-    ("exif", "turned"),
-    [
-        (b"II*\0" + struct.pack("<IHHHII", 8, 1, 0x0112, 3, 1, 6), True),
-        (b"MM\0*" + struct.pack(">IHHHIHH", 8, 1, 0x0112, 3, 1, 6, 0), True),
-        (b"", False),
-        (b"MM\0*", False),
-        (b"II*\0\xff\xff\xff\xff", False),
-        (b"II*\0" + struct.pack("<IHHHII", 8, 900, 0x0110, 3, 1, 6), False),
-        (b"II*\0" + struct.pack("<IHHHII", 8, 1, 0x0112, 3, 1, 9), False),
-        (b"II*\0" + struct.pack("<IHHHII", 8, 1, 0x0112, 4, 1, 6), False),
-    ],
-    ids=["little-endian", "big-endian", "empty", "cut", "no directory", "few entries", "no such value", "no short"],
-)
-def test_exif_of_both_byte_orders_is_read_and_damaged_exif_leaves_the_image_upright(exif, turned):
-    content, plain = b"Exif\0\0" + exif, encoded(picture())
-    data = plain[:2] + b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content + plain[2:]
-    assert decode(data, "").shape == ((3, 52, 37) if turned else (3, 37, 52))
+def many_scans(size, repeated):
+    """A progressive JPEG whose last scan, of few bytes, comes again and again."""
+    data = encoded(Image.new("L", size, 130), progressive=True)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + scan * repeated + data[-2:]
 
 
 def refused():
     """Some are whole but for the size that they claim, and are refused before they are decoded."""
     yield b"", "the file is empty"
-    yield encoded(picture(), "GIF"), "neither JPEG nor PNG"
+    yield encoded(picture(), "GIF"), "neither JPEG nor PNG, but a GIF file named .jpg"
+    yield many_scans((20, 20), 60), "66 scans of 20 x 20 pixels, which take too long (the limits are 64 scans"
+    yield many_scans((9000, 9000), 40), "46 scans of 9000 x 9000 pixels, which take too long"
     for short in (b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n"):
         yield short, "truncated or damaged"
     yield png(150_000_000, 1, 8, 2, [b"\0" * 9]), "not enough memory"
@@ -153,6 +142,98 @@ def test_what_cannot_be_decoded_is_named_with_the_reason(data, reason):
     with pytest.raises(UnreadableImage) as caught:
         decode(data, "folder/file.jpg")
     assert str(caught.value).startswith(f"folder/file.jpg: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [
+        (b"RIFF\x10\0\0\0WEBPVP8 ", "a WebP file"),
+        (b"GIF89a\1\0", "a GIF file"),
+        (b"BM\x10\0\0\0\0\0\0\0\x36", "a BMP file"),
+        (b"II*\0\x08\0", "a TIFF file"),
+        (b"MM\0*\0\0", "a TIFF file"),
+        (b"\0\0\0\x1cftypavif\0", "an AVIF file"),
+        (b"\0\0\0\x18ftypheic\0", "a HEIC file"),
+        (b"\0\0\0\x18ftypmp42\0", "a video"),
+        (b"\0\0\0\x0cJXL \r\n", "a JPEG XL file"),
+        (b"%PDF-1.4", "a PDF file"),
+        (b"PK\3\4rest", "an archive"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer"),
+        (b"\n <!DOCTYPE HTML>", "a web page"),
+        (b"<?xml version='1.0'?><svg", "SVG or other XML"),
+        (bytes(9000), "zeros only"),
+    ],
+)
+def test_a_file_of_another_kind_that_is_named_jpg_is_called_what_it_is(start, kind):
+    with pytest.raises(UnreadableImage, match=rf"^a/b\.JPG: neither JPEG nor PNG, but {kind}.*named \.JPG$"):
+        decode(start, "a/b.JPG")
+    with pytest.raises(UnreadableImage, match=rf"^x: neither JPEG nor PNG, but {kind}"):
+        decode(start, "x")
+
+
+def test_other_kinds_that_pillow_writes_are_known_and_unknown_ones_are_not_guessed():
+    for kind, name in (("WEBP", "WebP"), ("BMP", "BMP"), ("TIFF", "TIFF"), ("AVIF", "AVIF"), ("PPM", "PNM")):
+        if kind not in Image.SAVE:  # by Pillow's version and libraries
+            continue
+        with pytest.raises(UnreadableImage, match=f"but an? {name} file"):
+            decode(encoded(picture(), kind), "x")
+    with pytest.raises(UnreadableImage, match=r"neither JPEG nor PNG$"):
+        decode(b"\x07what", "x.jpg")
+
+
+def test_a_png_named_jpg_is_read():
+    data = encoded(picture(), "PNG")
+    assert torch.equal(decode(data, "a.jpg"), decode(data, "a.png"))
+
+
+@pytest.mark.parametrize(("options", "scans"), [({"progressive": True}, 10), ({}, 1)])
+def test_the_scans_of_usual_files_are_far_below_the_limit(options, scans):
+    """libjpeg's script has ten for colours. Data behind the end, as of a second picture, are no scans."""
+    data = encoded(photograph(), **options)
+    assert read_header(data, "").scans == scans
+    assert read_header(data + many_scans((20, 20), 90), "").scans == scans
+    decode(data + many_scans((20, 20), 90), "two pictures")
+
+
+def test_a_scan_whose_marker_is_hidden_by_a_false_end_is_counted():
+    """In a comment between two scans, a marker of the end is none."""
+    data = many_scans((20, 20), 80)
+    place = data.rindex(b"\xff\xda", 0, len(data) // 4)
+    comment = b"\xff\xfe\0\4\xff\xd9"
+    with pytest.raises(UnreadableImage, match="86 scans"):
+        read_header(data[:place] + comment + data[place:], "")
+
+
+def test_damage_that_the_decoder_goes_over_is_told_with_the_files_name_and_changes_no_pixel(capfd):
+    """libjpeg prints the same line, without a name, when torchvision decodes the file."""
+    whole = encoded(photograph(), quality=90)
+    stray = whole[:-2] + b"\x12" * 20 + whole[-2:]
+    told = []
+    pixels = decode(stray, "a.jpg", told.append)
+    decode(whole, "b.jpg", told.append)
+    assert len(told) == 1
+    assert re.fullmatch(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9", told[0])
+    assert capfd.readouterr().err == ""
+    by_torchvision = torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(stray), dtype=torch.uint8), 3)
+    assert torch.equal(pixels, by_torchvision)
+    assert capfd.readouterr().err == f"{told[0]}\n"
+    image = EncodedImage(stray, "folder/a.jpg")
+    for box, enough in ((None, None), (Box(0, 0, 120, 160), 30)):
+        image.damage = ""
+        image.pixels(box, enough)
+        assert image.damage == f"folder/a.jpg: damaged, but can be decoded ({told[0]})"
+
+
+def test_a_damaged_file_without_its_end_is_unreadable_whatever_is_complained_of_first():
+    """libjpeg's first complaint is of other damage, and it would make up the rest."""
+    data = bytearray(encoded(photograph(), quality=90, restart_marker_blocks=3))
+    marker = data.index(b"\xff\xd1", 700)
+    data[marker + 1] = 0xD5
+    told = []
+    decode(bytes(data), "whole", told.append)
+    assert len(told) == 1
+    with pytest.raises(UnreadableImage, match=r"^cut: truncated or damaged$"):
+        decode(bytes(data[:-400]), "cut", told.append)
 
 
 def _memory(answers):
