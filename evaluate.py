@@ -53,8 +53,15 @@ def _opened(options):
         recipe = weights.recipe_of(model, options.config, options.overrides)
         model.check(recipe)
         return model, recipe, model
-    stored = weights.read(options.checkpoint, options.weights, options.best)
-    recipe = weights.recipe_of(stored, options.config, options.overrides)
+    stored, recipe = weights.opened(
+        options.checkpoint,
+        options.weights,
+        options.best,
+        config=options.config,
+        overrides=options.overrides,
+    )
+    for note in stored.notes:
+        print(note)
     return stored, recipe, scoring.engine_with(stored, recipe)
 
 

@@ -32,6 +32,8 @@ class EfficientNetFamily(Family):
     Source: Tan and Le, 1905.11946; groups of 16 at expansion 4: Masters et al., 2106.03640.
     """
 
+    anchors = ("stem.conv_stem.weight", "conv_stem.weight")
+
     @staticmethod
     def build(model: network.EfficientNet, seed: int) -> BlockList:
         """See `Family.build`. Initial weights follow timm's rules, but the classifier's are smaller than timm's where
@@ -65,7 +67,7 @@ class EfficientNetFamily(Family):
         """Width, depth, groups, expansion and norm of an EfficientNet of B0 to B7: see `Family.keys_of`."""
         known = {timm_name(name): shape for name, shape in shapes.items()}
         wide, grouped = known.get("blocks.1.0.conv_pw.weight"), known.get("blocks.1.0.conv_dw.weight")
-        if wide is None or grouped is None:
+        if any(shape is None or len(shape) != 4 or 0 in shape for shape in (wide, grouped)):
             return {}
         batch = any(name.endswith("running_mean") for name in known)
         found = {"group_size": grouped[1], "expansion": wide[0] // wide[1], **({"norm": "batch"} if batch else {})}

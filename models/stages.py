@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Sequence, Tuple, Type
+from typing import Any, ClassVar, Dict, Iterable, Sequence, Tuple, Type
 
 import torch
 from torch import nn
@@ -46,7 +46,13 @@ class BlockList(nn.Module):
 
 
 class Family:
-    """A family of models, registered for its section class; `models.shapes.SHAPES` has its blocks as numbers."""
+    """A family of models, registered for its section class; `models.shapes.SHAPES` has its blocks as numbers.
+
+    anchors: names of a parameter that every model of the family has, ours and those of other programs. By these the
+    model is found in a file of another program, behind whatever prefix (`training.foreign`).
+    """
+
+    anchors: ClassVar[Tuple[str, ...]] = ()
 
     @staticmethod
     def build(section: Model, seed: int) -> BlockList:

@@ -38,8 +38,8 @@ class Model(Kind):
     init_from: Optional[str] = None
     """weights to start from: run folder, checkpoint, .safetensors, a timm or torch file; timm:NAME (downloaded) or
     timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes differ"""
-    init_weights: Literal["trained", "step_average", "epoch_average"] = "trained"
-    """which weights of a run folder or checkpoint to start from"""
+    init_weights: Literal["trained", "step_average", "epoch_average", "ema"] = "trained"
+    """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file of another program"""
 
     def faults(self) -> Iterator[str]:
         if self.init_weights != "trained" and self.init_from is None:

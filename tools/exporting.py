@@ -32,8 +32,15 @@ _BATCHES = (1, 2, 5)
 @torch.no_grad()
 def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
     """Export by the options of tools.export; returns the exit code. Args: path: None: in the run folder, or here."""
-    stored = weights.read(options.checkpoint, options.weights, options.best)
-    recipe = weights.recipe_of(stored, options.config, options.overrides)
+    stored, recipe = weights.opened(
+        options.checkpoint,
+        options.weights,
+        options.best,
+        config=options.config,
+        overrides=options.overrides,
+    )
+    for note in stored.notes:
+        print(note)
     if path is None:
         average = "" if stored.which == weights.TRAINED else f"-{stored.which}"
         path = (weights.run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"

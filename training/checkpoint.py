@@ -11,24 +11,21 @@ import contextlib
 import hashlib
 import io
 import json
-import mmap
 import os
 import re
-import warnings
-import zipfile
 from pathlib import Path
-from typing import IO, Callable, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Callable, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 
 from recipe.errors import CheckpointError
-from recipe.files import stored_plainly, write
+from recipe.files import write
+from training.unpickling import reading, unpickled
 
 FORMAT = 1
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.(pt|json)")
 _REPLICA_NAME = re.compile(r"step-([0-9]{8,})\.replica-([0-9]{4,})\.pt")
 _REPLICA_FORMAT = "replica_format"  # not the key of a checkpoint: a replica's file holds no weights
-_OF_ANY_LENGTH = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # weights_only makes these, too
 _CHECKSUM = "checksum"  # key of the SHA-256 of all others; files of older programs have none
 
 
@@ -146,7 +143,7 @@ class CheckpointFolder:
 
     def _steps(self) -> List[int]:
         """Steps that have a checkpoint or a manifest, ascending."""
-        with _reading(self.folder):
+        with reading(self.folder):
             names = os.listdir(self.folder) if self.folder.exists() else ()
         return sorted({int(found.group(1)) for found in map(_NAME.fullmatch, names) if found})
 
@@ -157,7 +154,7 @@ class CheckpointFolder:
         """The manifest of a step, None where there is none. Raises CheckpointError: damaged, or cannot be read."""
         path = self._manifest_path(step)
         try:
-            with _reading(path):
+            with reading(path):
                 return parsed(path.read_bytes(), step) if path.exists() else None
         except ValueError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
@@ -201,48 +198,14 @@ def _checked(path: Path, key: str) -> dict:
     return content
 
 
-def unpickled(path: Path) -> object:
-    """Return what torch.save wrote into a file, by whatever program; None if it is no such file, or could run code.
-    Raises CheckpointError: the file cannot be read."""
-    with _reading(path), open(path, "rb") as stream, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pickle protocols that are not ours
-        try:
-            return None if _swells(stream) else torch.load(stream, map_location="cpu", weights_only=True)
-        except (OSError, MemoryError):
-            raise
-        except Exception:  # torch raises nearly everything about files that are not its own
-            return None
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raises CheckpointError for what cannot be read within the block."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
 def _compare(path: Path, expected: File) -> None:
     digest, size = hashlib.sha256(), 0
-    with _reading(path), open(path, "rb") as stream:
+    with reading(path), open(path, "rb") as stream:
         for chunk in iter(lambda: stream.read(1 << 20), b""):
             digest.update(chunk)
             size += len(chunk)
     if File(size, digest.hexdigest()) != expected:
         raise CheckpointError(f"{path}: damaged: {size} bytes do not match the manifest's checksum")
-
-
-def _swells(stream: IO[bytes]) -> bool:
-    """Whether a file of a few bytes could take any amount of memory; leaves the stream at its start."""
-    with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        swells = any(content.find(word) >= 0 for word in _OF_ANY_LENGTH)
-        archive = content[:4] == b"PK\3\4"
-    if archive and not swells:
-        with zipfile.ZipFile(stream) as opened:
-            swells = not stored_plainly(opened, os.fstat(stream.fileno()).st_size)
-        stream.seek(0)
-    return swells
 
 
 def _sha256(content: Union[bytes, memoryview]) -> str:

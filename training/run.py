@@ -270,6 +270,8 @@ def _start_from(engine: Engine, recipe: Recipe, say: _Say) -> None:
     stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
     tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
     engine.load_weights(tensors)
+    for note in stored.notes:
+        say(note)
     say(f"starting from {stored.path}" + (f"; new: {', '.join(fresh)}" if fresh else ""))
 
 

@@ -14,29 +14,33 @@ from recipe import loading, timm_weights
 from recipe.bounded import parse_json
 from recipe.config import Model, Recipe
 from recipe.errors import CheckpointError, ConfigError, DataError, printable
-from training.checkpoint import CheckpointFolder, load, unpickled
+from training import foreign
+from training.checkpoint import CheckpointFolder, load
+from training.foreign import EMA, TRAINED, listed
+from training.unpickling import unpickled_of_others
 
-TRAINED = "trained"
 _CLASSIFIER = "classifier."
-_WRAPPER = "module."  # DistributedDataParallel puts it before every name
 
 
 class StoredWeights(NamedTuple):
-    """Weights of a model in a file. recipe: YAML text of their run; recipe, classes: None where the file has none."""
+    """Weights of a model in a file. recipe: YAML text of their run; recipe, classes: None where the file has none.
+    notes: lines for the user about what was taken of the file."""
 
     path: Path
     tensors: Dict[str, torch.Tensor]
     recipe: Optional[str] = None
     classes: Optional[List[str]] = None
     which: str = TRAINED
+    notes: Tuple[str, ...] = ()
 
 
 def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
     """Return the weights in a run folder (newest whole checkpoint, with `best` the one with the highest top-1), a
     checkpoint, .safetensors, a torch file, or what recipe/timm_weights.py describes.
 
-    Args: which: `trained`, `step_average` or `epoch_average`; other files than checkpoints have only one. None:
-    trained, or with `best` those that scored best. Raises CheckpointError where there are no such weights.
+    Args: which: `trained`, `step_average` or `epoch_average`, which only checkpoints have, or `ema`, which files of
+    other programs may have. None: trained, or with `best` those that scored best. Raises CheckpointError where there
+    are no such weights.
     """
     wanted = timm_weights.parse(path)
     if wanted is not None and wanted.file is None:
@@ -51,16 +55,29 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
     if not place.exists():
         raise CheckpointError(f"{path}: no such file or folder; name a run folder, a checkpoint or a weights file")
     if place.suffix == ".safetensors":
-        stored = _of_safetensors(place)
+        stored = _of_safetensors(place, which)
     else:
-        content = unpickled(place)
-        if isinstance(content, dict) and "format" in content:
+        content = unpickled_of_others(place)
+        if isinstance(content, dict) and {"format", "engine"} <= set(content):
             return _of_checkpoint(place, load(place), which)
-        stored = StoredWeights(place, _state_dict(place, content))
+        stored = _of_others(place, content, which)
     if which not in (TRAINED, stored.which):
-        fault = f"has no {which}: only run folders and checkpoints have averages"
-        raise CheckpointError(f"{path}: {fault}; ask for {TRAINED}")
+        raise CheckpointError(f"{path}: has no {which}, its weights are {stored.which}; ask for {TRAINED}")
     return stored
+
+
+def opened(
+    path: str, which: Optional[str], best: bool, config: Optional[str], overrides: Sequence[str]
+) -> Tuple[StoredWeights, Recipe]:
+    """Return the weights that a command names, and their recipe: see `read` and `recipe_of`.
+
+    Args: which: None: in files of other programs, those that `model.init_weights` of `config` names.
+    """
+    stored = read(path, which, best)
+    recipe = recipe_of(stored, config, overrides)
+    if which is None and stored.recipe is None and recipe.model.init_weights == EMA:
+        stored = read(path, EMA, best)
+    return stored, recipe
 
 
 def recipe_of(stored: Any, config: Optional[str], overrides: Sequence[str]) -> Recipe:
@@ -93,13 +110,15 @@ def fitted(
     """
     theirs = {name: timm_name(section, name) for name in shapes}
     ours = {**{timm: name for name, timm in theirs.items()}, **{name: name for name in shapes}}
-    found = {}
-    for name, tensor in stored.tensors.items():
-        if name in ours:
-            found[ours[name]] = tensor
-        elif not name.endswith("num_batches_tracked"):  # torch's count of batches, which nothing here reads
-            fault = f"{name} has no place in the model of the recipe"
-            raise CheckpointError(f"{stored.path}: {fault}; {_remedy(section, stored)}")
+    found = {ours[name]: tensor for name, tensor in stored.tensors.items() if name in ours}
+    # torch's count of batches is left out: nothing here reads it.
+    others = [name for name in stored.tensors if name not in ours and not name.endswith("num_batches_tracked")]
+    if not found:
+        fault = f"none of its tensors ({listed(others)}) has a name of the model in the recipe"
+        raise CheckpointError(f"{stored.path}: {fault}; name weights of {section.name}")
+    if others:
+        fault = f"{listed(others)} {'have' if others[1:] else 'has'} no place in the model of the recipe"
+        raise CheckpointError(f"{stored.path}: {fault}; {_remedy(section, stored)}")
     fresh = []
     for name, shape in shapes.items():
         tensor, is_classifier = found.get(name), theirs[name].startswith(_CLASSIFIER)
@@ -116,11 +135,14 @@ def fitted(
 
 
 def _remedy(section: Model, stored: StoredWeights) -> str:
-    """`set KEY=VALUE ...` for the keys in which the recipe's model differs from the stored one, where that shows."""
+    """Return `set KEY=VALUE ...` for the keys in which the recipe's model differs from the stored one.
+
+    Where no key shows it, the two are not the same kind of model, and no key would help.
+    """
     own = section.model_dump()
     keys = FAMILIES.of(section).keys_of({name: tuple(tensor.shape) for name, tensor in stored.tensors.items()})
     differing = [f"model.{key}={value}" for key, value in keys.items() if own.get(key) != value]
-    return f"set {' '.join(differing)}" if differing else "give the recipe that these weights were trained by"
+    return f"set {' '.join(differing)}" if differing else f"name weights of {section.name} as the recipe has it"
 
 
 def _of_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
@@ -169,7 +191,7 @@ def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
         raise CheckpointError(f"{path}: damaged: its content is not a checkpoint's ({error})") from None
 
 
-def _of_safetensors(path: Path) -> StoredWeights:
+def _of_safetensors(path: Path, which: str) -> StoredWeights:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -178,6 +200,8 @@ def _of_safetensors(path: Path) -> StoredWeights:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole .safetensors file: {error}") from None
+    if not {"recipe", "weights"} & set(metadata):
+        return _of_others(path, tensors, which)
     classes = names_in_json(metadata.get("classes", "null"), path)
     return StoredWeights(path, tensors, metadata.get("recipe"), classes, metadata.get("weights", TRAINED))
 
@@ -191,15 +215,9 @@ def names_in_json(text: str, path: Path) -> Optional[List[str]]:
     raise CheckpointError(f"{path}: damaged: the names of its classes cannot be read")
 
 
-def _state_dict(path: Path, content: object) -> Dict[str, torch.Tensor]:
-    """The state dict in what torch.load returned: itself, or below the key that timm's and others' scripts use."""
-    for key in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    tensors = content if isinstance(content, dict) else {}
-    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{path}: not weights: neither a checkpoint of this program nor a state dict")
-    return {name[len(_WRAPPER) * name.startswith(_WRAPPER) :]: tensor for name, tensor in tensors.items()}
+def _of_others(path: Path, content: object, which: str) -> StoredWeights:
+    chosen = foreign.choose(path, content, which)
+    return StoredWeights(path, chosen.tensors, which=chosen.which, notes=chosen.notes)
 
 
 def run_folder_of(path: Path) -> Optional[Path]:
