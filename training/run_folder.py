@@ -155,7 +155,9 @@ def describe_environment() -> dict:
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     revision = None  # outside a checkout
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        revision = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        revision = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=10
+        ).stdout.strip()
     found = {"poptorch": sys.modules["poptorch"]} if "poptorch" in sys.modules else {}
     libraries = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": numpy, **found}
     return {

@@ -269,7 +269,7 @@ def test_what_cannot_be_compiled_steps_uncompiled_and_a_line_says_so(monkeypatch
 def test_restricted_to_avx2_torch_is_followed(monkeypatch, capability, flag):
     """So a machine with AVX-512 can show what it would do without."""
     commands = []
-    monkeypatch.setattr(compilation.subprocess, "run", lambda command, **options: commands.append(command))
+    monkeypatch.setattr(compilation, "_run", lambda command, messages: commands.append(command))
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
     with pytest.raises(OSError, match=r"update\.so"):
         compilation._library.__wrapped__()

@@ -250,7 +250,7 @@ def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_pa
         ("RUN --output m.pt2", "m.pt2: --format onnx writes a .onnx file; name it m.onnx"),
         ("nowhere --output /proc/m.onnx", "/proc/m.onnx: cannot be written: No such file or directory; name another"),
         ("RUN modl.width=1", "command line: modl: unknown key; did you mean model?"),
-        ("RUN model.width=0.5", "the model's is [16, 3, 3, 3]; give the recipe"),
+        ("RUN model.width=0.5", "the model's is [16, 3, 3, 3]; name weights of"),
         ("RUN/config.yaml", "config.yaml: not weights"),
         ("without onnxruntime", "the package onnxruntime is not installed; pip install onnx"),
     ],
