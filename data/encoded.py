@@ -7,7 +7,7 @@ import torch
 
 from data import decode, jpeg
 from data.base import Box, Image, Pixels, Source, UnreadableImage
-from data.local import read_file
+from recipe.files import read_regular
 
 _LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than within the whole
 
@@ -64,7 +64,7 @@ class EncodedImage(Image):
 def read_image(path: str) -> bytes:
     """The whole file at `path`. Raises UnreadableImage: it cannot be read, is no regular file, or is too long."""
     try:
-        return read_file(path, decode.MAX_MEMORY)
+        return read_regular(path, decode.MAX_MEMORY)
     except OSError as error:
         raise UnreadableImage(f"{path}: {error.strerror}") from None
     except MemoryError:

@@ -1,31 +1,18 @@
 """Byte ranges of files: the interface of a folder, and folders on this machine."""
 
 import abc
-import errno
 import functools
 import os
-import stat
 from typing import List, NamedTuple, Optional, Sequence, Union
 
 from recipe.errors import DataError
+from recipe.files import read_regular
 
 _OPEN_FILES = 64  # of a folder; a process may have 1,024, and a training process has workers, sockets and logs too
 
 
 class MissingFile(DataError):
     """There is no such file."""
-
-
-def read_file(path: Union[str, bytes], most: int) -> bytes:
-    """Read a whole regular file of at most `most` bytes. Raises OSError."""
-    # Opening a named pipe would otherwise wait until somebody writes to it.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        if found.st_size > most:
-            raise OSError(errno.EFBIG, f"{found.st_size:,} bytes, above the limit of {most:,}", path)
-        return file.read()
 
 
 class Range(NamedTuple):
@@ -74,7 +61,7 @@ class LocalFolder(Folder):
 
     def read(self, name: str, most: int) -> bytes:
         try:
-            return read_file(self.path(name), most)
+            return read_regular(self.path(name), most)
         except OSError as error:
             raise _failure(self.path(name), error) from None
 

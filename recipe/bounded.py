@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Union
 
+from recipe.files import open_regular
+
 MOST_BYTES = 64 << 20  # a manifest of 100,000 shards takes 20 MB; as Python's objects JSON takes 20 times its bytes
 
 
@@ -21,5 +23,5 @@ def parse_json(text: Union[str, bytes]) -> Any:
 
 def read_json(path: Path) -> Any:
     """Parse a file, of which no more than MOST_BYTES are read. Raises OSError, and ValueError as `parse_json` does."""
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         return parse_json(stream.read(MOST_BYTES + 1))

@@ -11,14 +11,14 @@ from recipe.images import Data
 from recipe.kinds import Parts
 from recipe.network import Model
 from recipe.optimization import Average, Optimizer, Precision, Schedule
-from recipe.section import Section, check_pairs, exactly_one, or_auto
+from recipe.section import PathText, Section, check_pairs, exactly_one, or_auto
 
 
 class Run(Section):
     """One run: its name, place, device and length."""
 
     name: str = Field("run", pattern=r"^\w[\w.-]*$", description="name in logs and of the default output folder")
-    output: Optional[str] = Field(None, description="run folder; null means runs/NAME")
+    output: Optional[PathText] = Field(None, description="run folder; null means runs/NAME")
     device: Literal["auto", "cpu", "cuda", "ipu"] = "auto"
     """auto takes an NVIDIA GPU if there is any, else the CPU; cuda is NVIDIA's only; IPUs are used only if named. AMD's
     (ROCm), Apple's (MPS) and Intel's (XPU) GPUs are not supported: with PyTorch for ROCm name cpu"""

@@ -9,41 +9,74 @@ from urllib.parse import quote
 
 ENVIRONMENT = "DATA_ROOT_URL"  # a variable: the URL, with its credentials, of the place that data.root names without
 
-_USER = re.compile(r'(\bhttps?://)[^\s/?#"]*@|(://)[^\s/?#":@]*:[^\s/?#"]*@')  # elsewhere a user alone is no secret
-_QUERY = re.compile(r"""(://[^\s"'?]*)(\?[^\s"'=]+=[^\s"']*)""")
-_HOST = re.compile(r"\bhttps?://([^\s/:?#]+)")
+# Of a web server also a user alone may be a token; elsewhere it is no secret.
+_USER = re.compile(r'(\bhttps?://)[^\s/?#"]*@|(://)[^\s/?#":@]*:[^\s/?#"]*@', re.IGNORECASE)
+# Where the part of a URL ends that is no secret. A web server's may be followed by a query, parameters or a fragment of
+# any form; others by ?name=value or ;name=value only, as these characters may be in the names of their files.
+_PLACE = r"""(?:\bhttps?://[^{no}?#;]*(?=[?#;][^{no}])|://[^{no}]*?(?=[?;][^{no}=/?;]+=))"""
+_PLACE_IN_TEXT = re.compile(rf"""({_PLACE.format(no=chr(92) + "s'" + '"')})[^\s"']+""", re.IGNORECASE)
+_PLACE_OF_URL = re.compile(_PLACE.format(no=r"\n"), re.IGNORECASE)
+_SCHEME = re.compile(r"\b[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_HOST = re.compile(r"\bhttps?://([^\s/:?#;]+)")
 _known: Dict[str, str] = {}  # URL without credentials -> with them; in this process's memory alone
 
 
 def masked(text: str) -> str:
-    """`text` without the user, password and query of each URL in it."""
-    return _QUERY.sub(r"\1", _USER.sub(lambda found: found.group(1) or found.group(2), text))
+    """Return `text` without the user, password, query, parameters and fragment of each URL in it."""
+    return _PLACE_IN_TEXT.sub(r"\1", _without_user(text))
 
 
 def take(url: str) -> str:
-    """`url` without its credentials, which `restored` gives back; this process's command line loses them as well.
-    Raises ValueError where the end of the password is ambiguous."""
-    public = masked(url)
-    place = public.rpartition("://")[2]
-    port = re.split("[/?#]", place)[0].partition(":")[2]
-    if "@" in place and port and not port.isdigit():
-        raise ValueError("a URL whose password has / (write %2F), ? (%3F) or # (%23) in it; write those as given here")
+    """Return `url` without its credentials, and with its scheme in small letters.
+
+    `restored` gives the credentials back; this process's command line loses them as well.
+
+    Raises:
+        ValueError: the end of the password is ambiguous, or a web address has a fragment, which no server would get.
+    """
+    given = url
+    url = _small_scheme(url)
+    place, _ = _split(url)
+    public = _without_user(place)
+    for text in (_without_user(url), public):
+        address = text.rpartition("://")[2]
+        port = re.split("[/?#]", address)[0].partition(":")[2]
+        if "@" in address and port and not port.isdigit():
+            fault = "a URL whose password has / (write %2F), ? (%3F) or # (%23) in it"
+            raise ValueError(f"{fault}; write those as given here")
+    if "#" in url and _HOST.search(url):
+        raise ValueError("a web address with # in it, behind which nothing is sent; remove it, or write %23 in a name")
     if public != url:
         _known[public.rstrip("/")] = url
-        sys.argv[:] = map(masked, sys.argv)
+    if public != given:
+        sys.argv[:] = [masked(word.replace(given, public)) for word in sys.argv]
     return public
 
 
 def restored(place: str) -> Tuple[str, str]:
     """A place at or below a URL, with its user and password, and the query that goes behind the names of files there:
     those of the URL that was taken, or else of the environment, or else the host's in ~/.netrc."""
-    given = os.environ.get(ENVIRONMENT, "")
-    for public, url in [*_known.items(), (masked(given).rstrip("/"), given)]:
+    given = _small_scheme(os.environ.get(ENVIRONMENT, ""))
+    of_environment = _without_user(_split(given)[0]).rstrip("/")
+    for public, url in [*_known.items(), (of_environment, given)]:
         if public != url.rstrip("/") and f"{place}/".startswith(f"{public}/"):
-            found = _QUERY.search(url)
-            base, query = (url[: found.end(1)], found.group(2)) if found else (url, "")
+            base, query = _split(url)
             return base.rstrip("/") + place[len(public) :], query
     return _with_netrc(place), ""
+
+
+def _small_scheme(url: str) -> str:
+    return _SCHEME.sub(lambda found: found.group().lower(), url)
+
+
+def _without_user(text: str) -> str:
+    return _USER.sub(lambda found: found.group(1) or found.group(2), text)
+
+
+def _split(url: str) -> Tuple[str, str]:
+    """Return the place that a URL names, and the query or parameters behind it, with their mark."""
+    found = _PLACE_OF_URL.search(url)
+    return (url[: found.end()], url[found.end() :]) if found else (url, "")
 
 
 def environment() -> Dict[str, str]:

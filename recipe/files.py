@@ -1,13 +1,49 @@
-"""Files that are there whole or not at all (the one atomic write of the repository), and checks of what is open."""
+"""Files that are there whole or not at all (the one atomic write of the repository), bounded reads, and paths."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import stat
 import zipfile
 from pathlib import Path
-from typing import Iterator, Union
+from typing import IO, Iterator, Union
+
+
+def expanded(path: str) -> str:
+    """Return a path with the home folder in the place of a leading `~` or `~user`.
+
+    Raises:
+        ValueError: there is no such user; the folder would be called `~user`.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"{user} is no home folder here; correct the path, or write ./{user} for that name")
+    return found
+
+
+def open_regular(path: Union[str, bytes, Path]) -> IO[bytes]:
+    """Open a file to be read. Raises OSError: it is no regular file, such as a named pipe or a device."""
+    # Opening a named pipe would otherwise wait until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "not a regular file", path)
+
+
+def read_regular(path: Union[str, bytes, Path], most: int) -> bytes:
+    """Read a whole regular file of at most `most` bytes. Raises OSError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, above the limit of {most:,}", path)
+        return file.read(most)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import List, Literal, Optional
 from pydantic import AfterValidator, Field
 from typing_extensions import Annotated
 
-from recipe.section import Section, shares
+from recipe.section import PathText, Section, shares
 
 
 class EngineSection(Section):
@@ -43,9 +43,9 @@ class Ipu(Section):
     convolution_dithering: bool = Field(False, description="start convolutions on different tiles: balances memory")
     shard_optimizer_state: bool = False
     """divide the optimizer's state over the replicas of an instance: less memory, one more gather per update"""
-    executable_cache: Optional[str] = Field(None, description="folder of compiled programs, to compile once")
+    executable_cache: Optional[PathText] = Field(None, description="folder of compiled programs, to compile once")
     synthetic_data: bool = Field(False, description="numbers made on the device instead of images, for timing only")
-    profile: Optional[str] = Field(None, description="folder for Poplar's profile (slow, large); null: none")
+    profile: Optional[PathText] = Field(None, description="folder for Poplar's profile (slow, large); null: none")
     io_tiles: int = Field(32, ge=32, le=192, description="tiles of each IPU that only move data, where I/O overlaps")
     overlap_io: Optional[bool] = None
     """move data while the device computes; impossible with pipelined stages; null: whenever it is possible"""

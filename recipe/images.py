@@ -11,7 +11,7 @@ from recipe.bounded import read_json
 from recipe.division import count
 from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
-from recipe.section import check_pairs
+from recipe.section import PathText, check_pairs
 
 _UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
@@ -105,11 +105,13 @@ class Files(Data):
 
     files: ClassVar[bool] = True
     urls: ClassVar[bool] = False  # whether root may be a URL
-    root: Optional[str] = None
+    root: Optional[PathText] = None
     """folder that holds the training and the validation folder; for shards also a URL that fsspec knows, such as
     s3://bucket/imagenet; credentials in it are used and never stored"""
-    train_folder: str = Field("train", description="folder below root with one folder of images per class, or shards")
-    validation_folder: str = Field("val", description="the same, for evaluation")
+    train_folder: PathText = Field(
+        "train", description="folder below root with one folder of images per class, or shards"
+    )
+    validation_folder: PathText = Field("val", description="the same, for evaluation")
     train_images: Optional[int] = Field(None, gt=0, le=2**31)
     """expected training images on disk: another count is an error"""
     validation_images: Optional[int] = Field(None, gt=0, le=2**31, description="the same, for evaluation")

@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
+from recipe import timm_weights
 from recipe.kinds import Kind
 from recipe.section import or_auto
 
@@ -40,6 +41,11 @@ class Model(Kind):
     timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes differ"""
     init_weights: Literal["trained", "step_average", "epoch_average", "ema"] = "trained"
     """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file of another program"""
+
+    @field_validator("init_from")
+    @classmethod
+    def _at_home(cls, value: Optional[str]) -> Optional[str]:
+        return value and timm_weights.expanded(value)
 
     def faults(self) -> Iterator[str]:
         if self.init_weights != "trained" and self.init_from is None:

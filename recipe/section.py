@@ -4,8 +4,13 @@ import json
 import re
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from typing_extensions import Annotated
+
+from recipe.files import expanded
+
+PathText = Annotated[str, AfterValidator(expanded)]  # a path, in which a leading ~ is the home folder
 
 
 class Section(BaseModel):

@@ -4,6 +4,7 @@ as padding and epsilon are not in a file of weights."""
 import re
 from typing import Any, Dict, NamedTuple, Optional
 
+from recipe import files
 from recipe.errors import ConfigError
 
 _PREFIX = "timm:"
@@ -31,6 +32,12 @@ def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
         remedy = "write timm:tf_efficientnet_b4, or timm:tf_efficientnet_b4:FILE for weights that are on this machine"
         raise ConfigError(f"model.init_from: {name!r} is not one of timm's EfficientNet-B0 to B7; {remedy}")
     return TimmWeights(name, file or None)
+
+
+def expanded(init_from: str) -> str:
+    """Return `model.init_from` with the home folder in the place of a leading `~`. Raises ValueError: no such user."""
+    prefix, colon, file = init_from.rpartition(":") if init_from.startswith(_PREFIX) else ("", "", init_from)
+    return f"{prefix}{colon}{files.expanded(file)}"
 
 
 def keys(name: str) -> Dict[str, Any]:

@@ -16,6 +16,7 @@ import traceback
 
 from recipe.credentials import masked
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
+from recipe.files import expanded
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 AGAIN = "rerun the same command"
@@ -30,6 +31,20 @@ _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse as argparse does; a shell leaves the ~ in --flag=~/path alone, so it is expanded here."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._at_home(word) for word in words], namespace)
+
+    def _at_home(self, word):
+        flag, equals, path = str(word).partition("=~")
+        if not equals or not flag.startswith("--"):
+            return word
+        try:
+            return f"{flag}={expanded(f'~{path}')}"
+        except ValueError as error:
+            self.error(f"{flag}: {error}")
+
     def error(self, message):
         self.exit(WRONG_INPUT, f"{self.prog}: {masked(message)}; see {self.prog} --help\n")
 

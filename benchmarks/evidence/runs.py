@@ -27,7 +27,7 @@ from benchmarks.evidence.lars_ratio import Recorder
 from data.glyphs import GlyphsSource
 from data.sources import open_source
 from parallel.parent_death import bound_to_parent, die_with_parent
-from recipe import loading
+from recipe import loading, yaml_text
 from recipe.bounded import parse_json
 from recipe.config import Recipe
 from recipe.errors import FAILED, STOPPED
@@ -244,7 +244,7 @@ def train_here(run: Run) -> int:
 @functools.lru_cache(maxsize=None)
 def _content(recipe: str) -> str:
     """Content of the recipe's file, independent of its layout."""
-    return json.dumps(loading.parse_yaml((ROOT / recipe).read_text(), recipe), sort_keys=True)
+    return json.dumps(yaml_text.parse_yaml((ROOT / recipe).read_text(), recipe), sort_keys=True)
 
 
 # Runs of other machines -----------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import yaml
 
 from recipe.config import Recipe
 from recipe.errors import ConfigError
-from recipe.loading import dump, load, loads, parse_yaml
-from tests.conftest import RECIPES, ROOT
+from recipe.loading import dump, load, loads
+from recipe.yaml_text import parse_yaml
+from tests.conftest import QUICKSTART, RECIPES, ROOT
 
 SMALLEST = "run: {epochs: 1}\nschedule: {peak: 1}\n"
 
@@ -65,10 +66,11 @@ def test_an_error_names_the_layer_that_made_it(write):
         ("extends.x=1", "extends: unknown key; "),
         ("run.seed=true", "run.seed: must be a valid integer, found True"),
         ("run.seed=null", "run.seed: must be a valid integer, found None"),
-        ("run.seed=[", "run.seed:1: not valid YAML: "),
+        ("run.seed=[", "run.seed: not valid YAML: "),
         ("run.output=", "run.output: the value is empty; write run.output=null to"),  # mostly the slip of a shell
         ("run.deterministic=yes", "run.deterministic: must be a valid boolean, found 'yes'"),
-        ("run.name=5", "run.name: must be a valid string, found 5"),
+        ("schedule.epochs=5", "schedule.epochs: unknown key; did you mean run.epochs or schedule.decay_epochs?"),
+        ("optimizer.peak=5", "optimizer.peak: unknown key; did you mean schedule.peak?"),
         ("run.device=gpu", "run.device: must be 'auto', 'cpu', 'cuda' or 'ipu', found 'gpu'"),
         ("model.mean=[true, 0.5, 0.5]", "model.mean: [0] must be a valid number, found True"),
         ("model.mean=[1, 2]", "model.mean: [2] is needed"),
@@ -185,12 +187,121 @@ def test_a_wrong_base_is_blamed_on_the_file_that_names_it(write, tmp_path, base,
 
 def test_overrides_are_section_dot_key_equals_value(write):
     path = write(SMALLEST)
-    for text in ("run.seed", "seed=1", "=1", ".seed=1", "run.=1", "run=1", "run.a.b=1", "", "--seed 1", "run.a\nb"):
+    for text in (
+        "run.seed",
+        "seed",
+        "sed=",
+        "=1",
+        ".seed=1",
+        "run.=1",
+        "run=1",
+        "run.a.b=1",
+        "",
+        "--seed 1",
+        "run.a\nb",
+    ):
         assert refusal(path, text) == (
             f"command line: {text!r} is not an override; write section.key=value, e.g. run.seed=1"
         )
+    for text, meant in (
+        ("seed=1", "run.seed=1"),
+        ("epochs=1", "run.epochs=1"),
+        ("epoch=1", "run.epochs=1"),
+        ("optimizer=sgd", "optimizer.name=sgd"),
+        ("every_epochs=2", "evaluation.every_epochs=2 or checkpoint.every_epochs=2"),
+    ):
+        assert refusal(path, text) == f"command line: {text!r} is not an override; did you mean {meant}?"
     assert load(path, ["run.output=a=b"]).run.output == "a=b"
     assert load(path, ["data.crop_area=[0.5, 1]"]).data.crop_area == (0.5, 1.0)
+
+
+# What YAML would cut, change or refuse.
+TYPED = (
+    "/photos #1", "/photos: 1", "[x]", "{x: 1}", "@x", "%x", "*x", "&x", "!x", "- x", "~x/y~", "? x", "|", ">-", "`x`",
+    "2024", "1e3", "010", "yes", "true", "Null", "-", "a 'b' \"c\"", "'", '"', "'a' or 'b'", "'a' #'b'", " x ",
+    "x\ty", "x\ny", "é\U0001f600", "a=b", "#", "...", "---", "<<", ",", "\x1b", "a\\b", "x,", "x:",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["data.root", "data.train_folder", "run.output", "model.init_from", "ipu.profile"])
+def test_a_text_is_taken_as_it_is_typed(key):
+    section, _, name = key.partition(".")
+    for text in TYPED:
+        typed = text.replace("~x/", "x/")  # of which there is no home folder
+        recipe = load(QUICKSTART, ["data.source=folder", "run.device=ipu", f"{key}={typed}"])
+        assert getattr(getattr(recipe, section), name) == typed
+        assert loads(dump(recipe), "again") == recipe
+
+
+def test_quotes_around_a_whole_text_are_those_of_yaml_and_null_unsets():
+    for text, value in (
+        ("'/photos #1'", "/photos #1"),
+        ('"/photos #1"', "/photos #1"),
+        ("'it''s'", "it's"),
+        ('"a\\tb"', "a\tb"),
+        ("\"'x'\"", "'x'"),
+        ("'null'", "null"),
+        ("''", ""),
+        ("null", None),
+    ):
+        assert load(QUICKSTART, [f"run.output={text}"]).run.output == value, text
+    data = load(QUICKSTART, ["data.source=folder", "data.root=null", "data.train_folder=null"]).data
+    assert (data.root, data.train_folder) == (None, "train")
+    for text in ("2024", "null", "1e3"):  # a name cannot be unset, so this is its text
+        assert load(QUICKSTART, [f"run.name={text}"]).run.name == text
+
+
+def test_other_keys_are_yaml_of_which_nothing_is_dropped(write):
+    path = write(SMALLEST)
+    for key, value in (("run.seed", "1"), ("schedule.peak", "1e-5"), ("model.mean", "[0.5, 0.5, 0.5]")):
+        assert load(path, [f"{key}= {value}"]) == load(path, [f"{key}={value}"])
+        for comment in (" #1", "  # comment", " #"):
+            fault = f"command line: {key}: {comment.strip()} would be dropped as a comment; "
+            assert refusal(path, f"{key}={value}{comment}").startswith(fault)
+    assert "would be dropped" in refusal(path, "run.seed=#1")
+    assert "would be dropped" in refusal(path, "run.seed=| #1")
+    assert "found 'a: 1'" not in refusal(path, "run.seed=a: 1")
+    blocks = ["1e3", "on", "null", "a #b"]
+    parallel = ["parallel.stages=5", "parallel.split=[1e3, on, null, 'a #b']", "parallel.recompute=[010]"]
+    found = load(path, parallel).parallel
+    assert (found.split, found.recompute) == (blocks, ["010"])
+    assert load(path, ["parallel.recompute=true"]).parallel.recompute is True
+
+
+def test_a_tilde_is_the_home_folder(write, tmp_path, monkeypatch):
+    """In every key that is a path, in recipes and overrides; what is stored has the whole path."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    files = ["data.source=folder", "run.device=ipu"]
+    keys = ("run.output", "data.root", "data.train_folder", "data.validation_folder", "model.init_from",
+            "ipu.executable_cache", "ipu.profile")  # fmt: skip
+    for key in keys:
+        section, _, name = key.partition(".")
+        for text, path in (("~", home), ("~/x y", home / "x y"), ("./~/x", "./~/x"), ("x~", "x~"), ("/~", "/~")):
+            recipe = load(QUICKSTART, [*files, f"{key}={text}"])
+            assert getattr(getattr(recipe, section), name) == str(path)
+            if text != "~":  # which is null in YAML
+                path = write(f"extends: {QUICKSTART}\n{section}: {{{name}: '{text}'}}\n")
+                assert load(path, files) == recipe
+        assert "is no home folder here" in refusal(write(SMALLEST), *files, f"{key}=~no-such-user/x")
+    assert load(QUICKSTART, ["model.init_from=timm:efficientnet_b0:~/x #1"]).model.init_from.endswith(f":{home}/x #1")
+    home.mkdir()
+    (home / "base.yaml").write_text(SMALLEST)
+    assert load(write("extends: ~/base.yaml")) == load(home / "base.yaml")
+
+
+@pytest.mark.parametrize("how", ["config", "extends"])
+def test_a_recipe_that_is_no_small_file_is_one_line_at_once(write, tmp_path, how):
+    """A named pipe without a writer would hang, a device has no end."""
+    os.mkfifo(str(tmp_path / "pipe.yaml"))
+    with open(str(tmp_path / "large.yaml"), "wb") as large:
+        large.truncate(50_000_000)
+    for name, fault in (
+        (str(tmp_path / "pipe.yaml"), "not a regular file; "),
+        ("/dev/zero", "not a regular file; "),
+        (str(tmp_path / "large.yaml"), "50,000,000 bytes, above the limit of 1,048,576; "),
+    ):
+        assert fault in refusal(name if how == "config" else write(f"extends: {name}"))
 
 
 def test_an_alternative_replaces_another_of_an_earlier_layer_but_one_layer_gives_one(write):

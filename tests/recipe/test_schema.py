@@ -6,7 +6,8 @@ import pytest
 
 from recipe import schema
 from recipe.config import Recipe
-from recipe.loading import loads, parse_yaml
+from recipe.loading import loads
+from recipe.yaml_text import parse_yaml
 from tests.conftest import RECIPES
 
 SCHEMA = json.loads(schema.text())

@@ -103,7 +103,11 @@ def test_a_picture_is_drawn_and_no_torch_is_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
-        (["--machine", "cray"], 2, "cray: unknown machine; name a file written by python -m tools.doctor, or one of"),
+        (
+            ["--machine", "cray"],
+            2,
+            "cray: unknown machine: No such file or directory; name a file written by python -m tools.doctor",
+        ),
         (["--picture", "scaling.doc"], 2, "scaling.doc: no kind of picture; name it like scaling.png"),
         (["--picture", "/nowhere/scaling.png"], 1, "/nowhere/scaling.png: No such file or directory; fix this"),
         (["parallel.split=[blocks.9.9]"], 2, f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are"),

@@ -148,3 +148,16 @@ def test_an_error_is_one_line_with_its_place_and_a_fault_of_the_program_keeps_it
     else:
         assert main() == code
     assert capsys.readouterr().err == line
+
+
+def test_a_tilde_behind_the_equals_sign_of_a_flag_is_the_home_folder(monkeypatch, capsys):
+    """No shell expands it there."""
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = command.Parser(prog="some.py")
+    parser.add_argument("--output")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(["--output=~/a b", "run.output=~/x", "~y"])
+    assert (options.output, options.overrides) == ("/home/me/a b", ["run.output=~/x", "~y"])
+    with pytest.raises(SystemExit):
+        parser.parse_intermixed_args(["--output=~no-such-user/x"])
+    assert capsys.readouterr().err.startswith("some.py: --output: ~no-such-user is no home folder here; ")

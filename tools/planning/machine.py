@@ -9,8 +9,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from recipe.errors import ConfigError
-from recipe.loading import parse_yaml
 from recipe.section import Section
+from recipe.yaml_text import read_yaml
 
 FOLDER = Path(__file__).parent / "machines"
 
@@ -64,13 +64,10 @@ def load(name: str) -> Machine:
     """The machine called `name`, or described by the file of that name. Raises ConfigError, which names the fault."""
     known = FOLDER / f"{name}.yaml"
     path = known if known.exists() else Path(name)
+    remedy = f"name a file written by python -m tools.doctor, or one of {', '.join(names())}"
+    content = read_yaml(path, f"{name}: unknown machine", remedy)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        known = f"name a file written by python -m tools.doctor, or one of {', '.join(names())}"
-        raise ConfigError(f"{name}: unknown machine; {known}") from None
-    try:
-        return Machine.model_validate(parse_yaml(text, str(path)))
+        return Machine.model_validate(content)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(map(str, fault["loc"])) or "its content"

@@ -14,8 +14,9 @@ from pydantic import Field, ValidationError
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.credentials import ENVIRONMENT, masked
 from recipe.errors import ConfigError
-from recipe.loading import find, read_yaml
-from recipe.section import Section, first_fault
+from recipe.loading import find
+from recipe.section import PathText, Section, first_fault
+from recipe.yaml_text import read_yaml
 
 _OWN_KEYS = ("run.name", "run.output", "run.resume")  # the sweep gives each trial its own
 _MAX_GRID = 100_000  # combinations
@@ -78,7 +79,7 @@ class Axis(Section):
 class Definition(Section):
     """A sweep: which recipe, which of its keys take which values, how many trials, and what makes one the best."""
 
-    recipe: str = Field(description="the recipe that trials vary; relative to the sweep file")
+    recipe: PathText = Field(description="the recipe that trials vary; relative to the sweep file")
     overrides: List[str] = Field([], description="section.key=value, laid over the recipe in all trials")
     trials: Optional[int] = Field(None, gt=0, description="how many; null: all of a grid")
     sampler: Literal["tpe", "random", "grid"] = Field("tpe", description="what draws the values of a trial")

@@ -4,7 +4,8 @@ import pytest
 
 from recipe.batch import peak_learning_rate
 from recipe.errors import ConfigError
-from recipe.loading import load, parse_yaml
+from recipe.loading import load
+from recipe.yaml_text import parse_yaml
 from tests.conftest import QUICKSTART, ROOT
 from tools.sweeping import candidates
 from tools.sweeping.candidates import as_text, grid, load_candidates, survey
@@ -120,7 +121,7 @@ def test_a_swept_peak_is_that_of_the_recipes_batch_and_without_a_rule_the_recipe
 
 @pytest.mark.parametrize("value", [1, 0.1, 1e-7, 2.5e20, True, False, None, "1e5", "a: b # ü", "", [[0, 16], [2, 28]]])
 def test_a_value_reads_back_from_an_override(value):
-    """As YAML that loading.parse_yaml reads; an empty text needs quotes to be one."""
+    """As YAML that parse_yaml reads; an empty text needs quotes to be one."""
     assert parse_yaml(as_text(value), "here") == value
 
 

@@ -1,0 +1,98 @@
+"""Values that a command line gives keys of a recipe: `section.key=value`, of which no character is dropped.
+
+A key that takes text (a name, a path, a word) has the value exactly as it is typed: `data.root=/photos #1`. Quotes
+around the whole value are removed, as in YAML, so a text that begins and ends with the same quote is quoted once more;
+`null` unsets a key that may be unset. Other keys take the value as YAML.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, List, Literal, NamedTuple, Set, Union
+
+from typing_extensions import Annotated, get_args, get_origin
+
+from recipe import suggestions
+from recipe.config import Recipe
+from recipe.errors import ConfigError
+from recipe.kinds import Kind
+from recipe.yaml_text import parse_value
+
+COMMAND_LINE = "command line"
+_NULL = "null"
+_QUOTES = ("'", '"')
+_NONE = type(None)
+
+
+class Override(NamedTuple):
+    """One override. value: as a recipe file would have it."""
+
+    section: str
+    key: str
+    value: Any
+
+
+def parse(text: str) -> Override:
+    """Read an override.
+
+    Args:
+        text: `section.key=value`.
+
+    Raises:
+        ConfigError: it has another form, or its value is empty or is not whole YAML.
+    """
+    name, equals, value = text.partition("=")
+    section, dot, key = name.partition(".")
+    if not (equals and section and dot and key) or "." in key:
+        raise ConfigError(f"{COMMAND_LINE}: {text!r} is not an override; {suggestions.for_override(name, value)}")
+    if not value.strip():
+        raise ConfigError(f"{COMMAND_LINE}: {name}: the value is empty; write {name}=null to unset it")
+    options = _options_of(section, key)
+    place = f"{COMMAND_LINE}: {name}"
+    if options - {_NONE} == {str}:
+        return Override(section, key, _text(value, place, nullable=_NONE in options))
+    return Override(section, key, parse_value(value, place, plain_items=List[str] in options))
+
+
+def _text(value: str, place: str, nullable: bool) -> Any:
+    """Return a typed text without the quotes around it; None for a null where the key may be unset."""
+    if nullable and value == _NULL:
+        return None
+    if len(value) > 1 and value[0] in _QUOTES and value[-1] == value[0]:
+        try:
+            quoted = parse_value(value, place)
+        except ConfigError:  # quotes that belong to the text, as in "a" or "b"
+            return value
+        return quoted if isinstance(quoted, str) else value
+    return value
+
+
+def _options_of(section: str, key: str) -> Set[Any]:
+    """Return the types that a key takes in any kind of its section; text for an unknown key, which others refuse."""
+    field = Recipe.model_fields.get(section)
+    if field is None:
+        return {str}
+    annotation = field.annotation
+    is_kind = issubclass(annotation, Kind)
+    classes = list(annotation.kinds.values()) if is_kind else [annotation]
+    found: Set[Any] = set()
+    for each in classes:
+        keys = each.fields()
+        if key in keys:
+            found.update(_options(keys[key].annotation))
+            if is_kind and key in each.own_keys():
+                found.add(_NONE)  # stands for the kind's default
+    return found or {str}
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    """Yield the types of a union, and those of a Literal's values."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _options(get_args(annotation)[0])
+    elif origin is Union:
+        for each in get_args(annotation):
+            yield from _options(each)
+    elif origin is Literal:
+        yield from map(type, get_args(annotation))
+    else:
+        yield annotation
