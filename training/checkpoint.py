@@ -8,13 +8,14 @@ file without a manifest was cut off and does not count; a manifest that cannot b
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import os
 import re
 from pathlib import Path
-from typing import Callable, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 
@@ -53,6 +54,7 @@ class CheckpointFolder:
         self.folder = folder
         self._keep_last, self._keep_best = keep_last, keep_best
         self._damaged: Set[int] = set()
+        self._reported: Set[int] = set()  # checkpoints that are known to be no good: each is told of once
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"
@@ -60,9 +62,18 @@ class CheckpointFolder:
     def replica_path(self, step: int, replica: int) -> Path:
         return self.folder / f"step-{step:08d}.replica-{replica:04d}.pt"
 
-    def save(self, step: int, content: dict, top1: Optional[float], replica_states: Iterable[dict] = ()) -> Path:
+    def save(
+        self,
+        step: int,
+        content: dict,
+        top1: Optional[float],
+        replica_states: Iterable[dict] = (),
+        warn: Callable[[str], None] = functools.partial(print, flush=True),
+    ) -> Path:
         """Write `content` and the state of each replica durably, then remove what need not be kept; return its path.
         Each state is written before the next is generated, so that only one need be in memory.
+
+        Args: warn: called for each checkpoint that turns out to be damaged; it is kept, and not compared with others.
 
         Raises OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
         """
@@ -79,7 +90,8 @@ class CheckpointFolder:
             write(self._manifest_path(step), written(Manifest(step, *whole, top1, tuple(replicas))), durable=True)
             undo.pop_all()
         self._damaged.discard(step)
-        self._prune()
+        self._reported.discard(step)
+        self._prune(warn)
         return self.path(step)
 
     def load_newest(self, warn: Callable[[str], None], with_replicas: bool = False) -> Optional[dict]:
@@ -94,9 +106,10 @@ class CheckpointFolder:
         for step in reversed(self._steps()):
             path = self.path(step)
             try:
-                manifest = self._manifest(step)
+                manifest = self.manifest(step)
                 if manifest is None:
-                    cut_off.append(f"{path}: has no manifest, as if its writing was cut off")
+                    cut_off.append(self._cut_off(step))
+                    self._reported.add(step)
                     warn(f"{cut_off[-1]}; it does not count")
                     continue
                 content = load(path, manifest)
@@ -106,6 +119,7 @@ class CheckpointFolder:
             except CheckpointError as error:
                 damaged.append(str(error))
                 self._damaged.add(step)
+                self._reported.add(step)
                 warn(f"{error}; trying the one before")
         if damaged or len(cut_off) > 1:  # one may be the first of the run, and its writing cut off
             raise CheckpointError(
@@ -116,25 +130,40 @@ class CheckpointFolder:
 
     def load_best(self, warn: Callable[[str], None]) -> Optional[dict]:
         """Return the content of the whole checkpoint with the highest top-1 (of equals the newest), None if none has.
-        Args: warn: called for each better one that is damaged."""
-        for manifest in _best_first(self.manifests()):
+
+        Args: warn: called for each better one that is damaged, and for each whose top-1 cannot be read.
+
+        Raises CheckpointError: one that is damaged may have had a score, and no whole one has.
+        """
+        faults: List[str] = []
+
+        def note(line: str) -> None:
+            faults.append(line)
+            warn(line)
+
+        for manifest in _best_first(self.manifests(note)):
             try:
                 return load(self.path(manifest.step), manifest)
             except CheckpointError as error:
-                warn(f"{error}; trying the next best")
+                note(f"{error}; trying the next best")
+        if faults:
+            remedy = "no other checkpoint is scored and whole: restore it, or leave out --best"
+            raise CheckpointError(f"{faults[0].rsplit('; ', 1)[0]}; {remedy}")
         return None
 
-    def manifests(self) -> List[Manifest]:
-        """Return all whole manifests, the oldest first."""
-        found = []
-        for step in self._steps():
-            with contextlib.suppress(CheckpointError):
-                found.append(self._manifest(step))
-        return [manifest for manifest in found if manifest is not None]
+    def manifests(self, warn: Callable[[str], None]) -> List[Manifest]:
+        """Return all whole manifests, the oldest first.
+
+        Args: warn: called for each checkpoint whose manifest is missing or damaged.
+        """
+        found, faults = self._examined()
+        for fault in faults.values():
+            warn(fault)
+        return found
 
     def replica_count(self, step: int) -> int:
         """Number of replicas with a file of their own in the checkpoint of a step, which `load_newest` has read."""
-        return len(self._manifest(step).replicas)
+        return len(self.manifest(step).replicas)
 
     def replica_state(self, step: int, replica: int) -> dict:
         """Return that replica's state as it was saved, on the CPU; `load_newest` has compared its checksum.
@@ -150,8 +179,9 @@ class CheckpointFolder:
     def _manifest_path(self, step: int) -> Path:
         return self.path(step).with_suffix(".json")
 
-    def _manifest(self, step: int) -> Optional[Manifest]:
-        """The manifest of a step, None where there is none. Raises CheckpointError: damaged, or cannot be read."""
+    def manifest(self, step: int) -> Optional[Manifest]:
+        """Return the manifest of a step, None where there is none.
+        Raises CheckpointError: it is damaged, or cannot be read."""
         path = self._manifest_path(step)
         try:
             with reading(path):
@@ -159,10 +189,34 @@ class CheckpointFolder:
         except ValueError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from None
 
-    def _prune(self) -> None:
+    def _examined(self) -> Tuple[List[Manifest], Dict[int, str]]:
+        """All whole manifests, the oldest first, and by step what is wrong with the others."""
+        found = []
+        faults = {}
+        for step in self._steps():
+            try:
+                manifest = self.manifest(step)
+                fault = self._cut_off(step)
+            except CheckpointError as error:
+                manifest = None
+                fault = str(error)
+            if manifest is not None:
+                found.append(manifest)
+            else:
+                faults[step] = f"{fault}; its score is unknown, and it is passed over"
+        return found, faults
+
+    def _cut_off(self, step: int) -> str:
+        return f"{self.path(step)}: has no manifest, as if its writing was cut off"
+
+    def _prune(self, warn: Callable[[str], None]) -> None:
         for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed while it wrote
             leftover.unlink()
-        manifests = [manifest for manifest in self.manifests() if manifest.step not in self._damaged]
+        whole, faults = self._examined()
+        for step in faults.keys() - self._reported:
+            warn(faults[step])
+        self._reported.update(faults)
+        manifests = [manifest for manifest in whole if manifest.step not in self._damaged]
         best = _best_first(manifests)[:1] if self._keep_best else []
         kept = {manifest.step for manifest in (*manifests[-self._keep_last :], *best)}
         for manifest in manifests:
@@ -172,7 +226,7 @@ class CheckpointFolder:
         for path in self.folder.glob("step-*.replica-*.pt"):  # those that no manifest lists
             name = _REPLICA_NAME.fullmatch(path.name)
             with contextlib.suppress(CheckpointError):  # a manifest that is damaged may list it
-                manifest = self._manifest(int(name.group(1))) if name else None
+                manifest = self.manifest(int(name.group(1))) if name else None
                 if name and (manifest is None or int(name.group(2)) >= len(manifest.replicas)):
                     path.unlink()
 
@@ -189,6 +243,21 @@ def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     if manifest is not None:
         _compare(path, File(manifest.bytes, manifest.sha256))
     return _checked(path, "format")
+
+
+def load_named(path: Path, warn: Callable[[str], None]) -> dict:
+    """As `load`, of a file that was named by itself: compared with its manifest where that lies beside it.
+
+    Args: warn: called where there is a manifest that cannot be read, so that nothing is compared.
+    """
+    name = _NAME.fullmatch(path.name)
+    manifest = None
+    if name:
+        try:
+            manifest = CheckpointFolder(path.parent, keep_last=2, keep_best=True).manifest(int(name.group(1)))
+        except CheckpointError as error:
+            warn(f"{error}; {path.name} is not compared with its checksum")
+    return load(path, manifest)
 
 
 def _checked(path: Path, key: str) -> dict:
@@ -232,7 +301,7 @@ def parsed(content: bytes, step: int) -> Manifest:
         if _CHECKSUM in found and found.pop(_CHECKSUM) != _sha256(json.dumps(found, sort_keys=True).encode()):
             raise ValueError("it does not match its own checksum")
         manifest = Manifest(**{**found, "replicas": tuple(File(*file) for file in found.get("replicas", ()))})
-        if not (manifest.top1 is None or manifest.top1 >= 0):
+        if not (manifest.top1 is None or 0 <= manifest.top1 <= 1):
             raise ValueError(f"its top1 is {manifest.top1}")
     except (TypeError, AttributeError, RecursionError):  # not the keys, or not the types, of a manifest
         raise ValueError("it is no manifest of a checkpoint") from None

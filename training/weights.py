@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -15,10 +16,11 @@ from recipe.bounded import parse_json
 from recipe.config import Model, Recipe
 from recipe.errors import CheckpointError, ConfigError, DataError, printable
 from training import foreign
-from training.checkpoint import CheckpointFolder, load
+from training.checkpoint import CheckpointFolder, load_named
 from training.foreign import EMA, TRAINED, listed
 from training.unpickling import unpickled_of_others
 
+_say = functools.partial(print, flush=True)
 _CLASSIFIER = "classifier."
 
 
@@ -59,7 +61,7 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
     else:
         content = unpickled_of_others(place)
         if isinstance(content, dict) and {"format", "engine"} <= set(content):
-            return _of_checkpoint(place, load(place), which)
+            return _of_checkpoint(place, load_named(place, _say), which)
         stored = _of_others(place, content, which)
     if which not in (TRAINED, stored.which):
         raise CheckpointError(f"{path}: has no {which}, its weights are {stored.which}; ask for {TRAINED}")
@@ -148,7 +150,7 @@ def _remedy(section: Model, stored: StoredWeights) -> str:
 def _of_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
     load = checkpoints.load_best if best else checkpoints.load_newest
-    content = load(warn=lambda line: print(line, flush=True))
+    content = load(warn=_say)
     if content is None:
         what = "scored checkpoint" if best else "checkpoint"
         raise CheckpointError(f"{folder}: no {what} in this folder; name a run folder that holds one")

@@ -109,7 +109,7 @@ class Site:
     def checkpoints(self) -> List[Path]:
         """Files of those that count, the oldest first."""
         folder = CheckpointFolder(self.run / "checkpoints", 2, True)
-        return [folder.path(manifest.step) for manifest in folder.manifests()]
+        return [folder.path(manifest.step) for manifest in folder.manifests(warn=lambda line: None)]
 
     def result(self) -> Result:
         content = CheckpointFolder(self.run / "checkpoints", 2, True).load_newest(warn=lambda line: None)

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from recipe.errors import CheckpointError
-from tests.training.conftest import files, manifest, names
+from tests.training.conftest import content, files, manifest, names
 from training import checkpoint
 from training.checkpoint import File, Manifest, parsed, written
 
@@ -20,7 +20,7 @@ def test_what_is_saved_is_loaded_bit_for_bit_the_newest_by_step(save, newest, re
     assert files(checkpoints.folder) == names(5, 30, 1000, replicas=replicas)
     assert checkpoints.path(5).name == "step-00000005.pt"
     assert newest() == (1000, [])
-    assert [manifest.step for manifest in checkpoints.manifests()] == [5, 30, 1000]
+    assert [manifest.step for manifest in checkpoints.manifests(warn=pytest.fail)] == [5, 30, 1000]
     assert checkpoint.load(checkpoints.path(5))["progression"]["step"] == 5
 
 
@@ -36,7 +36,8 @@ def test_the_manifest_has_step_score_and_the_sizes_and_checksums_of_all_files(sa
     expected = {"step": 3, "bytes": size, "sha256": digest, "top1": 0.25}
     assert found == ({**expected, "replicas": others} if replicas else expected)
     manifest(checkpoints, 3).write_text(json.dumps(found) + "\n")  # as older programs wrote it
-    assert folder().manifests() == [Manifest(**expected, replicas=tuple(File(*other) for other in others))]
+    files_of_replicas = tuple(File(*other) for other in others)
+    assert folder().manifests(warn=pytest.fail) == [Manifest(**expected, replicas=files_of_replicas)]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,49 @@ def test_the_best_is_that_of_the_highest_score_and_of_equal_ones_the_newest(save
     assert checkpoints.load_best(said.append)["progression"]["step"] == 2
     assert [(line.split(":")[0], line[-20:]) for line in said] == [(str(checkpoints.path(3)), "trying the next best")]
     assert save(5, scores={}, keep_last=1).load_best(said.append) is None
+
+
+@pytest.mark.parametrize("load", ["best", "newest"])
+def test_no_wrong_bit_in_the_best_manifest_passes_without_a_line(folder, load):
+    """One bit of each byte in turn: the next best is taken, and one line names the file and what is wrong."""
+    checkpoints = folder()
+    for step in (1, 2):
+        checkpoints.save(step, content(step), top1=0.5 + 0.1 * step)
+    path = manifest(checkpoints, 2)
+    data = path.read_bytes()
+    read = getattr(checkpoints, f"load_{load}")
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        said = []
+        assert read(said.append)["progression"]["step"] == 1
+        assert len(said) == 1 and said[0].startswith(f"{path}: damaged: ") and "\n" not in said[0]
+
+
+def test_a_best_checkpoint_without_its_manifest_or_without_another_is_no_silent_matter(save):
+    """Its score is unknown; where no other has a score, there is no best one to take."""
+    checkpoints, said = save(1, 2, scores={1: 0.7, 2: 0.8}), []
+    manifest(checkpoints, 2).unlink()
+    assert checkpoints.load_best(said.append)["progression"]["step"] == 1
+    assert [line.partition(": ")[0] for line in said] == [str(checkpoints.path(2))]
+    manifest(checkpoints, 1).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"001\.json: damaged: .* no other checkpoint is scored and whole"):
+        checkpoints.load_best(said.append)
+
+
+def test_saving_names_a_damaged_manifest_once_and_keeps_its_checkpoint(save, folder):
+    """The best checkpoint's: until it is restored, another one counts as the best."""
+    checkpoints = save(1, 2, scores={1: 0.9, 2: 0.5}, keep_best=True)
+    path = manifest(checkpoints, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"0.9", b"0.1"))
+    resumed, said = folder(keep_best=True), []
+    for step in (3, 4, 5):
+        resumed.save(step, content(step), None, warn=said.append)
+    assert said == [f"{path}: damaged: it does not match its own checksum; its score is unknown, and it is passed over"]
+    path.write_bytes(whole)
+    assert [each.step for each in resumed.manifests(pytest.fail)] == [1, 2, 4, 5]
 
 
 def test_every_wrong_bit_of_a_manifest_is_reported():

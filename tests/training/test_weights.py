@@ -65,6 +65,25 @@ def test_a_run_folder_gives_its_newest_checkpoint_or_the_one_that_is_named(run):
     assert run_folder_of(stored.path) is None
 
 
+def test_a_checkpoint_that_is_named_is_compared_with_the_manifest_beside_it(run, tmp_path, capsys):
+    """A file by itself has nothing to be compared with; that a manifest is damaged is said."""
+    path = run / "checkpoints" / "step-00000002.pt"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(CheckpointError, match=r"step-00000002\.pt: damaged: .* do not match the manifest's checksum"):
+        read(str(path))
+    path.write_bytes(whole)
+    manifest = path.with_suffix(".json")
+    manifest.write_text(manifest.read_text().replace("0.8", "0.9"))
+    assert read(str(path)).tensors["stem.conv_stem.weight"][0, 0] == 2.0
+    assert capsys.readouterr().out.startswith(f"{manifest}: damaged: it does not match its own checksum; ")
+    assert read(str(run), best=True).path.name == "step-00000001.pt"
+    assert capsys.readouterr().out.startswith(f"{manifest}: damaged: it does not match its own checksum; ")
+    alone = tmp_path / path.name
+    alone.write_bytes(whole)
+    assert read(str(alone)).tensors["stem.conv_stem.weight"][0, 0] == 2.0 and not capsys.readouterr().out
+
+
 def test_the_best_checkpoint_gives_the_weights_that_scored_best_or_the_next_best_where_it_is_damaged(
     run, tmp_path, capsys
 ):
