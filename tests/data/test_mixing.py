@@ -35,7 +35,7 @@ def mixed_by_the_row(images, shares, box, valid):
 
 
 @pytest.mark.parametrize("data", [BOTH, MIXUP, CUTMIX], ids=["both", "mixup", "cutmix"])
-@pytest.mark.parametrize(("rows", "valid"), [(2, 2), (3, 1), (3, 0), (5, 5), (6, 4)])
+@pytest.mark.parametrize(("rows", "valid"), [(2, 2), (3, 3), (4, 3), (3, 1), (3, 0), (5, 5), (6, 4)])
 def test_images_and_targets_are_mixed_as_by_the_published_rule(data, rows, valid):
     """Three float32 operations on values up to 255: 255 x 3 x 2^-24 is 4.6e-5.
 
