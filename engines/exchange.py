@@ -249,6 +249,10 @@ class GradientExchange:
         for name, flat in own.items():
             flat.copy_(self._flat(common[name]))
 
+    def own_state(self) -> Dict[str, torch.Tensor]:
+        """State of this replica for later steps, by name: [length] each, laid out as the weights."""
+        return self._running.state()
+
     def replica_states(self) -> Iterator[dict]:
         """State of each replica for later steps: see engines/base.py."""
         own, place = self._running.state(), self._processes.topology

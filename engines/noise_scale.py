@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from engines.base import NoiseScale
+from optim.norms import norm
 from parallel.exchange import Method
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -83,10 +84,10 @@ class Meter:
 
         Args: gradients: sums over the large batch; `divisor` makes means of them. scale: of the loss.
         """
-        none = torch.zeros((), device=scale.device)
+        none = torch.zeros((), dtype=torch.float64, device=scale.device)
         every = torch.stack([norms.get(each, none) for each in self._measured for norms in self._norms])
-        every = (every.double() / scale).square().view(len(self._measured), -1)
-        whole = torch.stack(torch._foreach_norm(gradients)).double() / divisor
+        every = (every / scale).square().view(len(self._measured), -1)
+        whole = torch.stack([norm(each) for each in gradients]) / divisor
         count = max(1, sum(each in self._share for each in self._measured))
         own = every.sum(0) / count
         self._squares = torch.stack([own, whole.square()])
@@ -125,7 +126,7 @@ class Meter:
         passed = self._passed[number]
         self._passed[number] += 1
         if passed < len(self._share) and self._share[passed] in self._measured:
-            self._norms[number][self._share[passed]] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            self._norms[number][self._share[passed]] = norm(gradient)
 
 
 def create(

@@ -13,6 +13,7 @@ from torch import nn
 from engines import state
 from engines.devices import DTYPES
 from engines.exchange import GradientExchange, create_weights
+from engines.unused import UnusedParameters
 from optim.loss_scale import LossScale
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -36,6 +37,9 @@ class DistributedOptimizer:
     stochastic rounding, or float32) and start as the first replica's parameters; what is loaded into the module later
     is overwritten by the next update. The module must not be wrapped in DistributedDataParallel. Its buffers, running
     statistics for instance, remain each replica's own and are not in `state_dict`.
+
+    A parameter that no loss of an update depends on, on any replica, is left as it is, like a parameter without a
+    gradient by torch's optimizers.
 
     Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is the dtype of the
     module's parameters; `optimizer.skip: [norm]` means all of one dimension that are no biases.
@@ -82,6 +86,7 @@ class DistributedOptimizer:
         of_weights = self.weights, parameters, norms
         self._exchange = GradientExchange(*of_weights, recipe, self._batch, processes, steps_per_epoch)
         self._scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, device)
+        self._unused = UnusedParameters(self.weights.places(), device)
         self._processes, self.steps = processes, 0
         self.zero_grad()
 
@@ -105,9 +110,15 @@ class DistributedOptimizer:
             raise ValueError(f"{needed}, there were {self._passes}; zero_grad() begins anew")
         if not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"the learning rate must be a number from 0 on, not {lr}")
+        self._unused.save([*self.weights.own_state().values(), *self._exchange.own_state().values()])
         divisor = self._exchange(self.steps, self._scale.scale, lr)
-        finite = self._processes.sum((~self.weights.prepare(divisor)).float()) == 0
+        # One message: on how many replicas a gradient is not finite, and on how many each parameter has one.
+        fault = (~self.weights.prepare(divisor)).float()
+        counts = self._processes.sum(torch.cat([fault[None], self._unused.used()]))
+        finite = counts[0] == 0
         self.weights.apply(self.steps, self._exchange.rate(lr), finite, False)
+        if self._unused.restore(counts[1:]):
+            self.weights.refresh()
         self._exchange.after_update(self.steps)
         self._scale.update(finite)
         self.steps += 1
@@ -117,6 +128,7 @@ class DistributedOptimizer:
     def zero_grad(self) -> None:
         """Forget the backward passes since the last update; `step` does so itself."""
         self._passes = 0
+        self._unused.forget()
         self.weights.gradients.zero()
 
     def state_dict(self) -> dict:

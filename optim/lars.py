@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from optim.base import OPTIMIZERS, HasSlots
 from optim.lars_update import LarsUpdate
+from optim.norms import in_float32, norm
 from optim.optimizer_update import Target
 from recipe.optimization import Lars
 
@@ -28,7 +29,8 @@ class LARS(HasSlots, Optimizer):
     Where a norm is 0 the ratio is 1 in the first form, as in the published code, and eta in the second, as
     in PopART. Groups with `adapt=False` take plain momentum without weight decay: m = mu m + lr g in the
     first form, and the same step through w = w - lr m / (1 - mu) in the second. `lr_scale` multiplies a
-    group's learning rate. Gradients are read, never written. Norms, ratios and momentum are float32.
+    group's learning rate. Gradients are read, never written. Ratios and momentum are float32, norms are exact to
+    float32 rounding whatever the finite values are.
 
     Source: You, Gitman and Ginsburg, 1708.03888, algorithm 1; the skip list and the place of the learning
     rate follow the TensorFlow 1 implementation that the G16 recipe used. Second form: You et al., 1904.00962.
@@ -77,13 +79,14 @@ class LARS(HasSlots, Optimizer):
             step = direction * (lr if published else lr / (1 - mu))
         else:
             decayed = direction + group["weight_decay"] * weight.float()
-            weight_norm, norm = weight.float().norm(), (gradient if published else decayed).norm()
-            below = norm + group["eps"] + (group["weight_decay"] * weight_norm if published else 0.0)
+            weight_norm = norm(weight)
+            length = norm(gradient if published else decayed)
+            below = length + group["eps"] + (group["weight_decay"] * weight_norm if published else 0.0)
             without_norm = 1.0 if published else group["trust_coefficient"]
             ratio = group["trust_coefficient"] * weight_norm / below
-            ratio = torch.where((weight_norm > 0) & (norm > 0), ratio, without_norm)
-            step = decayed * (lr * ratio)
-            self.trust_ratios[weight] = ratio
+            ratio = torch.where((weight_norm > 0) & (length > 0), ratio, without_norm)
+            step = decayed * in_float32(lr * ratio)
+            self.trust_ratios[weight] = in_float32(ratio)
         if published:
             step = momentum.mul_(mu).add_(step)
         weight.sub_(step)

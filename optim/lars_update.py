@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from optim.layout import Run, in_parts, in_rows
-from optim.norms import Norms
+from optim.norms import Norms, clip_factor, in_float32, repaired
 from optim.optimizer_update import Target
 from optim.rounding import lower, random_bits, rounded, upper
 
@@ -48,7 +48,7 @@ class LarsUpdate:
         scale, gradient, weight, directions = self._prepared
         gradient_norm = self._model.norm(gradient) if measure or self._clip_norm else None
         if self._clip_norm:
-            clip = (self._clip_norm / gradient_norm).clamp(max=1.0)  # infinite for a norm of 0, and so 1
+            clip = clip_factor(self._clip_norm, gradient_norm)
             scale, gradient = scale * clip, gradient * clip.double().square()
             if directions:
                 directions = self._sums(scale)[3:]
@@ -59,17 +59,25 @@ class LarsUpdate:
             subtracted = torch.full_like(weight, float("nan"))
         if not measure:
             return None
-        norm = self._model.norm
-        return Norms(gradient_norm, norm(weight), norm(subtracted), self._model.ratios(self._rules.named(ratio)))
+        lengths = gradient_norm, self._model.norm(weight), self._model.norm(subtracted)
+        return Norms(*(each.float() for each in lengths), self._model.ratios(self._rules.named(ratio)))
 
     def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
         """By parameter, float64, the sums of squares of the gradient, of the weights and, by_momentum, of the
         direction; before the last, bool [], whether all gradients are finite."""
         gradient, weight, momentum, _ = self._rows()
+        buffers = gradient, weight
         others = (momentum, self._decay) if self._rules.by_momentum else (None, None)
-        sums = self.run(sum_rows, (gradient, weight, *others), (scale, self._rules.mu))
+        sums = self.run(sum_rows, (*buffers, *others), (scale, self._rules.mu))
         gradient, weight, wrong, *directions = [self._layout.sums(each) for each in sums]
-        return [gradient, weight, torch.isfinite(wrong.sum()), *directions]
+        finite = torch.isfinite(wrong.sum())
+
+        def squared(place: slice) -> Tuple[torch.Tensor, ...]:
+            rows = [None if each is None else each[place] for each in (*buffers, *others)]
+            return terms(*rows, scale, self._rules.mu)
+
+        gradient, weight, *directions = repaired([gradient, weight, *directions], self._layout, squared)
+        return [gradient, weight, finite, *directions]
 
     def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
         """As Rules.ratios."""
@@ -84,7 +92,7 @@ class LarsUpdate:
         if self._bits is not None:
             bit_rows = self._bits.rows
             draws = (self._bits.lanes, self._bits.draw(step, "weight")[0])
-        rate = self._layout.spread((lr * self._rules.lr_scale * ratios).float())
+        rate = self._layout.spread(in_float32(lr * self._rules.lr_scale * ratios))
         rows = (*self._rows(), rate, self._decay, bit_rows)
         squares = self.run(step_rows, rows, (self._rules.by_momentum, scale, self._rules.mu, draws, keep))
         return self._layout.sums(squares) if measure else None
@@ -134,7 +142,7 @@ class Rules:
         else:
             ratio, otherwise = self.coefficient * weight / (direction + self.decay * weight + self.eps), 1.0
         ratio = torch.where((weight > 0) & (direction > 0), ratio, otherwise)
-        return torch.where(self.adapt, ratio, 1.0).float()
+        return in_float32(torch.where(self.adapt, ratio, 1.0))
 
     def named(self, ratios: torch.Tensor) -> Dict[str, torch.Tensor]:
         """Those of the parameters that have one, by name, float32 []."""
@@ -144,12 +152,18 @@ class Rules:
 def sum_rows(gradient, weight, momentum, decay, scale, mu: float) -> Tuple[torch.Tensor, ...]:
     """Sums over each row of g^2 and w^2, and 0 or, where a gradient is not finite, NaN; [rows] each. With the momentum
     also of u^2, u = mu m + (1 - mu) g + decay w."""
-    g, w = gradient * scale, weight.float()
+    g, w, *directions = terms(gradient, weight, momentum, decay, scale, mu)
     found = (g * g).sum(1), (w * w).sum(1), (g - g).sum(1)
+    return (*found, *((u * u).sum(1) for u in directions))
+
+
+def terms(gradient, weight, momentum, decay, scale, mu: float) -> Tuple[torch.Tensor, ...]:
+    """g, w and, with the momentum, u of `sum_rows`, in float32: [rows, ROW] each."""
+    g = gradient * scale
+    w = weight.float()
     if momentum is None:
-        return found
-    u = momentum.float() * mu + g * (1 - mu) + decay * w
-    return (*found, (u * u).sum(1))
+        return g, w
+    return g, w, momentum.float() * mu + g * (1 - mu) + decay * w
 
 
 def step_rows(

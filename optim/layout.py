@@ -20,6 +20,7 @@ class Layout:
     So a property of a parameter, such as its learning rate, is one number a row.
 
     names: of the parameters, in order. places: name -> (first element, number of elements). length: of a buffer.
+    rows: of each parameter in a buffer as [rows, ROW].
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
@@ -32,6 +33,7 @@ class Layout:
         self.places = {name: (start, parameters[name].numel()) for name, start in zip(parameters, starts)}
         self.length = ROW * sum(rows)
         self._rows = torch.tensor(rows, device=self.device)
+        self.rows = [slice(start // ROW, start // ROW + count) for start, count in zip(starts, rows)]
         self._owners = torch.repeat_interleave(self._rows, output_size=sum(rows))
 
     def zeros(self, dtype: torch.dtype, value: float = 0.0) -> torch.Tensor:

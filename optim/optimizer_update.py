@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Callable, Dict, NamedTuple, Optional
 import torch
 from torch import nn
 
-from optim.layout import Buffers, Layout, Run, in_parts
-from optim.norms import Norms, WholeModel
+from optim.layout import Buffers, Layout, Run, in_parts, in_rows
+from optim.norms import Norms, WholeModel, clip_factor, repaired
 from optim.rounding import RoundingBits, round_stochastically
 
 if TYPE_CHECKING:
@@ -63,11 +63,14 @@ class OptimizerUpdate:
         # Before the step: some optimizers write into the gradients.
         gradient = self._norm(flat) if measure or self._clip_norm else None
         if self._clip_norm:
-            flat.mul_((self._clip_norm / gradient).clamp(max=1.0))  # infinite for a norm of 0, and so 1
+            flat.mul_(clip_factor(self._clip_norm, gradient))
         if not self._in_place or finite:
             self._step(step, lr)
         # Before the result is stored: the difference is what the optimizer subtracted.
-        norms = Norms(gradient, self._norm(before), self._norm(self._weights - before), {}) if measure else None
+        norms = None
+        if measure:
+            lengths = gradient, self._norm(before), self._norm(self._weights - before)
+            norms = Norms(*(each.float() for each in lengths), {})
         if not self._in_place:
             self._store(self._buffers.weights, self._weights, step, "weight", finite)
             for slot, buffer in self._buffers.slots.items():
@@ -95,4 +98,7 @@ class OptimizerUpdate:
             state.copy_(torch.where(finite, source.to(state.dtype), state))
 
     def _norm(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._model.norm(torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square())
+        """Of the whole model, float64 []."""
+        squares = torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square()
+        rows = in_rows(flat)
+        return self._model.norm(repaired([squares], self._layout, lambda place: (rows[place],))[0])

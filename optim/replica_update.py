@@ -8,7 +8,7 @@ import torch
 
 from optim.lars_update import Rules
 from optim.layout import in_parts, in_rows
-from optim.norms import Norms
+from optim.norms import Norms, clip_factor, in_float32, repaired
 from optim.optimizer_update import Target
 from recipe.randomness import bits32, key
 
@@ -127,18 +127,18 @@ class ReplicaUpdate:
         rules, velocity, scale = self._rules, in_rows(self.velocity), divisor.reciprocal()
         self._squares = self._mean_squares(gradient) * scale.double().square()
         if self._clip_norm:
-            clip = (self._clip_norm / self._model.norm(self._squares)).clamp(max=1.0)  # infinite for a norm of 0: 1
+            clip = clip_factor(self._clip_norm, self._model.norm(self._squares))
             scale = scale * clip
             self._squares = self._squares * clip.double().square()
         rows, moves, momentum = in_rows(gradient), finite.float(), self._momentum(density)
         mu, share = (self._layout.spread(each.float()) for each in (torch.where(finite, momentum, 1.0), 1 - momentum))
-        weight = self._layout.sums(in_parts(_squares, (self._weights,), ()))
+        weight = self._sums_of_squares(self._weights)
         squares = self._squares
         if rules.by_momentum:
             in_parts(_average, (rows, velocity, self._weights, self._decay, share, mu), (scale,))
             squares = self._mean_squares(gradient)
         self._ratio = rules.ratios(weight, squares)
-        rate = self._layout.spread((self.lr * rules.lr_scale * self._ratio).float()) * moves
+        rate = self._layout.spread(in_float32(self.lr * rules.lr_scale * self._ratio)) * moves
         if rules.by_momentum:
             in_rows(residual).addcmul_(rows, rate)
         else:
@@ -158,17 +158,22 @@ class ReplicaUpdate:
     def norms(self, applied: Norms) -> Norms:
         """Those of the last update: `applied`, with the mean gradient's norm and the trust ratios. All stages call."""
         trust = self._model.ratios(self._rules.named(self._ratio))
-        return applied._replace(gradient=self._model.norm(self._squares), trust=trust)
+        return applied._replace(gradient=self._model.norm(self._squares).float(), trust=trust)
 
     def _mean_squares(self, vector: torch.Tensor) -> torch.Tensor:
         """Sums of squares of the replicas' sum, float64 [parameters]; of those without a ratio the first has all."""
         if self._alone:
-            return self._layout.sums(in_parts(_squares, (in_rows(vector),), ()))
+            return self._sums_of_squares(in_rows(vector))
         sketches = self._sketch(vector)
         self._add_up(sketches)
         found = torch.zeros(len(self._layout.names), dtype=torch.float64, device=vector.device)
         found[self._sketched] = sketches.double().square().sum(1)
         return found
+
+    def _sums_of_squares(self, rows: torch.Tensor) -> torch.Tensor:
+        """By parameter, float64, of a buffer as [rows, ROW]."""
+        sums = self._layout.sums(in_parts(_squares, (rows,), ()))
+        return repaired([sums], self._layout, lambda place: (rows[place].float(),))[0]
 
 
 def _squares(weight: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,11 @@ import triton.language as tl
 
 from optim.lars_update import LarsUpdate
 from optim.layout import ROW
+from optim.norms import LARGEST, SMALLEST
 
 _ROWS = 32  # of a program: 2,048 elements
 _MERGED = 128  # programs whose sums are read at a time
+_SMALLEST, _LARGEST = tl.constexpr(SMALLEST), tl.constexpr(LARGEST)
 _SUMS = 4  # of g^2, w^2, u^2, and of what is not finite
 
 
@@ -44,7 +46,7 @@ class TritonLarsUpdate(LarsUpdate):
 
     def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
         buffers, form = self._buffers, self._rules.by_momentum
-        partial = torch.empty(_SUMS, self._count, device=scale.device)
+        partial = torch.empty(_SUMS, self._count, dtype=torch.float64, device=scale.device)
         _add_squares[(self._count,)](
             *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"]),
             *(self._rules.decay, scale, *self._programs, partial, self._count),
@@ -97,15 +99,25 @@ def _add_squares(
     places = rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(partial + program, _total(g * g))
-    tl.store(partial + programs + program, _total(w * w))
+    tl.store(partial + program, _squares(g))
+    tl.store(partial + programs + program, _squares(w))
     if MOMENTUM_FORM:
         m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU + g * (1 - MU)
         u = m + tl.load(decays + tl.load(owners + program)) * w
-        tl.store(partial + 2 * programs + program, _total(u * u))
+        tl.store(partial + 2 * programs + program, _squares(u))
     else:
         tl.store(partial + 2 * programs + program, 0.0)
     tl.store(partial + 3 * programs + program, _total(g - g))
+
+
+@triton.jit
+def _squares(values):
+    """Sum of squares, float64: made in float32, and in float64 where that may be wrong, as in optim/norms.py."""
+    total = _total(values * values).to(tl.float64)
+    if (total < _SMALLEST) | (total > _LARGEST):
+        exact = values.to(tl.float64)
+        total = _total(exact * exact)
+    return total
 
 
 @triton.jit
@@ -146,7 +158,7 @@ def _trust_ratios(
     positive = (weight > 0) & (direction > 0)
     ratio = tl.where(positive, coefficient * weight / tl.where(positive, below, 1.0), otherwise)
     adapt = tl.load(adapted + each, mask=mask, other=0) != 0
-    tl.store(ratios + each, tl.where(adapt, ratio, 1.0).to(tl.float32), mask=mask)
+    tl.store(ratios + each, tl.minimum(tl.where(adapt, ratio, 1.0), _LARGEST).to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["lr", "draw"])  # they change from step to step
@@ -165,7 +177,7 @@ def _step(
     g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU
-    rate = (lr * tl.load(lr_scales + owner) * tl.load(ratios + owner)).to(tl.float32)
+    rate = tl.minimum(lr * tl.load(lr_scales + owner) * tl.load(ratios + owner), _LARGEST).to(tl.float32)
     decay = tl.load(decays + owner)
     if MOMENTUM_FORM:
         m += g * (1 - MU)

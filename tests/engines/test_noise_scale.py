@@ -57,6 +57,21 @@ def test_the_noise_scale_is_that_of_single_images_gradients(spread, micro):
     assert 0 < found[""].error < 0.25 * found[""].images
 
 
+@pytest.mark.parametrize("size", [1e-25, 3e19])
+def test_the_size_of_gradients_whose_squares_float32_cannot_hold_does_not_matter(size):
+    """The noise scale is a ratio; one infinity would stay in its averages for ever."""
+    found = []
+    for factor in (1.0, size):
+        parameters = {"a": nn.Parameter(torch.zeros(50, 4))}
+
+        def batches(step, factor=factor):
+            drawn = torch.Generator().manual_seed(step)
+            return {"a": factor * (1 + torch.randn(8, 50, 4, generator=drawn))}
+
+        found.append(measured(parameters, batches, 4, 60).values()[""].images)
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_what_the_averages_hold_after_two_measured_updates():
     """By hand, in float64: an update of two micro batches each; the second update counts 1, the first 0.96."""
     parameters = {"a": nn.Parameter(torch.zeros(3))}

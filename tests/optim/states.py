@@ -50,14 +50,14 @@ def module_parameters(compute=SINGLE, names=tuple(SHAPES)):
     return {name: nn.Parameter(values[name].half().to(compute)) for name in names}
 
 
-def weight_state(parameters, section=LARS, dtype=HALF, rounding="stochastic", seed=3, foreach=None):
+def weight_state(parameters, section=LARS, dtype=HALF, rounding="stochastic", seed=3, foreach=None, clip_norm=None):
     def create(named):
         optimizer = factory.create(Optimizer(**section), named, ["norm.weight"])
         for group in optimizer.param_groups:
             group["foreach"] = foreach
         return optimizer
 
-    return WeightState(parameters.items(), create, dtype=dtype, rounding=rounding, seed=seed)
+    return WeightState(parameters.items(), create, dtype=dtype, rounding=rounding, seed=seed, clip_norm=clip_norm)
 
 
 def rate(step):
