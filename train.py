@@ -11,17 +11,17 @@ if __name__ == "__main__":  # before the imports: see run
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
+from parallel import launchers, topology
 from recipe import batch, loading, poprun
 from recipe.errors import DONE, FAILED, STOPPED, UserError
 from training import relaunch, stopping
 from training.command import AGAIN, Parser, fail, naming, one_line
 from training.run_folder import check_owner
 
-# Set by launchers for each of several ranks, of which only the main one looks at the run folder, later.
-_OF_SEVERAL = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "POPDIST_NUM_TOTAL_REPLICAS")
 _FIRST_PRINTS_SECONDS = 3.0
 _RUNTIME_ERRORS = {  # pattern in torch's error -> the fault and its remedy
     "out of memory|can't allocate memory": "out of memory; lower batch.micro, batch.evaluation or model.image_size",
@@ -59,8 +59,12 @@ def _checked(options) -> int:
         if poprun.is_first_instance(os.environ):
             print(plan)
         return DONE
+    place = naming(options.config, topology.from_environment, recipe)
     naming(options.config, batch.describe, recipe)
-    if not any(name in os.environ for name in _OF_SEVERAL):
+    if place.world == 1:  # of several ranks only the main one looks at the run folder, later
+        left_over = "" if recipe.run.device == "ipu" else launchers.left_over(os.environ)
+        if left_over:
+            print(f"{left_over} in the environment is set aside: one process trains", file=sys.stderr, flush=True)
         check_owner(recipe)
     return one_line(lambda: _again(recipe))(_train)(options.config, recipe)
 

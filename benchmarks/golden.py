@@ -23,6 +23,7 @@ from typing import Dict, Iterable, Iterator, NamedTuple, Tuple
 import torch
 
 from benchmarks import ROOT, claims
+from parallel import launchers
 from parallel.parent_death import bound_to_parent
 from recipe.errors import UserError
 
@@ -92,7 +93,7 @@ def digest(checkout: Path, case: Case) -> str:
         launch = ["-m", "tools.launch", "--replicas", str(case.replicas), "--stages", str(case.stages)]
         start = ["train.py"] if case.replicas == case.stages == 1 else launch
         recipe = ["--config", "configs/quickstart.yaml", *_TINY, *case.overrides, f"run.output={run}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**launchers.without(os.environ), "OMP_NUM_THREADS": "1"}
         if case.ipu:
             environment["PYTHONPATH"] = str(checkout / "tests" / "ipu" / "double")
         command = bound_to_parent([sys.executable, *start, *recipe])

@@ -25,6 +25,7 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from benchmarks import QUIET, ROOT, claims
 from benchmarks.processes import kilobytes, tree
+from parallel import launchers
 from parallel.parent_death import bound_to_parent
 
 STEPS = 10_000
@@ -70,7 +71,7 @@ def measure(flags: Sequence[str], overrides: Sequence[str], folder: Path) -> Lis
         *(*RECIPE, *overrides, *QUIET, f"run.steps={steps()}", f"run.output={folder}"),
     ]
     samples: List[Sample] = []
-    environment = {**os.environ, **_GIVING_BACK, "OMP_NUM_THREADS": "1"}
+    environment = {**launchers.without(os.environ), **_GIVING_BACK, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(bound_to_parent(command), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             log = folder / "metrics.jsonl"

@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from parallel.elastic import Elastic
 
 _RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
+_SILENT_SECONDS = 10.0  # until a rank says whom it waits for
+_NAMED = 8  # ranks that such a line names at most
 _COLLECTIVE = timedelta(hours=1)  # a rank may save, evaluate or compile while the others wait
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
 _HEARTBEAT_SECONDS = 5.0
 _ALIVE, _DONE = 1, 0
+_STAGES = "stages/"  # of a rank's key in the store by which all meet
 _quiet_code: Optional[int] = None  # see leave_quietly
 _last_word = threading.Lock()
 _LOST_PEER = ("gloo/transport", "NCCL error", "ncclRemoteError", "ncclSystemError")
@@ -320,17 +323,52 @@ def _meet(topology: Topology, place: Tuple[str, int], generation: int) -> Tuple[
 
     serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     end = time.monotonic() + _RENDEZVOUS_SECONDS
-    while not serves:  # torch's store would print each failed attempt at length
-        try:
-            socket.create_connection(place, timeout=1.0).close()
-            break
-        except OSError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(0.2)
     limit = timedelta(seconds=_RENDEZVOUS_SECONDS)
-    shared = dist.TCPStore(*place, None, serves, limit, wait_for_workers=False)
-    store = dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}", shared)
-    own = str(topology.stages).encode()
-    texts = synchronize(store, own, topology.rank, topology.world, "stages/", _RENDEZVOUS_SECONDS)
+    prefix = f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
+    timer = threading.Timer(_SILENT_SECONDS, _say_who_is_missing, (topology, place, prefix, end))
+    timer.daemon = True
+    timer.start()
+    try:
+        while not serves:  # torch's store would print each failed attempt at length
+            try:
+                socket.create_connection(place, timeout=1.0).close()
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.2)
+        shared = dist.TCPStore(*place, None, serves, limit, wait_for_workers=False)
+        store = dist.PrefixStore(prefix, shared)
+        own = str(topology.stages).encode()
+        texts = synchronize(store, own, topology.rank, topology.world, _STAGES, _RENDEZVOUS_SECONDS)
+    finally:
+        timer.cancel()
     return store, [int(text) for text in texts]
+
+
+def _say_who_is_missing(topology: Topology, place: Tuple[str, int], prefix: str, end: float) -> None:
+    """Print whom this rank waits for, where, and until when: a rank that does not find the store, or the main one.
+
+    Called in a thread with a connection of its own, as the store's is taken by the wait.
+    """
+    left = end - time.monotonic()
+    until = f"until {time.strftime('%H:%M:%S', time.localtime(time.time() + left))}, for another {left:.0f} s"
+    where = f"at {place[0]}:{place[1]} {until}"
+    try:
+        socket.create_connection(place, timeout=1.0).close()
+    except OSError:
+        print(f"{describe(topology)}: waiting for rank 0 to listen {where}", file=sys.stderr, flush=True)
+        return
+    if not topology.is_main:
+        return
+    with contextlib.suppress(RuntimeError):  # the store has ended: the wait for it, too, and it says why
+        limit = timedelta(seconds=_SILENT_SECONDS)
+        store = dist.PrefixStore(prefix, dist.TCPStore(*place, None, False, limit, wait_for_workers=False))
+        missing = [rank for rank in range(topology.world) if not store.check([f"{_STAGES}{rank}"])]
+        if not missing:
+            return
+        here = topology.world - len(missing)
+        names = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
+        started = f"{here} of {topology.world} ranks {'is' if here == 1 else 'are'} here"
+        whom = f"{'rank' if len(missing) == 1 else 'ranks'} {names}"
+        print(f"{describe(topology)}: {started}; waiting for {whom} {where}", file=sys.stderr, flush=True)

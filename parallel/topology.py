@@ -6,7 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Mapping
 
+from parallel import launchers
+from parallel.launchers import Launched
 from recipe.config import Recipe
+from recipe.division import count
 from recipe.errors import ConfigError
 
 
@@ -53,12 +56,6 @@ class Topology:
         return self.stage == self.stages - 1
 
 
-# Variables for the number of processes, this one's number, and that on its host. torchrun's come first: it may itself
-# run inside a SLURM step. SLURM_STEP_NUM_TASKS is set by srun alone, not in a batch script.
-_LAUNCHERS = (
-    ("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
-    ("SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-)
 _POPRUN = ("POPDIST_NUM_TOTAL_REPLICAS", "POPDIST_NUM_LOCAL_REPLICAS", "POPDIST_REPLICA_INDEX_OFFSET")
 
 
@@ -70,42 +67,49 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
     """
     if _POPRUN[0] in environment:
         return _of_poprun(recipe, environment)
-    wanted, stages = recipe.parallel.replicas, recipe.parallel.stages
-    for launcher, *names in _LAUNCHERS:
-        if names[0] in environment:
-            world = _number(environment, names[0], launcher)
-            if world == 1:
-                break
-            rank, local_rank = (_number(environment, name, launcher) for name in names[1:])
-            if rank >= world:
-                raise ConfigError(f"{names[1]} {rank} is not below {names[0]} {world} in the environment; unset both")
-            if wanted is not None and wanted * stages != world:
-                raise ConfigError(
-                    f"{world} processes were started, but {wanted} replicas x {stages} stages = {wanted * stages}; "
-                    f"start {wanted * stages}, or use parallel.replicas=auto"
-                )
-            if world % stages:
-                fewer = world - world % stages
-                nearest = f"{fewer} or {fewer + stages}" if fewer else f"{stages}"
-                raise ConfigError(
-                    f"{world} processes are not a multiple of {stages} stages; start {nearest}, "
-                    "or change parallel.stages and parallel.split"
-                )
-            return Topology(world // stages, stages, rank, local_rank)
-    replicas = wanted or 1
+    launched = launchers.found(environment)
+    if launched is not None and launched.world > 1:
+        _check_several(recipe, launched, launchers.prints(environment, launched.rank))
+        stages = recipe.parallel.stages
+        return Topology(launched.world // stages, stages, launched.rank, launched.local_rank)
+    replicas = recipe.parallel.replicas or 1
     if recipe.run.device == "ipu":
         return Topology(replicas, 1, 0, 0, replicas)  # one process can feed them all
     if replicas > 1:
         raise ConfigError(
-            f"parallel.replicas {replicas} needs {replicas * stages} processes, one was started; start them by "
-            "./run_pod.sh, or use parallel.replicas=auto, which keeps batch.global by accumulating more"
+            f"parallel.replicas {replicas} needs {replicas * recipe.parallel.stages} processes, one was started; start "
+            "them by ./run_pod.sh, or use parallel.replicas=auto, which keeps batch.global by accumulating more"
         )
     return Topology()
 
 
+def _check_several(recipe: Recipe, launched: Launched, prints: bool) -> None:
+    """Raises ConfigError, without a message unless this rank `prints`, for other processes than the recipe says."""
+    world = launched.world
+    wanted = recipe.parallel.replicas
+    stages = recipe.parallel.stages
+    started = f"{launched.counted_by} {world}: {world} ranks were started"
+    if wanted is not None and wanted * stages != world:
+        raise ConfigError(
+            f"{started}, but {count(wanted, 'replica')} x {count(stages, 'stage')} = {wanted * stages}; start "
+            f"{wanted * stages} by ./run_pod.sh --replicas {wanted}, or use parallel.replicas=auto"
+            if prints
+            else ""
+        )
+    if world % stages:
+        fewer = world // stages
+        nearest = f"{fewer} or {fewer + 1}" if fewer else "1"
+        raise ConfigError(
+            f"{started}, no multiple of {stages} stages; start them by ./run_pod.sh --replicas {nearest}, "
+            "or change parallel.stages and parallel.split"
+            if prints
+            else ""
+        )
+
+
 def _of_poprun(recipe: Recipe, environment: Mapping[str, str]) -> Topology:
     """poprun counts replicas; all stages of a replica, on as many IPUs, belong to one process."""
-    total, served, first = (_number(environment, name, "poprun") for name in _POPRUN)
+    total, served, first = (launchers.number(environment, name, "poprun") for name in _POPRUN)
     wanted = recipe.parallel.replicas
     if wanted is not None and wanted != total:
         raise ConfigError(
@@ -117,12 +121,3 @@ def _of_poprun(recipe: Recipe, environment: Mapping[str, str]) -> Topology:
             "give --num-replicas a multiple of --num-instances"
         )
     return Topology(total, 1, first // served, 0, served)
-
-
-def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
-    text = environment.get(name)
-    if text is None:
-        raise ConfigError(f"{launcher} sets {name}, but it is missing in the environment; start by ./run_pod.sh")
-    if not text.isdecimal():
-        raise ConfigError(f"{name} {text!r} in the environment is no number; unset it")
-    return int(text)

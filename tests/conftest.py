@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel import launchers
 from recipe import loading
 
 # Programs that tests start compute on one thread too.
@@ -26,6 +27,11 @@ TINY = (
     *("batch.global=24", "batch.micro=12", "batch.evaluation=180", "run.steps=8", "schedule.warmup_steps=2"),
     *("log.every_steps=2", "log.tensorboard=false"),
 )
+
+
+def pytest_configure():
+    """Programs that tests start are ranks of what the tests start, not of what started the tests."""
+    launchers.forget(os.environ)
 
 
 @pytest.fixture(autouse=True, scope="session")

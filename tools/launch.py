@@ -25,7 +25,7 @@ import shutil
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
-from parallel import hosts
+from parallel import hosts, launchers
 from parallel.hosts import Hosts
 from recipe import batch, loading, poprun
 from recipe.config import Recipe
@@ -43,8 +43,12 @@ _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) -> int:
     """Runs the command; returns its exit code, or becomes another program. Every rank runs `program`."""
     options = _parser().parse_intermixed_args(arguments)
-    recipe, overrides, note = _with_stages(options)
     place = hosts.find(options.nnodes, options.node_rank, options.master)
+    if place.number == 1:
+        launchers.check_first(os.environ)
+    left_over = launchers.left_over(os.environ) if place.number == 1 else ""
+    launchers.forget(os.environ)  # this launcher alone says what its processes are: to the plan as to the processes
+    recipe, overrides, note = _with_stages(options)
     on_ipus = _checked_device(options, recipe, place) == "ipu"
     replicas = recipe.parallel.replicas or _automatic_replicas(recipe, place.number, options.dry_run)
     # Only checked and shown with this number: the ranks find it by counting themselves.
@@ -68,6 +72,8 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     if options.dry_run:
         print(f"{description}\nlaunch     {text}")
         return DONE
+    if left_over:
+        print(f"{left_over} in the environment is set aside: {ranks} of this launcher", file=sys.stderr, flush=True)
     if on_ipus:
         program = shutil.which("poprun")
         if program is None:
@@ -86,7 +92,8 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
 
     signals = agent.Signals()  # before torch is loaded, which takes seconds
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
-    print(text, flush=True)
+    if place.this == 0 or options.nnodes:  # under SLURM all hosts write into one log
+        print(text, flush=True)
     parallel = recipe.parallel
     of_replica = stages if parallel.elastic else None
     return agent.run(place, local, shape, rank, options.max_restarts, signals, parallel.silence, of_replica)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -17,8 +19,9 @@ from engines.base import Engine
 from engines.devices import device_of, name_of
 from models import shapes
 from optim import rounding
-from parallel import topology
+from parallel import launchers, topology
 from parallel.processes import Processes
+from parallel.topology import Topology
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
@@ -58,13 +61,24 @@ def run(recipe: Recipe) -> None:
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     place = topology.from_environment(recipe)
-    arithmetic.divide(recipe, place.replicas)  # refuses what does not divide before the processes meet
+    _check_division(recipe, place)
     if recipe.parallel.elastic and place.world > 1:
         from training import elastic
 
         elastic.run(recipe, place, _run)
     else:
         _run(recipe, factory.connect(recipe, place))
+
+
+def _check_division(recipe: Recipe, place: Topology) -> None:
+    """Raises ConfigError for what does not divide, before the processes meet; one of several ranks says so."""
+    try:
+        arithmetic.divide(recipe, place.replicas)
+    except ConfigError as error:
+        if place.world == 1:
+            raise
+        started = f"{error}; {place.world} ranks were started, as many as --replicas of ./run_pod.sh says"
+        raise ConfigError(started if launchers.prints(os.environ, place.rank) else "") from None
 
 
 def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) -> None:
@@ -113,8 +127,9 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
                 processes.elastic.settled()
             say = aloud
             _train(recipe, lengths, engine, images, folder, say, memory, history)
-        scoring = f"python evaluate.py --checkpoint {output} --best"
-        say(f"next: {scoring} | python -m tools.report {output} | python -m tools.export {output}")
+        pasted = shlex.quote(output)
+        scoring = f"python evaluate.py --checkpoint {pasted} --best"
+        say(f"next: {scoring} | python -m tools.report {pasted} | python -m tools.export {pasted}")
     finally:
         if folder is not None:
             folder.close()

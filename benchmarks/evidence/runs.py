@@ -26,6 +26,7 @@ from benchmarks import CACHE, QUIET, RESULTS, ROOT
 from benchmarks.evidence.lars_ratio import Recorder
 from data.glyphs import GlyphsSource
 from data.sources import open_source
+from parallel import launchers
 from parallel.parent_death import bound_to_parent, die_with_parent
 from recipe import loading, yaml_text
 from recipe.bounded import parse_json
@@ -224,7 +225,7 @@ def _serve(run: Run) -> None:
 def train_here(run: Run) -> int:
     """Train in this process, or in several that it starts; return the exit code."""
     if run.processes > 1:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **_KEEP_BUFFERS}
+        environment = {**launchers.without(os.environ), "OMP_NUM_THREADS": "1", **_KEEP_BUFFERS}
         return subprocess.run(bound_to_parent(run.command()), env=environment, check=False).returncode
     try:
         if not run.measured:

@@ -17,6 +17,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 from benchmarks import ROOT
 from benchmarks.golden import digest_of
 from benchmarks.processes import children
+from parallel import launchers
 from parallel.parent_death import bound_to_parent
 from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS
@@ -96,7 +97,12 @@ class Site:
         """Args: within: a command that runs the launcher's. options: of the launcher."""
         shape = ["--replicas", str(self.topology.replicas), "--stages", str(self.topology.stages)]
         recipe = ["--config", "configs/quickstart.yaml", *RECIPE, *self._overrides, f"run.output={self.run}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: str(self.folder)}
+        environment = {
+            **launchers.without(os.environ),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            _MARK: str(self.folder),
+        }
         if self._shim is not None:
             environment.update(LD_PRELOAD=str(self._shim), FAULTS_CONTROL=str(self.folder / "control"))
         command = [*within, sys.executable, "-m", "tools.launch", *options, *shape, *recipe]

@@ -1,6 +1,7 @@
 """What ranks send each other on the host, and how they end together; several real processes on the loopback."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.errors import ConfigError, DataError
 from tests import ranks, world
+from tests.world import addresses
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.multiprocess
@@ -104,3 +106,29 @@ def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, p
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(ConfigError, match=f"^{fault}"):
         Processes(Topology(2, 1, 1), CPU)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "said"),
+    [
+        (
+            0,
+            2,
+            r"rank 0 \(replica 0, stage 0\): 1 of 2 ranks is here; "
+            r"waiting for rank 1 at HOST until TIME, for another 2 s",
+        ),
+        (0, 12, r".*: 1 of 12 ranks is here; waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 ... at HOST .*"),
+        (1, 2, r"rank 1 \(replica 1, stage 0\): waiting for rank 0 to listen at HOST until TIME, for another 2 s"),
+    ],
+)
+def test_a_rank_that_waits_for_others_says_for_whom_where_and_until_when(monkeypatch, capsys, rank, world, said):
+    place = addresses()
+    monkeypatch.setattr("parallel.processes._RENDEZVOUS_SECONDS", 3.0)
+    monkeypatch.setattr("parallel.processes._SILENT_SECONDS", 0.6)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="did not meet all"):
+        Processes(Topology(world, 1, rank), CPU)
+    pattern = said.replace("HOST", f"127.0.0.1:{place['MASTER_PORT']}").replace("TIME", r"\d\d:\d\d:\d\d")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if re.fullmatch(pattern, line)] == lines[:1] and len(lines) == 1

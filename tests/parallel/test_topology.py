@@ -10,8 +10,12 @@ def torchrun(world, rank, local_rank=0):
     return {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
 
-def slurm(world, rank, local_rank=0):
+def tasks(world, rank, local_rank=0):
     return {"SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank)}
+
+
+def slurm(world, rank, local_rank=0):
+    return {**tasks(world, rank, local_rank), "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
 
 def poprun(total, local, first):
@@ -20,6 +24,7 @@ def poprun(total, local, first):
 
 
 BATCH_SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # where SLURM starts nothing by itself
+SHELL = {**tasks(8, 0), "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "34889"}  # of `srun --ntasks=8 --pty bash`
 
 
 @pytest.mark.parametrize("launcher", [torchrun, slurm])
@@ -37,7 +42,7 @@ def test_the_stages_of_a_replica_are_neighbours(tiny, launcher):
     ("overrides", "environment", "expected"),
     [
         # A single process computes all stages of the only replica.
-        *(((), environment, Topology()) for environment in ({}, torchrun(1, 0), slurm(1, 0), BATCH_SCRIPT)),
+        *(((), environment, Topology()) for environment in ({}, torchrun(1, 0), tasks(1, 0), BATCH_SCRIPT, SHELL)),
         ((), {**slurm(2, 1), **torchrun(2, 1, 1)}, Topology(1, 2, 1, 1)),  # torchrun inside a SLURM step
         # On IPUs a process feeds all replicas, of one pipeline each; or some of them, where poprun says so.
         (("run.device=ipu", "parallel.replicas=8"), {}, Topology(8, 1, 0, 0, 8)),
@@ -57,18 +62,37 @@ def test_other_launchers(tiny, overrides, environment, expected):
 @pytest.mark.parametrize(
     ("overrides", "environment", "message"),
     [
-        (("parallel.stages=2",), torchrun(3, 0), r"^3 processes are not a multiple of 2 stages; start 2 or 4, or "),
-        (("parallel.stages=4",), torchrun(2, 0), r"^2 processes are not a multiple of 4 stages; start 4, or "),
+        (
+            ("parallel.stages=2",),
+            torchrun(5, 0),
+            r"^WORLD_SIZE 5: 5 ranks were started, no multiple of 2 stages; .* --replicas 2 or 3, or change ",
+        ),
+        (("parallel.stages=4",), torchrun(2, 0), r"no multiple of 4 stages; .* ./run_pod.sh --replicas 1, or change "),
         (
             ("parallel.stages=2", "parallel.replicas=2"),
             torchrun(6, 0),
-            r"^6 processes were started, but 2 replicas x 2 stages = 4; start 4, or use parallel.replicas=auto$",
+            r"^WORLD_SIZE 6: 6 ranks were started, but 2 replicas x 2 stages = 4; "
+            r"start 4 by ./run_pod.sh --replicas 2, or use parallel.replicas=auto$",
         ),
         (("parallel.replicas=3",), {}, r"parallel.replicas 3 needs 3 processes.*run_pod.sh.*replicas=auto"),
         (("parallel.replicas=3", "parallel.stages=2"), {}, r"parallel.replicas 3 needs 6 processes"),
         ((), {"WORLD_SIZE": "two"}, r"^WORLD_SIZE 'two' .*unset it$"),
         ((), {"WORLD_SIZE": "2"}, r"^torchrun sets RANK, but it is missing"),
-        ((), {"SLURM_STEP_NUM_TASKS": "2"}, r"^SLURM sets SLURM_PROCID, but it is missing"),
+        ((), {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a"}, r"^SLURM sets SLURM_PROCID, but it is missing"),
+        # srun or mpirun started train.py itself, several times: each would train a run of its own.
+        (
+            (),
+            tasks(2, 0),
+            r"^SLURM started 2 tasks .*\(SLURM_STEP_NUM_TASKS\), .* srun --ntasks-per-node=1 ./run_pod.sh",
+        ),
+        (
+            (),
+            {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+            r"^SLURM started 2 tasks .*SLURM_NTASKS",
+        ),
+        ((), {**SHELL, **tasks(2, 1)}, "^$"),  # of srun within that shell; task 0 says why
+        ((), {"OMPI_COMM_WORLD_SIZE": "2"}, r"^an MPI launcher started 2 processes .* ./run_pod.sh .* on each host"),
+        ((), {"PMI_SIZE": "2", "PMI_RANK": "0"}, r"^an MPI launcher started 2 processes"),
         ((), torchrun(2, 2), r"^RANK 2 is not below WORLD_SIZE 2"),
         (("parallel.replicas=4",), poprun(8, 4, 4), r"^poprun started 8 replicas, but parallel.replicas is 4"),
         ((), poprun(8, 3, 0), r"^poprun started 8 replicas with 3 from number 0 .* a multiple of --num-instances$"),
@@ -79,3 +103,19 @@ def test_other_launchers(tiny, overrides, environment, expected):
 def test_what_does_not_divide_is_refused_with_the_arithmetic(tiny, overrides, environment, message):
     with pytest.raises(ConfigError, match=message):
         from_environment(tiny(*overrides), environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "prints"),
+    [
+        ({**torchrun(2, 1), "TORCHELASTIC_RUN_ID": "none"}, False),
+        ({**torchrun(2, 1), "POD_LAUNCHER": "1"}, False),
+        ({**torchrun(2, 0), "POD_LAUNCHER": "1"}, True),
+        (torchrun(2, 1), True),  # perhaps left over: there may be no rank 0 that says it
+        (slurm(2, 1), False),
+    ],
+)
+def test_what_all_ranks_find_is_printed_once(tiny, environment, prints):
+    with pytest.raises(ConfigError) as error:
+        from_environment(tiny("parallel.replicas=4"), environment)
+    assert bool(str(error.value)) == prints

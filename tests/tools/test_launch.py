@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel import launchers
 from parallel.board import Board
 from parallel.hosts import Hosts
 from tests.conftest import QUICKSTART
@@ -127,8 +128,10 @@ def launch(tmp_path):
 
 def test_ranks_get_the_environment_of_torchrun_and_the_arguments_unchanged(launch):
     odd = "run.output=/a folder/it's $HOME $$ ${local_rank} *"
-    code, out, errors = launch("ends", odd, "--stages", "2", *TWO, CUBLAS_WORKSPACE_CONFIG=":16:8")
-    assert (code, errors, len(out)) == (DONE, [], 1)
+    left_over = {"POPDIST_NUM_TOTAL_REPLICAS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}
+    code, out, errors = launch("ends", odd, "--stages", "2", *TWO, CUBLAS_WORKSPACE_CONFIG=":16:8", **left_over)
+    noted = ["SLURM_STEP_NUM_TASKS=8 in the environment is set aside: 4 processes of this launcher"]
+    assert (code, errors, len(out)) == (DONE, noted, 1)
     assert out[0].startswith("4 processes = 2 replicas x 2 stages on this host: torchrun --standalone --nproc-per-node")
     for rank in range(4):
         (start,) = launch.starts(rank)
@@ -141,15 +144,19 @@ def test_ranks_get_the_environment_of_torchrun_and_the_arguments_unchanged(launc
         assert given["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
         assert (given["GLOO_SOCKET_IFNAME"], given["TORCH_CPP_LOG_LEVEL"]) == ("lo", "ERROR")
         assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # of every launcher, see training/command.py
-        assert "POD_TOKEN" not in given
+        assert not {"POD_TOKEN", *left_over} & set(given)
 
 
 def test_one_process_is_train_itself(launch):
-    """No agent between: the process is the launcher's own, with its signals."""
-    launcher = launch.start("ends", "--replicas", "1")
-    assert launch.end(launcher) == (DONE, [], [])
+    """No agent between: the process is the launcher's own, with its signals. What srun or torchrun have left in the
+    environment of the shell would make it one of eight."""
+    shell = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    launcher = launch.start("ends", "--replicas", "1", **shell, WORLD_SIZE="4", RANK="3", LOCAL_RANK="3")
+    noted = ["WORLD_SIZE=4 in the environment is set aside: 1 process of this launcher"]
+    assert launch.end(launcher) == (DONE, [], noted)
     (start,) = launch.starts(-1)
     assert start["pid"] == launcher.pid and "POD_LAUNCHER" not in start["environment"]
+    assert launchers.found(start["environment"]) is None
 
 
 def test_ranks_that_stop_by_themselves_are_not_started_again(launch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -84,7 +85,8 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
         device = device_of(recipe, place)
         processes = Processes(place, device, recipe.parallel.silence)
     except ConfigError as error:  # which is worded for train.py, the one program that run_pod.sh starts
-        raise ConfigError(str(error).replace("./run_pod.sh", "torchrun (docs/doctor.md)")) from None
+        by_torchrun = re.sub(r"\./run_pod\.sh( --replicas \d+( or \d+)?)?", "torchrun (docs/doctor.md)", str(error))
+        raise ConfigError(by_torchrun) from None
     texts = processes.gather(loading.dump(recipe))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
+from parallel import launchers
 from parallel.parent_death import bound_to_parent
 from recipe import credentials
 from recipe.config import Recipe
@@ -63,7 +64,7 @@ class Trial:
             self.process = subprocess.Popen(
                 bound_to_parent(self.command),
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(threads), **os.environ, **credentials.environment()},
+                env={"OMP_NUM_THREADS": str(threads), **launchers.without(os.environ), **credentials.environment()},
                 start_new_session=True,  # a terminal's Ctrl-C is for the sweep alone
             )  # fmt: skip
         self.starts += 1
