@@ -16,7 +16,7 @@ ALONE="clock or netns"
 run_selected() {
   local markers=$1 worst=0 empty=0 status
   shift
-  local side_by_side=(-n "$((2 * $("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')))" --dist loadfile)
+  local side_by_side=(-n "$((2 * $("$PYTHON" -c 'from recipe import cores; print(cores.available())')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
     side_by_side+=(--no-loadscope-reorder)
   fi

@@ -21,6 +21,7 @@ from parallel.hosts import Hosts, interface_towards
 from parallel.parent_death import bound_to_parent
 from parallel.rendezvous import MasterLost, Others, Stopped
 from parallel.replacements import Ranks, Replacements, kill, signal_name
+from recipe import cores
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _WATCH_SECONDS = 0.05
@@ -81,8 +82,7 @@ def run(
     elastic run, None in others. Raises UserError: the hosts do not come together.
     """
     secret = os.environ.pop("POD_TOKEN", "")  # not for the ranks
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores.available() // local)))
     try:
         of_others = hosts, f"{shape} over {hosts.number} hosts", signals, silence, secret, stages is not None
         others = Others(*of_others)

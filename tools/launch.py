@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from training.command import run
 
-    run(__file__)
+    run(__file__, computes=False)
 
 import argparse
 import ctypes

@@ -34,6 +34,7 @@ from data.folder import FolderSource
 from data.local import Folder, LocalFolder
 from data.shard_index import MANIFEST, Manifest, Shard
 from data.shards import open_folder
+from recipe import cores
 from recipe.division import count
 from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from recipe.files import write
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--images-per-shard", type=whole, default=1000, metavar="N", help="1000")
     packing.add_argument("--short-side", type=whole, metavar="PIXELS", help="make images with a longer one smaller")
     packing.add_argument("--quality", type=within(1, 95), default=92, metavar="Q", help="of those, as JPEG (92)")
-    packing.add_argument("--workers", type=whole, default=os.cpu_count() or 1, metavar="N", help="processes")
+    packing.add_argument("--workers", type=whole, default=cores.available(), metavar="N", help="processes")
     packing.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the images (0)")
     packing.add_argument("--skip-bad", action="store_true", help="leave out and count images that cannot be read")
     packing.set_defaults(run=_pack)
@@ -229,7 +230,7 @@ def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
 def _by_threads(work: Callable, tasks: Sequence) -> list:
     """The result of each task, in their order. Checksums and decoders let other threads run."""
     found = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores.available()) as pool:
         for result in pool.map(work, tasks):
             found.append(result)
             _advance(len(found), len(tasks))

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 
+from recipe import cores
 from recipe.credentials import masked
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
 from recipe.files import expanded
@@ -26,6 +27,8 @@ _OF_CUDA = (
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", ()),  # for run.deterministic; 32 MiB, as on newer GPUs without it
     ("PYTORCH_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",)),  # image sizes leave no holes
 )
+# Variables by which libraries that count cores without a control group's quota are told how many there are.
+_OF_CORES = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
@@ -66,9 +69,14 @@ def naming(config, function, recipe):
         raise ConfigError(f"{config}: {error}" if str(error) else "") from None
 
 
-def run(file):
-    """End the process with the exit code of main() in the command `file`, whose imports Ctrl-C may interrupt."""
+def run(file, computes=True):
+    """End the process with the exit code of main() in the command `file`, whose imports Ctrl-C may interrupt.
+    Args: computes: the command has all cores to itself; one that shares them among its processes does that itself."""
     _open_streams()
+    limit = cores.limited() if computes else None
+    if limit is not None:
+        for variable in _OF_CORES:
+            os.environ.setdefault(variable, str(limit))
     for variable, value, others in _OF_CUDA:
         if not any(name in os.environ for name in (variable, *others)):
             os.environ[variable] = value

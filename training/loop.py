@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from data.batches import MicroBatch
 from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
 from parallel.generations import Regroup
-from recipe import loading
+from recipe import cores, loading
 from recipe.batch import Lengths, in_steps
 from recipe.config import Recipe
 from recipe.course import Course, Update
@@ -346,9 +345,10 @@ class Trainer:
             f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         if workers is not None:
+            here = cores.available()
             text += (
                 f"\ninput-bound: {waited:.0%} of the training time went to waiting for images; data.workers={workers} "
-                f"would keep up instead of {self.recipe.data.workers}, given a core for each (here: {os.cpu_count()})"
+                f"would keep up instead of {self.recipe.data.workers}, given a core for each (here: {here})"
             )
         self.monitor.event("end", self.lengths.total, values, text)
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import IO, List, Mapping, Optional, Sequence, Set
 
-from recipe import loading
+from recipe import cores, loading
 from recipe.batch import output_folder, settled
 from recipe.bounded import read_json
 from recipe.config import Log, Parallel, Recipe
@@ -167,7 +167,7 @@ def describe_environment() -> dict:
         "python": platform.python_version(),
         **{name: library.__version__ for name, library in libraries.items()},
         "platform": platform.platform(),
-        "cpus": os.cpu_count(),
+        "cpus": cores.available(),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }

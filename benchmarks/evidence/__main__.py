@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import functools
-import os
 import signal
 import sys
 from typing import Callable, Dict
@@ -34,6 +33,7 @@ from benchmarks.evidence.norms import Norms
 from benchmarks.evidence.resolution import Resolution
 from benchmarks.evidence.runs import Lost, outcome, train_all
 from benchmarks.evidence.staleness import Staleness
+from recipe import cores
 from recipe.errors import FAILED, STOPPED
 from training.command import fail
 
@@ -76,7 +76,7 @@ def conclude(experiment: Experiment, as_json: bool) -> int:
     try:
         report = functools.partial(print, file=sys.stderr, flush=True)
         short = [run for series in quick for run in series.runs]
-        train_all(lambda: short or experiment.wanted(), len(os.sched_getaffinity(0)), report, kept=not quick)
+        train_all(lambda: short or experiment.wanted(), cores.available(), report, kept=not quick)
     except Lost as error:
         return fail(error, FAILED)
     except KeyboardInterrupt:

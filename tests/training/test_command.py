@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from recipe import cores
 from recipe.errors import ConfigError
 from recipe.files import writing
 from tests.conftest import ROOT
@@ -15,7 +16,7 @@ from training import command
 from training.command import one_line
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
-_BEGINNING = re.compile(r"^    run\(__file__\)$", re.MULTILINE)
+_BEGINNING = re.compile(r"^    run\(__file__(, computes=False)?\)$", re.MULTILINE)
 _FILES = [ROOT / "train.py", ROOT / "evaluate.py"]
 _FILES += [path for room in ("tools", "benchmarks") for path in (ROOT / room).rglob("*.py")]
 _ROOMS = ("recipe", "models", "optim", "data", "parallel", "engines", "training", "tools", "benchmarks")
@@ -72,11 +73,35 @@ def test_what_torch_reads_once_is_set_before_a_command_loads_it_unless_the_user_
     assert tuple(seen) == found
 
 
+@pytest.mark.parametrize(
+    ("limit", "given", "keywords", "found"),
+    [
+        (None, None, {}, None),  # torch counts for itself
+        (3, None, {}, "3"),
+        (3, "7", {}, "7"),
+        (3, None, {"computes": False}, None),  # a launcher divides them among its ranks
+    ],
+)
+def test_a_command_computes_with_the_threads_that_a_quota_allows(limit, given, keywords, found, monkeypatch):
+    for name in command._OF_CORES:
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(cores, "limited", lambda: limit)
+    monkeypatch.setattr(command, "_open_streams", lambda: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "finish", lambda main: seen.extend(map(os.environ.get, command._OF_CORES)))
+    seen = []
+    command.run(ROOT / "train.py", **keywords)
+    assert seen == [found, found]
+
+
 def test_processes_that_get_an_environment_of_their_own_have_these_variables_too():
     """torchrun, SLURM and spawned processes hand theirs on; where a file composes one, it begins with the parent's."""
     composing = [file for file in _SOURCES if re.search(r"\benv(ironment)?=(?!None)", file.read_text())]
     assert {"agent.py", "scheduler.py", "site.py", "golden.py"} <= {file.name for file in composing}
-    assert [file for file in composing if "**os.environ" not in file.read_text()] == []
+    begins = re.compile(r"\*\*(launchers\.without\()?os\.environ")
+    assert [file for file in composing if not begins.search(file.read_text())] == []
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from recipe import cores
 from recipe.config import Recipe
 from recipe.division import count
 from tools.diagnosis import splitting
@@ -25,7 +26,7 @@ def about(device: torch.device) -> dict:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": cores.available(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

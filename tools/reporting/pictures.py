@@ -6,7 +6,6 @@ import base64
 import contextlib
 import functools
 import io
-import os
 import time
 from pathlib import Path
 from typing import Iterable, Iterator, List, NamedTuple, Sequence, Tuple
@@ -20,7 +19,7 @@ from data.batches import MicroBatch
 from data.sources import open_source
 from data.transforms import Evaluation
 from engines.base import Engine
-from recipe import loading
+from recipe import cores, loading
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from recipe.errors import ConfigError, DataError, UserError, first_line
@@ -130,7 +129,7 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
     """
     stored = weights.read(str(folder))
     recipe = loading.loads(str(stored.recipe), str(stored.path))
-    data = _readable(recipe.data, min(recipe.data.workers, os.cpu_count() or 1))
+    data = _readable(recipe.data, min(recipe.data.workers, cores.available()))
     source = open_source(data, recipe.model.classes, "validation")
     # On the devices of this machine: the run may have had others.
     here = recipe.model_copy(update={"run": recipe.run.model_copy(update={"device": "auto"})})

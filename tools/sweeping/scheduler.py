@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tupl
 
 from parallel import launchers
 from parallel.parent_death import bound_to_parent
-from recipe import credentials
+from recipe import cores, credentials
 from recipe.config import Recipe
 from recipe.division import count
 from recipe.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
@@ -122,8 +122,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._metric = self.candidates.sweep.definition.metric
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = max(1, cores // self.workers)  # of OpenMP, of each trial
+        self._threads = max(1, cores.available() // self.workers)  # of OpenMP, of each trial
         self._running: List[Trial] = []
         # Trials that ended because the input is wrong, while none was complete: not yet recorded as failed.
         self._put_off: Dict[str, Tuple[int, Progress, str]] = {}  # by the line without the trial's own folder

@@ -1,0 +1,96 @@
+"""How many cores this process may keep busy: those it may run on, and no more than its control group pays for.
+
+A container with a quota of one core still sees all cores of its host. Threads that wait for each other then use up the
+quota while they spin, and all stand still for the rest of each period.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path, PurePosixPath
+from typing import Iterator, List, Optional, Tuple
+
+
+def available(root: str = "/") -> int:
+    """Return the number of cores to use: of the affinity, no more than the quota allows; at least 1.
+
+    A quota of 1.5 cores counts as 1: two threads that wait for each other would stand still for a quarter of the time,
+    and what is left over goes to the processes that read images.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+    """
+    cores = _of_affinity()
+    limit = quota(root)
+    return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def limited(root: str = "/") -> Optional[int]:
+    """Return `available`, or None where that is all that libraries count by themselves: the affinity."""
+    cores = available(root)
+    return cores if cores < _of_affinity() else None
+
+
+def quota(root: str = "/") -> Optional[float]:
+    """Return the cores that this process's control groups pay for, the least of all levels; None without a limit.
+
+    Sources: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst (cpu.cfs_quota_us).
+    """
+    limits: List[float] = []
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or nothing that can be read
+        for folder, version in _groups(Path(root)):
+            limit = _limit(folder, version)
+            if limit is not None:
+                limits.append(limit)
+    return min(limits, default=None)
+
+
+def _of_affinity() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _groups(root: Path) -> Iterator[Tuple[Path, int]]:
+    """The folders of all groups that this process is in and that have the processor: (folder, version of cgroups)."""
+    paths = {}
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            paths[2] = path
+        elif "cpu" in controllers.split(","):
+            paths[1] = path
+    for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, *_, options = after.split(" ")
+        version = {"cgroup2": 2, "cgroup": 1}.get(kind)
+        if version not in paths or (version == 1 and "cpu" not in options.split(",")):
+            continue
+        top, mount = before.split(" ")[3:5]
+        place = root / mount.replace("\\040", " ").lstrip("/")
+        for part in _below(top.replace("\\040", " "), paths[version]):
+            yield place / part, version
+
+
+def _below(top: str, path: str) -> List[PurePosixPath]:
+    """The group `path` and all above it, relative to the mounted group `top`, from the highest on."""
+    try:
+        relative = PurePosixPath(path).relative_to(top)
+    except ValueError:  # the mount shows the container's own group, the path is the host's
+        relative = PurePosixPath()
+    if ".." in relative.parts:  # the group lies outside of the namespace's
+        relative = PurePosixPath()
+    return [*reversed(relative.parents), relative]
+
+
+def _limit(folder: Path, version: int) -> Optional[float]:
+    """Cores by the quota of one group; None where it has none."""
+    try:
+        if version == 2:
+            amount, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            amount = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
+        cores = int(amount) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # the highest group has no such file; "max" is no number
+        return None
+    return cores if cores > 0 else None  # -1: no limit
