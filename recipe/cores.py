@@ -21,7 +21,11 @@ def available(root: str = "/") -> int:
     Args:
         root: the folder that holds `proc` and `sys`.
     """
-    cores = _of_affinity()
+    return within_quota(_of_affinity(), root)
+
+
+def within_quota(cores: int, root: str = "/") -> int:
+    """Return how many of so many cores the quota pays for; see `available`."""
     limit = quota(root)
     return cores if limit is None else max(1, min(cores, int(limit)))
 

@@ -21,12 +21,13 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Set
 
-from recipe import poprun
+from parallel import launchers
+from recipe import cores, poprun
 from recipe.config import Recipe
 from recipe.credentials import masked
 from recipe.errors import ConfigError
 
-_OF_LAUNCHERS = ("OMPI_", "ORTE_", "PMIX_", "PMI_", "PRTE_", "POPDIST_")  # how their variables begin
+_OF_MPIRUN = ("OMPI_", "ORTE_", "PRTE_")  # how variables begin by which it knows that it runs within another
 
 
 class Ancestor(NamedTuple):
@@ -54,14 +55,14 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
     if not found:
         return
     ancestor = _find(os.getppid())
-    cores = ancestor.cores if ancestor else set(range(os.cpu_count() or 1))
-    flags = poprun.fitting_flags(recipe, launched.replicas, len(cores))
+    own = ancestor.cores if ancestor else set(range(os.cpu_count() or 1))
+    flags = poprun.fitting_flags(recipe, launched.replicas, cores.within_quota(len(own)))
     words = corrected(ancestor.words if ancestor else [], flags, sys.argv)
     shown = shlex.join(map(masked, words))
     program = shutil.which("poprun")
     if launched.by_default and recipe.ipu.relaunch and program:
         print(f"{found}; started again as: {shown}", flush=True)
-        _become(program, words, without_launcher(environment), cores)
+        _become(program, words, without_launcher(environment), own)
     raise ConfigError(f"{found}; start it as `{shown}`{poprun.other_remedy(recipe, launched)}")
 
 
@@ -101,8 +102,9 @@ def _command_at(words: Sequence[str], arguments: Sequence[str]) -> Optional[int]
 
 
 def without_launcher(environment: Mapping[str, str]) -> Dict[str, str]:
-    """Return the variables that are neither popdist's nor MPI's."""
-    return {name: value for name, value in environment.items() if not name.startswith(_OF_LAUNCHERS)}
+    """Return the variables that are neither a launcher's nor MPI's."""
+    remaining = launchers.without(environment)
+    return {name: value for name, value in remaining.items() if not name.startswith(_OF_MPIRUN)}
 
 
 def _find(process: int) -> Optional[Ancestor]:
