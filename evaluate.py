@@ -68,7 +68,7 @@ def _opened(options):
 def _score(options) -> int:
     from data.loader import EvaluationBatches
     from data.sources import open_source
-    from training import scoring, weights
+    from training import progress, scoring, weights
 
     stored, recipe, engine = _opened(options)
     source = open_source(recipe.data, recipe.model.classes, "validation")
@@ -77,7 +77,9 @@ def _score(options) -> int:
     size, batch = recipe.model.image_size, recipe.batch.evaluation
     batches = EvaluationBatches(source, data=recipe.data, image_size=size, batch=batch, device=engine.device)
     try:
-        report = scoring.score(engine, batches, recipe.model.classes)
+        report = scoring.score(
+            engine, progress.counted(batches, len(batches), "batches are scored"), recipe.model.classes
+        )
     finally:
         batches.close()
         engine.close()

@@ -21,7 +21,7 @@ from recipe.config import Recipe
 from recipe.errors import DONE, FAILED, DataError
 from recipe.files import write
 from tools import output
-from training import exported, weights
+from training import exported, progress, weights
 from training.command import fail
 from training.weights import StoredWeights
 
@@ -46,10 +46,11 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
         path = (weights.run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"
         output.check(path)
     model, size, number = _built(stored, recipe), recipe.model.image_size, sum(_BATCHES)
-    content = _WRITERS[options.format](model, recipe, _metadata(stored, recipe))
-    logits = _reader(suffix, content, recipe)
-    images, reason = _images(recipe, number)
-    differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
+    with progress.lines(lambda: f"exporting {recipe.model.name}"):
+        content = _WRITERS[options.format](model, recipe, _metadata(stored, recipe))
+        logits = _reader(suffix, content, recipe)
+        images, reason = _images(recipe, number)
+        differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
     difference = differences.max().item()
     if not difference <= _LIMIT:  # nor if it is not a number
         fault = f"a logit differs by {difference:.2g} from the model's, more than {_LIMIT:g}"

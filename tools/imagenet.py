@@ -19,7 +19,7 @@ from data.base import Names, UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
 from recipe.errors import DataError, first_line, printable
-from tools.packing import EXTENSIONS, members, split
+from tools.indexing import EXTENSIONS, LeftOut, kind_left_out, members, split
 
 _CLASSES = 1000
 _MAX_BYTES = 16 << 20  # of meta.mat, packed and unpacked: many times ImageNet's
@@ -32,10 +32,23 @@ _DTYPES = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9
 class ArchiveSource(EncodedSource):
     """Images in one tar file, each known by its offset."""
 
-    def __init__(self, path: str, images: list[tuple[str, int, int]], wnids: list[str], known: set[str]):
-        """Args: images: name, offset and bytes of each. wnids: of each. known: of all classes. Raises DataError."""
+    def __init__(
+        self, path: str, images: list[tuple[str, int, int]], wnids: list[str], known: set[str], left_out: LeftOut
+    ):
+        """
+        Args:
+            path: the archive.
+            images: name, offset and bytes of each.
+            wnids: the class of each.
+            known: all classes.
+            left_out: members that are no images.
+
+        Raises:
+            DataError: there are no images.
+        """
         if not images:
             raise DataError(f"{path}: no images in this archive; give the right file")
+        self.notes = tuple(left_out.lines(path))
         folder, self._file = os.path.split(path)
         self._folder = LocalFolder(folder)
         self.classes = tuple(sorted(known))
@@ -61,16 +74,17 @@ def training(path: str) -> ArchiveSource:
     Raises DataError: the archive is damaged, or not of this kind. Raises OSError.
     """
     found = []
+    left_out = LeftOut()
     with open(path, "rb") as stream:
-        for archive, member in members(stream, path):
-            wnid, extension = split(member.name)
+        for archive, member in members(stream, path, left_out=left_out):
+            wnid, _, extension = member.name.partition(".")
             if extension != "tar" or not _WNID.fullmatch(wnid):
                 raise DataError(f"{path}: {member.name!r} is no class's n01234567.tar; give the right file")
-            images = _images(archive.extractfile(member), f"{path}/{member.name}")
+            images = _images(archive.extractfile(member), f"{path}/{member.name}", left_out)
             found += [(f"{wnid}/{name}", member.offset_data + at, length) for name, at, length in images]
     found.sort()
     wnids = [name.partition("/")[0] for name, _, _ in found]
-    return ArchiveSource(path, found, wnids, set(wnids))
+    return ArchiveSource(path, found, wnids, known=set(wnids), left_out=left_out)
 
 
 def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSource:
@@ -84,12 +98,13 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
     """
     with open(ground_truth, encoding="ascii", errors="replace") as file:
         lines = [line.strip() for line in file if line.strip()]
+    left_out = LeftOut()
     with open(path, "rb") as stream:
-        images = _images(stream, path)
+        images = _images(stream, path, left_out)
     if len(images) != len(lines):
         raise DataError(f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give its list")
     if all(_WNID.fullmatch(line) for line in lines):
-        return ArchiveSource(path, images, lines, set(lines))
+        return ArchiveSource(path, images, lines, known=set(lines), left_out=left_out)
     if devkit is None:
         raise DataError(f"{ground_truth}: numbers of the devkit; add --devkit ILSVRC2012_devkit_t12.tar.gz")
     meaning = _devkit(devkit)
@@ -97,7 +112,8 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
         if line not in meaning:
             kinds = "all lines must be WordNet numbers, such as n01440764, or all numbers of this devkit"
             raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line!r}; {kinds}")
-    return ArchiveSource(path, images, [meaning[line] for line in lines], set(meaning.values()))
+    wnids = [meaning[line] for line in lines]
+    return ArchiveSource(path, images, wnids, known=set(meaning.values()), left_out=left_out)
 
 
 def _devkit(path: str) -> dict[str, str]:
@@ -172,7 +188,13 @@ def _data(matrix: bytes) -> tuple[int, bytes]:
     return found
 
 
-def _images(stream: BinaryIO, place: str) -> list[tuple[str, int, int]]:
-    """Name, offset and bytes of each image in an archive, by name."""
-    files = ((member.name, member.offset_data, member.size) for _, member in members(stream, place))
-    return sorted(file for file in files if split(file[0])[1] in EXTENSIONS)
+def _images(stream: BinaryIO, place: str, left_out: LeftOut) -> list[tuple[str, int, int]]:
+    """Name, offset and bytes of each image in an archive, by name. Args: left_out: counts the other members."""
+    found = []
+    for _, member in members(stream, place, left_out=left_out):
+        part = split(member.name)
+        if part is not None and part.kind in EXTENSIONS:
+            found.append((member.name, member.offset_data, member.size))
+        else:
+            left_out.add(kind_left_out(member.name), f"{place}/{member.name}")
+    return sorted(found)

@@ -1,8 +1,7 @@
-"""Tar shards: packing a source of files into them, what goes where, and reading them from end to end."""
+"""Packing a source of files into tar shards: what goes where."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -11,27 +10,27 @@ import os
 import re
 import signal
 import tarfile
-import zlib
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import BaseContext
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from data import decode, shard_index
+from data import shard_index
 from data.base import UnreadableImage
-from data.encoded import EncodedSource
-from data.local import Folder, LocalFolder, MissingFile, Range
+from data.encoded import EncodedImage, EncodedSource
+from data.local import LocalFolder, MissingFile
 from data.shard_index import Index, Manifest, Shard
 from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.files import replacing, write
 from recipe.randomness import bits32, key
+from tools.indexing import scan
+from training import progress
 
-EXTENSIONS = ("jpg", "jpeg", "png")
-_CHUNK = 1 << 23
-_LABEL_BYTES = 32
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
 
@@ -52,17 +51,28 @@ class _Task(NamedTuple):
     folder: Path
     options: Options
     plan: str
+    images_done: Synchronized  # of all shards; shared by the processes
+
+
+class Packed(NamedTuple):
+    """A shard that was packed."""
+
+    index: Index
+    left_out: list[str]  # why images were, one message each
+    damaged: list[str]  # about images that were packed in spite of a fault, one message each
 
 
 def pack(
     source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
-) -> tuple[Manifest, int, int, list[str]]:
+) -> tuple[Manifest, int, int, list[str], list[str]]:
     """Pack all images of a source into shards, with indexes and manifest. Shards of an interrupted call are kept.
 
     Images are spread over the shards at random, a function of the seed. The same images and options give the same
-    bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished.
+    bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished; a line each
+    ten seconds says how many images are done.
 
-    Returns the manifest, the numbers of shards that were kept and of images left out, and the reasons of this call.
+    Returns the manifest, the numbers of shards that were kept and of images left out, and, of this call, the reasons
+    for these and messages about damaged images that were packed.
     Raises DataError: `folder` holds other shards, or a shard would have no images; UnreadableImage unless
     options.skip_bad; OSError.
     """
@@ -72,20 +82,32 @@ def pack(
     names = (f"{number:0{max(6, len(str(count - 1)))}d}.tar" for number in range(count))
     shards = {name: order[first : first + size].tolist() for name, first in zip(names, range(0, count * size, size))}
     os.makedirs(folder, exist_ok=True)
-    task = _Task(source, Path(folder), options, _digest(source, options))
+    # Not forked: the process that asks may have threads.
+    context = multiprocessing.get_context("spawn")
+    task = _Task(
+        source=source,
+        folder=Path(folder),
+        options=options,
+        plan=_digest(source, options),
+        images_done=context.Value("q", 0),
+    )
     indexes = _finished(task, shards)
     kept = len(indexes)
     missing = {name: images for name, images in shards.items() if name not in indexes}
     advance(kept, count)
     reasons = []
-    for name, (index, left_out) in _all_packed(task, missing, min(workers, len(missing))):
-        indexes[name] = index
-        reasons += left_out
-        advance(len(indexes), count)
+    damaged = []
+    images = sum(map(len, missing.values()))
+    with progress.lines(lambda: f"packing: {task.images_done.value:,} of {images:,} images"):
+        for name, packed in _all_packed(task, missing, min(workers, len(missing)), context):
+            indexes[name] = packed.index
+            reasons += packed.left_out
+            damaged += packed.damaged
+            advance(len(indexes), count)
     manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
     write(Path(folder, shard_index.MANIFEST), shard_index.encode_manifest(manifest), durable=True)
     skipped = len(source) - sum(shard.images for shard in manifest.shards)
-    return manifest, kept, skipped, reasons
+    return manifest, kept, skipped, reasons, damaged
 
 
 def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
@@ -129,12 +151,12 @@ def _finished(task: _Task, shards: dict[str, list[int]]) -> dict[str, Index]:
 _task: _Task | None = None  # in a worker
 
 
-def _all_packed(task: _Task, shards: dict[str, list[int]], workers: int) -> Iterator[tuple[str, tuple[Index, list]]]:
+def _all_packed(
+    task: _Task, shards: dict[str, list[int]], workers: int, context: BaseContext
+) -> Iterator[tuple[str, Packed]]:
     if workers <= 1:
         yield from ((name, _pack_shard(task, name, images)) for name, images in shards.items())
         return
-    # Not forked: the process that asks may have threads.
-    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _begin, (task,)) as pool:
         yield from zip(shards, pool.map(_work, shards, shards.values()))
 
@@ -146,19 +168,23 @@ def _begin(task: _Task) -> None:
     _task = task
 
 
-def _work(name: str, images: list[int]) -> tuple[Index, list[str]]:
+def _work(name: str, images: list[int]) -> Packed:
     return _pack_shard(_task, name, images)
 
 
-def _pack_shard(task: _Task, name: str, images: list[int]) -> tuple[Index, list[str]]:
+def _pack_shard(task: _Task, name: str, images: list[int]) -> Packed:
     """Write a shard, for each image the members KEY.EXTENSION and KEY.cls, and its index."""
-    source, path, reasons = task.source, task.folder / name, []
+    source, path = task.source, task.folder / name
+    reasons: list[str] = []
+    damaged: list[str] = []
     with replacing(path, durable=True) as temporary:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for image in images:
+                with task.images_done.get_lock():
+                    task.images_done.value += 1
                 called = source.name(image)
                 try:
-                    encoded, extension = _ready(source.encoded(image), called, task.options)
+                    encoded, extension = _ready(source.encoded(image), called, task.options, damaged)
                 except UnreadableImage as error:
                     if not task.options.skip_bad:
                         raise
@@ -173,15 +199,18 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> tuple[Index, list[
         if len(reasons) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
         os.truncate(temporary, end)  # tarfile fills up to a record of 20 blocks
-        index = scan(LocalFolder(str(task.folder)), temporary.name, end)._replace(plan=task.plan)
+        index = scan(LocalFolder(str(task.folder)), temporary.name, end).index._replace(plan=task.plan)
     write(task.folder / shard_index.index_name(name), shard_index.encode_index(index), durable=True)
-    return index, reasons
+    return Packed(index, reasons, damaged)
 
 
-def _ready(encoded: bytes, name: str, options: Options) -> tuple[bytes, str]:
-    """An image as it is packed, and its extension. Raises UnreadableImage."""
+def _ready(encoded: bytes, name: str, options: Options, damaged: list[str]) -> tuple[bytes, str]:
+    """An image as it is packed, and its extension. Raises UnreadableImage. Args: damaged: gets a message if it is."""
     # All of it is decoded: damage is cheaper to find now than in every epoch.
-    pixels = decode.decode(encoded, name)
+    stored = EncodedImage(encoded, name)
+    pixels = stored.pixels()
+    if stored.damage:
+        damaged.append(stored.damage)
     height, width = pixels.shape[1:]
     if options.short_side is None or min(height, width) <= options.short_side:
         return encoded, "png" if encoded.startswith(b"\x89PNG") else "jpg"
@@ -191,108 +220,3 @@ def _ready(encoded: bytes, name: str, options: Options) -> tuple[bytes, str]:
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=options.quality)
     return stream.getvalue(), "jpg"
-
-
-class _StrictInfo(tarfile.TarInfo):
-    """A member of an archive; TarInfo would take a damaged header for the end of the archive."""
-
-    @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        try:
-            return super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:
-            raise
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(f"{error} at byte {archive.offset:,}") from None
-
-
-def members(stream: BinaryIO, place: str, mode: str = "r:") -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """The archive in a stream, with each of its files. It may hold plain files and folders below its top only.
-
-    Args: place: the archive's name in errors. mode: "r:" for random access, "r|" from front to end.
-
-    Raises DataError: it is no archive, damaged or cut short, or has a link, a device or a name that leads elsewhere.
-    """
-    try:
-        with tarfile.open(fileobj=stream, mode=mode, tarinfo=_StrictInfo, bufsize=_CHUNK) as archive:
-            for member in archive:
-                if member.name.startswith("/") or ".." in member.name.split("/"):
-                    raise DataError(f"{place}: {member.name!r} leads out of the archive; make the archive without it")
-                if member.isdir():
-                    continue
-                if not member.isreg() or member.issparse():
-                    raise DataError(f"{place}: {member.name!r} is no plain file; leave out links and devices")
-                yield archive, member
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        raise DataError(f"{place}: damaged or cut short ({error}); copy it again") from None
-
-
-def scan(folder: Folder, shard: str, size: int, look: Callable[[str, bytes], None] = lambda *_: None) -> Index:
-    """The index of a shard of `size` bytes, from reading all of it; `look` gets the name and the bytes of each image.
-
-    Raises DataError: as `members`; or a key has no image, no label, two of them, or a label that is no whole number.
-    """
-    place = folder.path(shard)
-    stream = _Stream(folder, shard, size)
-    images: dict[str, tuple[str, int, int, int]] = {}
-    labels: dict[str, int] = {}
-    for archive, member in members(stream, place, "r|"):
-        key, extension = split(member.name)
-        is_label = extension == "cls"
-        if not is_label and extension not in EXTENSIONS:
-            continue
-        if key in (labels if is_label else images):
-            raise DataError(f"{place}: {key!r} has a second {'label' if is_label else 'image'}; keys must differ")
-        content = b""
-        if not is_label or member.size <= _LABEL_BYTES:
-            with contextlib.suppress(tarfile.TarError):
-                content = archive.extractfile(member).read()
-            if len(content) != member.size:
-                raise DataError(f"{place}: cut short within {member.name!r}; copy it again")
-        if not is_label:
-            images[key] = (member.name, member.offset_data, member.size, zlib.crc32(content))
-            look(member.name, content)
-        elif re.fullmatch(rb"[0-9]{1,9}", content.strip()):
-            labels[key] = int(content)
-        else:
-            raise DataError(f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text")
-    for key in images.keys() ^ labels.keys():
-        missing = f"{key}.cls, its label" if key in images else "image (.jpg, .jpeg, .png)"
-        raise DataError(f"{place}: {key!r} has no {missing}; add it or leave the other out")
-    if not images:
-        raise DataError(f"{place}: no images; remove this shard")
-    while stream.read():  # the rest, for the checksum
-        pass
-    names, offsets, lengths, checksums = zip(*images.values())
-    encoded = [name.encode(errors="surrogateescape") for name in names]
-    columns = (offsets, lengths, [labels[key] for key in images], checksums, list(map(len, encoded)))
-    types = (np.int64, np.int64, np.int32, np.uint32, np.int32)
-    arrays = (np.array(column, kind) for column, kind in zip(columns, types))
-    return Index(*arrays, b"".join(encoded), size, stream.sha256.hexdigest(), "")
-
-
-def split(name: str) -> tuple[str, str]:
-    """Key and extension, before and after the first dot in the last part of a path (the WebDataset convention)."""
-    folder, slash, last = name.rpartition("/")
-    key, _, extension = last.partition(".")
-    return folder + slash + key, extension.lower()
-
-
-class _Stream(io.RawIOBase):
-    """A file of a folder from front to end. sha256: of what was read."""
-
-    def __init__(self, folder: Folder, name: str, size: int):
-        self._folder, self._name, self._size = folder, name, size
-        self._place = 0
-        self.sha256 = hashlib.sha256()
-
-    def read(self, size: int = _CHUNK) -> bytes:
-        length = min(self._size - self._place, size)
-        if length == 0:
-            return b""
-        (answer,) = self._folder.ranges([Range(self._name, self._place, length)])
-        if isinstance(answer, str):
-            raise DataError(f"{self._folder.path(self._name)}: {answer}")
-        self._place += length
-        self.sha256.update(answer)
-        return answer

@@ -20,16 +20,17 @@ import argparse
 import contextlib
 import functools
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
-from data import decode, shard_index
+from data import damage, shard_index
 from data.base import Names, UnreadableImage
-from data.encoded import EncodedSource
+from data.encoded import EncodedImage, EncodedSource
 from data.folder import FolderSource
 from data.local import Folder, LocalFolder
 from data.shard_index import MANIFEST, Manifest, Shard
@@ -40,7 +41,9 @@ from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from recipe.files import write
 from tools import imagenet
 from tools.arguments import whole, within
-from tools.packing import Options, make_manifest, pack, scan
+from tools.indexing import LeftOut, scan
+from tools.packing import Options, make_manifest, pack
+from training import progress
 from training.command import Parser, fail, one_line
 
 _NAMED = 20  # faults that verify names, and images that pack names
@@ -96,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
     try:
-        source, folder = _source(options)
+        with progress.lines(lambda: "listing the images"):
+            source, folder = _source(options)
     except OSError as error:
         if error.filename is None:
             raise
@@ -104,9 +108,10 @@ def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
     how = Options(options.images_per_shard, options.short_side, options.quality, options.seed, options.skip_bad)
     for note in source.notes:
         print(note, flush=True)
-    manifest, kept, skipped, reasons = pack(source, folder, how, options.workers, _advance)
+    manifest, kept, skipped, reasons, damaged = pack(source, folder, how, options.workers, _advance)
     text, data = _summary(folder, manifest)
     data.update(kept=kept, skipped=skipped, named=reasons[:_NAMED])
+    damage.report(damaged)
     for reason in data["named"]:
         print(f"left out: {reason}", file=sys.stderr)
     return DONE, f"{text}; {kept} shards were there before, {skipped} unreadable images left out", data
@@ -140,13 +145,23 @@ def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
     if not names:
         raise DataError(f"{options.folder}: no .tar files; name the folder that holds the shards")
 
-    indexes = dict(zip(names, _by_threads(lambda name: scan(folder, name, folder.size(name)), names)))
+    sizes = {name: folder.size(name) for name in names}
+    with _reading("indexing", sum(sizes.values())) as advance:
+        scans = _by_threads(lambda name: scan(folder, name, sizes[name], advance=advance), names)
+    indexes = {name: found.index for name, found in zip(names, scans)}
+    left_out = LeftOut()
+    for found in scans:
+        left_out.merge(found.left_out)
+    for line in left_out.lines(options.folder):
+        print(line, flush=True)
     classes = _classes(options.classes, max(int(index.labels.max()) for index in indexes.values()), folder)
     files = {shard_index.index_name(name): shard_index.encode_index(index) for name, index in indexes.items()}
     manifest = make_manifest(classes, indexes)
     for name, content in {**files, MANIFEST: shard_index.encode_manifest(manifest)}.items():
         write(Path(folder.path(name)), content, durable=True)
-    return (DONE, *_summary(options.folder, manifest))
+    text, data = _summary(options.folder, manifest)
+    data.update(left_out=left_out.counts())
+    return DONE, text, data
 
 
 def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
@@ -174,8 +189,9 @@ def _verify(options: argparse.Namespace) -> tuple[int, str, dict]:
     folder = open_folder(options.folder)
     manifest = shard_index.read_manifest(folder)
 
-    check = functools.partial(_faults, folder, len(manifest.classes), options.decode)
-    faults = [fault for found in _by_threads(check, manifest.shards) for fault in found]
+    with _reading("verifying", sum(shard.bytes for shard in manifest.shards)) as advance:
+        check = functools.partial(_faults, folder, len(manifest.classes), options.decode, advance)
+        faults = [fault for found in _by_threads(check, manifest.shards) for fault in found]
     text, data = _summary(folder.place, manifest)
     counted = count(len(faults), "fault")
     for fault in faults[:_NAMED]:
@@ -187,19 +203,22 @@ def _verify(options: argparse.Namespace) -> tuple[int, str, dict]:
     return (WRONG_INPUT if faults else DONE), f"{text}; {counted}", data
 
 
-def _faults(folder: Folder, classes: int, decoded: bool, shard: Shard) -> list[str]:
+def _faults(folder: Folder, classes: int, decoded: bool, advance: Callable[[int], None], shard: Shard) -> list[str]:
     faults: list[str] = []
     place = folder.path(shard.name)
 
     def look(name: str, encoded: bytes) -> None:
         try:
-            decode.decode(encoded, f"{place}/{name}")
+            image = EncodedImage(encoded, f"{place}/{name}")
+            image.pixels()
+            damage.report([image.damage] if image.damage else [])
         except UnreadableImage as error:
             faults.append(str(error))
 
     try:
         index = shard_index.read_index(folder, shard, classes)
-        found = scan(folder, shard.name, shard.bytes, look if decoded else lambda *_: None)
+        look_at = look if decoded else lambda *_: None
+        found = scan(folder, shard.name, shard.bytes, look_at, advance).index
     except DataError as error:
         return [*faults, str(error)]
     if any(not np.array_equal(*pair) for pair in zip(index[:2], found[:2])) or index.names != found.names:
@@ -224,7 +243,25 @@ def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
         "bytes": sum(shard.bytes for shard in manifest.shards),
         "classes": len(manifest.classes),
     }
-    return "{folder}: {images} images of {classes} classes in {shards} shards, {bytes:,} bytes".format(**data), data
+    images = count(data["images"], "image")
+    classes = count(data["classes"], "class", "classes")
+    shards = count(data["shards"], "shard")
+    return f"{place}: {images} of {classes} in {shards}, {data['bytes']:,} bytes", data
+
+
+@contextlib.contextmanager
+def _reading(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Print how many of `total` bytes are read, a line each ten seconds. Yields what counts them, in any thread."""
+    lock = threading.Lock()
+    done = 0
+
+    def advance(number: int) -> None:
+        nonlocal done
+        with lock:
+            done += number
+
+    with progress.lines(lambda: f"{what}: {done / 1e9:,.2f} of {total / 1e9:,.2f} GB are read"):
+        yield advance
 
 
 def _by_threads(work: Callable, tasks: Sequence) -> list:

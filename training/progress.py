@@ -1,0 +1,49 @@
+"""Lines of commands that take long: what they do and how far they are, every ten seconds, so that none is silent."""
+
+import contextlib
+import threading
+import time
+from typing import Callable, Iterable, Iterator, TypeVar
+
+from training.monitor import duration
+
+EVERY = 10.0  # seconds
+
+Item = TypeVar("Item")
+
+
+@contextlib.contextmanager
+def lines(text: Callable[[], str]) -> Iterator[None]:
+    """Print a line each ten seconds while the block runs.
+
+    Args:
+        text: returns the line, without the time that has passed; called in another thread.
+    """
+    done = threading.Event()
+    began = time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(EVERY):
+            print(f"{text()} ({duration(time.monotonic() - began)})", flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def counted(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """Yield the items, and print how many of them are done, a line each ten seconds.
+
+    Args:
+        total: number of items.
+        what: they are, in the line.
+    """
+    done = 0
+    with lines(lambda: f"{done:,} of {total:,} {what}"):
+        for item in items:
+            yield item
+            done += 1
