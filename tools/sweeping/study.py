@@ -121,6 +121,11 @@ class Study:
         with self._storage.engine.connect() as connection:
             if connection.exec_driver_sql("PRAGMA foreign_key_check").first():  # SQLite does not enforce them
                 raise ValueError("it has values of trials that are not there")
+            # Asked of the file, as Optuna passes over all but one of the trials with the same number.
+            of_study = "SELECT number FROM trials WHERE study_id = ? ORDER BY number"
+            numbers = connection.exec_driver_sql(of_study, (self._study._study_id,)).scalars().all()
+            if numbers != list(range(len(numbers))):
+                raise ValueError("its trials are not numbered 0, 1, 2 and so on")
         trials = self._trials()
         optuna.create_study(direction=self._definition.direction).add_trials(trials)  # validates each
         for name, distribution in (pair for trial in trials for pair in trial.distributions.items()):

@@ -1,11 +1,14 @@
 """Draws are a function of the seed and of the trials before; how far a trial is follows from its metrics."""
 
+import contextlib
 import json
 import math
+import sqlite3
 
 import optuna
 import pytest
 
+from recipe.errors import ConfigError
 from recipe.loading import load
 from tests.conftest import QUICKSTART
 from tools.sweeping.definition import read
@@ -102,6 +105,27 @@ def test_states_and_reasons_are_kept(study, tmp_path):
     opened = optuna.load_study(study_name="some", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert [each.value for each in opened.trials[:2]] == [0.5, None], "Optuna opens it by the name of the sweep"
     opened._storage._backend.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(f"number = {number} WHERE number = 3" for number in (0, 1, 4, -1, "NULL", "'x'", 0.5)),
+        "number = 1 WHERE number = 0",
+        "number = number + 1",
+    ],
+)
+def test_a_study_whose_trials_were_numbered_by_hand_is_refused(study, tmp_path, edit):
+    """Optuna keeps one trial of each number, so a running trial with the number of another hid that one."""
+    some = study()
+    carry_on(some, 3)
+    some.begin()
+    some.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection:
+        connection.execute(f"UPDATE trials SET {edit}")
+        connection.commit()
+    with pytest.raises(ConfigError, match=r"study\.db: no study of this sweep \(.*\); remove it, or choose another"):
+        study()
 
 
 def test_importances_need_enough_trials_that_differ(study):
