@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from engines import state
+from engines import same_start, state
 from engines.devices import DTYPES
 from engines.exchange import GradientExchange, create_weights
 from engines.unused import UnusedParameters
@@ -35,8 +36,9 @@ class DistributedOptimizer:
 
     The module's parameters are the working copy of the weights, which persist in `precision.weights` (float16 with
     stochastic rounding, or float32) and start as the first replica's parameters; what is loaded into the module later
-    is overwritten by the next update. The module must not be wrapped in DistributedDataParallel. Its buffers, running
-    statistics for instance, remain each replica's own and are not in `state_dict`.
+    is overwritten by the next update. The module must not be wrapped in DistributedDataParallel. Its persistent buffers
+    and extra states (`get_extra_state`) also start as the first replica's; after that buffers, running statistics for
+    instance, remain each replica's own and are not in `state_dict`.
 
     A parameter that no loss of an update depends on, on any replica, is left as it is, like a parameter without a
     gradient by torch's optimizers.
@@ -64,23 +66,33 @@ class DistributedOptimizer:
             seed: of stochastic rounding.
             steps_per_epoch: updates of an epoch, for `exchange.density_warmup` and `exchange.dense_epochs`.
 
-        Raises ConfigError: keys, parameters or a group that cannot be used, with the remedy.
+        Raises ConfigError: keys, parameters or a group that cannot be used, with the remedy; on every replica, also
+        where their modules or settings differ.
         """
-        parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        dtype, device = _kind(parameters)
-        if not isinstance(accumulation, int) or accumulation < 1:
-            raise ConfigError(f"accumulation is {accumulation!r}; use a whole number of backward passes, 1 or more")
-        recipe = _recipe(sections, dtype, seed)
         processes = _Group(group)
-        self._batch = Batch(accumulation * processes.topology.replicas, 1, accumulation, processes.topology.replicas, 1)
-        checks.check(recipe, self._batch)
-        exchange = recipe.exchange
-        if exchange.method == "auto" or exchange.delay or exchange.in_tree:
-            alone = "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone"
-            raise ConfigError(f"{alone}; name a method, delay=0, order=fast")
-        if processes.topology.replicas > 1:
-            for each in module.state_dict().values():
-                dist.broadcast(each, group=processes.replica_group, group_src=0)
+
+        def checked() -> Tuple[Dict[str, nn.Parameter], torch.device, Recipe]:
+            parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+            dtype, device = _kind(parameters)
+            if not isinstance(accumulation, int) or accumulation < 1:
+                fault = f"accumulation is {accumulation!r}"
+                raise ConfigError(f"{fault}; use a whole number of backward passes, 1 or more")
+            replicas = processes.topology.replicas
+            self._batch = Batch(accumulation * replicas, 1, accumulation, replicas, 1)
+            return parameters, device, _checked_recipe(sections, dtype, seed, self._batch)
+
+        # Objects travel over NCCL on the current GPU, which the user may not have set to the module's.
+        gpu = next((each.device for each in module.parameters() if each.is_cuda), None)
+        with contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu):
+            # What one replica refuses ends all of them, and so does a module or setting that another does not have.
+            parameters, device, recipe = same_start.agreed(processes, checked)
+            if processes.topology.replicas > 1:
+                about = {"accumulation": accumulation, "steps_per_epoch": steps_per_epoch, "seed": seed}
+                for name in _SECTIONS:
+                    section = getattr(recipe, name).model_dump()
+                    about.update({f"{name}.{key}": value for key, value in section.items()})
+                same_start.check_same(processes, module, about)
+                same_start.share(processes, module, device)
         norms = [name for name, each in parameters.items() if each.dim() == 1]
         self.weights = create_weights(recipe, parameters, norms)
         of_weights = self.weights, parameters, norms
@@ -156,6 +168,16 @@ class DistributedOptimizer:
         self._exchange.load_state_dict(saved)
         self._exchange.load_replica_states(len(saved["replicas"]), saved["replicas"].__getitem__)
         self.steps = saved["steps"]
+
+
+def _checked_recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed: int, batch: Batch) -> Recipe:
+    recipe = _recipe(sections, dtype, seed)
+    checks.check(recipe, batch)
+    exchange = recipe.exchange
+    if exchange.method == "auto" or exchange.delay or exchange.in_tree:
+        alone = "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone"
+        raise ConfigError(f"{alone}; name a method, delay=0, order=fast")
+    return recipe
 
 
 def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed: int) -> Recipe:

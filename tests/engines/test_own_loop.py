@@ -144,6 +144,111 @@ def test_a_group_may_be_a_part_of_all_processes():
     assert any(not torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
 
 
+class Remembering(nn.Module):
+    """A layer with buffers of many dtypes and an extra state."""
+
+    DTYPES = (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
+        *(torch.uint64, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn),
+    )
+
+    def __init__(self, number):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.number = number
+        for dtype in self.DTYPES:
+            self.register_buffer(str(dtype).replace(".", "_"), torch.full((2, 3), number).to(dtype))
+        self.register_buffer("count", torch.tensor(number))
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("turned", torch.full((3, 2), float(number)).t())
+        self.register_buffer("conjugate", torch.full((2,), complex(number, number)).conj())
+        self.register_buffer("own", torch.tensor(number), persistent=False)
+
+    def get_extra_state(self):
+        return {"number": self.number}
+
+    def set_extra_state(self, state):
+        self.number = state["number"]
+
+
+class WithoutSetter(nn.Linear):
+    def get_extra_state(self):
+        return 1
+
+
+class Unpicklable(WithoutSetter):
+    def get_extra_state(self):
+        return lambda: 1
+
+    def set_extra_state(self, state): ...
+
+
+def frozen(rank):
+    module = network()
+    module[0].bias.requires_grad_(rank == 0)
+    return module
+
+
+def with_buffer(buffer):
+    module = network()
+    module.register_buffer("table", buffer)
+    return module
+
+
+# Of a name: what each rank gives, and what all are told.
+DIFFERENT = {
+    "name": (lambda rank: nn.Sequential(*[nn.ReLU()] * rank, nn.Linear(4, 3)), "0.weight is float32 [3, 4], trained"),
+    "shape": (lambda rank: nn.Linear(4 + rank, 3), "weight is float32 [3, 4], trained on replica 0 and float32 [3, 5]"),
+    "dtype": (lambda rank: nn.Linear(4, 3, dtype=(torch.float32, torch.float16)[rank]), "weight is float32 [3, 4]"),
+    "buffer": (lambda rank: with_buffer(torch.zeros(2, dtype=(torch.int16, torch.int32)[rank])), "table is int16 [2]"),
+    "frozen": (frozen, "0.bias is float32 [16], trained on replica 0 and float32 [16], not trained on replica 1"),
+    "refused": (lambda rank: nn.Linear(4, 3).requires_grad_(rank == 0), "no parameter of the module requires"),
+    "settings": (lambda rank: (network(), {"accumulation": 1 + rank}), "accumulation is 1 on replica 0 and 2 on"),
+    "sections": (
+        lambda rank: (network(), {"sections": {"optimizer": {"momentum": 0.5 + rank / 4}}}),
+        "optimizer.momentum is 0.5 on replica 0 and 0.75 on replica 1; make the same module with the same settings",
+    ),
+    "setter": (lambda rank: WithoutSetter(4, 3), "the module does not take its extra state (_extra_state): "),
+    "pickle": (lambda rank: Unpicklable(4, 3), "_extra_state: the extra state of a module must be picklable"),
+    "sparse": (lambda rank: with_buffer(torch.eye(3).to_sparse()), "table is a tensor that is sparse"),
+    "expanded": (lambda rank: with_buffer(torch.zeros(1).expand(3)), "table is an expanded tensor"),
+}  # fmt: skip
+
+
+def in_bytes(module):
+    """The dtypes and bytes of a module's tensors: torch's pickles do not know all dtypes."""
+    tensors = {name: each.resolve_conj() for name, each in module.state_dict().items() if name != "_extra_state"}
+    return {name: (str(each.dtype), each.reshape(-1).view(torch.uint8).tolist()) for name, each in tensors.items()}
+
+
+def begins(rank, size):
+    """The state of a module that both take, and why the others are refused."""
+    module = Remembering(1 + rank)
+    DistributedOptimizer(module, {})
+    reasons = {}
+    for name, (make, _) in DIFFERENT.items():
+        made = make(rank)
+        other, settings = made if isinstance(made, tuple) else (made, {})
+        try:
+            DistributedOptimizer(other, **{"sections": {}, **settings})
+        except ConfigError as error:
+            reasons[name] = str(error)
+    return in_bytes(module), module.number, int(module.own), reasons
+
+
+@pytest.mark.multiprocess
+def test_replicas_begin_with_the_first_ones_state_of_any_dtype_or_are_told_what_differs():
+    (first, _, _, reasons), (second, number, own, others) = world.run(2, begins)
+    assert first == second
+    buffers = {name: value for name, value in in_bytes(Remembering(1)).items() if not name.startswith("layer.")}
+    assert len(buffers) == len(Remembering.DTYPES) + 4
+    assert {name: second[name] for name in buffers} == buffers
+    assert (number, own) == (1, 2), "buffers that are not persistent remain each replica's own"
+    for name, (_, words) in DIFFERENT.items():
+        assert words in reasons[name], name
+        assert words in others[name], name
+
+
 def test_an_update_with_an_infinite_gradient_is_left_out():
     module = network()
     sections = {"optimizer": LARS_KEYS, "precision": {**HALF, "dynamic_loss_scale": True}}
