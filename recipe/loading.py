@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -20,6 +21,7 @@ from recipe.section import first_fault
 from recipe.yaml_text import Dumper, parse_yaml, read_yaml
 
 _ROOT = Path(__file__).resolve().parent.parent
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*):-(?P<default>[^{}]*)\}")
 _ANY_CLASSES = 2  # in the place of `auto`, until the images are known
 
 
@@ -101,8 +103,21 @@ def _chain(path: Path) -> list:
             raise ConfigError(f"{child}: extends itself through {path}; break the circle")
         seen.append(os.path.realpath(path))
         child, base = str(path), layer.pop("extends", None)
-        layers.insert(0, (child, layer))
+        layers.insert(0, (child, _with_variables(layer)))
     return layers
+
+
+def _with_variables(value: Any) -> Any:
+    """Return a file's content with `${NAME:-DEFAULT}` replaced by the environment's NAME, or by DEFAULT where NAME is
+    not set or empty, as shells do it. What a run stores has the outcome, so that it does not change with the
+    environment."""
+    if isinstance(value, str):
+        return _VARIABLE.sub(lambda found: os.environ.get(found["name"]) or found["default"], value)
+    if isinstance(value, list):
+        return [_with_variables(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _with_variables(each) for key, each in value.items()}
+    return value
 
 
 def _mapping(layer: Any, place: str) -> dict:

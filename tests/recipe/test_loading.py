@@ -363,3 +363,26 @@ def test_a_wrong_recipe_is_refused_before_torch_is_imported(write):
     done = subprocess.run([sys.executable, "-c", code], cwd=str(ROOT), capture_output=True, text=True, check=True)
     assert done.stdout == "2 []\n"
     assert done.stderr == f"{path}: optimizer.momentun: unknown key; did you mean optimizer.momentum?\n"
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, "/imagenet"), ("", "/imagenet"), ("/data/a #1", "/data/a #1")])
+def test_recipes_for_imagenet_take_its_folder_from_the_environment(value, expected, monkeypatch):
+    """As shells do, an empty variable counts as one that is not set."""
+    if value is None:
+        monkeypatch.delenv("IMAGENET_ROOT", raising=False)
+    else:
+        monkeypatch.setenv("IMAGENET_ROOT", value)
+    for name in ("pod256", "gpu", "ablation/bs768"):
+        recipe = load(ROOT / "configs" / f"{name}.yaml")
+        assert recipe.data.root == expected
+        assert loads(dump(recipe), "stored").data.root == expected
+    assert load(ROOT / "configs" / "gpu.yaml", ["data.root=/mine"]).data.root == "/mine"
+
+
+def test_variables_are_replaced_in_files_only_and_only_where_they_have_a_default(write, monkeypatch):
+    monkeypatch.setenv("FOLDER", "/there")
+    content = "{source: folder, root: '${FOLDER:-/here}/images', train_folder: '$FOLDER ${FOLDER}'}"
+    path = write(f"extends: {QUICKSTART}\ndata: {content}")
+    data = load(path).data
+    assert (data.root, data.train_folder) == ("/there/images", "$FOLDER ${FOLDER}")
+    assert load(path, ["data.root=${FOLDER:-/here}"]).data.root == "${FOLDER:-/here}"
