@@ -15,7 +15,7 @@ from optim.averaging import WeightAverage
 from optim.norms import Norms
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.course import Update
+from recipe.course import Update, is_known
 from recipe.division import Batch
 
 AVERAGES = ("step_average", "epoch_average")
@@ -82,6 +82,10 @@ class NoiseScale(NamedTuple):
     error: float
     signal: float
     noise: float
+
+    def __str__(self) -> str:
+        """`1,310±90`; no figure where zero is within two standard errors."""
+        return f"{self.images:,.0f}±{self.error:,.0f}" if is_known(self.images, self.error) else "unknown"
 
 
 class Engine(ABC):

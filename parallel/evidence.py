@@ -24,6 +24,8 @@ class Evidence(NamedTuple):
     error: float
 
     def __str__(self) -> str:
+        if self.loss <= self.error:
+            return f"loses nothing that could be measured ({self.loss:.1f} ± {self.error:.1f} points)"
         return f"loses {self.loss:.1f} ± {self.error:.1f} points"
 
 

@@ -14,6 +14,13 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from recipe.config import Recipe
 
+_STANDARD_ERRORS = 2.0  # of a noise scale within which zero must not lie
+
+
+def is_known(noise: float, error: float) -> bool:
+    """Return whether a noise scale is told from zero: it is more than two of its standard errors."""
+    return noise > _STANDARD_ERRORS * error
+
 
 class Update(NamedTuple):
     """step: its first step, from 0. steps: how many it takes. number: of updates before it."""

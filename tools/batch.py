@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Iterator, List, Optional, Sequence
 
@@ -36,6 +37,8 @@ from tools.planning.batches import Cost, Interval
 from training.command import Parser, naming, one_line
 from training.metrics import read_events
 
+_WIDTH = 100  # of a line of text
+
 
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -46,17 +49,26 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     events = read_events(options.run).get("train", [])
     run = naming(options.run, lambda train: batches.intervals(train, own), events)
     replicas = options.replicas or planned(recipe).replicas
-    others = options.batches or sorted({max(1, int(own * 2.0**power)) for power in range(-2, 5)})
-    costs = [batches.cost(run, recipe, other, place, replicas) for other in others]
-    critical = batches.critical(run)
+    costs: List[Cost] = []
+    critical = None
+    if batches.is_predictable(run):
+        others = options.batches or sorted({max(1, int(own * 2.0**power)) for power in range(-2, 5)})
+        costs = [batches.cost(run, recipe, other, place, replicas) for other in others]
+        critical = batches.critical(run)
     print("\n".join(_lines(run, critical, costs, replicas)))
     if options.picture:
         with writing(options.picture):
             _draw(run, own, costs, options.picture)
         print(f"picture: {options.picture}")
     if options.json:
-        data = {"batch": own, "critical_batch": critical, "run": [each._asdict() for each in run]}
-        print(json.dumps({**data, "costs": [each._asdict() for each in costs]}, allow_nan=False))
+        data = {
+            "batch": own,
+            "critical_batch": critical,
+            "run": [{**each._asdict(), "known": each.known} for each in run],
+            "costs": [each._asdict() for each in costs],
+            "bias": batches.BIAS if any(each.upper_bound for each in costs) else None,
+        }
+        print(json.dumps(data, allow_nan=False))
     return DONE
 
 
@@ -77,34 +89,62 @@ def _numbers(text: str) -> List[int]:
     return [whole(part) for part in text.split(",")]
 
 
-def _lines(run: Sequence[Interval], critical: float, costs: Sequence[Cost], replicas: int) -> Iterator[str]:
-    updates, images = sum(each.updates for each in run), sum(each.updates * each.batch for each in run)
+def _lines(run: Sequence[Interval], critical: Optional[float], costs: Sequence[Cost], replicas: int) -> Iterator[str]:
+    updates = sum(each.updates for each in run)
+    images = sum(each.updates * each.batch for each in run)
     along = [run[0], run[len(run) // 2], run[-1]] if len(run) > 2 else run
-    scales = ", ".join(f"{each.noise:,.0f} ± {each.error:,.0f} by epoch {each.epoch:.3g}" for each in along)
+    scales = ", ".join(f"{_scale(each)} by epoch {each.epoch:.3g}" for each in along)
     yield f"run        {updates:,.0f} updates of {images / updates:,.0f} images"
+    if critical is None:
+        yield f"critical   unknown; noise scale {scales}"
+        yield from _wrapped(
+            "For most updates zero is within two standard errors of the noise scale, so nothing is predicted from it. "
+            "A longer run measures it better, and so does one with more micro batches in an update."
+        )
+        return
     yield f"critical   {critical:,.0f} images over the whole run; noise scale {scales}"
     yield f"{'batch':>9} {'updates':>10} {'(range)':>19} {'images':>13} {'x images':>9} {'time':>12}"
     for each in costs:
         span = f"{each.updates_range[0]:,.0f}-{each.updates_range[1]:,.0f}"
-        row = f"{each.batch:9,} {each.updates:10,.0f} {span:>19} {each.images:13,.0f} {each.images / images:9.2f}"
+        bound = "<= " if each.upper_bound else ""
+        needed = f"{bound}{each.updates:,.0f}"
+        row = f"{each.batch:9,} {needed:>10} {span:>19} {each.images:13,.0f} {each.images / images:9.2f}"
         yield row if each.seconds is None else f"{row} {duration(each.seconds):>12}"
+    if any(each.upper_bound for each in costs):
+        yield from _wrapped(f"{batches.BIAS}.")
     if costs[0].seconds is not None:
         yield f"times on {count(replicas, 'replica')}"
+
+
+def _scale(interval: Interval) -> str:
+    """A noise scale with its error; no figure where zero is within two of it."""
+    return f"{interval.noise:,.0f} ± {interval.error:,.0f}" if interval.known else "unknown"
+
+
+def _wrapped(text: str) -> List[str]:
+    return textwrap.wrap(text, _WIDTH)
 
 
 def _draw(run: Sequence[Interval], own: int, costs: Sequence[Cost], path: Path) -> None:
     figure = output.figure(path, (10, 4.2))
     left, right = figure.subplots(1, 2)
-    epochs = [each.epoch for each in run]
-    left.plot(epochs, [each.noise for each in run], color="C0")
-    low, high = ([max(1.0, each.noise + sign * each.error) for each in run] for sign in (-1, 1))
-    left.fill_between(epochs, low, high, color="C0", alpha=0.2)
+    known = [each for each in run if each.known]
+    left.set(xlabel="epoch", ylabel="images", title="noise scale; dashed: the run's batch")
     left.axhline(own, color="grey", ls="--", lw=0.8)
-    left.set(xlabel="epoch", ylabel="images", yscale="log", title="noise scale; dashed: the run's batch")
-    right.plot([each.images for each in costs], [each.updates for each in costs], "o-", color="C1")
+    if known:
+        errors = [each.error for each in known]
+        left.errorbar([each.epoch for each in known], [each.noise for each in known], errors, fmt="o", ms=3, color="C0")
+        left.set_yscale("log")
+        output.few_ticks(left.yaxis)
+    right.set(xlabel="images", ylabel="updates", title="to the same point, by batch" if costs else "updates: unknown")
+    if costs:
+        right.plot([each.images for each in costs], [each.updates for each in costs], "o-", color="C1")
+        right.set(xscale="log", yscale="log")
+        output.few_ticks(right.xaxis)
+        output.few_ticks(right.yaxis)
     for each in costs:
-        right.annotate(f"{each.batch:,}", (each.images, each.updates), fontsize=8)
-    right.set(xlabel="images", ylabel="updates", xscale="log", yscale="log", title="to the same point, by batch")
+        bound = ", at most" if each.upper_bound else ""
+        right.annotate(f"{each.batch:,}{bound}", (each.images, each.updates), fontsize=8)
     for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

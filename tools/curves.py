@@ -50,7 +50,9 @@ def draw(folders: List[Path], output: Path) -> None:
 def _line(axis, events: List[dict], key: str, **style) -> None:
     found = [(event.get("epoch"), event.get(key)) for event in events]
     points = [point for point in found if all(type(each) in (int, float) for each in point)]
-    axis.plot([epoch for epoch, _ in points], [value for _, value in points], **style)
+    # Of a single value a line shows nothing.
+    marker = "o" if len(points) == 1 else None
+    axis.plot([epoch for epoch, _ in points], [value for _, value in points], marker=marker, **style)
 
 
 @one_line()

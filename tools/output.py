@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Tuple
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, Tuple
 from recipe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+_TICKS = 5  # labels of an axis of a small panel: more overlap
 
 
 def check(path: Path) -> None:
@@ -36,3 +40,25 @@ def figure(path: Path, size: Tuple[float, float]) -> Figure:
     if path.suffix.lstrip(".") not in empty.canvas.get_supported_filetypes():
         raise ConfigError(f"{path}: no kind of picture; name it like {path.stem}.png")
     return empty
+
+
+def few_ticks(axis: Axis) -> None:
+    """Give an axis, whose scale and limits are set, at most five labels, which do not overlap: matplotlib labels every
+    minor tick of a logarithmic axis that spans less than a decade."""
+    from matplotlib import ticker
+
+    if axis.get_scale() != "log":
+        axis.set_major_locator(ticker.MaxNLocator(_TICKS))
+        return
+    low, high = sorted(axis.get_view_interval())
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        places = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+        if len(places) <= _TICKS:
+            break
+    every = -(-len(places) // _TICKS)
+    # Within less than an octave no such number may lie.
+    locator = ticker.FixedLocator(places[::every]) if len(places) > 1 else ticker.MaxNLocator(_TICKS)
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())

@@ -211,7 +211,7 @@ class Trainer:
         whole, layers = self.engine.noise_scale()
         if whole is not None:
             values["noise_scale"] = whole._asdict()
-            text += f" noise {whole.images:,.0f}±{whole.error:,.0f}"
+            text += f" noise {whole}"
             if layers:
                 values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
         self.monitor.event("train", done, values, text)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from engines.base import NoiseScale
 from engines.noise_scale import Meter, estimate
 from recipe.shares import divide
 from tests.engines import worlds
@@ -97,6 +98,13 @@ def test_nothing_is_said_of_few_updates_or_where_noise_hides_the_gradient():
     assert estimate([9.0, 9.0, 36.0, 18.0, 144.0, 36.0, 72.0]) is None
     assert estimate([10.0, 10.0, 40.0, -20.0, 160.0, 40.0, -80.0]) is None
     assert estimate([0.0] * 7) is None
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "text"), [(1310.4, 90.2, "1,310±90"), (2259.0, 5384.0, "unknown"), (600.0, 300.0, "unknown")]
+)
+def test_a_log_line_has_no_figure_that_may_be_zero(images, error, text):
+    assert str(NoiseScale(images, error, 1.0, images)) == text
 
 
 LAYERS = ("log.noise_scale=layers", "data.mixup=0", "batch.micro=3")

@@ -6,9 +6,14 @@ import pytest
 
 from benchmarks import RESULTS
 from benchmarks.evidence.exchange_learning import METHODS
-from parallel.evidence import MEASURED, of
+from parallel.evidence import MEASURED, Evidence, of
 from recipe import loading
 from tests.conftest import QUICKSTART
+
+
+def test_a_loss_within_its_error_is_no_figure_to_act_on():
+    assert str(Evidence(1.81, 0.46)) == "loses 1.8 ± 0.5 points"
+    assert str(Evidence(-0.07, 0.47)) == "loses nothing that could be measured (-0.1 ± 0.5 points)"
 
 
 @pytest.mark.parametrize("evidence", [evidence for _, evidence in MEASURED], ids=str)

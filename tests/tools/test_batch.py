@@ -1,11 +1,12 @@
 """python -m tools.batch: what other batches would cost a run, against the equations and on a machine."""
 
 import json
+import re
 
 import pytest
 
 from recipe import loading
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, ROOT
 from tools import batch
 from tools.planning import batches, machine, scaling, workload
 from tools.planning.batches import Interval
@@ -74,6 +75,33 @@ def test_the_command_prints_a_table_draws_and_ends_with_json(run, tmp_path, call
     assert picture.read_bytes().startswith(b"\x89PNG")
     costs = json.loads(call(batch.main, folder, "--json")[1][-1])["costs"]
     assert [(each["batch"], each["seconds"]) for each in costs] == [(16 << power, None) for power in range(7)]
+
+
+def test_updates_of_larger_batches_are_bounds_and_the_known_bias_is_printed(run, call):
+    """The errors that were measured: docs/results/ladder2.md."""
+    _, lines, _ = call(batch.main, run(event(44, 300.0)), "--json", "--batches", "32,64,128")
+    data = json.loads(lines.pop())
+    assert [each["upper_bound"] for each in data["costs"]] == [False, False, True]
+    assert sum("<=" in line for line in lines) == 1
+    assert data["bias"] == batches.BIAS and f"{batches.BIAS}." in " ".join(lines)
+    page = (ROOT / "docs" / "results" / "ladder2.md").read_text()
+    errors = re.search(r"as `tools.batch` predicts, the errors are ([\d, and]+) %", page)[1]
+    assert errors == "13, 70, 95 and 96" and "70 to 96 %" in batches.BIAS
+    _, lines, _ = call(batch.main, run(event(44, 300.0)), "--json", "--batches", "64")
+    assert json.loads(lines.pop())["bias"] is None and not any("<=" in line for line in lines)
+
+
+def test_nothing_is_predicted_from_a_noise_scale_that_is_not_told_from_zero(run, tmp_path, call):
+    folder = run(event(22, 300.0, 60.0), event(66, 2259.0, 2259.0), event(110, 700.0, 351.0))
+    picture = tmp_path / "batch.png"
+    code, lines, _ = call(batch.main, folder, "--json", "--machine", "two_cores", "--picture", picture)
+    data = json.loads(lines.pop())
+    assert code == 0 and data["costs"] == [] and data["critical_batch"] is None
+    assert [each["known"] for each in data["run"]] == [True, False, False]
+    text = "\n".join(lines)
+    assert "critical   unknown; noise scale 300 ± 60 by epoch 1, unknown by epoch 3, unknown by epoch 5" in text
+    assert "2,259" not in text and "350" not in text and "nothing is predicted" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

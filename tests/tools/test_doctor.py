@@ -17,7 +17,7 @@ from tests import ranks
 from tests.conftest import QUICKSTART, TINY
 from tests.world import fork_server
 from tools import doctor
-from tools.diagnosis import examination, loopback
+from tools.diagnosis import examination, loopback, splitting
 from tools.diagnosis.splitting import PARTS
 from tools.planning import machine, scaling, workload
 
@@ -29,7 +29,9 @@ FEW = ("batch.global=4", "batch.micro=2")  # images: reading them and computing 
 
 
 def measured_elsewhere(patch=setattr):
-    """The machine's peak and the link between two of its processes take seconds, and have tests of their own."""
+    """The machine's peak and the link between two of its processes take seconds, and have tests of their own. So have
+    doubts, which a machine that runs other tests gives reason for."""
+    patch(splitting, "doubts", lambda times, parts: [])
     patch(TorchEngine, "peak_flops", lambda engine: 1e12)
     patch(loopback, "measure", lambda: [Link(1e-4, 1e-9)] * 3)
 
@@ -70,6 +72,17 @@ def test_one_process_is_examined(examined, tmp_path):
     assert double.images_per_second == pytest.approx(data["next_doubling"]["images_per_second"])
     for part in ("compute", "update"):
         assert single.parts[part] == pytest.approx(data["parts"][part], rel=1e-4)
+
+
+def test_figures_in_doubt_give_no_advice_no_prediction_and_no_machine(examined, tmp_path, monkeypatch):
+    monkeypatch.setattr(splitting, "doubts", lambda times, parts: ["the parts add up to 145 % of a step"])
+    code, data, lines, _ = examined()
+    assert code == 0 and data["doubts"] == ["the parts add up to 145 % of a step"]
+    assert data["advice"] is None and data["next_doubling"] is None
+    text = " ".join(" ".join(lines).split())
+    assert "first No advice, and no machine.yaml is written: the parts add up to 145 % of a step. Something" in text
+    assert "next not predicted, as the figures are in doubt" in text
+    assert [path.name for path in (tmp_path / "doctor").iterdir()] == ["step.png"]
 
 
 def test_a_longer_step_is_measured_by_few_micro_batches_and_without_a_link_there_is_no_machine(

@@ -11,6 +11,7 @@ from recipe.config import Recipe
 from recipe.division import count
 from recipe.exchange import Auto
 from tools.diagnosis import splitting
+from tools.diagnosis.splitting import WORTH
 from tools.formats import duration, percent, scaled
 from training.monitor import workers_needed
 from training.timeline import ideal
@@ -18,7 +19,6 @@ from training.timeline import ideal
 if TYPE_CHECKING:
     from tools.diagnosis.examination import Findings
 
-_WORTH = 0.05  # share of a step below which a part is not worth a change
 _LAG = 0.1  # by which one rank falls behind the others so that it is to blame
 _LOSS = Auto().accept_loss  # points of top-1 that a proposed exchange may lose
 
@@ -37,10 +37,10 @@ def advise(recipe: Recipe, found: Findings) -> Advice:
     """The first thing to fix. Args: recipe: without `auto` in exchange and engine."""
     limit = max(_RULES, key=found.parts.__getitem__)  # the first of equal ones
     share = found.parts[limit] / found.step
-    if share >= _WORTH:
+    if share >= WORTH:
         return Advice(limit, *_RULES[limit](recipe, found, share))
     peak = f"{percent(found.mfu)} of what large matrix products reach here (MFU)"
-    text = f"No other part takes {percent(_WORTH)} of a step: computing is the limit, at {peak}. More replicas help"
+    text = f"No other part takes {percent(WORTH)} of a step: computing is the limit, at {peak}. More replicas help"
     if found.batch.accumulation % 2:
         return Advice("compute", f"{text}.", [])
     larger = f"batch.micro={2 * found.batch.micro}"

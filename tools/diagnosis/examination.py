@@ -40,7 +40,8 @@ _PEAKS = 3
 
 class Findings(NamedTuple):
     """Everything that was measured, and what follows. hosts: by rank. complete: see `steps.measure`. peak: operations a
-    second, of all devices. machine, doubling: None where no link could be measured."""
+    second, of all devices. doubts: why nothing follows, see `splitting.doubts`. advice: None where there are any.
+    machine, doubling: None there, too, and where no link could be measured."""
 
     batch: Batch
     images: int
@@ -59,6 +60,7 @@ class Findings(NamedTuple):
     mfu: float
     notes: List[str]
     seconds: float
+    doubts: List[str]
     advice: Optional[Advice] = None
     machine: Optional[Machine] = None
     doubling: Optional[Row] = None
@@ -119,7 +121,10 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     found = Findings(
         batch, training_images, facts[0][1], hosts, reading, to_device, found_links, methods, times, complete, parts,
         rows, splitting.straggling(times, batch.accumulation), peak, mfu, notes, time.perf_counter() - started,
+        splitting.doubts(times, parts),
     )  # fmt: skip
+    if found.doubts:
+        return found
     found = found._replace(advice=advice.advise(recipe, found))
     if found_links is None:
         return found

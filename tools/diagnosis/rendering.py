@@ -47,7 +47,7 @@ def lines(found: Findings, config: str) -> Iterator[str]:
     yield from _wrapped("straggling", f"{percent(found.straggling, 1)}: {deviation}")
     yield from _wrapped("next", _doubling(found))
     yield ""
-    yield from _wrapped("first", found.advice.text)
+    yield from _wrapped("first", _first(found))
 
 
 def as_data(found: Findings, config: str) -> dict:
@@ -55,7 +55,7 @@ def as_data(found: Findings, config: str) -> dict:
     links, times = found.links, found.times
     series = ("as_trained", "waited", "from_memory", "without_exchange", "update")
     values = {name: getattr(times, name) for name in series}
-    fields = ("parts", "mfu", "ranks", "straggling", "advice", "notes", "seconds", "images_per_second")
+    fields = ("parts", "mfu", "ranks", "straggling", "doubts", "advice", "notes", "seconds", "images_per_second")
     between = "processes of one host" if links and links.loopback else "replicas"
     data = {
         "config": config,
@@ -151,7 +151,8 @@ def _links(found: Findings) -> str:
         return "two processes of this host could not be connected: no link, and so no prediction"
     where = "between two processes of this host" if links.loopback else "between replicas"
     latency = f"latency {duration(links.latency.median)} ({_range(links.latency)})"
-    return f"{latency}, {scaled(8 * links.bandwidth.median, 'bit/s')} {where}"
+    median, low, high = (scaled(8 * each, "bit/s") for each in links.bandwidth[:3])
+    return f"{latency}, {median} ({low} to {high}) {where}"
 
 
 def _ranks(found: Findings) -> Iterator[str]:
@@ -166,12 +167,20 @@ def _ranks(found: Findings) -> Iterator[str]:
 def _doubling(found: Findings) -> str:
     row = found.doubling
     if row is None:
-        return "not predicted"
+        return f"not predicted{', as the figures are in doubt' if found.doubts else ''}"
     grown = f", with batch.global={row.global_batch}" if row.grown else ""
     return (
         f"{count(row.replicas, 'replica')} are predicted to make {number(row.images_per_second)} images/s{grown}: "
         f"{percent(row.efficiency)} of one replica times {row.replicas}; limit: {row.limit}"
     )
+
+
+def _first(found: Findings) -> str:
+    """The advice, or why there is none."""
+    if not found.doubts:
+        return found.advice.text
+    remedy = "Something else may run on the machine: stop that, or give more --seconds, and measure again"
+    return f"No advice, and no machine.yaml is written: {'; '.join(found.doubts)}. {remedy}."
 
 
 def _range(found: Spread) -> str:
@@ -200,5 +209,5 @@ def draw(found: Findings, config: str, output: Path) -> None:
     steps.set_xlabel("milliseconds of a step")
     steps.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     steps.set_title(f"{config}: {found.images_per_second:,.0f} images/s", loc="left", parse_math=False)
-    figure.suptitle(textwrap.fill(found.advice.text, 120), fontsize=9, x=0.01, ha="left", parse_math=False)
+    figure.suptitle(textwrap.fill(_first(found), 120), fontsize=9, x=0.01, ha="left", parse_math=False)
     figure.savefig(output, dpi=110)

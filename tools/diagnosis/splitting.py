@@ -7,12 +7,16 @@ import statistics
 from collections import defaultdict
 from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
 
+from tools.formats import duration, percent
+
 if TYPE_CHECKING:
     from engines.timeline import Span
 
 # In the order in which a bar shows them. `rest` is what the others do not explain, and may be negative.
 PARTS = ("compute", "input", "imbalance", "bubble", "exchange", "straggling", "update", "rest")
 _PASSES = ("load", "forward", "backward")
+WORTH = 0.05  # share of a step below which a part is not worth a change
+_VARIES = 0.3  # share of the median that the middle half of the repetitions may span
 
 
 class Spread(NamedTuple):
@@ -111,6 +115,41 @@ def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[
     lasting = min(measured["straggling"], max(medians) - statistics.mean(medians))
     found["straggling"] = factor * lasting + math.sqrt(factor) * (measured["straggling"] - lasting)
     return found
+
+
+def doubts(times: Times, found: Dict[str, float]) -> List[str]:
+    """Return why the parts of a step are no ground for advice, a clause each; nothing if they are.
+
+    Parts are measured one after the other. If the machine changes meanwhile, because other programs run on it, they do
+    not add up, or repetitions of the same work differ.
+
+    Args: found: the parts, as measured or scaled.
+    """
+    step = math.fsum(found.values())
+    reasons = []
+    rest = found["rest"] / step
+    largest = max(seconds for name, seconds in found.items() if name not in ("compute", "rest")) / step
+    if rest <= -WORTH:
+        reasons.append(f"the parts, measured one after the other, add up to {percent(1 - rest)} of a step")
+    elif rest >= max(WORTH, largest):
+        reasons.append(f"{percent(rest)} of a step is in no part, which is more than any part that a recipe can change")
+    # Waiting for images may vary by its nature: what remains of a step without it should not.
+    without_waiting = [whole - waited for whole, waited in zip(times.as_trained, times.waited)]
+    for words, values in (("steps", without_waiting), ("steps with images in memory", times.from_memory)):
+        low, high = _middle_half(values)
+        if high - low > _VARIES * statistics.median(values):
+            reasons.append(f"{words} vary: half of {len(values)} take between {duration(low)} and {duration(high)}")
+    exchanged = [whole - without for whole, without in zip(times.from_memory, times.without_exchange)]
+    if exchanged and found["exchange"] >= WORTH * step and _middle_half(exchanged)[0] <= 0:
+        reasons.append("steps with and without the exchange differ by less than they vary")
+    return reasons
+
+
+def _middle_half(values: Sequence[float]) -> List[float]:
+    """The quartiles around the middle half."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    return statistics.quantiles(values, n=4, method="inclusive")[::2]
 
 
 def straggling(times: Times, accumulation: int) -> float:

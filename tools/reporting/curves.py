@@ -8,6 +8,7 @@ import math
 import statistics
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
+from recipe.course import is_known
 from tools.reporting.page import Figure
 from tools.reporting.run import Events, Run, resumed_at, steps_per_epoch
 
@@ -23,6 +24,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _MOST_SYMBOLS = 80  # on a line: more would hide it
+_SYMBOL = 6  # pixels
 _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
@@ -43,14 +45,24 @@ def run_style(order: int) -> LineStyle:
 
 
 class Series(NamedTuple):
-    """One quantity. column: of the training events, or of evaluations. role: its name within its figure."""
+    """One quantity. column: of the training events, or of evaluations. role: its name within its figure. error: the
+    column of its standard error, if it has one."""
 
     column: str
     role: str
     evaluated: bool = False
+    error: str = ""
 
     def events_of(self, run: Run) -> Events:
         return run.metrics.evaluation if self.evaluated else run.metrics.train
+
+    def values_of(self, run: Run) -> Sequence[float]:
+        """The values of all events; NaN where there is none, or where it is not told from zero."""
+        events = self.events_of(run)
+        values = events[self.column]
+        if not self.error:
+            return values
+        return [value if is_known(value, error) else math.nan for value, error in zip(values, events[self.error])]
 
 
 class Plan(NamedTuple):
@@ -85,9 +97,10 @@ def _scores(name: str) -> Tuple[Series, ...]:
     )
 
 
-def _plan(column: str, title: str, axis: str, caption: str, **more: bool) -> Plan:
+def _plan(column: str, title: str, axis: str, caption: str, error: str = "", **more: bool) -> Plan:
     """A figure of one quantity of the log."""
-    return Plan(column.partition("/")[0], title, axis, caption, (Series(column, title.lower()),), **more)
+    series = Series(column, title.lower(), error=error)
+    return Plan(column.partition("/")[0], title, axis, caption, (series,), **more)
 
 
 _LOSS = (
@@ -95,7 +108,10 @@ _LOSS = (
     "Validation: every image once."
 )
 _TOP1 = "Training images are augmented, and mixed where the recipe says so: their accuracy can be below validation's."
-_NOISE = "Batches far below it learn as much from each image, batches far above it as much from each update."
+_NOISE = (
+    "Far smaller batches learn as much from each image, far larger ones as much from each update. "
+    "Left out where zero is within two standard errors."
+)
 _MFU = "Floating-point operations of the model, over what this machine reached in a large matrix product."
 _PLANS = (
     Plan("loss", "Loss", "cross entropy, nats", _LOSS, _scores("loss"), log=True),
@@ -104,7 +120,7 @@ _PLANS = (
     _plan("weight_norm", "Norm of the weights", "Euclidean norm", "Over all parameters.", log=True),
     _plan("gradient_norm", "Norm of the gradient", "Euclidean norm", "Over all parameters.", log=True),
     _plan("update_norm", "Norm of the update", "Euclidean norm", "Over all parameters.", log=True),
-    _plan("noise_scale/images", "Gradient noise scale", "images", _NOISE, log=True),
+    _plan("noise_scale/images", "Gradient noise scale", "images", _NOISE, "noise_scale/error", log=True),
     _plan("loss_scale", "Loss scale", "factor", "Multiplies the loss before the backward pass.", log=True, dull=True),
     _plan("skipped_steps", "Skipped updates", "updates", "So far, because their gradient was not finite.", dull=True),
     _plan("unreadable_images", "Unreadable images", "images", "Left out so far.", dull=True),
@@ -134,15 +150,17 @@ def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
     left_out: List[str] = []
     for plan in _PLANS:
         found = [
-            (order, series, series.events_of(run)[series.column])
+            (order, series, series.values_of(run))
             for order, run in enumerate(runs)
             for series in plan.series
             if series.events_of(run).has(series.column)
         ]
-        seen = {value for _, _, column in found for value in column if value == value} if plan.dull else ()
+        seen = {value for _, _, column in found for value in column if value == value}
         if not found:
             left_out.append(f"{plan.title.lower()} (not in metrics.jsonl)")
-        elif len(seen) == 1:
+        elif not seen:
+            left_out.append(f"{plan.title.lower()} (not told from zero)")
+        elif len(seen) == 1 and plan.dull:
             left_out.append(f"{plan.title.lower()} ({seen.pop():g} throughout)")
         else:
             figures.append(_figure(plan, found, runs, names, unit[1]))
@@ -292,18 +310,28 @@ def abscissae(events: Events, places: Sequence[int], unit: float) -> dict:
 
 def _trace(name: str, style: LineStyle, x: dict, y: Sequence[float], **more: object) -> dict:
     """A line as plotly has it, apart from `x`; gaps where values are not finite. Args: more: of plotly's keys."""
-    mode = "markers" if len(y) == 1 else "lines+markers" if style.symbol and len(y) <= _MOST_SYMBOLS else "lines"
+    lonely = _lonely(y)
+    marked = bool(style.symbol) and len(y) <= _MOST_SYMBOLS
+    size: object = _SYMBOL
+    if any(lonely) and not marked:
+        size = [_SYMBOL if alone else 0 for alone in lonely]
     return {
         "type": "scatter",
-        "mode": mode,
+        "mode": "lines+markers" if marked or any(lonely) else "lines",
         "name": _label(name),
         "x": x,
         "y": [number(value) for value in y],
         "line": {"color": style.colour, "dash": style.dash, "width": style.width},
-        "marker": {"symbol": style.symbol or "circle", "size": 6, "color": style.colour},
+        "marker": {"symbol": style.symbol or "circle", "size": size, "color": style.colour},
         "opacity": style.opacity,
         **more,
     }
+
+
+def _lonely(y: Sequence[float]) -> List[bool]:
+    """Whether each value has no finite neighbour: of such a value a line shows nothing."""
+    finite = [False, *map(math.isfinite, y), False]
+    return [own and not before and not after for before, own, after in zip(finite, finite[1:], finite[2:])]
 
 
 def _axes(title: str, data: Sequence[dict], *, log: bool = False, share: bool = False) -> dict:

@@ -8,27 +8,34 @@ import itertools
 import math
 import os
 import shlex
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
 from recipe import loading
+from recipe.division import count
 from recipe.errors import printable
 from recipe.files import replacing, write_text
+from tools.output import few_ticks
 from tools.planning import text
 from tools.sweeping.candidates import Candidates, as_text
-from tools.sweeping.definition import Definition, SweepFile
+from tools.sweeping.definition import Axis, Definition, SweepFile
 from tools.sweeping.folder import SweepFolder
 from tools.sweeping.trials import COMPLETE, PRUNED, STATES, Record
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from tools.sweeping.study import Study
 
 _SHOWN = 20  # rows of the table; all are in the file
 _PICTURE_SECONDS = 30.0  # between two pictures: drawing one takes a second
 _COLUMNS = 3
 _SIDE = 3.4  # of a panel, inches
+_LETTERS = 26  # of all labels that fit below a panel side by side
 _BLUE, _ORANGE, _GREY = "#0072b2", "#f0a30a", "#9a9a9a"  # by Okabe and Ito, distinct for colour-blind readers
+_BEST = {"marker": "*", "markersize": 15, "color": "#d55e00", "markeredgecolor": "white", "linestyle": "none"}
 
 
 class Report:
@@ -156,38 +163,70 @@ def draw_picture(
 
     metric, space = sweep.definition.metric, sweep.definition.space
     complete, pruned = ([each for each in records if each.state == state] for state in (COMPLETE, PRUNED))
-    better = min if sweep.definition.direction == "minimize" else max
+    rows = ranked(complete, sweep.definition)
+    best = next((each for each in complete if each.trial == rows[0]["trial"]), None) if rows else None
     lines = math.ceil((2 + len(space)) / _COLUMNS)
     figure = Figure(figsize=(_COLUMNS * _SIDE * 1.15, lines * _SIDE), layout="constrained")
-    figure.suptitle(f"{sweep.name}: {metric} of {len(complete)} complete trials".replace("$", r"\$"))
+    figure.suptitle(_plain(f"{sweep.name}: {metric} of {count(len(complete), 'complete trial')}"))
     history, importance, *panels = figure.subplots(lines, _COLUMNS, squeeze=False).flat
-    numbers, values = [each.trial for each in complete], [each.value for each in complete]
-    history.plot(numbers, values, "o", color=_BLUE, label="trial")
-    best_so_far = list(itertools.accumulate(values, better))
-    history.step(numbers, best_so_far, where="post", color=_ORANGE, label="best so far")
-    history.plot([each.trial for each in pruned], [each.value for each in pruned], "x", color=_GREY, label="pruned")
-    history.set(title="history", xlabel="trial", ylabel=metric)
-    history.xaxis.get_major_locator().set_params(integer=True)
-    history.legend(fontsize=8)
+    _draw_history(history, sweep.definition, complete, pruned, best)
     importance.set(title="importance (PED-ANOVA)", xlim=(0, 1))
     if importances is None:
         importance.text(0.5, 0.5, "too few different values\nto say what mattered", ha="center", va="center")
+        importance.set_yticks([])
     for name, share in sorted((importances or {}).items(), key=lambda pair: pair[1]):
-        importance.barh(name, share, color=_BLUE)
+        importance.barh(_plain(name), share, color=_BLUE)
     for (key, axis), panel in zip(space.items(), panels):
-        places = [each.parameters[key] for each in complete]
-        if axis.choices is not None:
-            labels = [as_text(choice) for choice in axis.choices]
-            places = [labels.index(as_text(value)) for value in places]
-            panel.set_xticks(range(len(labels)), [label.replace("$", r"\$") for label in labels])
-            panel.set_xlim(-0.5, len(labels) - 0.5)
-        else:
-            panel.set_xscale("log" if axis.log else "linear")
-            panel.axvspan(axis.low, axis.high, alpha=0)  # the whole range, also where nothing was drawn
-        panel.set(title=key, ylabel=metric)
-        panel.grid(alpha=0.3)
-        panel.plot(places, values, "o", color=_BLUE)
+        _draw_parameter(panel, key, axis, complete, best)
+        panel.set(title=_plain(key), ylabel=metric)
     for panel in panels[len(space) :]:
         panel.set_axis_off()
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
+
+
+def _draw_history(
+    panel: Axes, definition: Definition, complete: Sequence[Record], pruned: Sequence[Record], best: Optional[Record]
+) -> None:
+    """The value of each trial, and the best so far."""
+    better = min if definition.direction == "minimize" else max
+    numbers = [each.trial for each in complete]
+    values = [each.value for each in complete]
+    panel.plot(numbers, values, "o", color=_BLUE, label="trial")
+    panel.step(numbers, list(itertools.accumulate(values, better)), where="post", color=_ORANGE, label="best so far")
+    if pruned:
+        panel.plot([each.trial for each in pruned], [each.value for each in pruned], "x", color=_GREY, label="pruned")
+    if best is not None:
+        panel.plot([best.trial], [best.value], label=f"best: trial {best.trial}", **_BEST)
+    panel.set(title="history", xlabel="trial", ylabel=definition.metric)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.legend(fontsize=8)
+
+
+def _draw_parameter(panel: Axes, key: str, axis: Axis, complete: Sequence[Record], best: Optional[Record]) -> None:
+    """The value of each trial over one parameter."""
+    values = [each.value for each in complete]
+    if axis.choices is None:
+        labels: List[str] = []
+        places = [each.parameters[key] for each in complete]
+        panel.set_xscale("log" if axis.log else "linear")
+        panel.axvspan(axis.low, axis.high, alpha=0)  # the whole range, also where nothing was drawn
+    else:
+        labels = [as_text(choice) for choice in axis.choices]
+        places = [labels.index(as_text(each.parameters[key])) for each in complete]
+    panel.plot(places, values, "o", color=_BLUE)
+    if best is not None:
+        panel.plot([places[complete.index(best)]], [best.value], **_BEST)
+    if axis.choices is None:
+        few_ticks(panel.xaxis)
+    else:
+        long = sum(map(len, labels)) > _LETTERS
+        shown = [_plain(textwrap.shorten(label, _LETTERS, placeholder="...")) for label in labels]
+        panel.set_xticks(range(len(labels)), shown, rotation=30 if long else 0, ha="right" if long else "center")
+        panel.set_xlim(-0.5, len(labels) - 0.5)
+    panel.grid(alpha=0.3)
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib does not read as mathematics."""
+    return text.replace("$", r"\$")

@@ -72,6 +72,44 @@ def test_a_pipeline_fills_once_however_long_the_step():
     assert scaled(times({0: [5.4, 5.4]}, own=even, stages=2), 16)["bubble"] == pytest.approx(1.0 + 4 * 0.4)
 
 
+def doubts(measured):
+    return splitting.doubts(measured, splitting.parts(measured))
+
+
+def test_parts_that_add_up_and_repeat_are_not_doubted():
+    assert doubts(times(**TWO_REPLICAS)) == doubts(times(**TWO_STAGES)) == []
+    # Waiting for images may vary: a far disk does.
+    steady = times({0: [4.0] * 4})
+    assert doubts(steady._replace(as_trained=[5.0, 9.0, 6.0, 12.0], waited=[0.5, 4.5, 1.5, 7.5])) == []
+
+
+@pytest.mark.parametrize(
+    ("measured", "reasons"),
+    [
+        # 4 + 0.5 + 0.25 seconds of parts that were measured while the machine was busy, in a step of 3.275.
+        (times({0: [4.0] * 4})._replace(as_trained=[3.275] * 4), ["add up to 145 % of a step"]),
+        (times({0: [4.0] * 4}, extra=2.0), ["30 % of a step is in no part"]),
+        (
+            times({0: [4.0] * 4})._replace(from_memory=[2.0, 4.0, 5.0, 9.0]),
+            ["steps with images in memory vary: half of 4 take between 3.5 s and 6 s"],
+        ),
+        (
+            times({0: [4.0] * 4})._replace(as_trained=[2.25, 4.75, 4.75, 9.25]),
+            ["steps vary: half of 4 take between 3.88 s and 5.62 s"],
+        ),
+        (
+            times({0: [4.0] * 5}, exchange=(1.0,))._replace(without_exchange=[3.5, 4.5, 5.5, 5.6, 4.0]),
+            ["differ by less than they vary"],
+        ),
+    ],
+)
+def test_what_does_not_add_up_or_repeat_is_doubted(measured, reasons):
+    found = doubts(measured)
+    assert len(found) == len(reasons), found
+    for reason, words in zip(found, reasons):
+        assert words in reason
+
+
 def test_straggling_is_the_deviation_over_replicas_and_steps():
     """Lengths 4 and 5, over their mean: 0.5 / 4.5, whether replicas or steps differ; only chance averages out."""
     lasting, chance = times({0: [4.0, 4.0], 1: [5.0, 5.0]}), times({0: [4.0, 5.0], 1: [5.0, 4.0]})

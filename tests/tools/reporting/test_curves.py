@@ -67,6 +67,29 @@ def test_quantities_that_are_missing_or_never_change_are_omitted_and_named(read)
     assert found["loss_scale"].data[0]["y"] == [128, 64] and found["skipped_steps"].data[0]["y"] == [0, 3]
 
 
+def test_a_value_without_neighbours_is_a_point(read):
+    """A line shows nothing of it: a single evaluation, a log line between two that are not finite."""
+    events = [train_event(6), train_event(12, loss=None), train_event(18, loss=2.0), train_event(24, loss=None)]
+    found = checked(curves.draw([read([*events, eval_event(24)])], ["run"]).figures)
+    training, validation = found["loss"].data
+    assert (validation["mode"], validation["marker"]["size"]) == ("lines+markers", 6)
+    assert (training["mode"], training["marker"]["size"]) == ("lines+markers", [6, 0, 6, 0])
+    assert found["lr"].data[0]["mode"] == "lines"
+
+
+def test_a_noise_scale_that_is_not_told_from_zero_is_left_out(read):
+    scales = [(300.0, 60.0), (2259.0, 5384.0), (400.0, 100.0), (500.0, 100.0)]
+    events = [
+        train_event(6 * number, noise_scale={"images": images, "error": error})
+        for number, (images, error) in enumerate(scales, start=1)
+    ]
+    found = checked(curves.draw([read(events)], ["run"]).figures)
+    assert found["noise_scale"].data[0]["y"] == [300, None, 400, 500]
+    drawn = curves.draw([read([events[1]])], ["run"])
+    assert "gradient noise scale (not told from zero)" in drawn.left_out
+    assert "noise_scale" not in checked(drawn.figures)
+
+
 def test_runs_are_drawn_in_the_same_figures_each_in_its_colour(read):
     """Names are text to plotly, which reads some HTML."""
     short = read(LINES[:10], "short", overrides=["batch.global=48"])

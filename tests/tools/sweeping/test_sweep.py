@@ -20,7 +20,8 @@ from tools import sweep
 from tools.sweeping.candidates import load_candidates
 from tools.sweeping.definition import read
 from tools.sweeping.folder import SweepFolder
-from tools.sweeping.report import _best_recipe
+from tools.sweeping.report import _best_recipe, draw_picture
+from tools.sweeping.trials import Record
 from training.metrics import read_events
 
 
@@ -41,6 +42,32 @@ def test_all_trials_run_once_and_the_best_becomes_a_recipe(some):
         QUICKSTART, ["run.epochs=4", "schedule.warmup_epochs=1", "run.name=some-best", *trained]
     )
     assert (some.folder / "importance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_marks_the_best_trial_in_each_panel(tmp_path, monkeypatch):
+    figures = []
+
+    def save(figure, place, **_):
+        figures.append(figure)
+        Path(place).touch()
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
+    file = tmp_path / "some.yaml"
+    space = "{schedule.peak: {low: 0.5, high: 8, log: true}, batch.global: {choices: [32, 64]}}"
+    file.write_text(f"recipe: {QUICKSTART}\ntrials: 3\nmetric: top1\nspace: {space}\n")
+    trials = [(0, 0.5, 4.0, 32), (1, 0.9, 2.0, 64), (2, 0.7, 1.0, 32)]
+    records = [
+        Record(number, "complete", value, {"schedule.peak": peak, "batch.global": batch}, 3.0, 1.0, None)
+        for number, value, peak, batch in trials
+    ]
+    draw_picture(tmp_path / "picture.png", read(file, []), records, None)
+    panels = {axis.get_title(): axis for axis in figures[0].axes}
+    stars = {
+        title: [tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() == "*"]
+        for title, axis in panels.items()
+        if axis.lines
+    }
+    assert stars == {"history": [(1, 0.9)], "schedule.peak": [(2.0, 0.9)], "batch.global": [(1, 0.9)]}
 
 
 def test_the_best_recipe_is_the_one_that_was_trained(tmp_path):
