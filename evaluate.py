@@ -13,13 +13,13 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import json
 import re
 from pathlib import Path
 
 from recipe.division import count
 from recipe.errors import DONE, DataError, printable
 from recipe.files import writing
+from recipe.json_text import json_text
 from training.command import Parser, add_choice_of_weights, one_line
 
 _WORST = 10  # classes that the terminal shows; the file has all
@@ -95,7 +95,7 @@ def _score(options) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         scoring.write_class_table(folder / "classes.csv", rows)
         scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
-        (folder / "scores.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (folder / "scores.json").write_text(json_text(summary, indent=1) + "\n")
     about = f"{printable(str(stored.path))}, {stored.which} weights"
     print(f"{about}: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})")
     worst = [row for row in rows if row["top1"] is not None and row["top1"] < 1][:_WORST]

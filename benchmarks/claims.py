@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import operator
 import os
 import statistics
@@ -13,6 +12,7 @@ from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Mapp
 
 import torch
 
+from recipe.json_text import json_text
 from tools import formats
 from training.command import Parser
 
@@ -167,7 +167,7 @@ def report(
     if quick():
         print("quick: all figures are indicative only")
     if as_json:
-        print(json.dumps(result(benchmark, rows, claims, about), allow_nan=False))
+        print(json_text(result(benchmark, rows, claims, about)))
 
 
 def machine() -> dict:

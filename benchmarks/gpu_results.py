@@ -10,6 +10,7 @@ from benchmarks.gpu_checks import CHECKS, passed
 from benchmarks.gpu_kernels import OUR_UPDATE, UPDATE
 from benchmarks.gpu_measure import LEAST_TURNS, Row
 from benchmarks.gpu_training import CLAIMED, COMPILED, MICROS, OURS, TIMM
+from recipe.json_text import json_text
 
 NO_PEER = "timm's efficientnet_b4 compiled did not finish"
 _PEER = f"{TIMM}, efficientnet"
@@ -92,7 +93,7 @@ def write(measured: Measured, folder: Path) -> List[Path]:
     files = _files(folder, about["device"])
     columns = [{**row.columns(), "repetitions": _finite(row)} for row in measured.rows]
     content = {**claims.result("gpu_suite", columns, made_claims(measured.rows), about), "calls": measured.calls}
-    for file, text in zip(files, (json.dumps(content, indent=1, allow_nan=False) + "\n", _markdown(measured))):
+    for file, text in zip(files, (json_text(content, indent=1) + "\n", _markdown(measured))):
         temporary = file.with_suffix(".part")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)

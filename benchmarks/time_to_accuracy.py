@@ -41,6 +41,7 @@ import torch
 from benchmarks import CACHE, QUICKSTART, QUIET, RESULTS, claims, networks
 from benchmarks.networks import Network
 from recipe import loading
+from recipe.json_text import json_text
 from training.metrics import read_events
 from training.run import run
 
@@ -104,7 +105,7 @@ def keep(seed: int, curves: Dict[str, Curve]) -> None:
         "curves": curves,
     }
     with open(KEPT, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+        stream.write(json_text(line) + "\n")
 
 
 def read(where: Path) -> Optional[Curve]:

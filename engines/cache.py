@@ -14,6 +14,7 @@ import torch
 
 from models.kernels import patching
 from recipe.files import replacing
+from recipe.json_text import json_text
 
 
 def place(kind: str, *key: object) -> Path:
@@ -35,4 +36,4 @@ def write(file: Path, content: Any) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, shared=True) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+            temporary.write_text(json_text(content, indent=1) + "\n")

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from optim.layout import Run, in_parts, in_rows
-from optim.norms import Norms, clip_factor, in_float32, repaired
+from optim.norms import Norms, asks, clip_factor, in_float32, repaired
 from optim.optimizer_update import Target
 from optim.rounding import lower, random_bits, rounded, upper
 
@@ -32,7 +32,7 @@ class LarsUpdate:
         self.run: Run = in_parts
         parameters, self._layout, self._buffers, self._bits, self._clip_norm, self._model = target
         device = self._layout.device
-        self.asks = device.type == "cpu"  # whether to step: that costs nothing there, elsewhere a mask decides
+        self.asks = asks(device)  # whether to step; elsewhere a mask decides
         self._rules = Rules(lars, parameters, device)
         self._decay = self._layout.spread(self._rules.decay)
 

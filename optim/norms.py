@@ -16,6 +16,11 @@ SMALLEST = 2.0**-90  # of a sum of squares: in it, what float32 rounds off from 
 LARGEST = torch.finfo(torch.float32).max
 
 
+def asks(device: torch.device) -> bool:
+    """Whether the host may look at a result to decide what to compute: that costs nothing on a CPU."""
+    return device.type == "cpu"
+
+
 def spoiled(sums: torch.Tensor) -> torch.Tensor:
     """Return where float64 sums of squares that were made in float32 may be wrong, bool [parameters]."""
     return ~(sums >= SMALLEST) | torch.isinf(sums)
@@ -33,7 +38,7 @@ def repaired(
         values: given some rows of the layout, what was squared for each of the sums, float32 [rows, ROW].
     """
     wrong = [spoiled(each) for each in sums]
-    if layout.device.type != "cpu":
+    if not asks(layout.device):
         exact = [layout.sums(_row_sums(each)) for each in values(slice(None))]
         return [torch.where(*each) for each in zip(wrong, exact, sums)]
     for place in torch.stack(wrong).any(0).nonzero().flatten().tolist():
@@ -45,7 +50,7 @@ def repaired(
 
 def norm(tensor: torch.Tensor) -> torch.Tensor:
     """Return the Euclidean norm of a tensor, float64 []; to float32 rounding, whatever its finite values are."""
-    if tensor.device.type == "cpu":  # where float64 takes longer, and a look at the result costs nothing
+    if asks(tensor.device):
         found = torch.linalg.vector_norm(tensor, dtype=torch.float32).double()
         if not spoiled(found * found):
             return found

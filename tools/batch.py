@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Iterator, List, Optional, Sequence
@@ -29,6 +28,7 @@ from recipe.batch import planned
 from recipe.division import count
 from recipe.errors import DONE
 from recipe.files import writing
+from recipe.json_text import json_text
 from tools import output
 from tools.arguments import whole
 from tools.formats import duration
@@ -68,7 +68,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             "costs": [each._asdict() for each in costs],
             "bias": batches.BIAS if any(each.upper_bound for each in costs) else None,
         }
-        print(json.dumps(data, allow_nan=False))
+        print(json_text(data))
     return DONE
 
 

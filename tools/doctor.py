@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before the imports: see run
 
 import argparse
 import functools
-import json
 import signal
 from pathlib import Path
 from typing import Optional, Sequence
@@ -30,6 +29,7 @@ from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, UserError
 from recipe.files import writing
+from recipe.json_text import json_text
 from tools import output as outputs
 from tools.arguments import within
 from training.command import Parser, fail, naming, one_line
@@ -103,4 +103,4 @@ def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
             files[1].write_text(dump(found.machine), encoding="utf-8")
     print(f"files      {', '.join(map(str, files))}")
     if options.json:
-        print(json.dumps({**rendering.as_data(found, options.config), "files": list(map(str, files))}, allow_nan=False))
+        print(json_text({**rendering.as_data(found, options.config), "files": list(map(str, files))}))

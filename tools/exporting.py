@@ -20,6 +20,7 @@ from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import DONE, FAILED, DataError
 from recipe.files import write
+from recipe.json_text import json_text
 from tools import output
 from training import exported, progress, weights
 from training.command import fail
@@ -76,7 +77,7 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
         print(f"no validation images: {reason}")
     print(f"read again, on {number} {about['images']} images: largest difference of a logit {difference:.2g}")
     if options.json:
-        print(json.dumps(about, allow_nan=False))
+        print(json_text(about))
     return DONE
 
 

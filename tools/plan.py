@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 import functools
-import json
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
@@ -26,6 +25,7 @@ from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import DONE
 from recipe.files import writing
+from recipe.json_text import json_text
 from tools.planning import machine, summary, text
 from tools.planning.machine import Machine
 from tools.planning.summary import Summary
@@ -59,7 +59,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             picture.draw(plan, options.picture)
         print(f"picture    {options.picture}")
     if options.json:
-        print(json.dumps(text.as_data(plan), allow_nan=False))
+        print(json_text(text.as_data(plan)))
     return DONE
 
 

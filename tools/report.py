@@ -17,13 +17,13 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Optional, Sequence
 
 from recipe.errors import DONE, UserError
 from recipe.files import write_text
+from recipe.json_text import json_text
 from tools import output as outputs
 from tools.arguments import within
 from tools.reporting import page, sections
@@ -69,5 +69,5 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     write_text(output, content)
     print(f"{output}: {text}, {len(content.encode()) / 1e6:.1f} MB")
     if options.json:
-        print(json.dumps({"files": [str(output)], "runs": figures}, allow_nan=False))
+        print(json_text({"files": [str(output)], "runs": figures}))
     return DONE

@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before the imports: see run
 import argparse
 import contextlib
 import functools
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -39,6 +38,7 @@ from recipe import cores
 from recipe.division import count
 from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from recipe.files import write
+from recipe.json_text import json_text
 from tools import imagenet
 from tools.arguments import whole, within
 from tools.indexing import LeftOut, scan
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail("a worker was killed, perhaps for want of memory; rerun the command with fewer --workers", FAILED)
     print(text)
     if options.json:
-        print(json.dumps(data))
+        print(json_text(data))
     return code
 
 

@@ -17,11 +17,11 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__, computes=False)
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Optional, Sequence
 
 from recipe.errors import DONE, FAILED, STOPPED, first_line
+from recipe.json_text import json_text
 from tools.arguments import whole
 from tools.sweeping.candidates import load_candidates, survey
 from tools.sweeping.definition import read
@@ -74,7 +74,7 @@ def _conclude(data: dict, stop: StopRequest, as_json: bool) -> int:
         reason = next((row["reason"] for row in reversed(data["leaderboard"]) if row["reason"]), "")
         code = fail(f"no trial is complete; the last says: {reason}; mend it and choose another --output", FAILED)
     if as_json:
-        print(json.dumps(data, allow_nan=False))
+        print(json_text(data))
     return code
 
 

@@ -5,7 +5,6 @@ The run's config.yaml has the values with which it began; decisions.json those f
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Optional
 
@@ -19,6 +18,7 @@ from recipe.division import Batch, count
 from recipe.errors import CheckpointError
 from recipe.files import write_text
 from recipe.hardware import EngineSection
+from recipe.json_text import json_text
 from training.run_folder import DECISIONS, begun_recipe
 
 _ENGINE = {"memory_format", "kernels"}
@@ -101,7 +101,7 @@ def keep(folder: Path, subject: str, place: Mapping[str, Any], taken: Any) -> No
     before, decision = _read(folder), [subject, dict(place), taken]
     if decision not in before:
         entries = [*(entry for entry in before if entry[:2] != decision[:2]), decision]
-        text = json.dumps([dict(zip(_KEYS, entry)) for entry in entries], indent=1)
+        text = json_text([dict(zip(_KEYS, entry)) for entry in entries], indent=1)
         write_text(folder / DECISIONS, text + "\n")
 
 

@@ -18,6 +18,7 @@ from recipe.bounded import read_json
 from recipe.config import Log, Recipe
 from recipe.errors import ConfigError, first_line
 from recipe.files import write_text
+from recipe.json_text import json_text
 from recipe.kinds import Registry
 from training import metrics
 from training.run_folder import first_difference
@@ -154,5 +155,5 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
         if found[-1].run:
             known[kind.key] = (earlier or ServiceState("", {}, sections))._replace(run=found[-1].run)
     if known:
-        write_text(folder / FILE, json.dumps({name: each._asdict() for name, each in known.items()}, indent=1) + "\n")
+        write_text(folder / FILE, json_text({name: each._asdict() for name, each in known.items()}, indent=1) + "\n")
     return found

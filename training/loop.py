@@ -55,7 +55,8 @@ class Progression:
     step: updates done. metrics_bytes: length of metrics.jsonl. logged_checkpoint: whether the checkpoint's own
     event follows. loss, correct, images, steps_in_window: sums since the last log line. seconds: of all sessions;
     paused: those not spent training; waited: those a device waited for images. lines_above_limit: the last log lines
-    in a row whose loss is above run.loss_limit. scores: of the last evaluation. growth: see Course.
+    in a row whose loss is above run.loss_limit. skipped: updates left out until the last log line. scores: of the last
+    evaluation. growth: see Course.
     """
 
     step: int = 0
@@ -73,6 +74,7 @@ class Progression:
     lines_above_limit: int = 0
     images_digest: str = ""  # of the images that it is trained on; older checkpoints have none
     rounding: int = 1  # version of the random bits that round weights; older checkpoints have none
+    skipped: int = 0  # older checkpoints have none
     scores: dict = field(default_factory=dict)
     growth: list = field(default_factory=list)
 
@@ -182,6 +184,7 @@ class Trainer:
         if not images:
             fault = f"no image of the last {steps} steps can be read; the last: {self._last_unreadable}"
             self._raise(DataError, f"step {done}: {fault}; mend that, then rerun the same command")
+        skipped = progression.skipped = result.skipped.item()
         rate, flops, waiting = self._clock.lap(max(self.engine.processes.gather(self.engine.data_wait())))
         values = {
             "epoch": self._epochs(done),
@@ -191,7 +194,7 @@ class Trainer:
             **({"batch": update.steps * recipe.batch.global_} if recipe.batch.schedule else {}),
             # None where the update is made on a device that does not report them.
             **{f"{kind}_norm": getattr(result.norms, kind).item() for kind in _NORMS if result.norms is not None},
-            "skipped_steps": result.skipped.item(),
+            "skipped_steps": skipped,
             "unreadable_images": progression.unreadable,
             "loss_scale": result.loss_scale.item(),
             "images_per_second": rate,
@@ -208,6 +211,8 @@ class Trainer:
             f"step {done}/{self.lengths.total}  loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(rate)} "
             f"MFU {values['mfu']:.0%} wait {waiting:.0%} ETA {duration(left)}"
         )
+        if skipped:
+            text += f" {self._skipped_of(done)}"
         whole, layers = self.engine.noise_scale()
         if whole is not None:
             values["noise_scale"] = whole._asdict()
@@ -344,6 +349,14 @@ class Trainer:
             f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {best:.2%}  {own}"
             f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
+        skipped = self.progression.skipped
+        if skipped:
+            text += f"  {self._skipped_of(self.lengths.total)}"
+        if 2 * skipped > self.lengths.total:
+            text += (
+                "\nmost updates were skipped: their gradients were not finite, and only the others changed "
+                "the weights; start a new run with a lower schedule.peak (or peak_per_image) or precision.loss_scale"
+            )
         if workers is not None:
             here = cores.available()
             text += (
@@ -351,6 +364,11 @@ class Trainer:
                 f"would keep up instead of {self.recipe.data.workers}, given a core for each (here: {here})"
             )
         self.monitor.event("end", self.lengths.total, values, text)
+
+    def _skipped_of(self, done: int) -> str:
+        """How many updates were left out until step `done`; with a batch schedule an update may be several steps."""
+        of_all = "" if self.recipe.batch.schedule else f" of {done}"
+        return f"{self.progression.skipped}{of_all} updates skipped"
 
     def _epochs(self, step: int) -> float:
         return step / self.lengths.steps_per_epoch

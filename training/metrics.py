@@ -6,8 +6,6 @@ An event has `event` (train, eval, checkpoint or end) and `step` (updates done).
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 from pathlib import Path
 from typing import IO, Dict, Iterator, List, NamedTuple, Optional
@@ -15,6 +13,7 @@ from typing import IO, Dict, Iterator, List, NamedTuple, Optional
 from recipe.bounded import parse_json
 from recipe.errors import UserError
 from recipe.files import check_same, writing
+from recipe.json_text import json_text
 
 NAME = "metrics.jsonl"
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
@@ -106,7 +105,7 @@ class Metrics:
         """Append an event; numbers that JSON does not know become null."""
         self.check()
         with writing(self._path):
-            self._stream.write((json.dumps(_valid_json(event), allow_nan=False) + "\n").encode())
+            self._stream.write((json_text(event) + "\n").encode())
             self._stream.flush()
 
     def position(self) -> int:
@@ -120,10 +119,3 @@ class Metrics:
     def close(self) -> None:
         with writing(self._path):  # what a failed write has left is tried again
             self._stream.close()
-
-
-def _valid_json(value: object) -> object:
-    """`value` with null for NaN and the infinities."""
-    if isinstance(value, dict):
-        return {key: _valid_json(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import json
 import os
 import platform
 import subprocess
@@ -21,6 +20,7 @@ from recipe.config import Log, Parallel, Recipe
 from recipe.errors import CheckpointError, ConfigError
 from recipe.files import check_same, write_text
 from recipe.hardware import EngineSection, Ipu
+from recipe.json_text import json_text
 from training import metrics
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.
@@ -129,7 +129,7 @@ def starts(folder: Path) -> List[dict]:
 
 
 def _write_starts(folder: Path, entries: Sequence[dict]) -> None:
-    write_text(folder / _ENVIRONMENT, json.dumps({"starts": entries}, indent=1) + "\n")
+    write_text(folder / _ENVIRONMENT, json_text({"starts": entries}, indent=1) + "\n")
 
 
 def begun_recipe(recipe: Recipe) -> Optional[Recipe]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 from recipe.config import MLflow, TensorBoard, WeightsAndBiases
 from recipe.errors import DONE, STOPPED, first_line
 from recipe.files import writing
+from recipe.json_text import json_text
 from training.loggers import LOGGERS, Logger, ServiceState, Session, numbers
 
 
@@ -89,7 +89,7 @@ class MlflowLogger(Logger):
         self.run = mlflow.start_run(run_id=run or None, run_name=session.name).info.run_id
         if not run:  # a parameter cannot be changed, but where a run is computed may
             keys = {f"{name}.{key}": value for name, keys in session.recipe.items() for key, value in keys.items()}
-            mlflow.log_params({key: v if isinstance(v, str) else json.dumps(v) for key, v in keys.items()})
+            mlflow.log_params({key: v if isinstance(v, str) else json_text(v) for key, v in keys.items()})
 
     def event(self, kind: str, step: int, values: dict) -> None:
         found = numbers(kind, values)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
 from engines.timeline import Span
+from recipe.json_text import json_text
 
 # Okabe and Ito's blue and orange, which all eyes tell apart, and greys that also differ in print.
 _COLOURS = {"forward": "#0072b2", "backward": "#f0a30a", "load": "#d0d0d0", "exchange": "#9a9a9a", "update": "#4d4d4d"}
@@ -56,7 +56,7 @@ def write(folder: Path, spans: Sequence[Span], micro_batches: int, stages: int, 
     bound = f"ideal {work} / ({work} + {stages - 1}) = {ideal(micro_batches, stages, virtual):.2f}"
     found = {step: efficiency(by_step[step]) for step in by_step}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "trace.json").write_text(json.dumps(_trace(spans)))
+    (folder / "trace.json").write_text(json_text(_trace(spans)))
     title = f"step {first}: pipeline efficiency {found[first]:.2f}, {bound}"
     _draw(by_step[first], title, folder / "timeline.png")
     which = f"step {first}" if first == last else f"steps {first} to {last}"

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.sources import open_source
 from engines import factory
+from optim import norms
 from recipe import batch as arithmetic
 from recipe.errors import DataError
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
@@ -121,6 +122,33 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names,
     assert len(engine.steps) == 8 and start.saved() == [6]
     start(ScriptedEngine(finite=lambda step: step not in (1, 2, 3)), "precision.max_skipped_steps=3")
     assert [event["skipped_steps"] for event in start.events("train")] == [3, 3, 3]  # all in a row at the first line
+
+
+def test_the_terminal_says_how_many_updates_were_skipped_and_where_most_were(start):
+    """Of a run without any, nothing. Steps 1 to 3 are skipped, or all but the first four; lines are at 4, 8 and 12."""
+    for finite, counts, most in (
+        (lambda step: True, [None] * 4, False),
+        (lambda step: step not in (1, 2, 3), ["3 of 4", "3 of 8", "3 of 12", "3 of 12"], False),
+        (lambda step: step < 4, [None, "4 of 8", "8 of 12", "8 of 12"], True),
+    ):
+        said = []
+        start(ScriptedEngine(finite=finite), "precision.max_skipped_steps=99", say=said.append)
+        lines = [line for line in said if line.startswith(("step ", "done: "))]
+        for line, count in zip(lines, counts):
+            assert (f" {count} updates skipped" in line) if count else ("skipped" not in line)
+        assert len(lines) == 4
+        assert ("\nmost updates were skipped: " in lines[-1]) == most
+
+
+def test_the_last_line_has_the_skipped_updates_of_earlier_sessions_too(start):
+    """A checkpoint carries the count, for a run that was stopped between its last step and its last line."""
+    said = []
+    start(
+        ScriptedEngine(),
+        progression=Progression(step=12, skipped=7, scores={"top1": 0.5, "top5": 0.9}),
+        say=said.append,
+    )
+    assert "7 of 12 updates skipped" in said[-1]
 
 
 LOW_LIMIT = ("log.every_steps=2", "run.loss_limit=1.5")  # times ln 10: 3.45; lines have 0.5, 2.5, 4.5, 6.5, 8.5, 10.5
@@ -248,6 +276,7 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
     engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=12)
     engine.weights._update.asks = False
+    monkeypatch.setattr(norms, "asks", lambda device: False)
     waits, by_step, step = Waits(), {}, Trainer._step
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
         real = getattr(torch.Tensor, method)

@@ -11,6 +11,7 @@ from recipe import loading
 from recipe.bounded import read_json
 from recipe.errors import CheckpointError, ConfigError
 from recipe.files import write_text
+from recipe.json_text import json_text
 from tools.sweeping.candidates import Candidates
 from training.run_folder import first_difference
 
@@ -49,7 +50,7 @@ class SweepFolder:
         self._check(candidates, definition)  # another sweep may have begun meanwhile
         if not (path / _DEFINITION).exists():
             write_text(path / _RECIPE, loading.dump(candidates.base))
-            write_text(path / _DEFINITION, json.dumps(definition, indent=1) + "\n")
+            write_text(path / _DEFINITION, json_text(definition, indent=1) + "\n")
         for name in ("trials", "logs"):
             (path / name).mkdir(exist_ok=True)
 

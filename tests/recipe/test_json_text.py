@@ -1,0 +1,42 @@
+"""JSON that is written has no NaN: null stands for what is not finite."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.json_text import json_text
+from tests.conftest import ROOT
+
+# Files whose JSON is a key, a digest, a message, text or a setting, and has no measured numbers.
+_OTHERS = {
+    *("recipe/json_text.py", "recipe/section.py", "recipe/schema.py", "recipe/ipu_rules.py"),
+    *("training/loggers.py", "training/elastic.py", "training/checkpoint.py"),
+    *("engines/cache.py", "engines/own_loop.py", "parallel/board.py", "parallel/generations.py"),
+    *("data/shard_index.py", "tools/packing.py", "tools/exporting.py", "tools/reporting/page.py"),
+    *("tools/sweeping/study.py", "tools/sweeping/candidates.py", "tools/sweeping/folder.py"),
+}
+
+
+def strict(text):
+    def refuse(name):
+        pytest.fail(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_not_finite_becomes_null_however_deep():
+    value = {"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})], "d": True, "e": "NaN", "f": None}
+    found = strict(json_text(value, indent=1))
+    assert found == {"a": None, "b": [1.5, [None, {"c": None}]], "d": True, "e": "NaN", "f": None}
+
+
+def test_every_file_that_writes_measured_numbers_writes_them_by_it():
+    rooms = ("recipe", "models", "optim", "data", "parallel", "engines", "training", "tools")
+    files = [
+        ROOT / "evaluate.py",
+        ROOT / "train.py",
+        *(file for room in rooms for file in Path(ROOT, room).rglob("*.py")),
+    ]
+    found = {file.relative_to(ROOT).as_posix() for file in files if "json.dump" in file.read_text()}
+    assert found <= _OTHERS
