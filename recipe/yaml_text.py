@@ -125,7 +125,10 @@ def parse_value(text: str, place: str, plain_items: bool = False) -> Any:
     Raises:
         ConfigError: the text is no YAML, or a comment is in it.
     """
-    loader = _ValueLoader(text)
+    try:
+        loader = _ValueLoader(text)
+    except yaml.YAMLError as error:  # a character that YAML has no place for
+        raise ConfigError(_fault(error, place)) from None
     try:
         node = loader.get_single_node()
         if plain_items and isinstance(node, yaml.SequenceNode):

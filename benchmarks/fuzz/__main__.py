@@ -4,8 +4,10 @@
 
 Recipes, overrides, images, tar shards with their manifests and indexes, ImageNet's devkits, run folders, studies,
 checkpoints, safetensors and exported programs are damaged at random, and read. Each input must be taken, or refused by
-the error that is promised. Some damage is pickles and texts that call a function here if a reader runs them. The seed
-is printed: the same seed gives the same inputs. Memory growth is the slope over the second half of a target's inputs.
+the error that is promised. Some damage is pickles and texts that call a function here if a reader runs them. Half of
+the overrides, orientations and names in tars are not damaged, but made at random: these must be read as they are typed,
+as Pillow reads them, and completely. The seed is printed: the same seed gives the same inputs. Memory growth is the
+slope over the second half of a target's inputs.
 """
 
 if __name__ == "__main__":  # before the imports: see run

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import random
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks import QUICKSTART, ROOT
-from benchmarks.fuzz import folders, programs
+from benchmarks import ROOT
+from benchmarks.fuzz import folders, names, orientations, overrides, programs
+from benchmarks.fuzz.mutations import mutated
 from data.base import Box
 from data.encoded import EncodedImage
 from data.shards import ShardsSource
@@ -27,13 +29,14 @@ class Target(NamedTuple):
     """Something that reads files.
 
     seeds: whole files, given a folder to work in. read: of damaged bytes, in that folder. refuses: what it may raise.
-    share: of all inputs.
+    share: of all inputs. made: an input from the seeds and the draws.
     """
 
     seeds: Callable[[Path], List[bytes]]
     read: Callable[[bytes, Path], None]
     refuses: Tuple[Type[Exception], ...] = (UserError,)
     share: float = 0.1
+    made: Callable[[List[bytes], random.Random], bytes] = mutated
 
 
 def _recipes(folder: Path) -> List[bytes]:
@@ -50,17 +53,9 @@ def _read_recipe(path: Path) -> None:
     batch.lengths(recipe, recipe.data.images("train") or 10_000)
 
 
-def _overrides(folder: Path) -> List[bytes]:
-    return [
-        b"batch.global=768", b"run.steps=10", b"data.crop_area=[0.05, 1.0]", b"schedule.peak=1e-3", b"run.name=a",
-        b"model.init_from=runs/a", b"optimizer.name=sgd", b"data.image_sizes=[[0, 16]]", b"model.mean=[0.5, 0.5, 0.5]",
-    ]  # fmt: skip
-
-
-def _read_override(data: bytes, folder: Path) -> None:
-    recipe = loading.load(QUICKSTART, [data.decode(errors="surrogateescape")])
-    assert loading.loads(loading.dump(recipe), "again") == recipe
-    batch.divide(recipe, 1)
+def _fresh_or_damaged(fresh: Callable[[random.Random], bytes]) -> Callable[[List[bytes], random.Random], bytes]:
+    """Inputs of which half are made anew, and whole, and half are damaged seeds."""
+    return lambda seeds, draws: fresh(draws) if draws.random() < 0.5 else mutated(seeds, draws)
 
 
 def _images(folder: Path) -> List[bytes]:
@@ -175,9 +170,13 @@ def _file(name: str, read: Callable[[Path], None]) -> Callable[[bytes, Path], No
 
 TARGETS: Dict[str, Target] = {
     "recipes": Target(_recipes, _file("recipe.yaml", _read_recipe), share=0.15),
-    "overrides": Target(_overrides, _read_override, share=0.1),
+    "overrides": Target(overrides.seeds, overrides.read, share=0.1, made=_fresh_or_damaged(overrides.random_override)),
     "images": Target(_images, _read_image, share=0.3),
+    "orientation": Target(
+        orientations.seeds, orientations.read, share=0.1, made=_fresh_or_damaged(orientations.random_file)
+    ),
     "tars": Target(_tars, _read_tar, share=0.1),
+    "tar names": Target(names.seeds, names.read, share=0.1, made=_fresh_or_damaged(names.random_tar)),
     "shard manifests": Target(partial(_side_files, ".json"), partial(_read_side_file, ".json"), share=0.1),
     "shard indexes": Target(partial(_side_files, ""), partial(_read_side_file, ""), share=0.1),
     "run folders": Target(folders.runs, folders.read_run, share=0.01),

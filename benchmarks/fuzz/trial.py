@@ -39,7 +39,8 @@ class Result(NamedTuple):
 
 
 def made(name: str, seed: int, number: int, seeds: List[bytes]) -> bytes:
-    return mutated(seeds, random.Random(f"{seed} {name} {number}"))
+    make = TARGETS[name].made if name in TARGETS else mutated
+    return make(seeds, random.Random(f"{seed} {name} {number}"))
 
 
 def run(name: str, seed: int, inputs: int) -> Tuple[dict, List[Result]]:

@@ -67,6 +67,7 @@ def test_an_error_names_the_layer_that_made_it(write):
         ("run.seed=true", "run.seed: must be a valid integer, found True"),
         ("run.seed=null", "run.seed: must be a valid integer, found None"),
         ("run.seed=[", "run.seed: not valid YAML: "),
+        ("run.seed=1\udcff", "run.seed: not valid YAML: "),
         ("run.output=", "run.output: the value is empty; write run.output=null to"),  # mostly the slip of a shell
         ("run.deterministic=yes", "run.deterministic: must be a valid boolean, found 'yes'"),
         ("schedule.epochs=5", "schedule.epochs: unknown key; did you mean run.epochs or schedule.decay_epochs?"),

@@ -2,6 +2,8 @@
 
 import pytest
 
+from training import progress
+
 
 @pytest.fixture
 def call(capsys):
@@ -17,6 +19,12 @@ def call(capsys):
         return code, captured.out.splitlines(), captured.err.splitlines()
 
     return called
+
+
+@pytest.fixture(autouse=True)
+def _no_progress(monkeypatch):
+    """Lines that a command prints after ten seconds would be others on a busy machine."""
+    monkeypatch.setattr(progress, "EVERY", 3600.0)
 
 
 @pytest.fixture(autouse=True)
