@@ -68,11 +68,12 @@ def _opened(options):
 def _score(options) -> int:
     from data.loader import EvaluationBatches
     from data.sources import open_source
-    from training import progress, scoring, weights
+    from training import classes, progress, scoring, weights
 
     stored, recipe, engine = _opened(options)
-    source = open_source(recipe.data, recipe.model.classes, "validation")
-    for note in source.notes:
+    known = classes.of_model(stored, recipe)
+    source = open_source(recipe.data, recipe.model.classes, "validation", known.names)
+    for note in filter(None, (known.note, *source.notes)):
         print(note)
     size, batch = recipe.model.image_size, recipe.batch.evaluation
     batches = EvaluationBatches(source, data=recipe.data, image_size=size, batch=batch, device=engine.device)
@@ -83,13 +84,13 @@ def _score(options) -> int:
     finally:
         batches.close()
         engine.close()
-    title = f"top1 {report.top1:.2%}  top5 {report.top5:.2%}"
+    title = scoring.accuracy(report.top1, report.top5, recipe.model.classes)
     left_out = f"; {report.unreadable} unreadable left out" if report.unreadable else ""
     rows = scoring.class_rows(report, source.classes)
     run_folder = weights.run_folder_of(stored.path)
     name = f"evaluation-{stored.path.name}" if run_folder and stored.path.parent.name == "export" else "evaluation"
     folder = Path(options.output or (run_folder or Path()) / name)
-    summary = {"weights": stored.which, "file": str(stored.path), **report._asdict()}
+    summary = {"weights": stored.which, "file": str(stored.path), **report._asdict(), "notes": source.notes}
     del summary["confusion"]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,10 +117,16 @@ def _classify(options) -> int:
     from data.batches import MicroBatch
     from data.encoded import EncodedImage, read_image
     from data.transforms import Evaluation
-    from training import weights
+    from training import classes
+    from training.metrics import TOP
 
     stored, recipe, engine = _opened(options)
-    names = weights.class_names(stored, recipe) or [f"class {label}" for label in range(recipe.model.classes)]
+    try:
+        known = classes.of_model(stored, recipe)
+    except DataError:  # neither the file nor the data names them
+        known = classes.Known(tuple(f"class {label}" for label in range(recipe.model.classes)))
+    if known.note:
+        print(known.note)
     transform, size = Evaluation(recipe.data.crop_fraction), recipe.model.image_size
     for file in options.images:
         try:
@@ -131,8 +138,8 @@ def _classify(options) -> int:
         damage.report([image.damage] if image.damage else [])
         none = torch.zeros(1, dtype=torch.int64)
         logits = engine.predict_step(MicroBatch(pixels, none, none, 1, 0, 0, ()))
-        best = logits.softmax(1)[0].topk(min(5, recipe.model.classes))
+        best = logits.softmax(1)[0].topk(min(TOP, recipe.model.classes))
         guesses = zip(best.values.tolist(), best.indices.tolist())
-        print(f"{printable(file)}: " + ", ".join(f"{names[label]} {share:.1%}" for share, label in guesses))
+        print(f"{printable(file)}: " + ", ".join(f"{known.names[label]} {share:.1%}" for share, label in guesses))
     engine.close()
     return DONE

@@ -92,6 +92,18 @@ class Source(abc.ABC):
         return permutation(seed, epoch, len(self))
 
 
+class ClassNames(NamedTuple):
+    """Names of the classes of a split, by label.
+
+    place: of the split, as errors name it. sorted: whether the labels follow from the order of the names as bytes, as
+    in class folders. If so, programs that sort otherwise number the same classes otherwise.
+    """
+
+    place: str
+    names: Tuple[str, ...]
+    sorted: bool
+
+
 class Names:
     """Names by number in one block of bytes: strings take twice the memory, and workers would copy them page by page.
 
@@ -109,6 +121,10 @@ class Names:
 
 # By section class: opens the "train" or "validation" images of a recipe with so many classes. Raises DataError.
 SOURCES: "Registry[Callable[[Data, int, str], Source]]" = Registry("a source of images")
+
+# By section class: classes of the "train" or "validation" images without a look at the images, None where there are no
+# such images. For sources of files, whose splits may have different classes. Raises DataError.
+CLASS_NAMES: "Registry[Callable[[Data, str], Optional[ClassNames]]]" = Registry("names of the classes of images")
 
 
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:

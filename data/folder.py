@@ -3,14 +3,15 @@
 import hashlib
 import os
 from collections import defaultdict
-from typing import Dict, Iterator, List, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
-from data.base import SOURCES, Names, Source
+from data.base import CLASS_NAMES, SOURCES, ClassNames, Names, Source
 from data.encoded import EncodedSource, read_image
+from recipe.class_folders import class_folders, is_folder, listed, why_left_out
 from recipe.errors import DataError, printable
-from recipe.images import Folder, split_folder
+from recipe.images import Folder, split_folder, split_place
 
 _EXTENSIONS = (b".jpg", b".jpeg", b".png")
 _OTHER_IMAGES = frozenset(
@@ -21,12 +22,17 @@ _OTHER_IMAGES = frozenset(
 class FolderSource(EncodedSource):
     """The images of a folder of class folders, in the order of class and path as bytes, the same everywhere.
 
-    Hidden files and folders, other files, files beside the class folders, and links that lead back to a folder around
-    them are left out.
+    Hidden files and folders, those of file systems, other files, files beside the class folders, and links that lead
+    back to a folder around them are left out.
     """
 
-    def __init__(self, folder: str):
-        """Raises DataError: the folder cannot be listed, or has no class folders or one without images."""
+    def __init__(self, folder: str, empty_classes: bool = False):
+        """
+        Args:
+            empty_classes: whether a class folder may be without images.
+
+        Raises DataError: the folder cannot be listed, or has no class folders, no images, or a class without images.
+        """
         self.place, self._folder = folder, os.fsencode(folder)
         scan = _Scan(folder)
         blocks: List[bytes] = []
@@ -35,12 +41,15 @@ class FolderSource(EncodedSource):
         names = scan.classes()
         for name in names:
             paths = sorted(scan.images(os.fsencode(name)))
-            if not paths:
+            if not paths and not empty_classes:
                 place = os.path.join(folder, name)
                 raise DataError(f"{place}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it")
             blocks.append(b"".join(paths))
             lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
-            digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
+            if paths:  # so that an empty folder is the same as none
+                digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
+        if not any(blocks):
+            raise DataError(f"{folder}: no .jpg, .jpeg or .png files in its class folders; fill them")
         self.digest = digest.hexdigest()
         self.classes = tuple(printable(name) for name in names)
         self.labels = np.repeat(np.arange(len(names), dtype=np.int64), [len(each) for each in lengths])
@@ -59,18 +68,16 @@ class FolderSource(EncodedSource):
 
 @SOURCES.implements(Folder)
 def _open(data: Folder, classes: int, split: str) -> Source:
-    place = split_folder(data, split)
-    train = os.path.join(str(data.root), data.train_folder)
-    if split == "validation" and os.path.isdir(train):
-        here, there = set(_Scan(place).classes()), set(_Scan(train).classes())
-        if here != there:
-            name = min(here ^ there)
-            where, missing = (place, train) if name in here else (train, place)
-            raise DataError(
-                f"{os.path.join(where, name)}: this class is not in {missing}; "
-                "training and validation need the same class folders"
-            )
-    return FolderSource(place)
+    return FolderSource(split_folder(data, split), empty_classes=split == "validation")
+
+
+@CLASS_NAMES.implements(Folder)
+def _class_names(data: Folder, split: str) -> Optional[ClassNames]:
+    place = split_place(data, split)
+    if not os.path.isdir(place):
+        return None
+    names = tuple(printable(name) for name in class_folders(place))
+    return ClassNames(place, names, sorted=True)
 
 
 class _Scan:
@@ -82,16 +89,15 @@ class _Scan:
 
     def classes(self) -> Tuple[str, ...]:
         """Names of the class folders, in the order of their labels. Raises DataError."""
-        entries = [entry for entry in _entries(self._folder) if self._is_folder(entry, entry.name, (self._folder,))]
-        if not entries:
-            raise DataError(f"{self._place}: no class folders; it must hold one folder of images per class")
-        return tuple(os.fsdecode(name) for name in sorted(entry.name for entry in entries))
+        for entry in listed(self._folder):
+            self._is_folder(entry, entry.name, (self._folder,))  # counts those that are left out
+        return class_folders(self._place)
 
     def images(self, below: bytes, around: Tuple[bytes, ...] = ()) -> Iterator[bytes]:
         """Relative paths, in no order, of the images at any depth in the folder `below`, with folders `around` it."""
         folder = os.path.join(self._folder, below)
         around = (*(around or (self._folder,)), folder)
-        for entry in _entries(folder):
+        for entry in listed(folder):
             path = below + b"/" + entry.name
             kind = os.path.splitext(entry.name)[1].lower()
             # Extensions first: the kind of an entry can cost a call to the file system. An image's name on something
@@ -112,20 +118,9 @@ class _Scan:
         return tuple(map(printable, found))
 
     def _is_folder(self, entry: "os.DirEntry[bytes]", path: bytes, around: Tuple[bytes, ...]) -> bool:
-        """Whether an entry is a folder, or a link to one that neither is nor holds one of those `around`."""
-        if not entry.is_symlink():
-            return entry.is_dir()
-        target = os.path.join(os.path.realpath(entry.path), b"")
-        if not any(os.path.join(os.path.realpath(folder), b"").startswith(target) for folder in around):
-            return os.path.isdir(entry.path)
-        self._left_out["links that lead back to a folder around them", ""].append(path)
-        return False
-
-
-def _entries(folder: bytes) -> "List[os.DirEntry[bytes]]":
-    """The entries of a folder that are not hidden."""
-    try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(b".")]
-    except OSError as error:
-        raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
+        """Whether images are looked for in an entry; counts folders in which they are not."""
+        reason = why_left_out(entry, around)
+        if reason is not None:
+            self._left_out[reason, ""].append(path)
+            return False
+        return is_folder(entry)

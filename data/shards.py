@@ -2,20 +2,19 @@
 
 import functools
 import hashlib
-import itertools
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import List, Sequence, Union
+from typing import List, Optional, Sequence, Union
 
 import numpy as np
 
-from data.base import SOURCES, Image, Names, Source, UnreadableImage, permutation
+from data.base import CLASS_NAMES, SOURCES, ClassNames, Image, Names, Source, UnreadableImage, permutation
 from data.encoded import EncodedImage, EncodedSource
 from data.local import Folder, LocalFolder, MissingFile, Range
 from data.shard_index import encode_manifest, read_index, read_manifest
-from recipe.errors import DataError, printable
-from recipe.images import Shards, below, split_folder
+from recipe.errors import printable
+from recipe.images import Shards, split_folder, split_place
 from recipe.randomness import bits32, key
 
 _AT_ONCE = 32  # indexes that are requested from a server
@@ -96,19 +95,20 @@ class ShardsSource(EncodedSource):
 
 @SOURCES.implements(Shards)
 def _open(data: Shards, classes: int, split: str) -> Source:
-    place, train = split_folder(data, split), below(str(data.root), data.train_folder)
-    source = ShardsSource(place, data.shuffle_window)
-    if split == "train":
-        return source
+    return ShardsSource(split_folder(data, split), data.shuffle_window)
+
+
+@CLASS_NAMES.implements(Shards)
+def _class_names(data: Shards, split: str) -> Optional[ClassNames]:
+    place = split_place(data, split)
+    folder = open_folder(place)
     try:
-        trained = read_manifest(open_folder(train)).classes
+        manifest = read_manifest(folder)
     except MissingFile:
-        return source
-    for label, names in enumerate(itertools.zip_longest(source.classes, trained)):
-        if names[0] != names[1]:
-            fault = f"class {label} is {names[0]!r}, but in {train} it is {names[1]!r}"
-            raise DataError(f"{place}: {fault}; both need the same classes in the same order")
-    return source
+        return None
+    index = read_index(folder, manifest.shards[0], len(manifest.classes))
+    # Labels of tars that others wrote are numbers that they chose; `pack` numbers class folders in their order.
+    return ClassNames(place, manifest.classes, sorted=index.plan != "")
 
 
 def open_folder(place: str) -> Folder:

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from recipe import credentials
 from recipe.bounded import read_json
+from recipe.class_folders import class_folders
 from recipe.division import count
 from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
@@ -48,7 +49,8 @@ class Data(Kind):
     bad_images: Literal["error", "skip"] = "error"
     """an unreadable image: error stops the run, skip leaves the image out and counts it"""
     changed_images: Literal["error", "accept"] = "error"
-    """a resumed run finds other images (names, labels or shards): error stops it, accept continues"""
+    """a resumed run finds other images (names, labels or shards): error stops it, accept continues; other classes are
+    always an error"""
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread evenly over all classes")
 
     @field_validator("crop_area", "crop_aspect")
@@ -111,7 +113,7 @@ class Files(Data):
     train_folder: PathText = Field(
         "train", description="folder below root with one folder of images per class, or shards"
     )
-    validation_folder: PathText = Field("val", description="the same, for evaluation")
+    validation_folder: PathText = Field("val", description="the same, for evaluation; classes may be missing")
     train_images: Optional[int] = Field(None, gt=0, le=2**31)
     """expected training images on disk: another count is an error"""
     validation_images: Optional[int] = Field(None, gt=0, le=2**31, description="the same, for evaluation")
@@ -139,7 +141,7 @@ class Folder(Files):
     source: Literal["folder"] = "folder"
 
     def _classes_in(self, folder: str) -> int:
-        return sum(entry.is_dir() for entry in os.scandir(folder))
+        return len(class_folders(folder))
 
 
 class Shards(Files):
@@ -181,16 +183,21 @@ def split_folder(data: Files, split: str) -> str:
     """The folder, or the URL, of the "train" or "validation" images. Raises DataError where there is no such folder."""
     if data.root is None:
         raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
-    key = f"{split}_folder"
-    name = getattr(data, key)
-    folder = below(data.root, name)
+    folder = split_place(data, split)
     if data.urls and "://" in data.root:
         return folder  # its manifest shows whether it is there
     if not os.path.isdir(data.root):
         raise DataError(f"{data.root}: no such folder; correct data.root")
     if not os.path.isdir(folder):
+        key = f"{split}_folder"
+        name = getattr(data, key)
         raise DataError(f"{data.root}: no folder {name!r}; set data.{key} to the folder of the {split} images")
     return folder
+
+
+def split_place(data: Files, split: str) -> str:
+    """The folder or URL of the "train" or "validation" images, there or not, of a section with `root`."""
+    return below(str(data.root), getattr(data, f"{split}_folder"))
 
 
 def below(root: str, name: str) -> str:

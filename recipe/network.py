@@ -38,7 +38,7 @@ class Model(Kind):
     """divides the RGB values after the mean"""
     init_from: Optional[str] = None
     """weights to start from: run folder, checkpoint, .safetensors, a timm or torch file; timm:NAME (downloaded) or
-    timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes differ"""
+    timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes differ, by name"""
     init_weights: Literal["trained", "step_average", "epoch_average", "ema"] = "trained"
     """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file of another program"""
 

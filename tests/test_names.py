@@ -13,6 +13,7 @@ import evaluate
 import train
 from data.folder import FolderSource
 from data.shards import ShardsSource
+from recipe.errors import listed
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tools import export, report, shards
 
@@ -50,6 +51,10 @@ def run(images, tmp_path_factory, _one_thread):
     lines = said.buffer.getvalue().decode().splitlines()
     assert f"left out: {images}/train/caf\\xe9/bad\\x1b.png: neither JPEG nor PNG" in lines
     return folder
+
+
+def test_a_line_has_five_names():
+    assert listed("abcde") == "a, b, c, d, e" and listed("abcdefg") == "a, b, c, d, e and 2 more"
 
 
 def test_sources_give_names_that_can_be_printed(images, tmp_path):

@@ -6,13 +6,13 @@ import argparse
 import io
 import json
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
 import torch
 from safetensors.torch import load, save
 
 from data.loader import EvaluationBatches
-from data.sources import open_source
+from data.sources import SOURCES
 from engines import state
 from models.families import build, timm_name
 from models.stages import BlockList
@@ -22,7 +22,8 @@ from recipe.errors import DONE, FAILED, DataError
 from recipe.files import write
 from recipe.json_text import json_text
 from tools import output
-from training import exported, progress, weights
+from training import classes, exported, progress, weights
+from training.classes import Known
 from training.command import fail
 from training.weights import StoredWeights
 
@@ -47,8 +48,9 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
         path = (weights.run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"
         output.check(path)
     model, size, number = _built(stored, recipe), recipe.model.image_size, sum(_BATCHES)
+    known = _known(stored, recipe)
     with progress.lines(lambda: f"exporting {recipe.model.name}"):
-        content = _WRITERS[options.format](model, recipe, _metadata(stored, recipe))
+        content = _WRITERS[options.format](model, recipe, _metadata(stored, recipe, known.names))
         logits = _reader(suffix, content, recipe)
         images, reason = _images(recipe, number)
         differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
@@ -71,6 +73,8 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
         "difference": difference,
     }
     print(f"{stored.path}, {stored.which} weights -> {path}: {len(content) / 1e6:.1f} MB, float32")
+    if known.note:
+        print(known.note)
     if suffix != ".safetensors":
         print(f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {recipe.model.classes}]")
     if reason:
@@ -89,13 +93,20 @@ def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
     return model
 
 
-def _metadata(stored: StoredWeights, recipe: Recipe) -> dict[str, str]:
+def _known(stored: StoredWeights, recipe: Recipe) -> Known:
+    """The classes of the model; without names where neither the file nor the data has them."""
+    try:
+        return classes.of_model(stored, recipe)
+    except DataError:
+        return Known(())
+
+
+def _metadata(stored: StoredWeights, recipe: Recipe, names: Sequence[str]) -> dict[str, str]:
     """The metadata of a file, as texts: JSON where a value is no text."""
     values = {name: getattr(recipe.model, name) for name in ("image_size", "mean", "std")}
     values["crop_fraction"] = recipe.data.crop_fraction
-    names = weights.class_names(stored, recipe)
     if names:
-        values["classes"] = names
+        values["classes"] = list(names)
     texts = {name: json.dumps(value) for name, value in values.items()}
     return {"recipe": loading.dump(recipe), "weights": stored.which, **texts}
 
@@ -154,7 +165,7 @@ def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str | None]:
     size = recipe.model.image_size
     data = recipe.data.model_copy(update={"workers": 0, "reader": "torch", "bad_images": "skip"})
     try:
-        source = open_source(data, recipe.model.classes, "validation")
+        source = SOURCES.of(data)(data, recipe.model.classes, "validation")  # whatever its classes
         batches = EvaluationBatches(source, data=data, image_size=size, batch=min(count, len(source)))
         batch = next(iter(batches))
         if not batch.valid:

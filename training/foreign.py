@@ -15,13 +15,12 @@ from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 import torch
 
 from models.families import FAMILIES
-from recipe.errors import CheckpointError
+from recipe.errors import CheckpointError, listed
 
 TRAINED = "trained"
 EMA = "ema"
 Tensors = Dict[str, torch.Tensor]
 _DEEPEST = 6  # dictionaries within dictionaries; deeper ones hold no weights
-_SHOWN = 3  # names in an error
 # Wrappers within torch that can stand anywhere in a name. `module` of DistributedDataParallel stands at the beginning.
 _INNER_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # Keys and prefixes under which programs keep the one model that they train.
@@ -94,12 +93,6 @@ def _notes(
     alike = [_shown(each) for each in (averaged if taken == EMA else trained) if each != place]
     if alike:
         yield f"{path}: of several models that of {here} is taken, not {', '.join(alike)}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first names of many, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _tensors(content: object) -> Iterator[Tuple[str, torch.Tensor]]:

@@ -28,7 +28,7 @@ from training import timeline
 from training.checkpoint import CheckpointFolder
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
 from training.profiling import Recordings
-from training.scoring import evaluate
+from training.scoring import accuracy, evaluate
 from training.stopping import StopSignals, name_of
 from training.weights import TRAINED, top1_by_weights
 
@@ -287,7 +287,7 @@ class Trainer:
             scores = evaluate(self.engine, self.evaluation_batches)
         values = scores._asdict()
         del values["confusion"]
-        text = f"top1 {scores.top1:.2%}  top5 {scores.top5:.2%}  loss {scores.loss:.4f}"
+        text = f"{accuracy(scores.top1, scores.top5, self.recipe.model.classes)}  loss {scores.loss:.4f}"
         for name in self.engine.averages():
             with self.engine.using(name):
                 average = evaluate(self.engine, self.evaluation_batches)
@@ -346,7 +346,7 @@ class Trainer:
         }
         own = "".join(f"{name.replace('_', ' ')} {each['top1']:.2%}  " for name, each in averages.items())
         text = (
-            f"done: top1 {scores['top1']:.2%}  top5 {scores['top5']:.2%}  best top1 {best:.2%}  {own}"
+            f"done: {accuracy(scores['top1'], scores['top5'], self.recipe.model.classes)}  best top1 {best:.2%}  {own}"
             f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         skipped = self.progression.skipped

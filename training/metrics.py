@@ -18,6 +18,7 @@ from recipe.json_text import json_text
 NAME = "metrics.jsonl"
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
 TIMING_FIELDS = ("images_per_second", "mfu", "seconds", "data_wait", "input_bound", "workers_needed")
+TOP = 5  # classes: a label among so many of the likeliest is a hit of `top5`
 MOST_STEPS = 10**12
 _LARGEST = 3.5e38  # of float32: no run computes with more
 # What readers compute with; other values of an event are only shown.

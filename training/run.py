@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence
 
 import torch
 
-from data.base import Source
-from data.sources import open_source
+from data.base import ClassNames, Source
+from data.sources import class_names, open_source
 from engines import factory
 from engines.base import Engine
 from engines.devices import device_of, name_of
@@ -27,8 +27,8 @@ from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Recipe
 from recipe.division import count
-from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
-from training import choices, loggers, services, weights  # noqa: F401  services register themselves
+from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError, listed
+from training import choices, classes, loggers, services, weights  # noqa: F401  services register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint
 from training.metrics import NAME, Metrics, last_events, length_until
@@ -214,7 +214,7 @@ def _train(
     progression = None if memory is None else memory.restore(engine)
     remembered = progression is not None
     if not remembered:
-        progression = _resume(engine, checkpoints, recipe, images.digest)
+        progression = _resume(engine, checkpoints, recipe, images)
     step = progression.step
     if folder is not None:
         facts = {} if memory is None else {"generation": engine.processes.elastic.number}  # a report lists them
@@ -241,7 +241,7 @@ def _train(
                 f"bits; run.threads={before} computes as before"
             )
     elif recipe.model.init_from:
-        _start_from(engine, recipe, say)
+        _start_from(engine, recipe, images, say)
     progression.images_digest, progression.rounding = images.digest, rounding.VERSION
     micro_batches = engine.training_batches(images.train, range(step, lengths.total))
     evaluation = engine.evaluation_batches(images.validation, images.validation_images)
@@ -280,19 +280,27 @@ def flops_per_image(recipe: Recipe, image_size: int) -> float:
     return 3 * 2 * sum(shape.multiply_adds for shape in shapes.blocks(recipe.model, image_size).values())
 
 
-def _start_from(engine: Engine, recipe: Recipe, say: _Say) -> None:
+def _start_from(engine: Engine, recipe: Recipe, images: _Images, say: _Say) -> None:
+    """Load the weights that the recipe names; the main rank finds out whose classes they know."""
     processes, model = engine.processes, recipe.model
     stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
-    tensors, fresh = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
-    engine.load_weights(tensors)
-    for note in stored.notes:
+    found = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
+    data = processes.from_main(lambda: _trained_classes(recipe, images))
+    fitted = processes.together(lambda: classes.for_data(stored, classes.Fitted(*found, note=""), recipe, data))
+    engine.load_weights(fitted.tensors)
+    for note in filter(None, (*stored.notes, fitted.note)):
         say(note)
-    say(f"starting from {stored.path}" + (f"; new: {', '.join(fresh)}" if fresh else ""))
+    say(f"starting from {stored.path}" + (f"; new: {', '.join(fitted.fresh)}" if fitted.fresh else ""))
 
 
-def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Progression:
+def _trained_classes(recipe: Recipe, images: _Images) -> ClassNames:
+    own = ClassNames(images.train.place, tuple(images.classes), sorted=False)
+    return class_names(recipe.data, "train") or own
+
+
+def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, images: _Images) -> Progression:
     """Load the newest whole checkpoint. The main rank reads it for all: hosts need not share a file system."""
-    content, replicas = engine.processes.from_main(lambda: _newest(checkpoints, recipe, digest))
+    content, replicas = engine.processes.from_main(lambda: _newest(checkpoints, recipe, images))
     if content is None:
         return Progression()
     step = content["progression"]["step"]
@@ -310,9 +318,10 @@ def _resume(engine: Engine, checkpoints: CheckpointFolder, recipe: Recipe, diges
     return Progression(**content["progression"])
 
 
-def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple[Optional[dict], int]:
+def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: _Images) -> Tuple[Optional[dict], int]:
     """Return the content of the newest whole checkpoint and its number of replica files.
-    Raises CheckpointError where it is of another recipe, or of images with another digest that are not accepted."""
+    Raises CheckpointError where it is of another recipe, of images with another digest that are not accepted, or of
+    other classes."""
     content = checkpoints.load_newest(warn=functools.partial(print, flush=True), with_replicas=True)
     if content is None:
         lost = last_events(checkpoints.folder.parent / NAME).get("checkpoint")
@@ -328,11 +337,21 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, digest: str) -> Tuple
     if difference:
         raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
     before = content["progression"].get("images_digest")
-    if before and before != digest and recipe.data.changed_images == "error":
-        splits = zip(("training", "validation"), before.split("-"), digest.split("-"))
+    if before and before != images.digest and recipe.data.changed_images == "error":
+        splits = zip(("training", "validation"), before.split("-"), images.digest.split("-"))
         which = " and ".join(split for split, old, new in splits if old != new)
         raise CheckpointError(
             f"{path}: saved with other {which} images than {recipe.data.place} has now (other names, labels or shards)"
             "; bring those back, or go on with these by data.changed_images=accept"
         )
+    _check_classes(content.get("classes") or images.classes, images, f"{path}: saved with", checkpoints.folder.parent)
     return content, checkpoints.replica_count(step)
+
+
+def _check_classes(before: Sequence[str], images: _Images, saved: str, folder: Path) -> None:
+    """Raises CheckpointError where the classes are not those that a run had, in their order, as labels count them."""
+    if list(before) == list(images.classes):
+        return
+    changed = [f"{old} is {new} now" for old, new in zip(before, images.classes) if old != new]
+    remedy = f"bring those back, or start another run from these weights by model.init_from={folder} run.output=FOLDER"
+    raise CheckpointError(f"{saved} other classes, or in another order ({listed(changed)}); {remedy}")

@@ -9,15 +9,14 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 import torch
 
-from data.sources import open_source
 from models.families import FAMILIES, timm_name
 from recipe import loading, timm_weights
 from recipe.bounded import parse_json
 from recipe.config import Model, Recipe
-from recipe.errors import CheckpointError, ConfigError, DataError, printable
+from recipe.errors import CheckpointError, ConfigError, listed
 from training import foreign
 from training.checkpoint import CheckpointFolder, load_named
-from training.foreign import EMA, TRAINED, listed
+from training.foreign import EMA, TRAINED
 from training.unpickling import unpickled_of_others
 
 _say = functools.partial(print, flush=True)
@@ -91,13 +90,9 @@ def recipe_of(stored: Any, config: Optional[str], overrides: Sequence[str]) -> R
     return loading.loads(stored.recipe, str(stored.path), overrides)
 
 
-def class_names(stored: Any, recipe: Recipe) -> Optional[List[str]]:
-    """Return printable names from the file, or else from the data; None where neither has them."""
-    if stored.classes:
-        return [printable(str(name)) for name in stored.classes]
-    with contextlib.suppress(DataError):
-        return list(open_source(recipe.data, recipe.model.classes, "validation").classes)
-    return None
+def is_classifier(section: Model, name: str) -> bool:
+    """Return whether a tensor of a model, by its name here, is one of the classifier's, with a row for each class."""
+    return timm_name(section, name).startswith(_CLASSIFIER)
 
 
 def fitted(
@@ -123,15 +118,15 @@ def fitted(
         raise CheckpointError(f"{stored.path}: {fault}; {_remedy(section, stored)}")
     fresh = []
     for name, shape in shapes.items():
-        tensor, is_classifier = found.get(name), theirs[name].startswith(_CLASSIFIER)
+        tensor, of_classifier = found.get(name), is_classifier(section, name)
         if tensor is not None and tuple(tensor.shape) == tuple(shape):
             continue
-        if new_classifier and is_classifier:
+        if new_classifier and of_classifier:
             found.pop(name, None)
             fresh.append(name)
             continue
         fault = "is missing" if tensor is None else f"is {list(tensor.shape)}, the model's is {list(shape)}"
-        classes = f"set model.classes={len(tensor)}" if tensor is not None and is_classifier else None
+        classes = f"set model.classes={len(tensor)}" if tensor is not None and of_classifier else None
         raise CheckpointError(f"{stored.path}: {name} {fault}; {classes or _remedy(section, stored)}")
     return found, fresh
 

@@ -14,7 +14,7 @@ from benchmarks import QUICKSTART
 from data.batches import MicroBatch
 from recipe import loading
 from tools import imagenet
-from training import exported, weights
+from training import classes, exported, weights
 
 _MEMBER = b"member "
 _OVERRIDES = ("model.classes=3", "model.image_size=16", "data.source=folder")
@@ -123,7 +123,7 @@ def read_metadata(path: Path) -> None:
     path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(24))
     stored = weights.read(str(path))
     recipe = weights.recipe_of(stored, None, ())
-    weights.class_names(stored, recipe)
+    classes.of_model(stored, recipe)
 
 
 def devkits(folder: Path) -> List[bytes]:

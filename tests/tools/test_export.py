@@ -134,6 +134,26 @@ def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, t
     assert code == WRONG_INPUT and "was exported with model.image_size 16, not 24" in error
 
 
+def test_an_export_scores_images_by_the_names_of_their_classes(run, files, tmp_path, call):
+    """Folders 7, 3 and of another name: a program has labels 7 and 3 for them, not 1 and 0, as the run itself has."""
+    source = DigitsSource("validation")
+    for name, label in (("3", 3), ("7", 7), ("x", 1)):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        for index in np.flatnonzero(source.labels == label)[:5].tolist():
+            pixels = source.read(index).permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(tmp_path / "val" / name / f"{index}.png")
+    place = ("data.source=folder", f"data.root={tmp_path}", "data.workers=0", "--output", tmp_path / "out")
+    tables = []
+    for path in (run[0], *files[0].values()):
+        code, lines, _ = call(evaluate.main, "--checkpoint", path, *place)
+        assert code == DONE and lines[0].endswith("left out 5 images of 1 class that the model does not know: x")
+        assert lines[1].endswith("has no images of 8 classes: 0, 1, 2, 4, 5 and 3 more")
+        tables.append((tmp_path / "out/classes.csv").read_text())
+    assert tables == [tables[0]] * 4
+    images = {line.split(",")[0]: line.split(",")[1] for line in tables[0].splitlines()[1:]}
+    assert images == {str(digit): "5" if digit in (3, 7) else "0" for digit in range(10)}
+
+
 def test_onnxruntime_alone_gives_the_models_logits(files, digits, expected):
     """Another implementation of every operator, against float64; both round in float32, so 1e-4 at logits of about 1.
     Batches of any size."""

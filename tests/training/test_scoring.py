@@ -11,7 +11,7 @@ from engines.base import scored
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.errors import DataError
-from training.scoring import Scores, class_rows, evaluate, score, write_class_table
+from training.scoring import Scores, accuracy, class_rows, evaluate, score, write_class_table
 
 CLASSES = ("cat", "dog", "eel", "fox", "gnu", "hen", "ibex")
 LABELS, TAKEN_FOR = np.random.default_rng(0).integers(0, 7, (2, 60))
@@ -72,6 +72,10 @@ def test_no_readable_image_at_all_is_an_error_that_names_the_first():
     for call in (lambda: evaluate(engine, none), lambda: score(engine, none[:-1], 7)):
         with pytest.raises(DataError, match=r"no (validation )?image can be read; the first: 0\.jpg: empty$"):
             call()
+
+
+def test_top5_is_printed_where_it_says_something():
+    assert accuracy(0.5, 1.0, 5) == "top1 50.00%" and accuracy(0.5, 0.975, 6) == "top1 50.00%  top5 97.50%"
 
 
 def test_the_table_has_the_worst_class_first_and_names_that_are_no_formulas(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from recipe.config import Model
 from recipe.errors import CheckpointError
 from training.checkpoint import CheckpointFolder
-from training.weights import StoredWeights, class_names, fitted, read, run_folder_of
+from training.weights import StoredWeights, fitted, read, run_folder_of
 
 BUFFER = "blocks.0.0.bn1.running_mean"
 MODEL = {"stem.conv_stem.weight": (2, 3), BUFFER: (2,), "head.classifier.weight": (10, 2)}
@@ -125,14 +125,6 @@ def test_safetensors_carry_recipe_classes_and_which_weights_they_are_if_they_wer
     for path, average in ((full, "epoch_average"), (plain, "step_average")):
         with pytest.raises(CheckpointError, match=f"has no {average}"):
             read(path, average)
-
-
-def test_classes_are_named_by_the_file_or_the_data_or_not_at_all(run, tiny, tmp_path):
-    stored = read(str(run))
-    nameless = stored._replace(classes=None)
-    assert class_names(stored, tiny()) == ["a", "b"]
-    assert class_names(nameless, tiny()) == [str(digit) for digit in range(10)]
-    assert class_names(nameless, tiny("data.source=folder", f"data.root={tmp_path / 'nowhere'}")) is None
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from recipe.config import Data, Recipe
 from recipe.errors import ConfigError, DataError, UserError, first_line
 from tools.reporting.run import Run
 from tools.reporting.sections import share
-from training import scoring, weights
+from training import classes, scoring, weights
+from training.metrics import TOP
 
 _LARGEST = 128  # pixels a side: sixty-four photographs of that size are two megabytes
 _SECONDS = 60.0
@@ -130,7 +131,8 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
     stored = weights.read(str(folder))
     recipe = loading.loads(str(stored.recipe), str(stored.path))
     data = _readable(recipe.data, min(recipe.data.workers, cores.available()))
-    source = open_source(data, recipe.model.classes, "validation")
+    known = classes.of_model(stored, recipe)
+    source = open_source(data, recipe.model.classes, "validation", known.names)
     # On the devices of this machine: the run may have had others.
     here = recipe.model_copy(update={"run": recipe.run.model_copy(update={"device": "auto"})})
     order = permutation(0, 0, len(source)).tolist()  # the first are a fair sample: images often lie by class
@@ -142,22 +144,24 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
         )
         with contextlib.closing(batches):
             report = scoring.score(watched, _within(seconds, batches), recipe.model.classes)
-    transform, classes, pictures = Evaluation(data.crop_fraction), source.classes, []
+    transform, names, pictures = Evaluation(data.crop_fraction), source.classes, []
     for part, index, label, guess in sorted(watched.mistakes, reverse=True)[:count]:
         image = transform(source.open(index), size, epoch=0, index=index)
-        caption = f"{classes[label]} taken for {classes[guess]}, {100 * part:.0f}\u00a0%"
+        caption = f"{names[label]} taken for {names[guess]}, {100 * part:.0f}\u00a0%"
         pictures.append(Picture(data_uri(image), caption, source.name(index)))
     missed, stream = len(watched.mistakes), io.BytesIO()
-    scoring.draw_confusion(stream, report, classes, f"top1 {report.top1:.2%}")
-    rows = [row for row in scoring.class_rows(report, classes) if row["images"] and row["top1"] < 1][:_WORST]
+    scoring.draw_confusion(stream, report, names, f"top1 {report.top1:.2%}")
+    rows = [row for row in scoring.class_rows(report, names) if row["images"] and row["top1"] < 1][:_WORST]
     which, remark = f"all {report.images:,}", ""
     if report.images < len(source):
         which = f"{report.images:,} random ones of {len(source):,}"
         remark = " More would take longer than a minute here: evaluate.py scores them all."
-    scores = f"top-1 {share(report.top1)}, top-5 {share(report.top5)}, {missed:,} misclassified."
+    top5 = f", top-5 {share(report.top5)}" if recipe.model.classes > TOP else ""
+    scores = f"top-1 {share(report.top1)}{top5}, {missed:,} misclassified."
+    notes = "".join(f" {note}." for note in source.notes)
     shown = {
         "reason": "",
-        "text": f"{stored.path.name} classified {which} validation images: {scores}{remark}",
+        "text": f"{stored.path.name} classified {which} validation images: {scores}{remark}{notes}",
         "worst": [
             (row["class"], row["images"], share(row["top1"]), f"{row['taken_for']} ({row['times']} times)")
             for row in rows

@@ -15,7 +15,7 @@ from recipe.config import Recipe
 from recipe.division import count
 from recipe.errors import ConfigError, UserError
 from training import run_folder
-from training.metrics import MOST_STEPS, NAME, is_number, lines
+from training.metrics import MOST_STEPS, NAME, TOP, is_number, lines
 
 AVERAGES = ("step_average", "epoch_average")
 _EXAMPLE = "name a run folder, e.g. runs/quickstart"
@@ -228,6 +228,7 @@ def headline(run: Run) -> dict:
     """The figures that a run is judged by; None for those that are not known (yet)."""
     train, evaluation, end = run.metrics.train, run.metrics.evaluation, run.metrics.end or {}
     epoch, seconds = epoch_and_seconds(run)
+    few_classes = run.recipe is not None and run.recipe.model.classes <= TOP  # each is among the five likeliest
     return {
         "folder": str(run.folder),
         "name": run.name,
@@ -236,7 +237,7 @@ def headline(run: Run) -> dict:
         "steps": total_steps(run),
         "epoch": epoch,
         "top1": end.get("top1", _newest(evaluation["top1"])),
-        "top5": end.get("top5", _newest(evaluation["top5"])),
+        "top5": None if few_classes else end.get("top5", _newest(evaluation["top5"])),
         "best_top1": end.get("best_top1", max((top1 for top1 in evaluation["top1"] if top1 == top1), default=None)),
         **{name: _newest(evaluation[f"{name}/top1"]) for name in AVERAGES if evaluation.has(f"{name}/top1")},
         "images_per_second": end.get("images_per_second", _newest(train["images_per_second"])),

@@ -24,6 +24,15 @@ def test_a_finished_run(tmp_path):
     assert {key: figures[key] for key in expected} == expected
 
 
+def test_of_five_classes_or_fewer_no_top5_is_shown(tmp_path):
+    """Every class is among the five likeliest."""
+    events = [train_event(600), eval_event(600), end_event(600, 300.0)]
+    for classes, top5 in ((5, None), (6, 0.9)):
+        keys = ("data.source=glyphs", f"model.classes={classes}")
+        folder = written(tmp_path / str(classes), events, keys)
+        assert run.headline(run.read(folder))["top5"] == top5
+
+
 def test_a_run_that_was_cut_off_says_how_far_it_came(tmp_path):
     folder = written(tmp_path / "run", [train_event(60), eval_event(60, 0.7), train_event(120), eval_event(120, 0.6)])
     kind, text = state(folder)

@@ -1,0 +1,65 @@
+"""What a class folder is: for counting classes before a run, and for reading the images."""
+
+import os
+from typing import List, Optional, Sequence, Tuple
+
+from recipe.errors import DataError
+
+# Folders that file systems, archives and storage servers make by themselves; some hold small copies of the images.
+_NOT_OF_THE_USER = frozenset(
+    {
+        b"lost+found",
+        b"@eaDir",
+        b"#recycle",
+        b"#snapshot",
+        b"@Recycle",
+        b"@Recently-Snapshot",
+        b"$RECYCLE.BIN",
+        b"System Volume Information",
+        b"__MACOSX",
+    }
+)
+
+
+def class_folders(folder: str) -> Tuple[str, ...]:
+    """Return the names of the class folders in a folder, in the order of their bytes.
+
+    Raises DataError: the folder cannot be listed, or has none.
+    """
+    place = os.fsencode(folder)
+    folders = [entry for entry in listed(place) if is_folder(entry) and why_left_out(entry, [place]) is None]
+    names = sorted(entry.name for entry in folders)
+    if not names:
+        raise DataError(f"{folder}: no class folders; it must hold one folder of images per class")
+    return tuple(os.fsdecode(name) for name in names)
+
+
+def listed(folder: bytes) -> "List[os.DirEntry[bytes]]":
+    """Return the entries of a folder that are not hidden. Raises DataError."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(b".")]
+    except OSError as error:
+        raise DataError(f"{os.fsdecode(folder)}: {error.strerror}") from None
+
+
+def is_folder(entry: "os.DirEntry[bytes]") -> bool:
+    """Return whether an entry is a folder, or a link to one."""
+    # Of a link DirEntry.is_dir raises where the link leads to itself.
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def why_left_out(entry: "os.DirEntry[bytes]", around: Sequence[bytes]) -> Optional[str]:
+    """Return the kind of a folder or link in which images are not looked for; None for all others.
+
+    Args:
+        around: paths of the folders that the entry lies in.
+    """
+    if entry.name in _NOT_OF_THE_USER and is_folder(entry):
+        return "folders of file systems and storage servers"
+    if not entry.is_symlink():
+        return None
+    target = os.path.join(os.path.realpath(entry.path), b"")
+    if any(os.path.join(os.path.realpath(folder), b"").startswith(target) for folder in around):
+        return "links that lead back to a folder around them"
+    return None
