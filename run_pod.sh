@@ -4,7 +4,7 @@
 # Several hosts and SLURM: docs/cluster.md. With the Poplar SDK enabled (run.device: ipu) the SDK's Python is used.
 # Exit codes are train.py's: 0 done, 1 failed, 2 wrong input, 75 stopped by a signal after saving (rerun resumes).
 set -u
-. "$(dirname "$0")/tools/environment.sh"
+. "$(dirname "$(readlink -f "$0")")/tools/environment.sh"  # wherever a link to this file lies
 if [ -n "${POPLAR_SDK_ENABLED:-}" ]; then
   PYTHON=${PYTHON:-python3}
   if ! "$PYTHON" -c 'import sys, importlib.util as i; sys.exit(not all(map(i.find_spec, ("pydantic", "yaml", "timm"))))'; then

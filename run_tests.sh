@@ -3,7 +3,7 @@
 #   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (twenty minutes) and those of one IPU process
 #   ./run_tests.sh --ipu-environment [pytest arguments]    what the IPU path imports, on Python 3.8 and torch 2.0.1
 set -eu
-. "$(dirname "$0")/tools/environment.sh"
+. "$(dirname "$(readlink -f "$0")")/tools/environment.sh"  # wherever a link to this file lies
 cd "$ROOT"
 
 # Most tests run side by side, two processes a core, as many of them wait for processes of their own. Those that measure time run

@@ -1,7 +1,6 @@
 """Shared by benchmarks with processes of their own: how these start, ranks that take turns, and our engine in them."""
 
 import functools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -16,6 +15,7 @@ import torch
 from benchmarks import claims
 from data.batches import MicroBatch
 from engines.torch_engine import TorchEngine
+from parallel import parent_death
 from parallel.parent_death import die_with_parent
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -45,7 +45,7 @@ def run(size: int, function: Callable, *args: Any) -> List[Any]:
 
 def results_of(way: str, size: int, prepare: Callable[[int], None], function: Callable, *args: Any) -> List[Any]:
     """run() in processes that start by `way` ("spawn" or "fork") and call prepare(rank) before the function."""
-    context, processes, waiting, results = multiprocessing.get_context(way), [], {}, {}
+    context, processes, waiting, results = parent_death.context(way), [], {}, {}
     try:
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
@@ -80,7 +80,7 @@ def stream(
     Raises:
         RuntimeError: it raised or died. TimeoutError: it took longer than `seconds`. The process is killed before.
     """
-    context, end = multiprocessing.get_context(way), time.monotonic() + seconds
+    context, end = parent_death.context(way), time.monotonic() + seconds
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(writer, functools.partial(function, *args)))
     process.start()

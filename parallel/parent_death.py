@@ -11,6 +11,9 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import popen_spawn_posix, spawn
+from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import List, Sequence
 
 # Becomes the program. prctl 1 is PR_SET_PDEATHSIG; elsewhere than on Linux there is nothing like it.
@@ -36,6 +39,35 @@ def bound_to_parent(command: Sequence[str], ignores_interrupts: bool = False) ->
     return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), ignored, *command]
 
 
+def context(way: str) -> BaseContext:
+    """The context of multiprocessing that starts processes by `way` ("spawn", "fork" or "forkserver").
+
+    Spawned ones are bound to this process before they import anything, which takes seconds where that is torch.
+    """
+    return _BoundContext() if way == "spawn" else multiprocessing.get_context(way)
+
+
+class _BoundPopen(popen_spawn_posix.Popen):
+    def _launch(self, process: BaseProcess) -> None:
+        command_line = spawn.get_command_line
+        # There is no public way to start such a process by a command line of one's own.
+        spawn.get_command_line = lambda **keywords: bound_to_parent(command_line(**keywords))
+        try:
+            super()._launch(process)
+        finally:
+            spawn.get_command_line = command_line
+
+
+class _BoundProcess(SpawnProcess):
+    @staticmethod
+    def _Popen(process: BaseProcess) -> _BoundPopen:
+        return _BoundPopen(process)
+
+
+class _BoundContext(SpawnContext):
+    Process = _BoundProcess
+
+
 def die_with_parent() -> None:
     """Bind this process to the one that started it: the first call of every function that multiprocessing runs.
 
@@ -48,6 +80,6 @@ def die_with_parent() -> None:
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
 
 
-def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
+def _end_after(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)

@@ -1,6 +1,7 @@
 """The command: exit codes, one line of complaint that names place and remedy, and nothing overwritten."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,17 @@ __all__ = ["before_step", "command", "stopped"]  # fixtures
 
 
 def test_a_run_ends_with_0_prints_what_it_did_and_is_not_done_twice(command):
+    command.folder = command.folder.with_name("it's a $HOME")  # which a shell would read otherwise
     code, out, errors = command("log.trace=2")
     assert (code, errors) == (DONE, [])
     assert out[0] == f"run quickstart in {command.folder}, on cpu"
     assert out[2] == "1,437 training and 360 validation images of 10 classes (digits)"
     assert out[3] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
     assert "done: top1 " in "".join(out[-3:-1])
-    assert out[-1].startswith(f"next: python evaluate.py --checkpoint {command.folder} --best | ")
+    commands = [shlex.split(text) for text in out[-1].partition("next: ")[2].split(" | ")]
+    folder = str(command.folder)
+    assert commands[0] == ["python", "evaluate.py", "--checkpoint", folder, "--best"]
+    assert commands[1:] == [["python", "-m", f"tools.{name}", folder] for name in ("report", "export")]
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "trace/timeline.png"):
         assert (command.folder / name).exists()
     spans = json.loads((command.folder / "trace" / "trace.json").read_text())["traceEvents"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -24,6 +23,7 @@ from data.base import UnreadableImage
 from data.encoded import EncodedImage, EncodedSource
 from data.local import LocalFolder, MissingFile
 from data.shard_index import Index, Manifest, Shard
+from parallel import parent_death
 from parallel.parent_death import die_with_parent
 from recipe.errors import DataError
 from recipe.files import replacing, write
@@ -83,7 +83,7 @@ def pack(
     shards = {name: order[first : first + size].tolist() for name, first in zip(names, range(0, count * size, size))}
     os.makedirs(folder, exist_ok=True)
     # Not forked: the process that asks may have threads.
-    context = multiprocessing.get_context("spawn")
+    context = parent_death.context("spawn")
     task = _Task(
         source=source,
         folder=Path(folder),

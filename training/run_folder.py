@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -114,9 +115,10 @@ def check_owner(recipe: Recipe) -> None:
         recipe = settled(recipe, begun.batch.micro)
     difference = begun and first_difference(begun, recipe)
     if difference:
+        weights = shlex.quote(f"model.init_from={path}")
         raise CheckpointError(
             f"{path} belongs to another recipe: {difference}; give the key its old value to resume, or {remedy} (add "
-            f"model.init_from={path} to start from its weights, as for a longer training)"
+            f"{weights} to start from its weights, as for a longer training)"
         )
 
 

@@ -36,6 +36,18 @@ if __name__ == "__main__":
     time.sleep(300)
 """
 CONTEXTS = "for way in 'fork', 'spawn', 'forkserver': multiprocessing.get_context(way).Process(target=begin).start()"
+# A module that takes long to import, as torch does: the process is killed meanwhile.
+SLOW = """
+import multiprocessing
+from tests.parallel.test_parent_death import rest
+if multiprocessing.current_process().name != "MainProcess":
+    rest()
+def begin():
+    pass
+"""
+IMPORTING = (
+    "import slow; from parallel import parent_death; parent_death.context('spawn').Process(target=slow.begin).start()"
+)
 BENCHMARK = "from benchmarks import ranks; ranks.run(2, rest)"
 EXPERIMENT = (
     "from benchmarks.evidence import runs; runs.train = rest; runs.RUNS = Path(__file__).parent / 'runs'; "
@@ -48,6 +60,7 @@ EXPERIMENT = (
     ("start", "count", "number"),
     [
         (CONTEXTS, 3, signal.SIGKILL),
+        (IMPORTING, 1, signal.SIGKILL),
         ("subprocess.Popen(bound_to_parent([sys.executable, '-c', REST]), cwd=ROOT)", 1, signal.SIGKILL),
         pytest.param(BENCHMARK, 2, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(BENCHMARK, 2, signal.SIGTERM, marks=pytest.mark.slow),
@@ -56,6 +69,7 @@ EXPERIMENT = (
 )
 def test_all_processes_die_with_the_one_that_started_them(tmp_path, start, count, number):
     (tmp_path / "starts.py").write_text(PROGRAM.format(start=start))
+    (tmp_path / "slow.py").write_text(SLOW)
     marks = tmp_path / "marks"
     marks.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARKS": str(marks)}
@@ -72,6 +86,7 @@ def test_whatever_starts_processes_binds_them_to_itself():
     """Commands that end by themselves within moments need not be bound; torch watches those of data/workers.py."""
     others = {
         *("training/run_folder.py", "parallel/hosts.py", "optim/compilation.py", "data/workers.py"),
+        "parallel/parent_death.py",  # where they are bound
         *("benchmarks/networks.py", "benchmarks/faults/kinds.py", "benchmarks/gpu_assembly.py"),
     }
     starts = re.compile(r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork")

@@ -161,10 +161,16 @@ def test_hosts_under_slurm(tool, variables, expected):
 
 
 def test_run_pod_imports_ours_whatever_lies_in_the_current_folder(tmp_path):
+    """Called by a link to a link from another folder, with a recipe that lies there."""
     for name in ("recipe.py", "parallel.py", "yaml.py"):
         (tmp_path / name).write_text("raise SystemExit('a stranger was imported')\n")
-    command = [ROOT / "run_pod.sh", "--dry-run", "--config", QUICKSTART, "run.output=a b"]
+    (tmp_path / "own recipe.yaml").write_text(f"extends: {QUICKSTART}\n")
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "pod").symlink_to(ROOT / "run_pod.sh")
+    (tmp_path / "pod").symlink_to("a folder/pod")
+    command = ["./pod", "--dry-run", "--config", "own recipe.yaml", "run.output=a b"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (DONE, "")
-    assert re.search(r"^launch     1 process = .* on this host: \S+ \S+train.py --config ", ended.stdout, re.MULTILINE)
+    line = r"^launch     1 process = .* on this host: \S+ \S+train.py --config 'own recipe.yaml' "
+    assert re.search(line, ended.stdout, re.MULTILINE)
     assert ended.stdout.endswith("'run.output=a b'\n")

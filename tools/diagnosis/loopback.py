@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from typing import List, Optional
 
+from parallel import parent_death
 from parallel.costs import Link
 from parallel.parent_death import die_with_parent
 
@@ -19,7 +19,7 @@ _PATIENCE = datetime.timedelta(seconds=60)
 
 def measure() -> Optional[List[Link]]:
     """Cost of a message between two processes of this host, several times; None where they cannot connect."""
-    context = multiprocessing.get_context("spawn")
+    context = parent_death.context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, context) as pool:
         try:
             return next(pool.map(_measure, [os.path.join(folder, "store")] * 2, range(2)))

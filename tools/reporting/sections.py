@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import List, Optional, Sequence, Tuple
 
 from recipe import loading
@@ -100,7 +101,7 @@ def _starts(run: Run) -> List[tuple]:
     for start, earlier in zip(run.starts, [*run.starts[:1], *run.starts]):
         changed = [f"{name}: {value}" for name, value in _machine(start) if earlier.get(name) != start[name]]
         command = start.get("command")
-        text = " ".join(map(str, command)) if isinstance(command, list) else _listed(command)
+        text = shlex.join(map(str, command)) if isinstance(command, list) else _listed(command)
         step = f"{start['step']:,}" if "step" in start else ""
         rows.append((_when(start.get("started")), step, masked(text), "; ".join(changed)))  # older runs masked nothing
     return rows
