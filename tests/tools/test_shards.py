@@ -69,7 +69,7 @@ def test_indexes_can_be_made_anew(classes, tmp_path, capsys):
 
 def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, tmp_path, capsys, monkeypatch):
     context = fork_server()  # which has loaded torch
-    monkeypatch.setattr(packing.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(packing.parent_death, "context", lambda method: context)
     for number in (1, 2):
         assert pack(capsys, classes, tmp_path / f"{number} workers", workers=number)[0] == 0
     assert pack(capsys, classes, tmp_path / "seed", "--seed", 1)[0] == 0
