@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Container, Sequence
 
 import yaml
 from pydantic import ValidationError
 
-from recipe import suggestions, timm_weights
+from recipe import idle, suggestions, timm_weights
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 from recipe.files import expanded
@@ -31,42 +31,63 @@ def find(path: str | Path) -> Path:
     return own if os.path.exists(own) and not os.path.exists(path) else Path(path)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path` (see `find`), what it extends, and `overrides` ("section.key=value"). Raises ConfigError."""
+def load(path: str | Path, overrides: Sequence[str] = (), used: Container[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: of the file, see `find`; it may extend others.
+        overrides: texts such as "section.key=value".
+        used: keys that the caller uses, even where a run would not.
+
+    Raises:
+        ConfigError: a file cannot be read, or the recipe is wrong or names a key that has no effect.
+    """
     path = find(path)
-    return _checked(_chain(path), overrides, default=str(path))
+    layers = _chain(path)
+    named = len(layers) - (not idle.is_resolved(layers[-1][1]))
+    return _checked(layers, overrides, default=str(path), named=named, used=used)
 
 
 def loads(text: str, place: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe that `dump` wrote as `text`, then `overrides`; errors call it `place`. Raises ConfigError."""
-    return _checked([(place, _mapping(parse_yaml(text, place), place))], overrides, default=place)
+    return _checked([(place, _mapping(parse_yaml(text, place), place))], overrides, default=place, named=1)
 
 
-def _checked(layers: list, overrides: Sequence[str], default: str) -> Recipe:
-    """The recipe of layers, (place, mapping) each, of which the later ones win; then the overrides."""
+def _checked(layers: list, overrides: Sequence[str], default: str, named: int, used: Container[str] = ()) -> Recipe:
+    """Check the recipe of layers, (place, mapping) each, of which the later ones win; then the overrides.
+
+    Args: named: number of the first layer whose keys must have an effect. used: of these, those that the caller uses.
+    """
     merged: dict = {section: {} for section in Recipe.model_fields}
     origin: dict = {}
+    levels: dict = {}
     # Names first: they decide which keys there are, and a new one unsets the keys of the old.
     overrides = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith((".name", ".init_from")))
     typed = [(COMMAND_LINE, {each.section: {each.key: each.value}}) for each in map(parse, overrides)]
-    for place, layer in [*layers, *typed]:
+    for number, (place, layer) in enumerate([*layers, *typed]):
         try:
             _merge(merged, layer)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
         for section, content in layer.items():
-            origin.update(dict.fromkeys([section, *(f"{section}.{key}" for key in content or ())], place))
+            keys = [f"{section}.{key}" for key in content or ()]
+            origin.update(dict.fromkeys([section, *keys], place))
+            levels.update(dict.fromkeys(keys, min(number, len(layers))))
     _settle_stages(merged["parallel"])
     try:
         if merged["model"].get("classes") == "auto":
             merged["model"]["classes"] = _ANY_CLASSES
             merged["model"]["classes"] = Recipe.model_validate(merged).data.count_classes()
-        return Recipe.model_validate(merged)
+        recipe = Recipe.model_validate(merged)
     except ValidationError as error:
         (section, *rest), words = first_fault(error, suggestions.for_unknown)
         name = ".".join(map(str, (section, *rest[:1])))
         where = f"{name}: {''.join(f'[{part}]' for part in rest[1:])}".rstrip()
         raise ConfigError(f"{origin.get(name) or origin.get(section) or default}: {where} {words}") from None
+    for key, fault in idle.faults(recipe, merged, levels, first=named, last=len(layers)):
+        if key not in used:
+            raise ConfigError(f"{origin[key]}: {key} {fault}")
+    return recipe
 
 
 def _settle_stages(parallel: dict) -> None:

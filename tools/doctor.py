@@ -29,6 +29,7 @@ from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import DONE, STOPPED, ConfigError, UserError
 from recipe.files import writing
+from recipe.idle import PREDICTED
 from recipe.json_text import json_text
 from tools import output as outputs
 from tools.arguments import within
@@ -41,7 +42,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
-        recipe = loading.load(options.config, options.overrides)
+        recipe = loading.load(options.config, options.overrides, used=PREDICTED)
         if recipe.run.device == "ipu":
             fault = "run.device ipu: the doctor measures CPUs and GPUs; of IPUs use ipu.profile (docs/ipu.md)"
             raise ConfigError(f"{options.config}: {fault}")

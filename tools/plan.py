@@ -25,6 +25,7 @@ from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.errors import DONE
 from recipe.files import writing
+from recipe.idle import PREDICTED
 from recipe.json_text import json_text
 from tools.planning import machine, summary, text
 from tools.planning.machine import Machine
@@ -47,7 +48,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     options = parser.parse_intermixed_args(arguments)
-    recipe = naming(options.config, batch.whole_pod, loading.load(options.config, options.overrides))
+    recipe = naming(options.config, batch.whole_pod, loading.load(options.config, options.overrides, used=PREDICTED))
     print(naming(options.config, batch.describe, recipe))
     place = machine.load(options.machine) if options.machine else None
     plan, note = naming(options.config, functools.partial(_planned, named=place), recipe)

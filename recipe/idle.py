@@ -1,0 +1,135 @@
+"""Keys that somebody named, but that have no effect beside what the recipe has chosen.
+
+Whoever types `data.root=/photos` over a recipe of digits wants those photographs to be read. So a key is refused if it
+was named in the top file or on the command line while another key, named there or before, made it idle. Keys that a
+recipe inherits may be idle: one override, such as `data.source=glyphs`, changes the images of any recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Mapping, NamedTuple, Tuple
+
+from recipe.config import Recipe
+from recipe.kinds import Kind
+from recipe.section import as_yaml
+
+PREDICTED = ("exchange.density",)  # read by predictions of other methods than the recipe's, in plans and by the doctor
+_LENGTHS = {"epochs", "steps", "images"}
+_ON_GPUS = {
+    "memory_format": ("channels_last",),
+    "kernels": ("group_norm", "group_conv", "triton"),
+}
+
+
+class Idle(NamedTuple):
+    """A key without effect, the key whose value is the cause, and what to do."""
+
+    key: str
+    cause: str
+    remedy: str
+
+
+def is_resolved(layer: Mapping[str, Any]) -> bool:
+    """Return whether a layer is a resolved recipe, as config.yaml of a run: it names every key, inherited ones too.
+
+    Nobody but `loading.dump` writes all three lengths of a run.
+    """
+    run = layer.get("run")
+    return isinstance(run, dict) and set(run) >= _LENGTHS
+
+
+def faults(
+    recipe: Recipe, merged: Mapping[str, dict], levels: Mapping[str, int], first: int, last: int
+) -> Iterator[Tuple[str, str]]:
+    """Yield each named key without effect, with the cause and the remedy.
+
+    Args:
+        recipe: that came of all layers.
+        merged: its sections as they were given.
+        levels: number of the last layer that named each key.
+        first: layers from this number on are the user's own.
+        last: number of the command line.
+    """
+    for idle in [*_of_other_kinds(recipe, merged), *_beside_others(recipe)]:
+        section, _, key = idle.key.partition(".")
+        level = levels.get(idle.key, -1)
+        value = merged[section].get(key)
+        if value is None or level < max(first, levels.get(idle.cause, -1)):
+            continue
+        # A file may write down what is so anyway; on a command line nobody does.
+        if level < last and value == getattr(recipe, section).defaults().get(key):
+            continue
+        section, _, key = idle.cause.partition(".")
+        chosen = as_yaml(getattr(getattr(recipe, section), key))
+        yield idle.key, f"has no effect with {idle.cause}={chosen}; {idle.remedy}, or remove it"
+
+
+def _of_other_kinds(recipe: Recipe, merged: Mapping[str, dict]) -> Iterator[Idle]:
+    """Yield the given keys that only other kinds of a section have."""
+    for section, content in merged.items():
+        part = getattr(recipe, section)
+        if not isinstance(part, Kind):
+            continue
+        known = part.fields()
+        for key in content:
+            owners = [name for name, kind in part.kinds.items() if key in kind.fields()]
+            if key not in known and owners:
+                *others, last = [f"{section}.{part.tag}={name}" for name in owners]
+                give = f"{', '.join(others)} or {last}" if others else last
+                yield Idle(f"{section}.{key}", f"{section}.{part.tag}", f"give {give}")
+
+
+def _beside_others(recipe: Recipe) -> Iterator[Idle]:
+    """Yield the keys that values of other keys make idle."""
+    data = recipe.data
+    if data.augment != "randaugment":
+        for key in ("randaugment_operations", "randaugment_magnitude"):
+            yield Idle(f"data.{key}", "data.augment", "give data.augment=randaugment")
+    yield from _of_model(recipe)
+    yield from _of_replicas(recipe)
+    yield from _of_device(recipe)
+
+
+def _of_model(recipe: Recipe) -> Iterator[Idle]:
+    model, optimizer, precision = recipe.model, recipe.optimizer, recipe.precision
+    norm = getattr(model, "norm", None)
+    if norm in ("layer", "batch"):
+        yield Idle("model.norm_groups", "model.norm", "give model.norm=group")
+    if norm in ("group", "layer"):
+        yield Idle("model.norm_momentum", "model.norm", "give model.norm=batch")
+    if getattr(model, "proxy_norm", None) is False:
+        yield Idle("model.proxy_eps", "model.proxy_norm", "give model.proxy_norm=true")
+    if not optimizer.skip:
+        yield Idle("optimizer.skip_lr_scale", "optimizer.skip", "give optimizer.skip=[bias, norm]")
+    if precision.weights == "float32" and precision.rounding == "stochastic":
+        yield Idle("precision.rounding", "precision.weights", "give precision.weights=float16")
+
+
+def _of_replicas(recipe: Recipe) -> Iterator[Idle]:
+    parallel, exchange = recipe.parallel, recipe.exchange
+    if not parallel.elastic:
+        yield Idle("parallel.minimum", "parallel.elastic", "give parallel.elastic=true")
+    if parallel.stages == 1:
+        yield Idle("parallel.schedule", "parallel.stages", "give parallel.stages=2 or more")
+    if parallel.stages == 1 and parallel.split == "counted":
+        yield Idle("parallel.split", "parallel.stages", "give parallel.stages=2 or more")
+    if exchange.method in ("dense", "half", "local", "none"):
+        yield Idle("exchange.density", "exchange.method", "give exchange.method=topk or gtopk")
+    if getattr(exchange, "compress", None) == "gradient":
+        yield Idle("exchange.sketch", "exchange.compress", "give exchange.compress=update")
+    if getattr(exchange, "outer", None) == "mean":
+        for key in ("outer_lr", "outer_momentum"):
+            yield Idle(f"exchange.{key}", "exchange.outer", "give exchange.outer=nesterov")
+
+
+def _of_device(recipe: Recipe) -> Iterator[Idle]:
+    run, engine = recipe.run, recipe.engine
+    if not engine.compile:
+        yield Idle("engine.compile_mode", "engine.compile", "give engine.compile=true")
+    if run.device == "cpu":
+        for key, values in _ON_GPUS.items():
+            if getattr(engine, key) in values:
+                yield Idle(f"engine.{key}", "run.device", "give run.device=cuda")
+    if run.device != "ipu":
+        for key in type(recipe.ipu).fields():
+            yield Idle(f"ipu.{key}", "run.device", "give run.device=ipu")

@@ -1,0 +1,91 @@
+"""A key that somebody names has an effect, or is refused with the key that would give it one."""
+
+import pytest
+
+from recipe.errors import ConfigError
+from recipe.idle import PREDICTED
+from recipe.loading import dump, load, loads
+from tests.conftest import QUICKSTART, RECIPES
+
+CASES = [
+    ("data.root=/photos", "data.root has no effect with data.source=digits; give data.source=folder or data."),
+    ("data.train_images=5", "with data.source=digits; give data.source=folder, data.source=shards or data.source=gl"),
+    ("data.source=folder data.glyph_size=9", "with data.source=folder; give data.source=glyphs, or remove it"),
+    ("data.randaugment_magnitude=9", "with data.augment=none; give data.augment=randaugment, or remove it"),
+    ("data.augment=autoaugment data.randaugment_operations=3", "with data.augment=autoaugment; give"),
+    ("model.norm=layer model.norm_groups=8", "with model.norm=layer; give model.norm=group, or remove it"),
+    ("model.norm_momentum=0.1", "with model.norm=group; give model.norm=batch, or remove it"),
+    ("model.proxy_eps=0.1", "with model.proxy_norm=false; give model.proxy_norm=true, or remove it"),
+    ("optimizer.skip=[] optimizer.skip_lr_scale=0.1", "with optimizer.skip=[]; give optimizer.skip=[bias, norm]"),
+    ("precision.weights=float32 precision.rounding=stochastic", "with precision.weights=float32; give precision."),
+    ("parallel.minimum=2", "with parallel.elastic=false; give parallel.elastic=true, or remove it"),
+    ("parallel.schedule=1f1b", "with parallel.stages=1; give parallel.stages=2 or more, or remove it"),
+    ("parallel.split=counted", "with parallel.stages=1; give parallel.stages=2 or more, or remove it"),
+    ("exchange.density=0.1", "with exchange.method=dense; give exchange.method=topk or gtopk, or remove it"),
+    ("exchange.local_steps=4", "with exchange.method=dense; give exchange.method=local, or remove it"),
+    ("exchange.method=topk exchange.compress=gradient exchange.sketch=7", "with exchange.compress=gradient; give"),
+    ("exchange.method=local exchange.outer_lr=0.5", "with exchange.outer=mean; give exchange.outer=nesterov, or"),
+    ("engine.compile_mode=default", "with engine.compile=false; give engine.compile=true, or remove it"),
+    ("run.device=cpu engine.kernels=triton", "with run.device=cpu; give run.device=cuda, or remove it"),
+    ("ipu.pod=16", "with run.device=auto; give run.device=ipu, or remove it"),
+]
+
+
+# In a file, this is written down and so anyway.
+AS_BY_DEFAULT = (
+    "data.randaugment_magnitude=9",
+    "engine.compile_mode=default",
+    "precision.weights=float32 precision.rounding=stochastic",
+)
+
+
+@pytest.mark.parametrize(("overrides", "words"), CASES)
+def test_a_named_key_without_effect_is_refused_with_the_remedy(overrides, words, tmp_path):
+    """On the command line, and in the file that the user wrote; inherited, it may be idle."""
+    with pytest.raises(ConfigError) as caught:
+        load(QUICKSTART, overrides.split())
+    assert str(caught.value).startswith("command line: ") and words in str(caught.value)
+    sections = {}
+    for override in overrides.split():
+        name, _, value = override.partition("=")
+        section, _, key = name.partition(".")
+        sections.setdefault(section, []).append(f"{key}: {value}")
+    text = "".join(f"{section}: {{{', '.join(keys)}}}\n" for section, keys in sections.items())
+    own, derived = tmp_path / "own.yaml", tmp_path / "derived.yaml"
+    own.write_text(f"extends: {QUICKSTART}\n{text}")
+    derived.write_text("extends: own.yaml\n")
+    inherited = load(derived)
+    assert loads(dump(inherited), "again") == inherited
+    if overrides in AS_BY_DEFAULT:
+        assert load(own) == inherited
+        return
+    with pytest.raises(ConfigError, match=r"own\.yaml: .* has no effect with"):
+        load(own)
+
+
+def test_a_choice_of_a_later_layer_may_make_keys_idle(tmp_path):
+    """One override changes the images, the exchange or the device of any recipe."""
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        f"extends: {QUICKSTART}\nrun: {{device: ipu}}\nipu: {{pod: 16}}\nexchange: {{method: topk, density: 0.1}}\n"
+        "data: {source: folder, root: /photos, augment: randaugment, randaugment_magnitude: 20}\n"
+    )
+    load(own, ["run.device=cpu", "data.source=glyphs", "data.augment=none", "exchange.method=dense"])
+    with pytest.raises(ConfigError, match=r"data\.root has no effect with data\.source=glyphs"):
+        load(own, ["data.source=glyphs", "data.root=/others"])
+    load(own, ["data.source=glyphs", "data.root=null"])
+
+
+def test_what_a_run_resolved_and_what_a_caller_uses_is_not_refused(tmp_path):
+    """config.yaml names every key, also those that its recipe inherited; plans predict methods that are not taken."""
+    own, config = tmp_path / "own.yaml", tmp_path / "config.yaml"
+    own.write_text(f"extends: {QUICKSTART}\ndata: {{augment: randaugment, randaugment_magnitude: 20}}\n")
+    resolved = load(own, ["data.augment=none"])
+    config.write_text(dump(resolved))
+    assert load(config) == resolved == loads(dump(resolved), "there")
+    assert load(QUICKSTART, ["exchange.density=0.1"], used=PREDICTED).exchange.density == 0.1
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_no_recipe_that_comes_along_names_such_a_key(path):
+    load(path)
