@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import functools
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from parallel import launchers, topology
 from recipe import batch, loading, poprun
 from recipe.errors import DONE, FAILED, STOPPED, UserError
-from training import relaunch, stopping
+from training import preflight, relaunch, stopping
 from training.command import AGAIN, Parser, fail, naming, one_line
 from training.run_folder import check_owner
 
@@ -56,16 +57,20 @@ def _checked(options) -> int:
     naming(options.config, relaunch.settle, recipe)
     if options.dry_run:
         plan = naming(options.config, lambda recipe: batch.describe(batch.whole_pod(recipe)), recipe)
+        naming(options.config, preflight.check, recipe)
         if poprun.is_first_instance(os.environ):
             print(plan)
         return DONE
     place = naming(options.config, topology.from_environment, recipe)
-    naming(options.config, batch.describe, recipe)
-    if place.world == 1:  # of several ranks only the main one looks at the run folder, later
+    # Each of several ranks has the same to read, and some need neither images nor weights.
+    alone = place.world == 1
+    naming(options.config, functools.partial(batch.describe, here=alone), recipe)
+    if alone:  # of several ranks only the main one looks at the run folder, later
         left_over = "" if recipe.run.device == "ipu" else launchers.left_over(os.environ)
         if left_over:
             print(f"{left_over} in the environment is set aside: one process trains", file=sys.stderr, flush=True)
         check_owner(recipe)
+        naming(options.config, preflight.check, recipe)
     return one_line(lambda: _again(recipe))(_train)(options.config, recipe)
 
 

@@ -6,9 +6,9 @@ import contextlib
 import math
 import os
 from dataclasses import dataclass
-from typing import List, Set
+from typing import List, Set, Tuple
 
-from recipe import checks, images, ipu_plan, poprun, shares
+from recipe import checks, found_images, ipu_plan, poprun, shares
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError, printable
@@ -137,12 +137,29 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, size))
     warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, per_epoch, size)
     if warmup >= total:
-        remedy = "lower schedule.warmup_epochs or lengthen run.epochs"
-        raise ConfigError(f"the warm-up of {warmup} steps is not shorter than the run of {total}; {remedy}")
+        fault = f"the warm-up of {count(warmup, 'step')} is not shorter than the run of {total}"
+        raise ConfigError(f"{fault}; lower {_given(recipe, 'schedule', 'warmup_')} or raise {_given(recipe, 'run')}")
     if recipe.exchange.delay >= total:
         fault = f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}"
-        raise ConfigError(f"{fault}: no gradient would ever be applied; lower it or lengthen the run")
+        raise ConfigError(f"{fault}: no gradient would ever be applied; lower it or raise {_given(recipe, 'run')}")
     return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
+
+
+def _given(recipe: Recipe, section: str, prefix: str = "") -> str:
+    """Return the key by which a recipe gives the length of its run or of its warm-up."""
+    part = getattr(recipe, section)
+    keys = [f"{prefix}{unit}" for unit in ("epochs", "steps", "images")]
+    return next(f"{section}.{key}" for key in keys if getattr(part, key) is not None)
+
+
+def _check_warmup(recipe: Recipe) -> None:
+    """Raises ConfigError for a warm-up as long as the run where that shows without the number of images."""
+    for unit in ("epochs", "steps", "images"):
+        warmup = getattr(recipe.schedule, f"warmup_{unit}")
+        length = getattr(recipe.run, unit)
+        if warmup and length is not None and warmup >= length:
+            fault = f"the warm-up of {warmup:g} {unit} is not shorter than the run of {length:g}"
+            raise ConfigError(f"{fault}; lower schedule.warmup_{unit} or raise run.{unit}")
 
 
 def steps_per_epoch(train_images: int, global_batch: int) -> int:
@@ -184,10 +201,22 @@ def training_image_sizes(recipe: Recipe) -> Set[int]:
     return {pixels for _, pixels in recipe.data.image_sizes or [(0, recipe.model.image_size)]}
 
 
-def describe(recipe: Recipe) -> str:
-    """The plan that `--dry-run` prints: what follows from the recipe, and its keys that differ from the defaults."""
+def describe(recipe: Recipe, here: bool = True) -> str:
+    """Return the plan that `--dry-run` prints: what follows from the recipe, and its keys that are not defaults.
+
+    Args:
+        recipe: of the run.
+        here: whether images on this machine are counted; class folders of a million take seconds.
+
+    Raises:
+        ConfigError, DataError: the run would be refused.
+    """
     batch, number = planned(recipe), recipe.data.images("train")
     recipe.data.check_classes(recipe.model.classes)
+    images, counted = _images(recipe) if here else ("", None)
+    number = counted if counted is not None else number
+    if number is None:
+        _check_warmup(recipe)
     auto = recipe.batch.micro is None and recipe.run.device != "cpu"
     length = f"{number} training images; {lengths(recipe, number).describe()}" if number else ""
     lines = [
@@ -195,7 +224,7 @@ def describe(recipe: Recipe) -> str:
         ("batch", batch.describe() + ("; batch.micro auto: a GPU takes the largest that fits" if auto else "")),
         ("peak", f"learning rate {peak_learning_rate(recipe):.6g}"),
         ("length", length or "known once data.root is read (or data.train_images given)"),
-        ("images", images.describe(recipe.data)),
+        ("images", images),
     ]
     for section, part in recipe:
         tag = getattr(part, "tag", None)
@@ -204,6 +233,24 @@ def describe(recipe: Recipe) -> str:
         lines.append((section, ", ".join(words)))
     plan = [f"{name:<10} {printable(text)}" for name, text in lines if text]
     return "\n".join([*plan, *(ipu_plan.lines(recipe, batch) if recipe.run.device == "ipu" else ())])
+
+
+def _images(recipe: Recipe) -> Tuple[str, int | None]:
+    """Return the plan's line about images on this machine, and the training images there; None if they are unknown.
+
+    Raises:
+        DataError: a run would refuse them.
+    """
+    splits = ("train", "validation")
+    try:
+        found = {split: found_images.find(recipe.data, split) for split in splits}
+    except DataError as error:
+        return f"not found here: {error}", None
+    counted = {split: each for split, each in found.items() if each is not None}
+    for split, each in counted.items():
+        found_images.check(recipe, each, split)
+    text = ", ".join(f"{each.images:,} in {each.place}" for each in counted.values())
+    return f"found: {text}" if text else "", counted["train"].images if "train" in counted else None
 
 
 def output_folder(recipe: Recipe) -> str:

@@ -15,10 +15,6 @@ from recipe.section import as_yaml
 
 PREDICTED = ("exchange.density",)  # read by predictions of other methods than the recipe's, in plans and by the doctor
 _LENGTHS = {"epochs", "steps", "images"}
-_ON_GPUS = {
-    "memory_format": ("channels_last",),
-    "kernels": ("group_norm", "group_conv", "triton"),
-}
 
 
 class Idle(NamedTuple):
@@ -93,8 +89,6 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
 def _of_model(recipe: Recipe) -> Iterator[Idle]:
     model, optimizer, precision = recipe.model, recipe.optimizer, recipe.precision
     norm = getattr(model, "norm", None)
-    if norm in ("layer", "batch"):
-        yield Idle("model.norm_groups", "model.norm", "give model.norm=group")
     if norm in ("group", "layer"):
         yield Idle("model.norm_momentum", "model.norm", "give model.norm=batch")
     if getattr(model, "proxy_norm", None) is False:
@@ -123,13 +117,8 @@ def _of_replicas(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _of_device(recipe: Recipe) -> Iterator[Idle]:
-    run, engine = recipe.run, recipe.engine
-    if not engine.compile:
+    if not recipe.engine.compile:
         yield Idle("engine.compile_mode", "engine.compile", "give engine.compile=true")
-    if run.device == "cpu":
-        for key, values in _ON_GPUS.items():
-            if getattr(engine, key) in values:
-                yield Idle(f"engine.{key}", "run.device", "give run.device=cuda")
-    if run.device != "ipu":
+    if recipe.run.device != "ipu":
         for key in type(recipe.ipu).fields():
             yield Idle(f"ipu.{key}", "run.device", "give run.device=ipu")

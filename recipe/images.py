@@ -206,14 +206,3 @@ def split_place(data: Files, split: str) -> str:
 def below(root: str, name: str) -> str:
     """A folder in a folder or below a URL."""
     return f"{root.rstrip('/')}/{name}" if "://" in root else os.path.join(root, name)
-
-
-def describe(data: Data) -> str:
-    """The plan's line about folders on this machine: whether they are there; empty for other sources."""
-    if not data.files:
-        return ""
-    try:
-        folders = [split_folder(data, split) for split in ("train", "validation")]
-    except DataError as error:
-        return f"not found here: {error}"
-    return "" if "://" in folders[0] else f"found: {', '.join(folders)}"

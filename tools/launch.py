@@ -33,6 +33,7 @@ from recipe.credentials import masked
 from recipe.division import count
 from recipe.errors import DONE, ConfigError, UserError
 from tools.arguments import whole, within
+from training import preflight
 from training.command import Parser, naming, one_line
 from training.run_folder import check_owner
 
@@ -69,6 +70,8 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     ranks = count(world, "IPU") if on_ipus else count(world, "process", "processes")
     text = f"{ranks} = {shape}{'' if on_ipus else f' on {where}'}{note}: {shlex.join(map(masked, command))}"
     description = naming(options.config, batch.describe, recipe)
+    if place.this == 0:
+        naming(options.config, preflight.check, recipe)
     if options.dry_run:
         print(f"{description}\nlaunch     {text}")
         return DONE

@@ -11,7 +11,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterable, Iterator, NoReturn, Optional, Sequence, Type
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, NoReturn, Optional, Sequence, Type
 
 import torch
 
@@ -70,7 +70,9 @@ class Progression:
     unreadable: int = 0
     paused: float = 0.0
     waited: float = 0.0
-    best_top1: float = 0.0
+    best_top1: float = 0.0  # of the trained weights
+    best_of_all: float = 0.0  # of these and the averages, among which --best chooses
+    best_weights: str = TRAINED  # whose that is
     lines_above_limit: int = 0
     images_digest: str = ""  # of the images that it is trained on; older checkpoints have none
     rounding: int = 1  # version of the random bits that round weights; older checkpoints have none
@@ -294,10 +296,22 @@ class Trainer:
             values[name] = {"top1": average.top1, "top5": average.top5, "loss": average.loss}
             text += f"  {name.replace('_', ' ')} {average.top1:.2%}"
         self.progression.scores = values
-        self.progression.best_top1 = max(self.progression.best_top1, scores.top1)
+        self._note_best(scores.top1, values)
         left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
         text = f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({scores.images} images){left_out}"
         self.monitor.event("eval", step, {"epoch": self._epochs(step), **values}, text)
+
+    def _note_best(self, trained: float, scores: Mapping[str, Any]) -> None:
+        """Keep the best top-1 of the trained weights, and the best of all weights; at a tie the earlier one."""
+        progression = self.progression
+        progression.best_top1 = max(progression.best_top1, trained)
+        if progression.best_of_all < progression.best_top1:
+            progression.best_of_all = progression.best_top1
+            progression.best_weights = TRAINED
+        for name, top1 in top1_by_weights(scores).items():
+            if top1 > progression.best_of_all:
+                progression.best_of_all = top1
+                progression.best_weights = name
 
     def _remember(self) -> None:
         """Keep what the run goes on with if a replica is lost."""
@@ -345,8 +359,12 @@ class Trainer:
             **{"data_wait": waited, "input_bound": workers is not None, "workers_needed": workers},
         }
         own = "".join(f"{name.replace('_', ' ')} {each['top1']:.2%}  " for name, each in averages.items())
+        which = self.progression.best_weights
+        whose = "trained weights" if which == TRAINED else which.replace("_", " ")
+        best_of_all = f"{self.progression.best_of_all:.2%} ({whose})"
         text = (
-            f"done: {accuracy(scores['top1'], scores['top5'], self.recipe.model.classes)}  best top1 {best:.2%}  {own}"
+            f"done: {accuracy(scores['top1'], scores['top5'], self.recipe.model.classes)}  "
+            f"best top1 {best_of_all}  {own}"
             f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
         )
         skipped = self.progression.skipped

@@ -2,17 +2,19 @@
 
 import pytest
 
-from recipe.loading import load
+from recipe.idle import PREDICTED
+from recipe.loading import load, loads
 from tests.conftest import QUICKSTART
 
 
 def recipe(overrides=""):
-    return load(QUICKSTART, [f"exchange.{override}" for override in overrides.split()])
+    return load(QUICKSTART, [f"exchange.{override}" for override in overrides.split()], used=PREDICTED)
 
 
 def test_keys_that_only_say_how_another_method_sends_are_ignored():
     plain = recipe("density=0.01")
-    assert recipe("density=0.01 compress=update wire=float16 dense_1d=false density_warmup=[]") == plain
+    text = f"{QUICKSTART.read_text()}\nexchange: {{density: 0.01, compress: update, wire: float16, dense_1d: false}}\n"
+    assert loads(text, "a recipe that others extend") == plain
 
 
 def test_a_section_becomes_that_of_another_method():

@@ -13,7 +13,6 @@ CASES = [
     ("data.source=folder data.glyph_size=9", "with data.source=folder; give data.source=glyphs, or remove it"),
     ("data.randaugment_magnitude=9", "with data.augment=none; give data.augment=randaugment, or remove it"),
     ("data.augment=autoaugment data.randaugment_operations=3", "with data.augment=autoaugment; give"),
-    ("model.norm=layer model.norm_groups=8", "with model.norm=layer; give model.norm=group, or remove it"),
     ("model.norm_momentum=0.1", "with model.norm=group; give model.norm=batch, or remove it"),
     ("model.proxy_eps=0.1", "with model.proxy_norm=false; give model.proxy_norm=true, or remove it"),
     ("optimizer.skip=[] optimizer.skip_lr_scale=0.1", "with optimizer.skip=[]; give optimizer.skip=[bias, norm]"),
@@ -26,7 +25,6 @@ CASES = [
     ("exchange.method=topk exchange.compress=gradient exchange.sketch=7", "with exchange.compress=gradient; give"),
     ("exchange.method=local exchange.outer_lr=0.5", "with exchange.outer=mean; give exchange.outer=nesterov, or"),
     ("engine.compile_mode=default", "with engine.compile=false; give engine.compile=true, or remove it"),
-    ("run.device=cpu engine.kernels=triton", "with run.device=cpu; give run.device=cuda, or remove it"),
     ("ipu.pod=16", "with run.device=auto; give run.device=ipu, or remove it"),
 ]
 

@@ -260,6 +260,9 @@ def test_other_keys_are_yaml_of_which_nothing_is_dropped(write):
             fault = f"command line: {key}: {comment.strip()} would be dropped as a comment; "
             assert refusal(path, f"{key}={value}{comment}").startswith(fault)
     assert "would be dropped" in refusal(path, "run.seed=#1")
+    for value in ("\0", "1\x07", "[\ud800]"):  # which YAML has no place for
+        assert "command line: run.seed: not valid YAML: " in refusal(path, f"run.seed={value}")
+        assert load(path, [f"run.output='{value}'"]).run.output == f"'{value}'"
     assert "would be dropped" in refusal(path, "run.seed=| #1")
     assert "found 'a: 1'" not in refusal(path, "run.seed=a: 1")
     blocks = ["1e3", "on", "null", "a #b"]

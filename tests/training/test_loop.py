@@ -1,5 +1,6 @@
 """The loop: what happens when, what is written, and how it stops. Mostly on an engine that follows a script."""
 
+import re
 import signal
 
 import pytest
@@ -71,13 +72,21 @@ def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
     engine = ScriptedEngine(averaging=True)
     count = engine.evaluate_step
     engine.evaluate_step = lambda batch: count(batch)._replace(top1=count(batch).top1 - 10 * (len(engine.steps) == 12))
-    *_, end = start(engine, "evaluation.every_epochs=0.5", "run.steps=12")
+    lines = []
+    *_, end = start(engine, "evaluation.every_epochs=0.5", "run.steps=12", say=lines.append)
     scores = [(event["top1"], event.get("epoch_average", {}).get("top1")) for event in start.events("eval")]
     assert scores == [(0.3, None), (0.6, 0.7), (0.9, 1.0), (0.2, 0.4)]
     assert end["epoch_average"] == {"top1": 0.4, "top5": 0.9, "loss": 0.5} and "step_average" not in end
     assert (end["top1"], end["best_top1"], end["top5"], end["images"]) == (0.2, 0.9, 0.9, 12 * 24)
+    assert "best top1 100.00% (epoch average)  " in lines[-1], "what --best chooses from, not the trained weights alone"
     assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
     assert start.saved() == [6, 12] and start.content()["classes"] == ["cat", "dog"]
+
+
+def test_the_last_line_names_the_trained_weights_where_no_average_is_better(start):
+    lines = []
+    start(ScriptedEngine(), "run.steps=12", say=lines.append)
+    assert re.search(r"best top1 [\d.]+% \(trained weights\)", lines[-1])
 
 
 def test_the_utilisation_counts_what_each_epoch_costs(start, monkeypatch):

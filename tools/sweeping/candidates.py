@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
         """The recipe of a trial. Raises ConfigError, without a place, if no run of it can begin."""
         try:
             recipe = loading.load(self.sweep.recipe, overrides)
-            batch.describe(recipe)
+            batch.describe(recipe, here=False)
         except UserError as error:
             raise ConfigError(str(error).removeprefix(_COMMAND_LINE)) from None
         return recipe

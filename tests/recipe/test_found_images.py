@@ -1,0 +1,113 @@
+"""Images are counted before a run by the rule that the run reads them by, and a plan uses their number."""
+
+import json
+import os
+
+import pytest
+
+from data.folder import FolderSource
+from recipe import batch, found_images
+from recipe.errors import ConfigError, DataError
+from recipe.loading import load
+from tests.conftest import QUICKSTART
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Three classes: 7 training images and 3 of validation, among what is left out; empty files, as none is opened."""
+    for split, names in (
+        ("train", ("a/1.jpg", "a/deep/2.JPEG", "a/deep/er/3.png", "b/4.v2.jpg", "b/5.PNG", "c/6.jpg", "c/7.jpg")),
+        ("val", ("a/1.jpg", "b/2.jpg", "c/3.jpg")),
+    ):
+        others = (
+            "a/.hidden.jpg",
+            "a/.cache/1.jpg",
+            "a/notes.txt",
+            "a/x.webp",
+            ".ipynb_checkpoints/1.jpg",
+            "beside.jpg",
+        )
+        for name in (*names, *others):
+            path = tmp_path / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    os.symlink("..", str(tmp_path / "train" / "b" / "loop"))
+    os.symlink("../a/deep", str(tmp_path / "train" / "b" / "more"))
+    return tmp_path
+
+
+def recipe(photos, *overrides):
+    given = ["data.source=folder", f"data.root={photos}", "model.classes=3", "batch.global=3", "batch.micro=3"]
+    return load(QUICKSTART, [*given, *overrides])
+
+
+def test_folders_have_as_many_images_and_classes_as_their_source_reads(photos):
+    for split, folder in (("train", "train"), ("validation", "val")):
+        source = FolderSource(str(photos / folder))
+        found = found_images.find(recipe(photos).data, split)
+        assert found == (str(photos / folder), len(source), len(source.classes))
+
+
+def test_local_shards_are_counted_by_their_manifest(photos):
+    for split in ("train", "val"):
+        shards = [{"name": f"{n}.tar", "bytes": 1, "images": n, "sha256": ""} for n in (2, 5)]
+        (photos / split / "shards.json").write_text(json.dumps({"format": 1, "classes": ["a", "b"], "shards": shards}))
+    data = recipe(photos, "data.source=shards").data
+    assert found_images.find(data, "train") == (str(photos / "train"), 7, 2)
+    (photos / "train" / "shards.json").write_text("{}")
+    assert found_images.find(data, "train") is None  # the run says what is wrong with it
+    assert found_images.find(recipe(photos, "data.source=shards", "data.root=s3://b").data, "train") is None
+    assert found_images.find(load(QUICKSTART).data, "train") is None
+
+
+def test_a_plan_has_the_number_that_was_found(photos):
+    plan = batch.describe(recipe(photos))
+    assert "length     9 training images; 108 steps = 36 epochs x 3 steps, 12 of warm-up; 0 images left over" in plan
+    assert f"images     found: 9 in {photos}/train, 3 in {photos}/val" in plan
+    assert "known once data.root is read" in batch.describe(recipe(photos), here=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "run.epochs=4",
+            "the warm-up of 12 steps is not shorter than the run of 12; lower schedule.warmup_epochs or raise",
+        ),
+        (
+            "data.train_images=1281167",
+            "9 images, but data.train_images is 1281167 (3 steps an epoch instead of 427055); ",
+        ),
+        ("data.validation_images=4", "3 images, but data.validation_images is 4; complete the images or set data.vali"),
+        ("model.classes=4", "train: 3 classes, but model.classes is 4; set model.classes=3"),
+        ("batch.global=12", "batch.global 12 is more than the 9 training images; give more images or batch.global=9"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_would_refuse(photos, override, words):
+    with pytest.raises((ConfigError, DataError)) as caught:
+        batch.describe(recipe(photos, override))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ("run.epochs=4", "lower schedule.warmup_epochs or raise run.epochs"),
+        ("run.steps=60", "lower schedule.warmup_epochs or raise run.steps"),
+        ("run.images=640", "lower schedule.warmup_epochs or raise run.images"),
+        ("run.steps=60 schedule.warmup_steps=60", "lower schedule.warmup_steps or raise run.steps"),
+        ("schedule.warmup_images=100000", "lower schedule.warmup_images or raise run.epochs"),
+    ],
+)
+def test_the_remedy_of_a_long_warmup_names_the_keys_that_were_given(overrides, remedy):
+    with pytest.raises(ConfigError, match="is not shorter than the run of") as caught:
+        batch.describe(load(QUICKSTART, overrides.split()))
+    assert str(caught.value).endswith(f"; {remedy}")
+
+
+def test_a_warmup_in_the_units_of_the_run_is_refused_without_images():
+    elsewhere = ["data.source=folder", "run.epochs=4"]
+    fault = "the warm-up of 4 epochs is not shorter than the run of 4; lower schedule.warmup_epochs or raise run.epochs"
+    with pytest.raises(ConfigError, match=fault):
+        batch.describe(load(QUICKSTART, elsewhere))
+    batch.describe(load(QUICKSTART, [*elsewhere, "run.steps=4"]))

@@ -1,0 +1,47 @@
+"""A plan refuses what its run would refuse: before torch is loaded, and before there is a folder."""
+
+import pytest
+
+import train
+from recipe.loading import load
+from tests.conftest import QUICKSTART
+from training import preflight
+
+WRONG_INPUT = 2
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_missing_weights_are_refused_and_no_folder_is_left(dry, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    run = tmp_path / "run"
+    for weights, fault in (
+        ("none", "no such file or folder"),
+        ("timm:efficientnet_b0:none", "no such file or folder"),
+        ("empty", "no checkpoint in this folder"),
+    ):
+        prefix, colon, name = weights.rpartition(":")
+        place = f"{prefix}{colon}{tmp_path / name}"
+        overrides = (f"model.init_from={place}", f"run.output={run}", "batch.micro=auto", "model.norm=group")
+        assert train.main(["--config", str(QUICKSTART), *overrides, *dry]) == WRONG_INPUT
+        line = capsys.readouterr().err
+        assert line.startswith(f"model.init_from: {tmp_path / name}: {fault}; name a run folder, a checkpoint or a ")
+        assert not run.exists()
+
+
+def test_a_run_that_is_resumed_needs_no_weights_to_start_from(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000002.json").touch()
+    preflight.check(load(QUICKSTART, ["model.init_from=/none", f"run.output={tmp_path}"]))
+    preflight.check(load(QUICKSTART, ["model.init_from=timm:efficientnet_b0"]))  # which timm downloads
+    preflight.check(load(QUICKSTART, [f"model.init_from={tmp_path}"]))
+
+
+def test_what_else_cannot_begin(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for override, words in (
+        ("parallel.stages=2 parallel.split=[blocks.9.9]", "parallel.split: blocks.9.9 is not a block; the blocks are "),
+        ("log.wandb=true", "log.wandb: the package wandb is not installed; "),
+    ):
+        with pytest.raises(preflight.ConfigError) as caught:
+            preflight.check(load(QUICKSTART, override.split()))
+        assert str(caught.value).startswith(words)

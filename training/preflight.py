@@ -1,0 +1,48 @@
+"""What a run would refuse only after it has begun, checked before: without torch, and before there is a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models import balance, shapes
+from recipe import timm_weights
+from recipe.batch import output_folder, training_image_sizes
+from recipe.config import Recipe
+from recipe.errors import CheckpointError, ConfigError
+from training import loggers, services  # noqa: F401  services register themselves
+
+_CHECKPOINTS = "checkpoints/step-*.json"
+
+
+def check(recipe: Recipe) -> None:
+    """Raises ConfigError or CheckpointError for a run that cannot begin on this machine."""
+    loggers.check(recipe.log)
+    _check_cut(recipe)
+    # A run that is resumed has its weights.
+    if recipe.model.init_from and not any(Path(output_folder(recipe)).glob(_CHECKPOINTS)):
+        _check_weights(recipe.model.init_from)
+
+
+def _check_cut(recipe: Recipe) -> None:
+    """Raises ConfigError for cut points that the model does not have."""
+    split = recipe.parallel.split
+    if not isinstance(split, list) or not split:
+        return
+    names = list(shapes.blocks(recipe.model, max(training_image_sizes(recipe))))
+    try:
+        balance.split_names(names, split)
+    except ValueError as error:
+        raise ConfigError(f"parallel.split: {error}") from None
+
+
+def _check_weights(init_from: str) -> None:
+    """Raises CheckpointError where the weights to start from are on this machine, but not there."""
+    wanted = timm_weights.parse(init_from)
+    if wanted is not None and wanted.file is None:
+        return  # timm downloads them
+    path = Path(wanted.file if wanted is not None else init_from)
+    remedy = "name a run folder, a checkpoint or a weights file; model.init_from=null starts anew"
+    if not path.exists():
+        raise CheckpointError(f"model.init_from: {path}: no such file or folder; {remedy}")
+    if path.is_dir() and not any(path.glob(_CHECKPOINTS)):
+        raise CheckpointError(f"model.init_from: {path}: no checkpoint in this folder; {remedy}")
