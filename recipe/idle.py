@@ -35,7 +35,7 @@ def is_resolved(layer: Mapping[str, Any]) -> bool:
 
 
 def faults(
-    recipe: Recipe, merged: Mapping[str, dict], levels: Mapping[str, int], first: int, last: int
+    recipe: Recipe, merged: Mapping[str, dict], levels: Mapping[str, int], first: int
 ) -> Iterator[Tuple[str, str]]:
     """Yield each named key without effect, with the cause and the remedy.
 
@@ -44,7 +44,6 @@ def faults(
         merged: its sections as they were given.
         levels: number of the last layer that named each key.
         first: layers from this number on are the user's own.
-        last: number of the command line.
     """
     for idle in [*_of_other_kinds(recipe, merged), *_beside_others(recipe)]:
         section, _, key = idle.key.partition(".")
@@ -52,8 +51,8 @@ def faults(
         value = merged[section].get(key)
         if value is None or level < max(first, levels.get(idle.cause, -1)):
             continue
-        # A file may write down what is so anyway; on a command line nobody does.
-        if level < last and value == getattr(recipe, section).defaults().get(key):
+        # Writing down what is so anyway misleads nobody.
+        if value == Recipe.model_fields[section].annotation.fields()[key].get_default(call_default_factory=True):
             continue
         section, _, key = idle.cause.partition(".")
         chosen = as_yaml(getattr(getattr(recipe, section), key))
@@ -87,7 +86,7 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _of_model(recipe: Recipe) -> Iterator[Idle]:
-    model, optimizer, precision = recipe.model, recipe.optimizer, recipe.precision
+    model, optimizer = recipe.model, recipe.optimizer
     norm = getattr(model, "norm", None)
     if norm in ("group", "layer"):
         yield Idle("model.norm_momentum", "model.norm", "give model.norm=batch")
@@ -95,8 +94,6 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
         yield Idle("model.proxy_eps", "model.proxy_norm", "give model.proxy_norm=true")
     if not optimizer.skip:
         yield Idle("optimizer.skip_lr_scale", "optimizer.skip", "give optimizer.skip=[bias, norm]")
-    if precision.weights == "float32" and precision.rounding == "stochastic":
-        yield Idle("precision.rounding", "precision.weights", "give precision.weights=float16")
 
 
 def _of_replicas(recipe: Recipe) -> Iterator[Idle]:

@@ -84,7 +84,7 @@ def _checked(layers: list, overrides: Sequence[str], default: str, named: int, u
         name = ".".join(map(str, (section, *rest[:1])))
         where = f"{name}: {''.join(f'[{part}]' for part in rest[1:])}".rstrip()
         raise ConfigError(f"{origin.get(name) or origin.get(section) or default}: {where} {words}") from None
-    for key, fault in idle.faults(recipe, merged, levels, first=named, last=len(layers)):
+    for key, fault in idle.faults(recipe, merged, levels, first=named):
         if key not in used:
             raise ConfigError(f"{origin[key]}: {key} {fault}")
     return recipe

@@ -30,7 +30,6 @@ from recipe.json_text import json_text
 from tools.planning import machine, summary, text
 from tools.planning.machine import Machine
 from tools.planning.summary import Summary
-from training import preflight
 from training.command import Parser, naming, one_line
 
 # Device of a recipe -> the machine it is planned for unless another is named.
@@ -51,7 +50,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     recipe = naming(options.config, batch.whole_pod, loading.load(options.config, options.overrides, used=PREDICTED))
     print(naming(options.config, batch.describe, recipe))
-    naming(options.config, preflight.check, recipe)
     place = machine.load(options.machine) if options.machine else None
     plan, note = naming(options.config, functools.partial(_planned, named=place), recipe)
     print("\n".join(text.lines(plan, note)))

@@ -68,11 +68,12 @@ def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, begun, over
 
 def test_where_and_how_it_is_computed_may_change(opened, begun):
     for overrides in (
-        ("data.workers=3", "batch.evaluation=7", "data.root=/elsewhere", "data.bad_images=skip"),
+        ("data.workers=3", "batch.evaluation=7", "data.bad_images=skip"),
         ("run.device=cpu", "parallel.stages=2", "checkpoint.keep_last=5", "checkpoint.keep_best=false"),
         ("log.every_steps=7", "log.tensorboard=true", "log.trace=2", "log.wandb=true", "log.mlflow=true"),
         ("log.profile=2", "log.memory=true"),
-        ("engine.compile=true", "engine.memory_format=channels_last", "engine.kernels=triton", "ipu.partials=float"),
+        ("engine.compile=true", "engine.memory_format=channels_last", "engine.kernels=triton"),
+        ("run.device=ipu", "ipu.partials=float"),
     ):
         opened(*overrides).close()
 

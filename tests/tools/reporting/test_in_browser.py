@@ -55,7 +55,7 @@ def test_the_page_is_drawn_in_silence_and_names_are_text(tmp_path, several):
     events = [train_event(6 * n, trust={HOSTILE: 0.1, "b": n}, **{HOSTILE: HOSTILE}) for n in range(1, 9)]
     events += [eval_event(24), eval_event(48, file=HOSTILE), end_event(48, 30.0)]
     starts = [start(revision=HOSTILE, python=HOSTILE, command=[HOSTILE]), start(step=24, devices=[HOSTILE])]
-    hostile = written(tmp_path / HOSTILE.replace("/", "∕"), events, [f"data.root={json.dumps(HOSTILE)}"], starts)
+    hostile = written(tmp_path / HOSTILE.replace("/", "∕"), events, [f"model.init_from={json.dumps(HOSTILE)}"], starts)
     folders = [hostile, written(tmp_path / "b", events[:5], ["batch.global=48"])] if several else [hostile]
     report = tmp_path / "report.html"
     assert main([*map(str, folders), "--images", "4", "--output", str(report)]) == 0
