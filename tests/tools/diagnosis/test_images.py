@@ -49,7 +49,9 @@ def slowed(monkeypatch, what):
     if what == "disk":
         monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
         return
-    monkeypatch.setattr("data.decode.decode", lambda *arguments: time.sleep(0.01) or decode(*arguments))
+    monkeypatch.setattr(
+        "data.decode.decode", lambda *arguments, **keywords: time.sleep(0.01) or decode(*arguments, **keywords)
+    )
     for name in ("region", "scaled"):
         monkeypatch.setattr(f"data.jpeg.{name}", lambda *_: None)
 
