@@ -98,7 +98,7 @@ def _score(options) -> int:
         scoring.draw_confusion(folder / "confusion.png", report, source.classes, title)
         (folder / "scores.json").write_text(json_text(summary, indent=1) + "\n")
     about = f"{printable(str(stored.path))}, {stored.which} weights"
-    print(f"{about}: {title}  loss {report.loss:.4f}  ({report.images} images{left_out})")
+    print(f"{about}: {title}  loss {report.loss:.4f}  ({count(report.images, 'image')}{left_out})")
     worst = [row for row in rows if row["top1"] is not None and row["top1"] < 1][:_WORST]
     width = max(len(row["class"]) for row in [{"class": "class"}, *worst])
     print(f"{'class':{width}}  images    top1  most often taken for" if worst else "every class: 100 %")

@@ -40,18 +40,14 @@ _LAYOUTS = {"NHWC": torch.channels_last, "NCHW": torch.contiguous_format}
 def main() -> None:
     as_json = claims.begin(__doc__, takes="4 minutes", quick="1 minute").json
     rows: List[dict] = []
-    made: List[dict] = []
     for layout, memory_format in list(_LAYOUTS.items())[: claims.less(2, 1)]:
         found, moved = _pass(memory_format)
         rows += _issued(found, layout)
-        own = [row for row in rows if row["layout"] == layout and row["kernel"].startswith("group_conv")]
-        total = sum(row["us_per_image"] for row in own)
-        goal = "<= 80" if layout == "NHWC" else "<= 200"
-        made.append(claims.claim(f"group_conv_issue_microseconds_{layout.lower()}", [total], "us per image", goal))
-        if layout == "NHWC":
-            made.append(claims.claim("gigabytes_per_image", [moved / _IMAGES / 1e9], "GB", "<= 1.0"))
-    made.append(claims.claim("spilled_registers", [max(row["spilled"] for row in rows)], "32-bit registers", "<= 0"))
-    claims.report("gpu_static", rows, made, as_json)
+        # Figures without a goal: on an H200 fewer bytes and instructions were not faster.
+        print(f"{layout}: operators read and write {moved / _IMAGES / 1e9:.3f} GB an image")
+    spilled = [max(row["spilled"] for row in rows)]
+    made = claims.claim("spilled_registers", spilled, "32-bit registers", "<= 0")
+    claims.report("gpu_static", rows, [made], as_json)
 
 
 class _Traffic(TorchDispatchMode):

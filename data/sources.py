@@ -6,6 +6,7 @@ from data import digits, folder, glyphs, shards  # noqa: F401  (they register th
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Source
 from data.classes import matched
 from recipe.config import Data
+from recipe.division import count
 from recipe.errors import DataError
 
 
@@ -27,7 +28,7 @@ def open_source(data: Data, classes: int, split: str, known: Optional[Sequence[s
         _check_number(trained or ClassNames(source.place, source.classes, sorted=False), classes)
     if expected is not None and len(source) != expected:
         raise DataError(
-            f"{source.place}: {len(source)} images, but data.{split}_images is {expected}; "
+            f"{source.place}: {count(len(source), 'image')}, but data.{split}_images is {expected}; "
             f"complete the images or set data.{split}_images={len(source)}"
         )
     if known is not None:
@@ -66,4 +67,5 @@ def candidates(data: Data, classes: int) -> List[ClassNames]:
 def _check_number(found: ClassNames, classes: int) -> None:
     number = len(found.names)
     if number != classes:
-        raise DataError(f"{found.place}: {number} classes, but model.classes is {classes}; set model.classes={number}")
+        named = count(number, "class", "classes")
+        raise DataError(f"{found.place}: {named}, but model.classes is {classes}; set model.classes={number}")

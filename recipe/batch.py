@@ -33,7 +33,8 @@ class Lengths:
         """One line: epochs, steps, warm-up, images left out."""
         epochs = self.total / self.steps_per_epoch
         return (
-            f"{self.total} steps = {epochs:.6g} epochs x {self.steps_per_epoch} steps, {self.warmup} of warm-up; "
+            f"{count(self.total, 'step')} = {count(epochs, 'epoch')} x {count(self.steps_per_epoch, 'step')}, "
+            f"{self.warmup} of warm-up; "
             f"{count(self.dropped, 'image')} left over in each epoch"
         )
 

@@ -48,6 +48,7 @@ class Batch:
         return f"{self.global_} = {self.micro} micro x {product} ({each}{count(devices, 'device')})"
 
 
-def count(number: int, noun: str, plural: str = "") -> str:
-    """`2 replicas`, `1 replica`. Args: plural: where it is not the noun with an s."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+def count(number: float, noun: str, plural: str = "") -> str:
+    """`2 replicas`, `1 replica`, `1.5 epochs`. Args: plural: where it is not the noun with an s."""
+    digits = f"{number:.6g}" if isinstance(number, float) else number
+    return f"{digits} {noun if number == 1 else plural or noun + 's'}"

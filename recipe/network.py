@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
 from pydantic import Field, field_validator, model_validator
 
 from recipe import timm_weights
+from recipe.division import count
 from recipe.kinds import Kind
 from recipe.section import or_auto
 
@@ -104,7 +105,7 @@ class EfficientNet(Model):
 
     def describe(self) -> str:
         size = f"width {self.width:g}, depth {self.depth:g}"
-        return f"{self.name}, {size}, groups of {self.group_size} channels, expansion {self.expansion}"
+        return f"{self.name}, {size}, groups of {count(self.group_size, 'channel')}, expansion {self.expansion}"
 
     def defaults(self) -> Dict[str, Any]:
         return {**super().defaults(), **SCALES[self.name]}

@@ -114,7 +114,7 @@ def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
     damage.report(damaged)
     for reason in data["named"]:
         print(f"left out: {reason}", file=sys.stderr)
-    return DONE, f"{text}; {kept} shards were there before, {skipped} unreadable images left out", data
+    return DONE, f"{text}; {count(kept, 'shard')} there before, {count(skipped, 'unreadable image')} left out", data
 
 
 def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:

@@ -23,6 +23,7 @@ from recipe import cores, loading
 from recipe.batch import Lengths, in_steps
 from recipe.config import Recipe
 from recipe.course import Course, Update
+from recipe.division import count
 from recipe.errors import DataError
 from training import timeline
 from training.checkpoint import CheckpointFolder
@@ -184,7 +185,7 @@ class Trainer:
         done, progression, recipe = update.end, self.progression, self.recipe
         images, steps, in_row = progression.images, progression.steps_in_window, result.skipped_in_row.item()
         if not images:
-            fault = f"no image of the last {steps} steps can be read; the last: {self._last_unreadable}"
+            fault = f"no image of the last {count(steps, 'step')} can be read; the last: {self._last_unreadable}"
             self._raise(DataError, f"step {done}: {fault}; mend that, then rerun the same command")
         skipped = progression.skipped = result.skipped.item()
         rate, flops, waiting = self._clock.lap(max(self.engine.processes.gather(self.engine.data_wait())))
@@ -233,7 +234,8 @@ class Trainer:
             remedy = "lower precision.loss_scale or schedule.peak"
             if recipe.precision.dynamic_loss_scale:
                 remedy = f"the loss scale has fallen to {values['loss_scale']:g}, so lower schedule.peak"
-            fault = f"the last {in_row} updates had gradients that are not finite and were left out{self._not_finite()}"
+            skipped = count(in_row, "update")
+            fault = f"the last {skipped} had gradients that are not finite and were left out{self._not_finite()}"
             weights = f"the weights are those of step {done - in_row}"
             self._raise(TrainingError, f"step {done}: {fault}; {weights}; {remedy} (or peak_per_image)")
 
@@ -242,7 +244,7 @@ class Trainer:
         found = {name for own in self.engine.processes.gather(self.engine.not_finite()) for name in own}
         names = [name for name in self.engine.shapes if name in found]
         if len(names) > 1:
-            return f" (that of {names[-1]} and of {len(names) - 1} parameters before it)"
+            return f" (that of {names[-1]} and of {count(len(names) - 1, 'parameter')} before it)"
         return f" ({names[0]})" if names else ""
 
     def _grow(self, done: int) -> None:
@@ -298,7 +300,7 @@ class Trainer:
         self.progression.scores = values
         self._note_best(scores.top1, values)
         left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
-        text = f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({scores.images} images){left_out}"
+        text = f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({count(scores.images, 'image')}){left_out}"
         self.monitor.event("eval", step, {"epoch": self._epochs(step), **values}, text)
 
     def _note_best(self, trained: float, scores: Mapping[str, Any]) -> None:

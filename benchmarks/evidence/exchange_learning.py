@@ -57,10 +57,10 @@ CLAIMS = {
     "top1_loss_topk_update_0.01_glyphs": ("glyphs", ("top-k of the update", "0.01"), 0.5),
     "top1_loss_gtopk_update_0.04_glyphs": ("glyphs", ("gTop-k of the update", "0.04"), 1),
     "top1_loss_topk_update_0.001_glyphs_long": ("glyphs", ("top-k of the update", "0.001"), 2),
-    "top1_loss_local_8_glyphs": ("glyphs", ("local steps", "8"), 1),
     "top1_loss_bits_4_glyphs": ("glyphs", ("dense in few bits", "4"), 1),
 }
-NEEDED = {DENSE, *(method for _, method, _ in CLAIMS.values())}
+# Local steps have a figure with five seeds, but no goal: they lose more than five points on glyphs.
+NEEDED = {DENSE, ("local steps", "8"), *(method for _, method, _ in CLAIMS.values())}
 
 
 class ExchangeLearning(Experiment):

@@ -20,9 +20,9 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
         monkeypatch.setattr(f"benchmarks.evidence.{module}.outcome", outcome)
     found = {claim["name"]: claim for claim in made.claims()}
     assert found.keys() == exchange_learning.CLAIMS.keys()
-    local = found["top1_loss_local_8_glyphs"]
-    assert (local["value"], local["holds"]) == (pytest.approx(2), False)
-    assert local["spread"] == pytest.approx([2 - 1 / 5**0.5, 2 + 1 / 5**0.5])
+    bits = found["top1_loss_bits_4_glyphs"]
+    assert (bits["value"], bits["holds"]) == (pytest.approx(2), False)
+    assert bits["spread"] == pytest.approx([2 - 1 / 5**0.5, 2 + 1 / 5**0.5])
     rows, needed = made.rows(), {each.labels["exchange"]: len(each.seeds) for each in made.series()}
     assert all(needed[name] == 5 for _, (name, _), _ in exchange_learning.CLAIMS.values()) and needed["dense"] == 5
     assert rows[0]["lost_mean"] == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -84,8 +85,9 @@ def test_a_small_model_gives_all_rows_and_claims(tmp_path):
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1])
     claims = {each["name"]: each for each in result["claims"]}
-    assert list(claims) == ["group_conv_issue_microseconds_nhwc", "gigabytes_per_image", "spilled_registers"]
-    assert claims["spilled_registers"]["value"] == 0 < claims["gigabytes_per_image"]["value"]
+    assert list(claims) == ["spilled_registers"] and claims["spilled_registers"]["value"] == 0
+    moved = re.search(r"NHWC: operators read and write ([\d.]+) GB an image", ended.stdout)
+    assert float(moved[1]) > 0
     for row in result["rows"]:
         # An element takes 16 multiply-adds at each point, and a tensor core's instruction is 2,048 of a warp.
         points = row["size"] ** 2 / (row["stride"] ** 2 if "input" in row["kernel"] else 1)

@@ -4,10 +4,10 @@ import pytest
 
 from data.digits import DigitsSource
 from recipe import batch, ipu_plan
-from recipe.batch import divide, in_steps, lengths, peak_learning_rate, training_image_size
+from recipe.batch import Lengths, divide, in_steps, lengths, peak_learning_rate, training_image_size
 from recipe.config import Data, Recipe
 from recipe.course import Course
-from recipe.division import Batch
+from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT
@@ -302,3 +302,15 @@ def test_the_batch_follows_the_noise_scale_at_the_ends_of_epochs_up_to_its_bound
     for start in (0, 15, 16, 20, 24, 28):
         resumed = Course(load(QUICKSTART, NOISE), 8, 39, [list(each) for each in course.growth])
         assert list(resumed.updates(start)) == [update for update in updates if update.step >= start]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "1 epoch"), (1.0, "1 epoch"), (2, "2 epochs"), (0, "0 epochs"), (0.5, "0.5 epochs")]
+)
+def test_one_of_a_thing_is_no_plural(number, text):
+    assert count(number, "epoch") == text
+
+
+def test_lines_of_one_epoch_and_of_groups_of_one_channel():
+    assert Lengths(1, 0, 1, 0).describe() == "1 step = 1 epoch x 1 step, 0 of warm-up; 0 images left over in each epoch"
+    assert "groups of 1 channel, expansion" in load(QUICKSTART, ["model.group_size=1"]).model.describe()

@@ -104,29 +104,48 @@ def _plan(column: str, title: str, axis: str, caption: str, error: str = "", **m
 
 
 _LOSS = (
-    "Training: the objective, label smoothing and mixing included, averaged over the updates since the line before. "
-    "Validation: every image once."
+    "Training: the objective with label smoothing and mixing, averaged over the updates since the previous log line. "
+    "Validation: the mean over all validation images."
 )
-_TOP1 = "Training images are augmented, and mixed where the recipe says so: their accuracy can be below validation's."
+_TOP1 = "Training images are augmented, and mixed if the recipe asks for it: their accuracy can be lower."
 _NOISE = (
     "Far smaller batches learn as much from each image, far larger ones as much from each update. "
     "Left out where zero is within two standard errors."
 )
-_MFU = "Floating-point operations of the model, over what this machine reached in a large matrix product."
+_MFU = "Floating-point operations a second, as a share of what this machine reaches in a large matrix product."
 _PLANS = (
     Plan("loss", "Loss", "cross entropy, nats", _LOSS, _scores("loss"), log=True),
     Plan("top1", "Top-1 accuracy", "share of images", _TOP1, _scores("top1"), share=True),
-    _plan("lr", "Learning rate", "learning rate", "At the last update before a line."),
-    _plan("weight_norm", "Norm of the weights", "Euclidean norm", "Over all parameters.", log=True),
-    _plan("gradient_norm", "Norm of the gradient", "Euclidean norm", "Over all parameters.", log=True),
-    _plan("update_norm", "Norm of the update", "Euclidean norm", "Over all parameters.", log=True),
+    _plan("lr", "Learning rate", "learning rate", "The rate of the last update before each log line."),
+    _plan("weight_norm", "Norm of the weights", "Euclidean norm", "Taken over all parameters together.", log=True),
+    _plan("gradient_norm", "Norm of the gradient", "Euclidean norm", "Taken over all parameters together.", log=True),
+    _plan("update_norm", "Norm of the update", "Euclidean norm", "Taken over all parameters together.", log=True),
     _plan("noise_scale/images", "Gradient noise scale", "images", _NOISE, "noise_scale/error", log=True),
-    _plan("loss_scale", "Loss scale", "factor", "Multiplies the loss before the backward pass.", log=True, dull=True),
-    _plan("skipped_steps", "Skipped updates", "updates", "So far, because their gradient was not finite.", dull=True),
-    _plan("unreadable_images", "Unreadable images", "images", "Left out so far.", dull=True),
+    _plan(
+        "loss_scale",
+        "Loss scale",
+        "factor",
+        "A factor of the loss in the backward pass.",
+        log=True,
+        dull=True,
+    ),
+    _plan(
+        "skipped_steps",
+        "Skipped updates",
+        "updates",
+        "So far, for gradients that are not finite.",
+        dull=True,
+    ),
+    _plan("unreadable_images", "Unreadable images", "images", "Left out of training so far.", dull=True),
     _plan("images_per_second", "Images a second", "images / s", "Training only, without evaluation and checkpoints."),
     _plan("mfu", "Model FLOPs utilisation", "share of the reachable", _MFU, share=True),
-    _plan("data_wait", "Waiting for images", "share of the time", "A device waited for images.", share=True),
+    _plan(
+        "data_wait",
+        "Waiting for images",
+        "share of the time",
+        "Time in which a device had to wait.",
+        share=True,
+    ),
 )
 _ROLES = {
     "training": LineStyle(COLOURS[0], width=1.5),
@@ -223,7 +242,7 @@ def _trust_ratios(runs: Sequence[Run], names: Sequence[str], unit: float) -> Lis
             data.append(_trace(name, style, x, [pick(row) if row else math.nan for row in ratios]))
     if not data:
         return []
-    caption = "The factors by which LARS scales the learning rates of weights; of several runs their median."
+    caption = "LARS multiplies each weight's learning rate by its trust ratio. Several runs: the median."
     layout = _axes("trust ratio", data, log=True)
     figure = Figure("trust", "Trust ratios", caption, data, layout, wide=len(runs) == 1)
     return [_with_sessions(figure, runs, unit), *(_heat_map(runs[0], unit) if len(runs) == 1 else ())]
@@ -258,7 +277,7 @@ def _heat_map(run: Run, unit: float) -> List[Figure]:
     # The names of all weights would leave no room for the rows on a phone.
     vertical = {"type": "category", "autorange": "reversed", "showticklabels": False, "showgrid": False}
     layout = {"yaxis": vertical, "height": max(260, min(1000, 90 + 6 * len(layers))), "showlegend": False}
-    caption = "A row per weight in the order of the model; point at one for its name."
+    caption = "One row for each weight, in the order of the model. Point at a row to see its name."
     return [Figure("layers", "Trust ratio of each weight", caption, [data], layout, wide=True)]
 
 

@@ -19,7 +19,7 @@ from data.batches import MicroBatch
 from data.sources import open_source
 from data.transforms import Evaluation
 from engines.base import Engine
-from recipe import cores, loading
+from recipe import cores, division, loading
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from recipe.errors import ConfigError, DataError, UserError, first_line
@@ -150,20 +150,30 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
         caption = f"{names[label]} taken for {names[guess]}, {100 * part:.0f}\u00a0%"
         pictures.append(Picture(data_uri(image), caption, source.name(index)))
     missed, stream = len(watched.mistakes), io.BytesIO()
-    scoring.draw_confusion(stream, report, names, f"top1 {report.top1:.2%}")
+    sampled = report.images + report.unreadable < len(source)
+    sample = f" of a sample of {report.images:,} images" if sampled else ""
+    scoring.draw_confusion(stream, report, names, f"top-1 {share(report.top1)}{sample}")
     rows = [row for row in scoring.class_rows(report, names) if row["images"] and row["top1"] < 1][:_WORST]
-    which, remark = f"all {report.images:,}", ""
-    if report.images < len(source):
-        which = f"{report.images:,} random ones of {len(source):,}"
-        remark = " More would take longer than a minute here: evaluate.py scores them all."
-    top5 = f", top-5 {share(report.top5)}" if recipe.model.classes > TOP else ""
-    scores = f"top-1 {share(report.top1)}{top5}, {missed:,} misclassified."
-    notes = "".join(f" {note}." for note in source.notes)
+    top5 = f"top-5 {share(report.top5)}, " if recipe.model.classes > TOP else ""
+    scores = f"top-1 {share(report.top1)}, {top5}{missed:,} misclassified."
+    if sampled:
+        text = (
+            f"A random sample of the validation images, {report.images:,} of {len(source):,}, as {stored.path.name} "
+            f"classifies them: {scores} The sample only shows mistakes, because all images would take longer than a "
+            "minute here. The score of the run is the one at the top, of all images; evaluate.py computes it again."
+        )
+    else:
+        text = f"All validation images, {report.images:,}, as {stored.path.name} classifies them: {scores}"
     shown = {
         "reason": "",
-        "text": f"{stored.path.name} classified {which} validation images: {scores}{remark}{notes}",
+        "text": text + "".join(f" {note}." for note in source.notes),
         "worst": [
-            (row["class"], row["images"], share(row["top1"]), f"{row['taken_for']} ({row['times']} times)")
+            (
+                row["class"],
+                row["images"],
+                share(row["top1"]),
+                f"{row['taken_for']} ({division.count(row['times'], 'time')})",
+            )
             for row in rows
         ],
         "confusion": png_uri(stream),

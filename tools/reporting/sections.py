@@ -10,6 +10,7 @@ from recipe import loading
 from recipe.batch import peak_learning_rate
 from recipe.config import Recipe
 from recipe.credentials import masked
+from recipe.division import count
 from recipe.section import as_yaml
 from tools import formats
 from tools.reporting import curves
@@ -92,7 +93,7 @@ def _time(run: Run) -> dict:
     note = "" if rows else "Nothing is logged yet."
     if end.get("input_bound"):
         note = f"Input-bound: data.workers={end.get('workers_needed')} would keep up, given a core for each."
-    return {"names": _TIMES, "rows": rows, "note": note}
+    return {"names": _TIMES, "rows": rows, "sessions": count(len(rows), "session"), "note": note}
 
 
 def _starts(run: Run) -> List[tuple]:

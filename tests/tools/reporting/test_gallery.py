@@ -92,7 +92,8 @@ def test_of_more_images_than_there_is_time_for_a_random_part_is_classified(digit
     assert (scores["images"], scores["of"]) == (180, 360)
     labels = {picture.caption.partition(" ")[0] for picture in shown["pictures"]}
     assert len(labels) > 5, "of all classes, though the images lie by class"
-    assert "180 random ones of 360 validation images" in shown["text"]
+    assert "A random sample of the validation images, 180 of 360, as step-" in shown["text"]
+    assert "The score of the run is the one at the top, of all images" in shown["text"]
 
 
 def test_what_cannot_be_shown_has_a_reason(tmp_path):

@@ -33,6 +33,7 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
     titles: [...document.querySelectorAll(".xtitle")].map(each => each.textContent),
     labels: document.querySelectorAll(".hovertext, .axistext, .hoverlayer .legend").length,
     images: [...document.images].map(image => image.naturalWidth),
+    cut: [...document.querySelectorAll(".wide")].filter(each => each.scrollWidth > each.clientWidth).length,
     overflow: document.documentElement.scrollWidth - innerWidth,
     struck: window.struck || document.querySelectorAll("[onerror], [onload], iframe").length,
     text: document.body.innerText});
@@ -64,6 +65,7 @@ def test_the_page_is_drawn_in_silence_and_names_are_text(tmp_path, several):
     assert set(found["drawn"]) == {"loss", "top1", "lr", "images_per_second", "mfu", "data_wait", "trust"} | more
     assert all(found["drawn"].values()) and set(found["titles"]) == {"time, seconds"} and found["labels"] > 5, found
     assert found["images"] == [16] * (0 if several else 4) and found["overflow"] <= 0
+    assert found["cut"] == 0, "on a narrow screen tables are whole"
     assert not found["struck"] and "window.struck" in found["text"] and console == []
     if not several:  # a page that complains and requests is found out
         _, console = opened(report, '<img src="http://127.0.0.1:9/x"><script>console.log("w")</script>')
