@@ -9,14 +9,9 @@ import numpy as np
 
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Names, Source
 from data.encoded import EncodedSource, read_image
-from recipe.class_folders import class_folders, is_folder, listed, why_left_out
+from recipe.class_folders import class_folders, images_below, listed, why_left_out
 from recipe.errors import DataError, printable
 from recipe.images import Folder, split_folder, split_place
-
-_EXTENSIONS = (b".jpg", b".jpeg", b".png")
-_OTHER_IMAGES = frozenset(
-    b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
-)  # a user who has these beside others may think that they are read
 
 
 class FolderSource(EncodedSource):
@@ -90,24 +85,14 @@ class _Scan:
     def classes(self) -> Tuple[str, ...]:
         """Names of the class folders, in the order of their labels. Raises DataError."""
         for entry in listed(self._folder):
-            self._is_folder(entry, entry.name, (self._folder,))  # counts those that are left out
+            reason = why_left_out(entry, (self._folder,))
+            if reason is not None:
+                self._leave_out(reason, "", entry.name)
         return class_folders(self._place)
 
-    def images(self, below: bytes, around: Tuple[bytes, ...] = ()) -> Iterator[bytes]:
-        """Relative paths, in no order, of the images at any depth in the folder `below`, with folders `around` it."""
-        folder = os.path.join(self._folder, below)
-        around = (*(around or (self._folder,)), folder)
-        for entry in listed(folder):
-            path = below + b"/" + entry.name
-            kind = os.path.splitext(entry.name)[1].lower()
-            # Extensions first: the kind of an entry can cost a call to the file system. An image's name on something
-            # that is no file is found when it is read.
-            if kind in _EXTENSIONS:
-                yield path
-            elif self._is_folder(entry, path, around):
-                yield from self.images(path, around)
-            elif kind in _OTHER_IMAGES:
-                self._left_out["images that are neither JPEG nor PNG", f" {kind.decode()}"].append(path)
+    def images(self, name: bytes) -> Iterator[bytes]:
+        """Relative paths, in no order, of the images at any depth in the class folder `name`."""
+        return images_below(self._folder, name, self._leave_out)
 
     def notes(self) -> Tuple[str, ...]:
         """A line for each kind of thing that was left out."""
@@ -117,10 +102,5 @@ class _Scan:
         ]
         return tuple(map(printable, found))
 
-    def _is_folder(self, entry: "os.DirEntry[bytes]", path: bytes, around: Tuple[bytes, ...]) -> bool:
-        """Whether images are looked for in an entry; counts folders in which they are not."""
-        reason = why_left_out(entry, around)
-        if reason is not None:
-            self._left_out[reason, ""].append(path)
-            return False
-        return is_folder(entry)
+    def _leave_out(self, kind: str, extension: str, path: bytes) -> None:
+        self._left_out[kind, extension].append(path)

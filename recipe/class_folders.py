@@ -1,7 +1,7 @@
-"""What a class folder is: for counting classes before a run, and for reading the images."""
+"""What a class folder is and which of its files are images: for counting before a run, and for reading."""
 
 import os
-from typing import List, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from recipe.errors import DataError
 
@@ -19,6 +19,11 @@ _NOT_OF_THE_USER = frozenset(
         b"__MACOSX",
     }
 )
+
+_EXTENSIONS = (b".jpg", b".jpeg", b".png")
+_OTHER_IMAGES = frozenset(
+    b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
+)  # a user who has these beside others may think that they are read
 
 
 def class_folders(folder: str) -> Tuple[str, ...]:
@@ -63,3 +68,33 @@ def why_left_out(entry: "os.DirEntry[bytes]", around: Sequence[bytes]) -> Option
     if any(os.path.join(os.path.realpath(folder), b"").startswith(target) for folder in around):
         return "links that lead back to a folder around them"
     return None
+
+
+def images_below(
+    folder: bytes, name: bytes, leave_out: Callable[[str, str, bytes], None], around: Tuple[bytes, ...] = ()
+) -> Iterator[bytes]:
+    """Yield the paths of the images at any depth in a folder `name` in `folder`, relative to `folder`, in no order.
+
+    Args:
+        leave_out: called with what is left out: its kind, the extension of an image, and the path.
+        around: folders between `folder` and this one.
+
+    Raises DataError: a folder cannot be listed.
+    """
+    place = os.path.join(folder, name)
+    inside = (*(around or (folder,)), place)
+    for entry in listed(place):
+        path = name + b"/" + entry.name
+        kind = os.path.splitext(entry.name)[1].lower()
+        # Extensions first: the kind of an entry can cost a call to the file system. An image's name on something that
+        # is no file is found when it is read.
+        if kind in _EXTENSIONS:
+            yield path
+            continue
+        reason = why_left_out(entry, inside)
+        if reason is not None:
+            leave_out(reason, "", path)
+        elif is_folder(entry):
+            yield from images_below(folder, path, leave_out, inside)
+        elif kind in _OTHER_IMAGES:
+            leave_out("images that are neither JPEG nor PNG", f" {kind.decode()}", path)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional
 
 from recipe.bounded import read_json
+from recipe.class_folders import class_folders, images_below
 from recipe.config import Data, Recipe
 from recipe.division import count
 from recipe.errors import DataError
 from recipe.images import MANIFEST, split_folder
-
-_EXTENSIONS = (b".jpg", b".jpeg", b".png")
 
 
 class Found(NamedTuple):
@@ -42,7 +41,7 @@ def find(data: Data, split: str) -> Optional[Found]:
         return None
     try:
         return _of_shards(place) if data.urls else _of_folder(place)
-    except (OSError, ValueError, KeyError, TypeError):  # what is wrong there, the run says best
+    except (DataError, OSError, ValueError, KeyError, TypeError):  # what is wrong there, the run says best
         return None
 
 
@@ -73,31 +72,6 @@ def _of_shards(place: str) -> Found:
 
 def _of_folder(place: str) -> Found:
     folder = os.fsencode(place)
-    classes = [entry.path for entry in _entries(folder) if _leads_on(entry, (folder,))]
-    return Found(place, sum(_images(path, (folder,)) for path in classes), len(classes))
-
-
-def _images(folder: bytes, around: Tuple[bytes, ...]) -> int:
-    """Return the number of images at any depth in a folder."""
-    inside = (*around, folder)
-    number = 0
-    for entry in _entries(folder):
-        if os.path.splitext(entry.name)[1].lower() in _EXTENSIONS:
-            number += 1
-        elif _leads_on(entry, inside):
-            number += _images(entry.path, inside)
-    return number
-
-
-def _entries(folder: bytes) -> Iterator[os.DirEntry[bytes]]:
-    with os.scandir(folder) as entries:
-        yield from [entry for entry in entries if not entry.name.startswith(b".")]
-
-
-def _leads_on(entry: os.DirEntry[bytes], around: Tuple[bytes, ...]) -> bool:
-    """Return whether an entry is a folder, or a link to one that is not around it."""
-    if not entry.is_symlink():
-        return entry.is_dir()
-    target = os.path.join(os.path.realpath(entry.path), b"")
-    inside = any(os.path.join(os.path.realpath(folder), b"").startswith(target) for folder in around)
-    return not inside and os.path.isdir(entry.path)
+    names = [os.fsencode(name) for name in class_folders(place)]
+    images = (1 for name in names for _ in images_below(folder, name, lambda *_: None))
+    return Found(place, sum(images), len(names))

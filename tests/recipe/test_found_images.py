@@ -26,6 +26,8 @@ def photos(tmp_path):
             "a/x.webp",
             ".ipynb_checkpoints/1.jpg",
             "beside.jpg",
+            "lost+found/1.jpg",
+            "a/@eaDir/1.jpg",
         )
         for name in (*names, *others):
             path = tmp_path / split / name
