@@ -32,8 +32,8 @@ _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 class Signals:
     """Handles SIGINT, SIGTERM and SIGUSR1 from its creation on: the first asks the ranks to save and end.
 
-    `stopping`: a stop was requested. `hurry`: a second time, which ends the ranks at once. SIGUSR1 never hurries:
-    SLURM's --signal may send it to launcher and ranks alike.
+    `stopping`: a stop was requested, which every wait looks at. `hurry`: a second time, which ends the ranks at once.
+    SIGUSR1 never hurries: SLURM's --signal may send it to launcher and ranks alike.
     """
 
     def __init__(self):
@@ -52,17 +52,20 @@ class Signals:
             for rank in ranks.values():
                 rank.send_signal(signal.SIGUSR1)
 
+    def request(self, name: str) -> None:
+        """Ask the ranks to stop. Args: name: who or what asked."""
+        self.stopping = True
+        self._since = time.monotonic()
+        text = f"{name}: the ranks finish their step, save and end; a second signal ends them at once\n"
+        os.write(2, text.encode())
+        self.watch(self._ranks)
+
     def _receive(self, number: int, frame) -> None:
         if not self.stopping:
-            self.stopping, self._since = True, time.monotonic()
-            name = signal.Signals(number).name
-            text = f"{name}: the ranks finish their step, save and end; a second signal ends them at once\n"
-            os.write(2, text.encode())
+            self.request(signal.Signals(number).name)
         elif number != signal.SIGUSR1 and time.monotonic() - self._since > _SAME_SECONDS:
             self.hurry = True
-        else:
-            return
-        self.watch(self._ranks)
+            self.watch(self._ranks)
 
 
 def run(
@@ -117,9 +120,8 @@ def _attempt(
         for number in () if others.returned else numbers:
             start(number, 0)
         signals.watch(ranks)
-        return _watch(
-            ranks, others, signals, stages and Replacements(ranks, (others.address, port), stages, start, numbers)
-        )
+        elastic = Replacements(ranks, (others.address, port), stages, start, numbers) if stages else None
+        return _watch(ranks, others, signals, elastic)
     except BaseException:
         kill(ranks, signal.SIGKILL)
         raise
@@ -153,30 +155,54 @@ def _start(ranks: Ranks, others: Others, port: int, local: int, command: List[st
 
 def _watch(ranks: Ranks, others: Others, signals: Signals, replacements: Optional[Replacements]) -> Outcome:
     """End of the ranks: by themselves, or since one of them failed, or because another host's are gone."""
-    news: Optional[Outcome] = None
     while True:
-        elastic = replacements if not signals.stopping else None
+        elastic = None if signals.hurry else replacements
         if elastic:
-            elastic.look(others.finished())
+            elastic.look(closing=signals.stopping or others.finished())
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [(rank, code) for rank, code in codes.items() if code not in (None, DONE, STOPPED)]
-        if failed and elastic and elastic.replace(failed):
+        if elastic and not signals.stopping and -signal.SIGUSR1 in codes.values():
+            signals.request("a rank was asked to stop before it could listen")
+            continue
+        if elastic and failed and elastic.replace(failed):
             continue
         # One that has ended with 0 or 75 leaves the others the time that they need.
-        waits = None in codes.values() or (elastic is not None and elastic.waiting)
-        if not failed and waits:
-            news = others.news()
-        if failed or news:
-            _end(ranks)
-        elif waits:
+        waits = None in codes.values() or (elastic is not None and _waits_without_ranks(ranks, elastic, others))
+        news = others.news() if waits and not failed else None
+        if waits and not failed and not news:
             time.sleep(_WATCH_SECONDS)
             continue
+        if failed or news:
+            _end(ranks)
+        if replacements and signals.stopping and failed and replacements.nothing_to_save:
+            return Outcome(STOPPED, abrupt=True)
         if signals.hurry:
-            text = "ended at once by a second signal; the same command goes on from the last checkpoint"
-            return Outcome(FAILED, text, last=True, abrupt=True)
+            return _hurried(ranks)
         if failed:
             return _failure(failed, signals)
-        return news or Outcome(STOPPED if STOPPED in codes.values() else DONE)
+        if news:
+            return news
+        if elastic and not codes and not elastic.closing:
+            return Outcome(FAILED, "no replica is left on any host; rerun to resume", last=True, abrupt=True)
+        stopped = STOPPED in codes.values() or (signals.stopping and not codes)
+        return Outcome(STOPPED if stopped else DONE)
+
+
+def _waits_without_ranks(ranks: Ranks, elastic: Replacements, others: Others) -> bool:
+    """Whether there is something to wait for though no rank of this host runs: replicas that are to be started again
+    later, or, if all of this host's are away, the end of the run on the others."""
+    return elastic.waiting or not (ranks or elastic.closing or others.all_silent())
+
+
+def _hurried(ranks: Ranks) -> Outcome:
+    """The outcome where a second signal has ended the ranks: that of those that had already ended, if there are any,
+    as a rank ends by itself only once all have finished the run, or saved it."""
+    codes = [process.poll() for process in ranks.values()]
+    for code in (DONE, STOPPED):
+        if code in codes:
+            return Outcome(code, abrupt=code != DONE)
+    text = "ended at once by a second signal; the same command goes on from the last checkpoint"
+    return Outcome(FAILED, text, last=True, abrupt=True)
 
 
 def _end(ranks: Ranks) -> None:
@@ -192,10 +218,14 @@ def _end(ranks: Ranks) -> None:
 
 def _failure(failed: List[Tuple[int, int]], signals: Signals) -> Outcome:
     """The outcome where these ranks failed in the same moment. Args: failed: rank and exit code of each."""
-    # First one that complained or was killed, then those that lost a peer by it.
-    rank, code = min(
-        failed, key=lambda each: (each[1] != WRONG_INPUT, each[1] >= 0 or each[1] == -signal.SIGTERM, each)
-    )
+
+    def order(each: Tuple[int, int]) -> tuple:
+        """First one that complained or was killed, then those that lost a peer by it, then those asked to stop."""
+        code = each[1]
+        follows = code >= 0 or code == -signal.SIGTERM
+        return code != WRONG_INPUT, code == -signal.SIGUSR1, follows, each
+
+    rank, code = min(failed, key=order)
     if code == WRONG_INPUT:
         return Outcome(WRONG_INPUT, abrupt=True)
     if code == -signal.SIGUSR1:  # sent before it had begun: there is nothing to save

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
-from typing import Dict, Iterator, Mapping, Set, Tuple
+from typing import Callable, Dict, Iterator, Mapping, Set, Tuple
 
 import torch
 import torch.distributed as dist
@@ -57,12 +57,9 @@ class Elastic:
                 fault = f"replica {given.replica} has other {what} than the run that it would join"
                 raise ConfigError(f"{fault}; give its host the same files and overrides")
         if member.life:
-            self._membership.join()
-            return
-        try:
-            self._membership.found(given.replicas)
-        except LeftOut:
-            self._leave_left_out()
+            self._enter(self._membership.join)
+        else:
+            self._enter(lambda: self._membership.found(given.replicas))
 
     @property
     def number(self) -> int:
@@ -120,6 +117,10 @@ class Elastic:
         """Whether a replica waits to be taken in."""
         return self._membership.is_wanted()
 
+    def note_saved(self) -> None:
+        """Let the launchers know that the run was asked to stop, and is saved."""
+        self._membership.note_saved()
+
     def lost(self) -> None:
         """Another process is gone, or silent: this generation is over."""
         with contextlib.suppress(RuntimeError):  # of the store, which the listener finds, too
@@ -134,23 +135,18 @@ class Elastic:
             self._over.wait(_HEAR_SECONDS)
         return self._over.is_set()
 
-    def regroup(self) -> None:
-        """Go on to the next generation, or end this process with a line."""
+    def regroup(self, stopping: Callable[[], bool]) -> None:
+        """Go on to the next generation, or end this process with a line.
+
+        Args: stopping: whether the next one only has to save the run, for which fewer than parallel.minimum will do.
+        """
         self.lost()
         self._over.wait(_HEAR_SECONDS)
         self.close()
         self._cut()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group()
-        try:
-            self._membership.follow()
-        except LeftOut:
-            self._leave_left_out()
-        except TooFew:
-            fewer = f"fewer replicas are left than parallel.minimum {self._parallel.minimum}"
-            leave(f"{fewer}; rerun to resume" if self._membership.member.replica == 0 else "")
-        except RuntimeError:
-            self._leave_without_store()
+        self._enter(lambda: self._membership.follow(stopping))
 
     def close(self) -> None:
         """The run is done."""
@@ -167,11 +163,24 @@ class Elastic:
         except RuntimeError:
             self._leave_without_store()
         over.set()
-        self._cut()
+        _abort_nccl()
+        self._cut_connections()
+        # A process that was about to connect when it heard opens its connections only now: it would wait in vain.
+        while not done.wait(_LISTEN_SECONDS):
+            self._cut_connections()
 
-    def _leave_left_out(self) -> None:
-        place = f"replica {self._given.replica}, stage {self._given.stage}"
-        leave(f"{place}: the others went on without it; leaving", LEFT_OUT)
+    def _enter(self, generation: Callable[[], None]) -> None:
+        """Take part in a generation, which the function waits for, or end this process with a line."""
+        try:
+            generation()
+        except LeftOut:
+            place = f"replica {self._given.replica}, stage {self._given.stage}"
+            leave(f"{place}: the others went on without it; leaving", LEFT_OUT)
+        except TooFew:
+            fewer = f"fewer replicas are left than parallel.minimum {self._parallel.minimum}"
+            leave(f"{fewer}; rerun to resume" if self._membership.member.replica == 0 else "")
+        except RuntimeError:
+            self._leave_without_store()
 
     def _leave_without_store(self) -> None:
         leave("the launcher of the first host is gone, or the way to it; rerun to resume", FAILED)
@@ -179,6 +188,9 @@ class Elastic:
     def _cut(self) -> None:
         """End all calls in flight of this generation."""
         _abort_nccl()
+        self._cut_connections()
+
+    def _cut_connections(self) -> None:
         own = self._own or set(_connections()) - self._before
         for number, descriptor in _connections().items():
             if number in own:

@@ -10,12 +10,27 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from typing import Collection, Dict, List, NamedTuple, Optional, Protocol, Sequence, Set, Tuple, Union
+from typing import (
+    Callable,
+    Collection,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Protocol,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 LIFE = "POD_LIFE"  # of the environment: how often the launcher has started this replica before
 _GRACE_SECONDS = 1.0  # for a thread of each member's processes to say that it is there
+_BEGIN_SECONDS = 50.0  # for a process of the first generation to load its libraries, as long as a rendezvous waits
 _POLL_SECONDS = 0.01
 _DEAD = "elastic/dead"  # members of which a launcher has seen the end
+_SAVED = "elastic/saved"  # the run was asked to stop, and is saved
 
 
 class Store(Protocol):
@@ -51,8 +66,10 @@ class LeftOut(Exception):
 class Generations:
     """The generations as anyone sees them. number, members: of the newest that this one has looked at."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, stages: int):
+        """Args: stages: of a replica."""
         self._store = store
+        self._stages = stages
         self.number = 0
         self.members: Tuple[Member, ...] = ()
 
@@ -78,8 +95,28 @@ class Generations:
             self.end()
 
     def next_life(self, replica: int) -> int:
-        """Of a replica that is started again: a number that none of its lives had."""
+        """Return a number that none of this replica's lives had, for processes that are started again."""
         return self._store.add(_key("life", replica), 1)
+
+    def is_founded(self) -> bool:
+        """Return whether there is a first generation."""
+        return self._store.check([_key("members", 0)])
+
+    def has_begun(self, member: Member) -> bool:
+        """Return whether other processes may know one of this member's, which then cannot be started as if new."""
+        self.catch_up()
+        return member.life > 0 or self.number > 0 or member in self._stages_reported("begun", 0)
+
+    def has_met(self) -> bool:
+        """Return whether the first generation may have met: all its processes have begun, so they may have trained."""
+        self.catch_up()
+        if not self.members:
+            return False
+        return self.number > 0 or set(self.members) <= self._reported("begun", 0)
+
+    def is_saved(self) -> bool:
+        """Return whether the run was asked to stop, and has saved its last step."""
+        return self._store.check([_SAVED])
 
     def living(self) -> List[Member]:
         """Members of the newest generation of which no launcher has seen the end."""
@@ -88,6 +125,17 @@ class Generations:
 
     def _gone(self) -> Set[Member]:
         return {Member(*numbers) for numbers in self._numbers(_DEAD)}
+
+    def _reported(self, what: str, number: int) -> Set[Member]:
+        """Return the members of which all processes have reported so in a generation."""
+        reports = self._stages_reported(what, number)
+        return {member for member, stages in reports.items() if len(stages) == self._stages}
+
+    def _stages_reported(self, what: str, number: int) -> Dict[Member, Set[int]]:
+        stages: Dict[Member, Set[int]] = {}
+        for replica, life, stage in self._numbers(_key(what, number)):
+            stages.setdefault(Member(replica, life), set()).add(stage)
+        return stages
 
     def _written(self, number: int) -> Tuple[Member, ...]:
         return tuple(Member(*each) for each in json.loads(self._store.get(_key("members", number))))
@@ -102,8 +150,8 @@ class Membership(Generations):
     """The generations as one of the processes sees them: of `member` it computes `stage`, one of `stages`."""
 
     def __init__(self, store: Store, member: Member, stage: int, stages: int, minimum: int, silence: float):
-        super().__init__(store)
-        self.member, self._stage, self._stages = member, stage, stages
+        super().__init__(store, stages)
+        self.member, self._stage = member, stage
         self._minimum, self._silence = minimum, silence
 
     def common(self, what: str, own: str) -> str:
@@ -112,14 +160,21 @@ class Membership(Generations):
 
     def found(self, replicas: int) -> None:
         """Begin with all replicas in their first life. Raises LeftOut: the others have gone on without this one."""
+        self._report("begun")
         self._store.compare_set(_key("members", 0), "", json.dumps([(replica, 0) for replica in range(replicas)]))
         self.catch_up()
         if self.member not in self.members:
             raise LeftOut
+        if self._gone().intersection(self.members):  # it was lost before there was a generation to end
+            self.end()
+
+    def note_saved(self) -> None:
+        """The run was asked to stop, and is saved: whatever ends it now, nothing is lost."""
+        self._store.set(_SAVED, "")
 
     def is_wanted(self) -> bool:
         """Whether a replica waits, with all its processes, to be taken in."""
-        return any(member not in self.members for member in self._reported("here") - self._gone())
+        return any(member not in self.members for member in self._reported("here", self.number) - self._gone())
 
     def say_alive(self) -> None:
         """This process has heard that the generation is over, whatever else it is doing."""
@@ -129,27 +184,37 @@ class Membership(Generations):
         """Wait until there is a generation with this new member. Raises TooFew: there will be none."""
         while True:
             self.catch_up()
+            if not self.members:  # the first one has not been founded
+                time.sleep(_POLL_SECONDS)
+                continue
             self._report("here")
             with contextlib.suppress(LeftOut):  # one was decided on before: then the one after it
                 return self._next()
 
-    def follow(self) -> None:
+    def follow(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Report, and go on to the next generation.
 
+        Args: stopping: whether the next one only has to save the run, for which any number of replicas will do.
         Raises LeftOut: it is without this member. TooFew: there will be none.
         """
         self._report("here")
-        self._next()
+        self._next(stopping)
 
-    def _next(self) -> None:
+    def _next(self, stopping: Callable[[], bool] = lambda: False) -> None:
         over: Optional[float] = None  # since when
         key = _key("members", self.number + 1)
         while not self._store.check([key]):
             if over is None and self.is_over():
                 over = time.monotonic()
-            waited = None if over is None else time.monotonic() - over
-            here, alive = self._reported("here"), self._reported("alive")
-            chosen = choice(self.members, here, alive, self._gone(), waited, self._minimum, self._silence)
+            chosen = choice(
+                self.members,
+                here=self._reported("here", self.number),
+                gone=self._gone(),
+                limits=self._limits(),
+                waited=None if over is None else time.monotonic() - over,
+                minimum=1 if stopping() else self._minimum,
+                silence=self._silence,
+            )
             if chosen is not None:
                 self._store.compare_set(key, "", json.dumps(chosen))
             time.sleep(_POLL_SECONDS)
@@ -160,22 +225,29 @@ class Membership(Generations):
         if self.member not in self.members:
             raise LeftOut
 
+    def _limits(self) -> Dict[Member, float]:
+        """Return how long each member of this generation is waited for once it is over, in seconds."""
+        alive = self._reported("alive", self.number)
+        begun = self._reported("begun", 0) if self.number == 0 else set(self.members)
+        limits = {}
+        for member in self.members:
+            if member in alive:
+                limits[member] = self._silence
+            elif member in begun:
+                limits[member] = min(self._silence, _GRACE_SECONDS)
+            else:
+                limits[member] = _BEGIN_SECONDS
+        return limits
+
     def _report(self, what: str) -> None:
         self._store.append(_key(what, self.number), f"{self.member.replica} {self.member.life} {self._stage};")
-
-    def _reported(self, what: str) -> Set[Member]:
-        """The members of which all processes have reported so."""
-        stages: Dict[Member, Set[int]] = {}
-        for replica, life, stage in self._numbers(_key(what, self.number)):
-            stages.setdefault(Member(replica, life), set()).add(stage)
-        return {member for member, found in stages.items() if len(found) == self._stages}
 
 
 def choice(
     members: Sequence[Member],
     here: Collection[Member],
-    alive: Collection[Member],
     gone: Collection[Member],
+    limits: Mapping[Member, float],
     waited: Optional[float],
     minimum: int,
     silence: float,
@@ -183,13 +255,13 @@ def choice(
     """The next generation: those of this one first, in their order, then new ones. None: it is not time to choose yet.
     Empty: there are too few.
 
-    Args: here: whose processes wait for it all. alive: whose processes have heard that this one is over. gone: whose
-    launcher has seen their end. waited: seconds since it was over, None if it is not.
+    Args: here: whose processes wait for it all. gone: whose launcher has seen their end. limits: seconds that each
+    member is waited for. waited: seconds since this one was over, None if it is not.
     """
     for member in members:
         if member in here or member in gone:
             continue
-        if waited is None or waited < (silence if member in alive else min(silence, _GRACE_SECONDS)):
+        if waited is None or waited < limits[member]:
             return None
     chosen = [member for member in members if member in here and member not in gone]
     chosen += sorted(member for member in here if member not in members and member not in gone)

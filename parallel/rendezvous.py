@@ -95,6 +95,10 @@ class Others:
         """Whether the ranks of another host have ended without a failure."""
         return any(outcome.code in (DONE, STOPPED) for outcome in self._written("end").values())
 
+    def all_silent(self) -> bool:
+        """Whether no launcher of another host is left."""
+        return all(self._silent(host) for host in range(self.hosts.number) if host != self.hosts.this)
+
     def settle(self, mine: Outcome) -> Outcome:
         """Agree with all hosts on the end of the ranks: all return the same code, each its own line."""
         first = not any(outcome.abrupt for outcome in self._written("end").values())

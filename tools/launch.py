@@ -98,7 +98,7 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     if place.this == 0 or options.nnodes:  # under SLURM all hosts write into one log
         print(text, flush=True)
     parallel = recipe.parallel
-    of_replica = stages if parallel.elastic else None
+    of_replica = stages if parallel.elastic and world > 1 else None  # one process has no generations
     return agent.run(place, local, shape, rank, options.max_restarts, signals, parallel.silence, of_replica)
 
 

@@ -156,4 +156,4 @@ def run(recipe: Recipe, given: Topology, once: Callable[[Recipe, Processes, Memo
                 if not elastic.explains(error):
                     elastic.close()  # its thread asks the store, and must not while Python shuts down
                     raise
-            elastic.regroup()
+            elastic.regroup(stopping=lambda: memory.signal is not None)

@@ -124,6 +124,7 @@ class Trainer:
         DataError: no image since the last log line could be read."""
         self._remember()
         with contextlib.closing(self.recordings), StopSignals(self._note_signal):
+            self._stop_between_generations()
             for update in self._course.updates(self.progression.step):
                 try:
                     self._step(micro_batches, update)
@@ -178,7 +179,31 @@ class Trainer:
             processes.wait_for_all()  # else the first to go would end what others still do
             raise Regroup
         if stop and not last:
-            self._raise(Stopped, f"{name_of(stop)}: saved at step {done}; the same command resumes")
+            self._stop(stop, f"saved at step {done}; the same command resumes")
+
+    def _stop_between_generations(self) -> None:
+        """End an elastic run that was asked to stop before this generation has begun: a step of it may take long, as
+        replicas were lost. Raises Stopped, once what the generations before have learned is saved."""
+        if self.memory is None:
+            return
+        stop = max(self.engine.processes.gather(self._signal or 0))
+        step = self.progression.step
+        if not stop or step == self.lengths.total:
+            return
+        # The step's own checkpoint may have been written, with the scores of its evaluation.
+        saved = self.engine.processes.from_main(
+            lambda: [manifest.step for manifest in self.checkpoints.manifests(self.monitor.say)]
+        )
+        if step and step not in saved:
+            self._save(scheduled=False, evaluated=False)
+        self._stop(stop, f"saved at step {step}; the same command resumes" if step else "the same command begins")
+
+    def _stop(self, number: int, text: str) -> NoReturn:
+        """Raises Stopped, once the run is saved. Args: number: of the signal that asked for it."""
+        elastic = self.engine.processes.elastic
+        if elastic is not None and self.engine.topology.is_main:
+            elastic.note_saved()
+        self._raise(Stopped, f"{name_of(number)}: {text}")
 
     def _log(self, result: StepResult, update: Update) -> None:
         """Report the steps since the last log line. Here, and only here, the loop waits for the device."""

@@ -8,68 +8,71 @@ import pytest
 
 from parallel import generations
 from parallel.generations import Generations, LeftOut, Member, Membership, TooFew, choice
+from tests.parallel.store import Shared
 
 A, B, C = (Member(replica, 0) for replica in range(3))
 NEW = Member(1, 1)
 
 
-class Shared:
-    """A store in this process, which threads share; a thread in `broken` is cut off from it."""
-
-    def __init__(self):
-        self.values, self.lock, self.broken = {}, threading.Lock(), set()
-
-    def _reached(self):
-        if threading.current_thread() in self.broken:
-            raise RuntimeError("no way to the store")
-        return self.lock
-
-    def append(self, key, value):
-        with self._reached():
-            self.values[key] = self.values.get(key, b"") + value.encode()
-
-    def add(self, key, amount):
-        with self._reached():
-            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
-            return int(self.values[key])
-
-    def check(self, keys):
-        with self._reached():
-            return all(key in self.values for key in keys)
-
-    def compare_set(self, key, expected, desired):
-        with self._reached():
-            if self.values.get(key, b"").decode() == expected:
-                self.values[key] = desired.encode()
-            return self.values[key]
-
-    def get(self, key):
-        with self._reached():
-            return self.values[key]
-
-    def set(self, key, value):
-        with self._reached():
-            self.values[key] = value.encode()
-
-
 @pytest.mark.parametrize(
-    ("here", "alive", "gone", "waited", "chosen"),
+    ("here", "gone", "waited", "chosen"),
     [
-        ((A, B, C), (), (), None, (A, B, C)),
-        ((A, C, NEW), (), (B,), None, (A, C, NEW)),  # new ones come last: the first is the oldest
-        ((A, C), (), (), None, None),  # B works on and does not know yet
-        ((A, C), (), (), 0.5, None),  # B may say that it is alive
-        ((A, C), (), (), 1.5, (A, C)),  # it did not
-        ((A, C), (B,), (), 1.5, None),  # it did: it will come
-        ((A, C), (B,), (), 11, (A, C)),  # it did not come for as long as `silence`
-        ((A, B, C), (), (B,), 0.0, (A, C)),  # B came and died
-        ((B,), (), (A, C), 0.0, None),  # fewer than the minimum: others may come
-        ((B,), (), (A, C), 11, ()),
-        ((NEW, C), (), (A, B), 0.0, (C, NEW)),
+        ((A, B, C), (), None, (A, B, C)),
+        ((A, C, NEW), (B,), None, (A, C, NEW)),  # new ones come last: the first is the oldest
+        ((A, C), (), None, None),  # B works on and does not know yet
+        ((A, C), (), 0.5, None),  # B is waited for
+        ((A, C), (), 3.0, (A, C)),  # not longer than its limit
+        ((B, C), (), 3.0, None),  # A has a longer one
+        ((A, B, C), (B,), 0.0, (A, C)),  # B came and died
+        ((A, B, NEW), (C, NEW), 0.0, (A, B)),  # a new one did
+        ((B,), (A, C), 0.0, None),  # fewer than the minimum: others may come
+        ((B,), (A, C), 10, None),
+        ((B,), (A, C), 11, ()),
+        ((NEW, C), (A, B), 0.0, (C, NEW)),
     ],
 )
-def test_the_next_generation_is_all_who_can_come_and_waits_only_for_those(here, alive, gone, waited, chosen):
-    assert choice((A, B, C), here, alive, gone, waited, minimum=2, silence=10) == chosen
+def test_the_next_generation_is_all_who_can_come_and_waits_only_for_those(here, gone, waited, chosen):
+    limits = {A: 5.0, B: 3.0, C: 3.0}
+    found = choice((A, B, C), here=here, gone=gone, limits=limits, waited=waited, minimum=2, silence=10)
+    assert found == chosen
+
+
+def test_who_has_not_begun_or_says_that_it_is_alive_is_waited_for_longer():
+    """Before it is over all members of a later generation had begun: they were there when it was decided on."""
+    store = Shared()
+    one, other = (Membership(store, member, 0, 1, 1, silence=30.0) for member in (A, B))
+    one.found(3)
+    assert one._limits() == {A: 1.0, B: 50.0, C: 50.0}
+    other.found(3)
+    other.say_alive()
+    assert one._limits() == {A: 1.0, B: 30.0, C: 50.0}
+    one.number = 1
+    assert one._limits() == {A: 1.0, B: 1.0, C: 1.0}
+    other._silence = 0.5
+    assert other._limits() == {A: 0.5, B: 0.5, C: 50.0}
+
+
+def test_a_replica_has_begun_once_one_of_its_processes_has_and_all_have_met_once_all_have():
+    store = Shared()
+    seen = Generations(store, stages=2)
+    processes = [Membership(store, member, stage, 2, 1, 1.0) for member in (A, B, C) for stage in (0, 1)]
+    assert not seen.is_founded() and not seen.has_met()
+    assert not seen.has_begun(A) and seen.has_begun(NEW)
+    for each in processes[:3]:
+        each.found(3)
+    assert seen.is_founded() and not seen.has_met()
+    assert [seen.has_begun(member) for member in (A, B, C)] == [True, True, False]
+    for each in processes[3:]:
+        each.found(3)
+    assert seen.has_met()
+
+
+def test_the_first_generation_is_over_as_it_is_founded_if_a_member_is_lost_already():
+    store = Shared()
+    Generations(store, 1).bury(B)
+    one = Membership(store, A, 0, 1, 1, 1.0)
+    one.found(3)
+    assert one.is_over()
 
 
 @pytest.fixture
@@ -85,6 +88,7 @@ class Process(threading.Thread):
         super().__init__(daemon=True)
         self.membership = Membership(store, member, stage, stages, 1, silence)
         self.delay, self.error = delay, None
+        self.stopping = lambda: False
         if not member.life:
             self.membership.found(3)
 
@@ -96,7 +100,7 @@ class Process(threading.Thread):
                 self.membership.join()
             else:
                 self.membership.end()
-                self.membership.follow()
+                self.membership.follow(self.stopping)
         except (LeftOut, TooFew, RuntimeError) as error:
             self.error = error
 
@@ -114,7 +118,7 @@ def test_whoever_dies_and_whenever_the_living_have_one_generation(store, seed):
         if each not in dying:
             each.start()
     for replica in lost:
-        Generations(store).bury(Member(replica, 0))
+        Generations(store, 1).bury(Member(replica, 0))
     living = [each for each in every if each.membership.member.replica not in lost]
     for each in living:
         each.join(10)
@@ -142,7 +146,7 @@ def test_the_minority_of_a_cut_network_does_not_go_on(store):
 
 def test_a_new_life_is_wanted_once_all_its_processes_wait_and_comes_after_the_old_members(store):
     old = [Process(store, Member(replica, 0), stage, 2) for replica, stage in itertools.product((0, 2), (0, 1))]
-    Generations(store).bury(B)
+    Generations(store, 2).bury(B)
     new = [Process(store, NEW, stage, 2) for stage in (0, 1)]
     new[0].start()
     threading.Event().wait(0.1)
@@ -159,7 +163,7 @@ def test_a_new_life_is_wanted_once_all_its_processes_wait_and_comes_after_the_ol
 
 def test_a_replica_that_begins_after_others_went_on_without_it_is_left_out(store):
     others = [Process(store, member) for member in (A, C)]
-    Generations(store).bury(B)
+    Generations(store, 1).bury(B)
     for each in others:
         each.start()
     for each in others:
@@ -172,15 +176,42 @@ def test_too_few_end_once_no_other_comes(store):
     one = Process(store, A, silence=0.5)
     one.membership._minimum = 2
     for member in (B, C):
-        Generations(store).bury(member)
+        Generations(store, 1).bury(member)
     one.start()
     one.join(10)
     assert isinstance(one.error, TooFew)
 
 
+def test_too_few_go_on_together_if_they_only_have_to_save(store):
+    """The one that was told to stop decides for the other."""
+    told, other = (Process(store, member, silence=60.0) for member in (A, C))
+    told.stopping = lambda: True
+    Generations(store, 1).bury(B)
+    for each in (told, other):
+        each.membership._minimum = 3
+        each.start()
+    for each in (told, other):
+        each.join(10)
+        assert each.error is None and each.membership.members == (A, C)
+
+
+def test_a_new_life_waits_for_the_first_generation_and_does_not_found_one(store):
+    Generations(store, 1).bury(B)
+    new = Process(store, NEW)
+    new.start()
+    threading.Event().wait(0.1)
+    assert not store.check(["elastic/members/1"])
+    others = [Process(store, member) for member in (A, C)]
+    for each in others:
+        each.start()
+    for each in (new, *others):
+        each.join(10)
+    assert others[0].membership.members[:2] == (A, C)
+
+
 def test_all_lost_means_that_nobody_lives(store):
     Process(store, A)
-    seen = Generations(store)
+    seen = Generations(store, 1)
     assert seen.living() == [A, B, C]
     for member in (A, B, C):
         seen.bury(member)

@@ -62,6 +62,7 @@ def start(tiny, tmp_path):
         batches=(EMPTY,) * 100,
         evaluation=(EMPTY,),
         steps_per_epoch=6,
+        memory=None,
     ):
         recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
         lengths = Lengths(steps_per_epoch=steps_per_epoch, dropped=0, total=recipe.run.steps, warmup=2)
@@ -69,8 +70,9 @@ def start(tiny, tmp_path):
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
         about = (checkpoints, monitor, progression or Progression(), flops_per_image, ["cat", "dog"])
         recordings = Recordings(recipe, engine, monitor, MemoryHistory(recipe, engine.topology, "cpu", say))
+        about += (tmp_path / "trace", recordings, memory)
         try:
-            Trainer(recipe, lengths, engine, evaluation, *about, tmp_path / "trace", recordings).run(iter(batches))
+            Trainer(recipe, lengths, engine, evaluation, *about).run(iter(batches))
         finally:
             monitor.close()
         return events()

@@ -17,13 +17,14 @@ from parallel.generations import Regroup
 from parallel.processes import Processes
 from recipe.errors import ConfigError
 from tests.engines import threads
+from tests.training.scripted import ScriptedEngine
 from tests.waiting import wait_until
 from training.elastic import Memory, common, identity, run
 from training.loop import Progression, Stopped
 from training.metrics import length_until
 from training.run_folder import starts
 
-DONE = 0
+DONE, STOPPED = 0, 75
 ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
 
 
@@ -140,6 +141,47 @@ def test_other_launchers_and_systems_are_refused(tiny_recipe, monkeypatch, name,
         run(tiny_recipe, Topology(2, 1), None)
 
 
+def elastic_engine(**options):
+    """Makes steps by a script, as the main process of an elastic run."""
+    engine = ScriptedEngine(**options)
+    engine.processes = Processes(topology.Topology(), engine.device)
+    engine.processes.elastic = Mock(spec=Elastic)
+    engine.processes.elastic.wants.return_value = False
+    return engine
+
+
+@pytest.mark.parametrize(("step", "saved"), [(5, [5]), (6, [6]), (0, [])])
+def test_a_run_that_is_told_to_stop_between_two_generations_saves_before_the_next_step(start, step, saved):
+    """At step 6 there is a checkpoint, with the scores of its evaluation: it stays. At step 0 there is nothing."""
+    if step == 6:
+        start(ScriptedEngine(), "run.steps=6")
+    before = start.content() if step == 6 else None
+    engine, memory = elastic_engine(), Mock(spec=Memory, signal=signal.SIGTERM)
+    with pytest.raises(
+        Stopped, match=f"^SIGTERM: saved at step {step};" if step else "^SIGTERM: the same command begins"
+    ):
+        start(engine, progression=Progression(step=step), memory=memory)
+    assert not engine.steps and start.saved() == saved
+    assert before is None or str(start.content()) == str(before)
+    assert engine.processes.elastic.note_saved.called
+
+
+def test_a_generation_that_has_nothing_left_to_do_ends_the_run_though_it_is_told_to_stop(start):
+    engine, memory = elastic_engine(), Mock(spec=Memory, signal=signal.SIGTERM)
+    scores = {"top1": 0.5, "top5": 0.5}
+    *_, end = start(engine, progression=Progression(step=12, scores=scores), memory=memory)
+    assert end["event"] == "end" and not engine.steps
+
+
+def test_launchers_learn_that_the_run_is_saved_once_it_is(start):
+    engine = elastic_engine(before=lambda step: step == 2 and signal.raise_signal(signal.SIGTERM))
+    engine.processes.elastic.note_saved.side_effect = lambda: saved.extend(start.saved())
+    saved = []
+    with pytest.raises(Stopped):
+        start(engine, memory=Mock(spec=Memory, signal=None))
+    assert saved == [3]
+
+
 def test_a_run_that_ends_with_an_error_listens_no_more(tiny_recipe, monkeypatch):
     """A thread that asks the store while Python shuts down would end the process by SIGABRT."""
     elastic = Mock(spec=Elastic)
@@ -212,4 +254,52 @@ def test_a_replica_comes_back_with_all_others_told_to_stop_then(tmp_path):
     wait_until(lambda: "with replicas 0, 1" in session.said())
     session.process.terminate()
     ending = session.wait(0.0)
-    assert ending.code == 75, ending.said
+    assert ending.code == STOPPED, ending.said
+
+
+@pytest.mark.multiprocess
+def test_a_run_is_saved_though_it_is_told_to_stop_while_a_replacement_starts(tmp_path):
+    """All generations and signals are real here; tests/parallel/test_elastic_signals.py has the other moments."""
+    site = Site(tmp_path, Topology(2, 1), (*ELASTIC[:2], "run.epochs=160"))
+    session = site.start()
+    session.reach(5, 0.0)
+    os.kill(session.ranks()[1], signal.SIGKILL)
+    wait_until(lambda: "is started anew" in session.said())
+    session.process.terminate()
+    ending = session.wait(0.0)
+    assert ending.code == STOPPED, ending.said
+    assert site.checkpoints()[-1].name == f"step-{site.steps():08d}.pt"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_as_it_loads_is_started_again_and_the_bits_are_the_same(tmp_path, undisturbed, rank):
+    site = Site(tmp_path, Topology(3, 1), ELASTIC)
+    session = site.start()
+    wait_until(lambda: len(session.ranks()) == 3)
+    os.kill(session.ranks()[rank], signal.SIGKILL)
+    ending = session.wait(0.0)
+    assert ending.code == DONE, ending.said
+    assert site.result() == undisturbed
+    assert "the others wait" in ending.said and "generation" not in ending.said
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("delay", [0.0, 0.5, 2.0, 4.0, 6.0])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_told_to_stop_after_a_loss_resumes_to_the_same_bits(tmp_path, undisturbed, rank, delay):
+    """A moment after it, while the others regroup, while a replacement loads, waits or is taken in."""
+    site = Site(tmp_path, Topology(3, 1), ELASTIC)
+    session = site.start()
+    session.reach(5, 0.0)
+    os.kill(session.ranks()[rank], signal.SIGKILL)
+    session.reach(0, delay)
+    session.process.terminate()
+    ending = session.wait(0.0)
+    assert ending.code in (STOPPED, DONE), ending.said
+    if ending.code == STOPPED:
+        assert site.checkpoints()[-1].name >= "step-00000004.pt"
+        ending = site.start().wait(0.0)
+    assert ending.code == DONE and site.result() == undisturbed, ending.said

@@ -1,0 +1,216 @@
+"""Each cell of the table in docs/reliability.md: what a signal does in a phase of an elastic run."""
+
+import re
+import signal
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.parallel.elastic_run import Run
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.multiprocess  # threads that wait for each other
+
+PAGE = (ROOT / "docs/reliability.md").read_text()
+SECTION = PAGE.partition("## Signals and losses in an elastic run")[2].partition("\n## ")[0]
+HEAD, _, *BODY = [row.split(" | ") for row in re.findall(r"^\| (.+) \|$", SECTION, re.M)]
+MAIN = 0
+TO_LAUNCHER = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def loading(start):
+    """The others have begun."""
+    run = start(held={(1, "loading")})
+    run.reach(1, "loading")
+    run.reach(MAIN, "meeting")
+    return run
+
+
+def meeting(start):
+    run = start(held={(1, "meeting")})
+    run.reach(1, "meeting")
+    return run
+
+
+def training(start, held=()):
+    run = start(held=held)
+    wait_until(lambda: run.step() > 2)
+    run.held.add((1, "training"))
+    run.reach(1, "training")
+    return run
+
+
+def regrouping(start):
+    run = start()
+    wait_until(lambda: run.step() > 2)
+    run.held |= {(1, "loading"), (2, "regrouping")}
+    run.ranks[1].send_signal(signal.SIGKILL)
+    run.reach(2, "regrouping")
+    return run
+
+
+def replaced(start, phase, takes_in=False):
+    """A run whose replica 1 was lost and comes back: it is at that phase."""
+    run = start()
+    wait_until(lambda: run.step() > 2)
+    run.held |= {(1, phase)}
+    run.takes_in = takes_in
+    lost = run.ranks[1]
+    lost.send_signal(signal.SIGKILL)
+    run.reach(1, phase, life=1)
+    before = run.step()
+    if not takes_in:
+        wait_until(lambda: run.step() > before)  # the others go on
+    return run
+
+
+def saving(start):
+    run = training(start, held={(MAIN, "saving")})
+    run.signal(signal.SIGTERM)
+    run.held.discard((1, "training"))
+    run.reach(MAIN, "saving")
+    return run
+
+
+def saved(start):
+    run = training(start, held={(1, "saved")})
+    run.signal(signal.SIGTERM)
+    run.held.discard((1, "training"))
+    run.reach(1, "saved")
+    wait_until(lambda: run.saved is not None)
+    return run
+
+
+def leaving(start):
+    run = training(start, held={(1, "leaving")})
+    run.signal(signal.SIGTERM)
+    run.held.discard((1, "training"))
+    run.reach(1, "leaving")
+    wait_until(lambda: run.ranks[2].poll() == 75)
+    return run
+
+
+def ended(start):
+    run = start(held={(1, "ended")}, total=5)
+    run.reach(1, "ended")
+    wait_until(lambda: run.ranks[2].poll() == 0)
+    run.saved = run.total
+    return run
+
+
+PHASES = {
+    "a process loads its libraries": loading,
+    "the first generation meets": meeting,
+    "training": training,
+    "a loss is noticed, the others regroup": regrouping,
+    "a replacement loads its libraries": lambda start: replaced(start, "loading"),
+    "a replacement waits to be taken in": lambda start: replaced(start, "waiting"),
+    "a replacement is taken in": lambda start: replaced(start, "joining", takes_in=True),
+    "saving after a first signal": saving,
+    "it is saved, no process has ended yet": saved,
+    "it is saved, some processes have ended": leaving,
+    "the last step is done, some processes have ended": ended,
+}
+
+
+def strike(run, phase, column, number):
+    first = not run.signals.stopping
+    if column == 1 and (first or number == signal.SIGUSR1):  # which is never a second one
+        run.signal(number)
+    elif column == 2:
+        if first:
+            run.signal(signal.SIGTERM)
+        run.signal(number)
+    elif column > 2:
+        victim = MAIN if column == 5 else 2 if "regroup" in phase else 1
+        run.ranks[victim].send_signal(number)
+
+
+NUMBERS = {
+    1: TO_LAUNCHER,
+    2: TO_LAUNCHER[:2],
+    3: (signal.SIGUSR1,),
+    4: (signal.SIGKILL, signal.SIGTERM),
+    5: (signal.SIGKILL,),
+}
+CELLS = [
+    pytest.param(row[0], column, number, row[column], id=f"{row[0]}-{HEAD[column]}-{number.name}")
+    for row in BODY
+    for column, numbers in NUMBERS.items()
+    for number in numbers
+]
+
+
+@pytest.fixture
+def start(monkeypatch):
+    made = []
+
+    def started(**options):
+        made.append(Run(monkeypatch, **options))
+        return made[-1]
+
+    yield started
+    for run in made:
+        run.held.clear()
+        for rank in run.every.values():
+            rank.send_signal(signal.SIGKILL)
+
+
+def test_the_table_has_every_phase():
+    assert [row[0] for row in BODY] == list(PHASES) and len(HEAD) == 6
+
+
+@pytest.mark.parametrize(("phase", "column", "number", "cell"), CELLS)
+def test_a_signal_in_a_phase(start, phase, column, number, cell):
+    run = PHASES[phase](start)
+    before = run.step()
+    strike(run, phase, column, number)
+    run.held.clear()
+    run.takes_in = True
+    if cell == "goes on":
+        wait_until(lambda: run.step() > before + 3 and len(run.ranks) == 3 and all_train(run))
+        before = run.step()
+        run.signal(signal.SIGTERM)
+        cell = "75, saved"
+    outcome = run.end()
+    code, what = cell.split(", ")
+    assert outcome.code == int(code), outcome
+    if what == "saved":
+        assert run.saved >= before > 0
+    else:
+        assert run.saved is None
+
+
+def all_train(run):
+    return all(rank.phase == "training" for rank in list(run.ranks.values()))
+
+
+@pytest.mark.parametrize(
+    ("phase", "code"),
+    [
+        ("a process loads its libraries", 1),
+        ("training", 1),
+        ("a loss is noticed, the others regroup", 1),
+        ("it is saved, no process has ended yet", 75),
+        ("it is saved, some processes have ended", 75),
+    ],
+)
+def test_all_replicas_lost_at_once_end_the_run(start, phase, code):
+    """Also where none has begun, if it happens again and again."""
+    run = PHASES[phase](start)
+    while run.outcome is None:
+        for rank in list(run.ranks.values()):
+            rank.send_signal(signal.SIGKILL)
+    assert run.end().code == code
+
+
+def test_too_few_replicas_save_as_they_are_told_to_stop(start):
+    """They do not wait for others, which nobody starts."""
+    run = start(minimum=3)
+    wait_until(lambda: run.step() > 2)
+    run.held |= {(1, "loading"), (2, "regrouping")}
+    run.ranks[1].send_signal(signal.SIGKILL)
+    run.reach(2, "regrouping")
+    run.signal(signal.SIGTERM)
+    run.held.clear()
+    assert run.end().code == 75 and run.saved > 2
