@@ -3,6 +3,9 @@
 Whoever types `data.root=/photos` over a recipe of digits wants those photographs to be read. So a key is refused if it
 was named in the top file or on the command line while another key, named there or before, made it idle. Keys that a
 recipe inherits may be idle: one override, such as `data.source=glyphs`, changes the images of any recipe.
+
+Keys that only some hardware, topology or launcher reads (`engine`, `ipu`, stages, elasticity) are never refused: one
+recipe runs unchanged on all of them.
 """
 
 from __future__ import annotations
@@ -81,8 +84,7 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
         for key in ("randaugment_operations", "randaugment_magnitude"):
             yield Idle(f"data.{key}", "data.augment", "give data.augment=randaugment")
     yield from _of_model(recipe)
-    yield from _of_replicas(recipe)
-    yield from _of_device(recipe)
+    yield from _of_exchange(recipe)
 
 
 def _of_model(recipe: Recipe) -> Iterator[Idle]:
@@ -96,14 +98,8 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
         yield Idle("optimizer.skip_lr_scale", "optimizer.skip", "give optimizer.skip=[bias, norm]")
 
 
-def _of_replicas(recipe: Recipe) -> Iterator[Idle]:
-    parallel, exchange = recipe.parallel, recipe.exchange
-    if not parallel.elastic:
-        yield Idle("parallel.minimum", "parallel.elastic", "give parallel.elastic=true")
-    if parallel.stages == 1:
-        yield Idle("parallel.schedule", "parallel.stages", "give parallel.stages=2 or more")
-    if parallel.stages == 1 and parallel.split == "counted":
-        yield Idle("parallel.split", "parallel.stages", "give parallel.stages=2 or more")
+def _of_exchange(recipe: Recipe) -> Iterator[Idle]:
+    exchange = recipe.exchange
     if exchange.method in ("dense", "half", "local", "none"):
         yield Idle("exchange.density", "exchange.method", "give exchange.method=topk or gtopk")
     if getattr(exchange, "compress", None) == "gradient":
@@ -111,11 +107,3 @@ def _of_replicas(recipe: Recipe) -> Iterator[Idle]:
     if getattr(exchange, "outer", None) == "mean":
         for key in ("outer_lr", "outer_momentum"):
             yield Idle(f"exchange.{key}", "exchange.outer", "give exchange.outer=nesterov")
-
-
-def _of_device(recipe: Recipe) -> Iterator[Idle]:
-    if not recipe.engine.compile:
-        yield Idle("engine.compile_mode", "engine.compile", "give engine.compile=true")
-    if recipe.run.device != "ipu":
-        for key in type(recipe.ipu).fields():
-            yield Idle(f"ipu.{key}", "run.device", "give run.device=ipu")

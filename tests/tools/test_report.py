@@ -134,7 +134,7 @@ def test_long_runs_and_many_sessions_make_a_page_that_can_be_sent(tmp_path, comm
     assert command(folder, "--images", "0")[0] == 0
     page = folder / "report.html"
     text = Seen(page).text
-    assert page.stat().st_size < 10e6 and "thinned out" in text
+    assert page.stat().st_size < 10e6 and "Long lines are thinned" in text
     assert "100 sessions" in text and "14,850 to 15,000" in text
     loss = drawn(page)[0]
     assert 99.0 in loss["data"][0]["y"] and loss["marks"] == []
@@ -159,8 +159,8 @@ def test_markup_in_names_metrics_and_notes_is_text(tmp_path, command):
         events += [eval_event(48, file=attack), {"event": attack, "step": 48}, end_event(48, 30.0)]
         notes = dict.fromkeys(("started", "revision", "python", "torch", "cpus", attack), attack)
         starts = [start(**notes, command=list(ATTACKS), devices=list(ATTACKS))]
-        root = f"data.root={json.dumps(attack)}"
-        folders.append(written(tmp_path / attack.replace("/", "∕"), events, [root], starts))
+        overrides = ["data.source=folder", f"data.root={json.dumps(attack)}"]
+        folders.append(written(tmp_path / attack.replace("/", "∕"), events, overrides, starts))
     both = tmp_path / "both.html"
     assert command(*folders, "--output", both)[0] == 0
     assert all(command(folder, "--images", "0")[0] == 0 for folder in folders)

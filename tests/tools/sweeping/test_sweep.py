@@ -77,7 +77,8 @@ def test_the_best_recipe_is_the_one_that_was_trained(tmp_path):
     file.write_text(f"recipe: {QUICKSTART}\ntrials: 1\nspace: {{optimizer.momentum: {{choices: [{base.momentum}]}}}}\n")
     overrides = [
         "run.steps=7", "schedule.peak_per_image=0.1", "optimizer.name=sgd",
-        f"optimizer.weight_decay={base.weight_decay}", 'data.root="a: b"', "data.image_sizes=[[0, 16], [2, 28]]",
+        f"optimizer.weight_decay={base.weight_decay}", "data.source=folder", 'data.root="a: b"',
+        "data.image_sizes=[[0, 16], [2, 28]]",
     ]  # fmt: skip
     candidates = load_candidates(read(file, overrides))
     with contextlib.closing(SweepFolder(tmp_path / "found", candidates)) as folder:
@@ -136,7 +137,7 @@ def test_a_sweep_may_grow_and_move_but_a_changed_one_is_refused_by_the_name_of_w
         assert some.stored() == first
     some.file.write_text("# a comment\n" + text.replace("trials: 4", "trials: 2"))
     some.folder = Path(shutil.move(some.folder, some.folder.with_name("moved: 50% #1 – día?")))
-    assert some("data.root=/elsewhere")[0] == DONE
+    assert some("data.workers=1")[0] == DONE
     assert len(some.stored()) == 2
     assert some.stored()[0] == first[0] and some.processes() == [1] * 2
     assert loading.load(some.folder / "best.yaml").run.epochs == 4
