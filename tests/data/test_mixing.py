@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from timm.data import auto_augment
-from torchvision.transforms import v2
 
 from data.mixing import draw, mix_images, mix_targets
+from data.transforms import _operations
 from recipe.config import Data
 from tests.conftest import ROOT
 
@@ -169,7 +169,7 @@ def test_the_docs_give_the_share_of_pixels_that_cutmix_replaces():
 
 def test_the_docs_translate_timms_randaugment():
     """Of rotation, timm's level 9 of 10 is torchvision's magnitude 27 of 30, and is applied half the time."""
-    ours = v2.RandAugment(num_ops=2, magnitude=27)
+    ours = _operations("randaugment", 2, 27)
     degrees = ours._AUGMENTATION_SPACE["Rotate"][0](ours.num_magnitude_bins, 224, 224)
     assert float(degrees[27]) == pytest.approx(27) and float(degrees[9]) == pytest.approx(9)
     timms = auto_augment.rand_augment_transform("rand-m9", {})
