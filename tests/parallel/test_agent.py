@@ -1,0 +1,129 @@
+"""What the launcher makes of the exit codes of its ranks, and of signals; processes are doubles."""
+
+import os
+import signal
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from parallel import agent
+from parallel.board import Outcome
+
+HOST = socket.gethostname()
+KILLED, TERMINATED, ASKED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR1
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+
+
+class Process:
+    """A rank: `code` is None while it runs. sent: the signals that it was given."""
+
+    def __init__(self, code=None):
+        self.code = code
+        self.sent = []
+
+    def poll(self):
+        return self.code
+
+    def send_signal(self, number):
+        self.sent.append(number)
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """The launcher's signals, without handlers; `signals.written`: what they wrote."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    written = []
+    monkeypatch.setattr(os, "write", lambda file, text: written.append((file, text.decode())))
+    found = agent.Signals()
+    found.written = written
+    return found
+
+
+@pytest.mark.parametrize(
+    ("failed", "expected"),
+    [
+        ([(3, 1)], (FAILED, f"rank 3 failed with exit code 1 (host {HOST}); all ranks stopped")),
+        # Of several the one that others followed: killed before it lost a peer, complaining before all.
+        (
+            [(0, 1), (2, KILLED), (1, 7)],
+            (FAILED, f"rank 2 (host {HOST}) was killed (SIGKILL); all ranks stopped; rerun to resume"),
+        ),
+        (
+            [(0, TERMINATED), (1, -signal.SIGSEGV)],
+            (FAILED, f"rank 1 (host {HOST}) was ended (SIGSEGV); all ranks stopped; rerun to resume"),
+        ),
+        (
+            [(1, 9), (0, TERMINATED)],
+            (FAILED, f"rank 0 (host {HOST}) was ended (SIGTERM); all ranks stopped; rerun to resume"),
+        ),
+        ([(0, KILLED), (4, WRONG_INPUT)], (WRONG_INPUT, "")),
+        ([(0, 1), (1, ASKED)], (FAILED, f"rank 0 failed with exit code 1 (host {HOST}); all ranks stopped")),
+        ([(1, ASKED)], (STOPPED, "")),
+        ([(5, 1), (2, 1)], (FAILED, f"rank 2 failed with exit code 1 (host {HOST}); all ranks stopped")),
+    ],
+)  # fmt: skip
+def test_the_rank_that_the_others_followed_is_named(failed, expected, signals):
+    code, line = expected
+    assert agent._failure(failed, signals) == Outcome(code, line, last=False, abrupt=True)
+
+
+def test_a_failure_after_a_stop_was_asked_for_is_not_tried_again(signals):
+    signals.stopping = True
+    assert agent._failure([(0, 1)], signals).last
+    assert not agent._failure([(0, WRONG_INPUT)], signals).last
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([KILLED, DONE, STOPPED], Outcome(DONE)),
+        ([KILLED, STOPPED], Outcome(STOPPED, abrupt=True)),
+        (
+            [KILLED, 1],
+            Outcome(
+                FAILED,
+                "ended at once by a second signal; the same command goes on from the last checkpoint",
+                last=True,
+                abrupt=True,
+            ),
+        ),
+    ],
+)
+def test_a_second_signal_leaves_the_code_of_ranks_that_had_ended(codes, expected):
+    """A rank ends by itself only once all have finished the run, or saved it."""
+    assert agent._hurried({rank: Process(code) for rank, code in enumerate(codes)}) == expected
+
+
+def test_the_first_signal_asks_the_ranks_and_a_later_second_one_ends_them(signals, monkeypatch):
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(agent.time, "monotonic", lambda: now.seconds)
+    killed = []
+    monkeypatch.setattr(agent, "kill", lambda ranks, number: killed.append((sorted(ranks), number)))
+    ranks = {0: Process(), 1: Process()}
+    signals.watch(ranks)
+    assert not ranks[0].sent
+    signals._receive(signal.SIGTERM, None)
+    asked = "SIGTERM: the ranks finish their step, save and end; a second signal ends them at once\n"
+    assert signals.written == [(2, asked)]
+    assert signals.stopping and not signals.hurry
+    assert [rank.sent for rank in ranks.values()] == [[signal.SIGUSR1]] * 2
+    now.seconds += 0.5  # some deliver one signal twice
+    signals._receive(signal.SIGTERM, None)
+    now.seconds += 10
+    signals._receive(signal.SIGUSR1, None)  # SLURM sends it to launcher and ranks alike
+    assert not signals.hurry and not killed
+    signals._receive(signal.SIGINT, None)
+    assert signals.hurry and killed == [([0, 1], signal.SIGKILL)]
+    late = {2: Process()}
+    signals.watch(late)
+    assert killed[1:] == [([2], signal.SIGKILL)] and not late[2].sent
+
+
+def test_ranks_that_start_after_a_stop_was_asked_for_are_asked_too(signals):
+    signals.request("a rank was asked to stop before it could listen")
+    late = {0: Process()}
+    signals.watch(late)
+    assert late[0].sent == [signal.SIGUSR1]
+    signals.watch({})
+    assert late[0].sent == [signal.SIGUSR1]
