@@ -26,6 +26,7 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _WATCH_SECONDS = 0.05
 _END_SECONDS = 5.0  # from SIGTERM to SIGKILL
+_LAST_WORD_SECONDS = 10.0  # launchers poll once a second, and count as lost after five without a word
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 
 
@@ -33,12 +34,13 @@ class Signals:
     """Handles SIGINT, SIGTERM and SIGUSR1 from its creation on: the first asks the ranks to save and end.
 
     `stopping`: a stop was requested, which every wait looks at. `hurry`: a second time, which ends the ranks at once.
-    SIGUSR1 never hurries: SLURM's --signal may send it to launcher and ranks alike.
+    SIGUSR1 never hurries: SLURM's --signal may send it to launcher and ranks alike. Nor does the first signal to this
+    launcher if others asked before, as SLURM's scancel reaches the hosts one after another.
     """
 
     def __init__(self):
         self.stopping = self.hurry = False
-        self._since = 0.0
+        self._since: Optional[float] = None  # when the first signal came
         self._ranks: Ranks = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._receive)
@@ -55,14 +57,15 @@ class Signals:
     def request(self, name: str) -> None:
         """Ask the ranks to stop. Args: name: who or what asked."""
         self.stopping = True
-        self._since = time.monotonic()
         text = f"{name}: the ranks finish their step, save and end; a second signal ends them at once\n"
         os.write(2, text.encode())
         self.watch(self._ranks)
 
     def _receive(self, number: int, frame) -> None:
-        if not self.stopping:
-            self.request(signal.Signals(number).name)
+        if self._since is None:
+            self._since = time.monotonic()
+            if not self.stopping:
+                self.request(signal.Signals(number).name)
         elif number != signal.SIGUSR1 and time.monotonic() - self._since > _SAME_SECONDS:
             self.hurry = True
             self.watch(self._ranks)
@@ -155,10 +158,31 @@ def _start(ranks: Ranks, others: Others, port: int, local: int, command: List[st
 
 def _watch(ranks: Ranks, others: Others, signals: Signals, replacements: Optional[Replacements]) -> Outcome:
     """End of the ranks: by themselves, or since one of them failed, or because another host's are gone."""
+    try:
+        return _until_end(ranks, others, signals, replacements)
+    except RuntimeError:
+        # The store of an elastic run ends with the master's launcher. The board has its last word, or that it is gone.
+        end = time.monotonic() + _LAST_WORD_SECONDS
+        news = others.news()
+        while news is None and time.monotonic() < end:
+            time.sleep(_WATCH_SECONDS)
+            news = others.news()
+        if replacements is None or news is None:
+            raise
+        _end(ranks)
+        return news
+
+
+def _until_end(ranks: Ranks, others: Others, signals: Signals, replacements: Optional[Replacements]) -> Outcome:
     while True:
         elastic = None if signals.hurry else replacements
         if elastic:
             elastic.look(closing=signals.stopping or others.finished())
+            # Ranks pass a stop on, but those of this host may be away, or not know it before they die.
+            if signals.stopping:
+                elastic.ask_all_to_stop()
+            elif elastic.is_to_stop:
+                signals.request("another host was asked to stop")
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [(rank, code) for rank, code in codes.items() if code not in (None, DONE, STOPPED)]
         if elastic and not signals.stopping and -signal.SIGUSR1 in codes.values():

@@ -30,6 +30,7 @@ _GRACE_SECONDS = 1.0  # for a thread of each member's processes to say that it i
 _BEGIN_SECONDS = 50.0  # for a process of the first generation to load its libraries, as long as a rendezvous waits
 _POLL_SECONDS = 0.01
 _DEAD = "elastic/dead"  # members of which a launcher has seen the end
+_STOP = "elastic/stop"  # a launcher was asked to stop the run
 _SAVED = "elastic/saved"  # the run was asked to stop, and is saved
 
 
@@ -113,6 +114,14 @@ class Generations:
         if not self.members:
             return False
         return self.number > 0 or set(self.members) <= self._reported("begun", 0)
+
+    def ask_to_stop(self) -> None:
+        """The run is to stop: the launchers of all hosts hear of it."""
+        self._store.set(_STOP, "")
+
+    def is_to_stop(self) -> bool:
+        """Return whether a launcher was asked to stop the run."""
+        return self._store.check([_STOP])
 
     def is_saved(self) -> bool:
         """Return whether the run was asked to stop, and has saved its last step."""

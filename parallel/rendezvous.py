@@ -19,6 +19,7 @@ REACH_SECONDS = 45.0  # for the master to listen
 _TOGETHER_SECONDS = 600.0  # for all hosts to come
 _SILENT_SECONDS = 30.0  # until the missing ones are named
 _SETTLE_SECONDS = 15.0  # after a failure, for all hosts to report how they ended
+_HURRY_SECONDS = 8.0  # after a second signal, for the others to hear of it and to end their ranks
 _EXIT_SECONDS = 60.0  # after a success or a stop: ranks of one host may end before those of another
 _LEAST_SILENCE = 5.0  # launchers poll once a second
 _STORE_TIMEOUT = timedelta(seconds=15)
@@ -169,10 +170,12 @@ class Others:
 
     def _wait_for(self, name: str, hosts: Iterable[int], seconds: float) -> None:
         """Returns when every host has written that or is silent, or the time is up, or a signal comes meanwhile."""
-        end, stopping = time.monotonic() + seconds, self._signals.stopping
+        start, stopping = time.monotonic(), self._signals.stopping
         while any(host not in self._written(name) and not self._silent(host) for host in hosts):
             self._check_master()
-            if self._signals.hurry or self._signals.stopping != stopping or time.monotonic() > end:
+            # Without a word of this one the others would wait for its ranks, or end with another code.
+            limit = min(seconds, _HURRY_SECONDS) if self._signals.hurry else seconds
+            if self._signals.stopping != stopping or time.monotonic() > start + limit:
                 return
             time.sleep(_LOOK_SECONDS)
 

@@ -57,6 +57,8 @@ class Replacements:
         self._members: Set[Member] = set()  # of this host, that ever were taken in
         self._next_look = 0.0
         self._closing = False
+        self._asked = False  # all hosts to stop
+        self._is_to_stop = False
 
     @property
     def waiting(self) -> bool:
@@ -72,6 +74,17 @@ class Replacements:
     def nothing_to_save(self) -> bool:
         """Whether a run that is to stop can end as it is: it is saved, or its first generation cannot have met."""
         return self._generations.is_saved() or not self._generations.has_met()
+
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether a host's launcher had been asked to stop the run at the last look."""
+        return self._is_to_stop
+
+    def ask_all_to_stop(self) -> None:
+        """Let the launchers of all hosts know that the run is to stop."""
+        if not self._asked:
+            self._generations.ask_to_stop()
+        self._asked = True
 
     def look(self, closing: bool = False) -> None:
         """Start what is due, and end replicas that were left out.
@@ -91,6 +104,7 @@ class Replacements:
             del self._due[replica]
             self._begin(replica, now)
         self._generations.catch_up()
+        self._is_to_stop = self._generations.is_to_stop()
         current = set(self._generations.members)
         self._members |= {member for member in current if member.replica in self._lives}
         for replica in self._lives:

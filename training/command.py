@@ -152,9 +152,19 @@ def finish(main):
     code = code or not_written or DONE
     if _connected() is not None:
         os._exit(code)
+    _ignore_signals(code)
     if signal.getsignal(signal.SIGINT) is _interrupt:  # Ctrl-C while Python shuts down
         signal.signal(signal.SIGINT, lambda *_: os._exit(code))
     sys.exit(code)
+
+
+def _ignore_signals(code):
+    """Keep a run's exit code from signals that come while Python shuts down: its own handlers do not count any more
+    then, and the process would end by the signal. Args: code: of the process."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        is_handled = signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, _interrupt)
+        if is_handled or code == STOPPED:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupt(number, frame):

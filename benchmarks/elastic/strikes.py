@@ -1,4 +1,4 @@
-"""An elastic run whose replicas are struck at random moments, beside one that nothing disturbs."""
+"""An elastic run whose replicas are struck, or its launchers stopped, at random moments, beside one undisturbed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from benchmarks import CACHE
 from benchmarks.elastic import hosts
-from benchmarks.faults.hosts import RATE
+from benchmarks.elastic.stops import Stop, restarts, stopped
+from benchmarks.faults.hosts import RATE, SiteOnHosts
 from benchmarks.faults.site import Result, Session, Site, Topology
 from benchmarks.networks import Network
 from benchmarks.processes import runs
@@ -41,14 +42,15 @@ _EVERY = {"evaluation": 10, "checkpoint": 3}  # steps after which the recipe has
 
 
 class Planned(NamedTuple):
-    """A run. on_hosts: each replica on a host of its own, with a cable."""
+    """A run. on_hosts: each replica on a host of its own, with a cable. stops: it is stopped, and started again."""
 
     topology: Topology
     seed: int
     on_hosts: bool = False
+    stops: bool = False
 
     def __str__(self) -> str:
-        return f"{self.where} {self.seed} {EPOCHS}"
+        return f"{'stops ' if self.stops else ''}{self.where} {self.seed} {EPOCHS}"
 
     @property
     def where(self) -> str:
@@ -67,7 +69,8 @@ class Strike(NamedTuple):
 
 class Struck(NamedTuple):
     """A run: its topology, strikes, whether it ended with the undisturbed bits, steps whose events differ from the
-    undisturbed run's, starts from a checkpoint, changes of the generation, and seconds that these took in all."""
+    undisturbed run's, starts from a checkpoint (other than by the same command after a stop), changes of the
+    generation, and seconds that these took in all; or its stops, which have no such seconds."""
 
     topology: str
     strikes: List[Strike]
@@ -77,6 +80,7 @@ class Struck(NamedTuple):
     generations: int
     seconds: float
     output: str
+    stops: Sequence[Stop] = ()
 
 
 class _Watch(threading.Thread):
@@ -120,11 +124,47 @@ def undisturbed(folder: Path) -> Result:
 
 
 def struck(planned: Planned, expected: Result, folder: Path) -> Struck:
+    """Make a run and disturb it.
+
+    Args:
+        planned: which.
+        expected: of the undisturbed run.
+        folder: an empty place for it.
+    """
+    overrides = (*_OVERRIDES, *ELASTIC)
     with contextlib.ExitStack() as stack:
-        site, network = Site(folder, planned.topology, (*_OVERRIDES, *ELASTIC)), None
-        if planned.on_hosts:
-            network = stack.enter_context(Network(planned.topology.replicas, RATE))
+        network = stack.enter_context(Network(planned.topology.replicas, RATE)) if planned.on_hosts else None
+        if planned.stops and network is not None:
+            return _stopped(planned, SiteOnHosts(folder, planned.topology, overrides, network), expected)
+        site = Site(folder, planned.topology, overrides)
+        if planned.stops:
+            return _stopped(planned, site, expected)
         return _struck(planned, site, site.start() if network is None else hosts.Hosts(site, network), expected)
+
+
+def _stopped(planned: Planned, site: Site, expected: Result) -> Struck:
+    """A run whose launchers are told to stop again and again."""
+    stops, endings = stopped(site, STEPS, random.Random(str(planned)))
+    result = site.result() if endings[-1].code == DONE else None
+    return Struck(
+        topology=planned.where,
+        strikes=[],
+        same=result == expected,
+        wrong_steps=_differing(expected, result),
+        restarts=restarts(endings),
+        generations=0,
+        seconds=0.0,
+        output="" if result == expected else "\n".join(ending.said for ending in endings),
+        stops=stops,
+    )
+
+
+def _differing(expected: Result, result: Optional[Result]) -> int:
+    """Steps with events that only one of two runs has. Args: result: None if the run did not end."""
+    events = [] if result is None else result.events
+    wrong = {event["step"] for event in expected.events if event not in events}
+    wrong |= {event["step"] for event in events if event not in expected.events}
+    return len(wrong)
 
 
 def _struck(planned: Planned, site: Site, session: Union[Session, hosts.Hosts], expected: Result) -> Struck:
@@ -153,13 +193,16 @@ def _struck(planned: Planned, site: Site, session: Union[Session, hosts.Hosts], 
         after = watch.after(moment, steps)
         strikes.append(Strike(kind, ranks, steps, max(0.0, (after or time.monotonic()) - moment - usual)))
     result = site.result() if ending.code == DONE else None
-    events = [] if result is None else result.events
-    wrong = {event["step"] for event in expected.events if event not in events}
-    wrong |= {event["step"] for event in events if event not in expected.events}
     around = watch.around_changes()
     return Struck(
-        *(planned.where, strikes, result == expected, len(wrong), len(re.findall("resuming at", ending.said))),
-        *(len(watch.changes), sum(around) - usual * len(around), "" if result == expected else ending.said),
+        topology=planned.where,
+        strikes=strikes,
+        same=result == expected,
+        wrong_steps=_differing(expected, result),
+        restarts=restarts([ending]),
+        generations=len(watch.changes),
+        seconds=sum(around) - usual * len(around),
+        output="" if result == expected else ending.said,
     )
 
 
@@ -198,7 +241,10 @@ def all_runs(planned: List[Planned], progress) -> List[Struck]:
     if cache.exists():
         for line in cache.read_text().splitlines():
             key, fields = json.loads(line)
-            known[key] = Struck(**{**fields, "strikes": [Strike(*each) for each in fields["strikes"]]})
+            known[key] = Struck(**fields)._replace(
+                strikes=[Strike(*each) for each in fields["strikes"]],
+                stops=[Stop(*each) for each in fields.get("stops", ())],
+            )
     found = []
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
         expected: Optional[Result] = None

@@ -180,3 +180,28 @@ def test_what_is_no_name_is_reported(name):
     board = written((name, 1), "mine")
     wait_until(lambda: board.fault)
     assert not board.gone
+
+
+def test_a_launcher_that_is_told_twice_to_stop_ends_once_the_others_know():
+    """It ended before its word was sent: the others waited for its ranks, or ended with another code."""
+    place = ("127.0.0.1", _free_port())
+    signals = [SimpleNamespace(stopping=False, hurry=False) for _ in range(2)]
+    others = [Others(Hosts(2, this, *place), "2 replicas", signals[this], 5.0, SECRET) for this in (0, 1)]
+    master = threading.Thread(target=others[0].gather, args=(0,))
+    master.start()
+    others[1].gather(0)
+    master.join()
+    signals[1].stopping = signals[1].hurry = True
+    found = []
+
+    def end_of_the_master():
+        wait_until(others[0].news)
+        signals[0].stopping = True
+        found.append(others[0].settle(Outcome(75)))
+
+    master = threading.Thread(target=end_of_the_master)
+    master.start()
+    own = others[1].settle(Outcome(1, abrupt=True))
+    assert 0 in others[1]._written("end"), "it has heard of the other, so the other has heard of it"
+    master.join()
+    assert own.code == found[0].code == 1

@@ -1,10 +1,17 @@
 """Each cell of the table in docs/reliability.md: what a signal does in a phase of an elastic run."""
 
+import functools
 import re
 import signal
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from parallel import agent
+from parallel.board import Outcome
+from parallel.replacements import Replacements
 from tests.conftest import ROOT
 from tests.parallel.elastic_run import Run
 from tests.waiting import wait_until
@@ -214,3 +221,59 @@ def test_too_few_replicas_save_as_they_are_told_to_stop(start):
     run.signal(signal.SIGTERM)
     run.held.clear()
     assert run.end().code == 75 and run.saved > 2
+
+
+class OtherHost:
+    """The launcher of a host whose replica has died, and is not started again yet."""
+
+    def __init__(self, run):
+        ranks = {}
+        self.signals = agent.Signals()
+        self.replacements = Replacements(ranks, ("", 0), 1, lambda rank, life: None, range(3, 3))
+        self.others = SimpleNamespace(finished=lambda: False, news=lambda: None, all_silent=lambda: False)
+        self._watch = functools.partial(agent._watch, ranks, self.others, self.signals, self.replacements)
+
+    def end(self):
+        return self._watch()
+
+
+def test_a_run_is_told_to_stop_by_a_host_that_has_no_ranks_just_then(start):
+    """Nobody there could pass the stop on, and the others trained to the end."""
+    run = start()
+    wait_until(lambda: run.step() > 2)
+    other = OtherHost(run)
+    other.signals._receive(signal.SIGTERM, None)
+    assert other.end().code == 75
+    assert run.end().code == 75 and run.saved > 2
+
+
+def test_a_first_signal_after_another_host_was_asked_ends_nothing_at_once(start):
+    """SLURM's scancel reaches the hosts one after another; the next signal is the second one."""
+    run = training(start)
+    OtherHost(run).replacements.ask_all_to_stop()
+    wait_until(lambda: run.signals.stopping)
+    time.sleep(0.01)
+    run.signal(signal.SIGTERM)
+    assert not run.signals.hurry
+    time.sleep(0.01)
+    run.signal(signal.SIGTERM)
+    assert run.signals.hurry and run.end().code == 1
+
+
+@pytest.mark.parametrize("news", [Outcome(75), Outcome(1, "the launcher at the master is gone", last=True)])
+def test_a_launcher_whose_store_is_gone_ends_as_the_board_says(start, monkeypatch, news):
+    """The master's launcher had ended, after a second signal, and the others' did with a traceback."""
+    run = start()
+    other = OtherHost(run)
+    said = iter([None, None, news])
+    other.others.news = lambda: next(said)
+    monkeypatch.setattr(run.store, "check", Mock(side_effect=RuntimeError("Failed to recv, got 0 bytes")))
+    assert other.end() == news
+
+
+def test_a_fault_that_is_not_the_stores_is_shown(start, monkeypatch):
+    monkeypatch.setattr(agent, "_LAST_WORD_SECONDS", 0.01)
+    other = OtherHost(start())
+    other.others.finished = Mock(side_effect=RuntimeError("a fault"))
+    with pytest.raises(RuntimeError, match="a fault"):
+        other.end()

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from tests.conftest import ROOT
 from training import command
 from training.command import one_line
 
-DONE, FAILED, WRONG_INPUT = 0, 1, 2
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 _BEGINNING = re.compile(r"^    run\(__file__(, computes=False)?\)$", re.MULTILINE)
 _FILES = [ROOT / "train.py", ROOT / "evaluate.py"]
 _FILES += [path for room in ("tools", "benchmarks") for path in (ROOT / room).rglob("*.py")]
@@ -128,6 +129,44 @@ def test_output_that_nobody_reads_is_dropped_and_without_room_one_line_names_it(
     command = ["bash", "-c", f"set -o pipefail; exec 3>&2; {shell}", "bash", *program]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (code, line)
+
+
+# The objects of a module are let go of after Python has given up its handlers of signals.
+ENDING = """
+import os, signal, sys
+from training.command import finish
+
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=int(sys.argv[1])):
+        kill(process, number)
+
+def main():
+    if sys.argv[3] == "handled":
+        signal.signal(int(sys.argv[1]), lambda *_: None)
+    return int(sys.argv[2])
+
+late = Late()
+finish(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "handled", "ended"),
+    [
+        (signal.SIGTERM, DONE, "handled", DONE),
+        (signal.SIGTERM, STOPPED, "handled", STOPPED),
+        (signal.SIGINT, STOPPED, "handled", STOPPED),
+        (signal.SIGTERM, STOPPED, "not handled", STOPPED),  # a run listens until it is saved
+        (signal.SIGUSR1, STOPPED, "not handled", STOPPED),
+        (signal.SIGTERM, DONE, "not handled", -signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_python_shuts_down_leaves_a_run_its_exit_code(number, code, handled, ended):
+    """A second SIGTERM often comes when the first has done its work."""
+    arguments = [str(int(number)), str(code), handled]
+    command = [sys.executable, "-c", ENDING, *arguments]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (found.returncode, found.stderr) == (ended, "")
 
 
 def test_argparse_prints_one_line_too():
