@@ -250,6 +250,8 @@ def _images(recipe: Recipe) -> Tuple[str, int | None]:
     counted = {split: each for split, each in found.items() if each is not None}
     for split, each in counted.items():
         found_images.check(recipe, each, split)
+    if len(counted) == len(splits):
+        found_images.check_classes(counted["train"], counted["validation"])
     text = ", ".join(f"{each.images:,} in {each.place}" for each in counted.values())
     return f"found: {text}" if text else "", counted["train"].images if "train" in counted else None
 

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Dict, NamedTuple, Optional
 
 from recipe.bounded import read_json
 from recipe.class_folders import class_folders, images_below
 from recipe.config import Data, Recipe
 from recipe.division import count
-from recipe.errors import DataError
+from recipe.errors import DataError, listed, printable
 from recipe.images import MANIFEST, split_folder
 
 
 class Found(NamedTuple):
-    """The images of a split. place: their folder."""
+    """The images of a split. place: their folder. by_class: images of each class folder; None for shards, whose
+    manifest does not have them."""
 
     place: str
     images: int
     classes: int
+    by_class: Optional[Dict[str, int]] = None
 
 
 def find(data: Data, split: str) -> Optional[Found]:
@@ -49,6 +51,10 @@ def check(recipe: Recipe, found: Found, split: str) -> None:
     """Raises DataError where a run would refuse these images: their number is another than the recipe's, or for
     training that of their classes."""
     place, classes = found.place, recipe.model.classes
+    empty = [name for name, images in (found.by_class or {}).items() if not images]
+    if split == "train" and empty:
+        folder = printable(os.path.join(place, empty[0]))
+        raise DataError(f"{folder}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it")
     if split == "train" and found.classes != classes:
         remedy = f"set model.classes={found.classes}"
         raise DataError(f"{place}: {found.classes} classes, but model.classes is {classes}; {remedy}")
@@ -65,6 +71,18 @@ def check(recipe: Recipe, found: Found, split: str) -> None:
     )
 
 
+def check_classes(train: Found, validation: Found) -> None:
+    """Raises DataError where a class has validation images, but no training folder."""
+    if train.by_class is None or validation.by_class is None:
+        return
+    known = set(train.by_class)
+    unknown = [printable(name) for name, images in validation.by_class.items() if images and name not in known]
+    if unknown:
+        classes = count(len(unknown), "class", "classes")
+        remedy = "training and validation need the same class names"
+        raise DataError(f"{validation.place}: {classes} without training images: {listed(unknown)}; {remedy}")
+
+
 def _of_shards(place: str) -> Found:
     content = read_json(Path(place, MANIFEST))
     return Found(place, sum(shard["images"] for shard in content["shards"]), len(content["classes"]))
@@ -73,5 +91,5 @@ def _of_shards(place: str) -> Found:
 def _of_folder(place: str) -> Found:
     folder = os.fsencode(place)
     names = [os.fsencode(name) for name in class_folders(place)]
-    images = (1 for name in names for _ in images_below(folder, name, lambda *_: None))
-    return Found(place, sum(images), len(names))
+    by_class = {os.fsdecode(name): sum(1 for _ in images_below(folder, name, lambda *_: None)) for name in names}
+    return Found(place, sum(by_class.values()), len(names), by_class)

@@ -124,7 +124,8 @@ def _chain(path: Path) -> list:
             raise ConfigError(f"{child}: extends itself through {path}; break the circle")
         seen.append(os.path.realpath(path))
         child, base = str(path), layer.pop("extends", None)
-        layers.insert(0, (child, _with_variables(layer)))
+        # What a run stored has no variables any more: a text that looks like one was typed so.
+        layers.insert(0, (child, layer if idle.is_resolved(layer) else _with_variables(layer)))
     return layers
 
 

@@ -26,6 +26,8 @@ _INNER_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mod
 # Keys and prefixes under which programs keep the one model that they train.
 _USUAL = {"state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params"}
 _AVERAGE = re.compile(r"(?<![a-z])(ema|avg|averaged?|swa)(?![a-z])", re.IGNORECASE)
+# Among the keys that lead to a tensor; not `optimal` or `optimized`.
+_OF_OPTIMIZERS = re.compile(r"optimizer|(^|[._])optims?([._]|$)", re.IGNORECASE)
 _COUNT = "n_averaged"  # which torch.optim.swa_utils.AveragedModel has beside its `module`
 
 
@@ -104,7 +106,7 @@ def _tensors(content: object) -> Iterator[Tuple[str, torch.Tensor]]:
     seen = set()
     while pending:
         way, found, depth = pending.pop(0)
-        if not isinstance(found, dict) or id(found) in seen or depth > _DEEPEST or "optim" in way.lower():
+        if not isinstance(found, dict) or id(found) in seen or depth > _DEEPEST or _OF_OPTIMIZERS.search(way):
             continue
         seen.add(id(found))
         for key, value in found.items():

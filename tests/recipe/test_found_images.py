@@ -47,7 +47,9 @@ def test_folders_have_as_many_images_and_classes_as_their_source_reads(photos):
     for split, folder in (("train", "train"), ("validation", "val")):
         source = FolderSource(str(photos / folder))
         found = found_images.find(recipe(photos).data, split)
-        assert found == (str(photos / folder), len(source), len(source.classes))
+        assert found[:3] == (str(photos / folder), len(source), len(source.classes))
+        counts = [int((source.labels == label).sum()) for label in range(len(source.classes))]
+        assert found.by_class == dict(zip(source.classes, counts))
 
 
 def test_local_shards_are_counted_by_their_manifest(photos):
@@ -55,7 +57,7 @@ def test_local_shards_are_counted_by_their_manifest(photos):
         shards = [{"name": f"{n}.tar", "bytes": 1, "images": n, "sha256": ""} for n in (2, 5)]
         (photos / split / "shards.json").write_text(json.dumps({"format": 1, "classes": ["a", "b"], "shards": shards}))
     data = recipe(photos, "data.source=shards").data
-    assert found_images.find(data, "train") == (str(photos / "train"), 7, 2)
+    assert found_images.find(data, "train") == (str(photos / "train"), 7, 2, None)
     (photos / "train" / "shards.json").write_text("{}")
     assert found_images.find(data, "train") is None  # the run says what is wrong with it
     assert found_images.find(recipe(photos, "data.source=shards", "data.root=s3://b").data, "train") is None
@@ -67,6 +69,17 @@ def test_a_plan_has_the_number_that_was_found(photos):
     assert "length     9 training images; 108 steps = 36 epochs x 3 steps, 12 of warm-up; 0 images left over" in plan
     assert f"images     found: 9 in {photos}/train, 3 in {photos}/val" in plan
     assert "known once data.root is read" in batch.describe(recipe(photos), here=False)
+
+
+def test_a_plan_refuses_classes_that_the_run_would_refuse(photos):
+    (photos / "val" / "d").mkdir()
+    batch.describe(recipe(photos))  # a class without images is none
+    (photos / "val" / "d" / "1.jpg").touch()
+    with pytest.raises(DataError, match=r"val: 1 class without training images: d; training and validation need"):
+        batch.describe(recipe(photos))
+    (photos / "train" / "d").mkdir()
+    with pytest.raises(DataError, match=r"train/d: no \.jpg, \.jpeg or \.png files in this class folder; fill it or"):
+        batch.describe(recipe(photos, "model.classes=4"))
 
 
 @pytest.mark.parametrize(

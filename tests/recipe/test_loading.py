@@ -389,4 +389,6 @@ def test_variables_are_replaced_in_files_only_and_only_where_they_have_a_default
     path = write(f"extends: {QUICKSTART}\ndata: {content}")
     data = load(path).data
     assert (data.root, data.train_folder) == ("/there/images", "$FOLDER ${FOLDER}")
-    assert load(path, ["data.root=${FOLDER:-/here}"]).data.root == "${FOLDER:-/here}"
+    typed = load(path, ["data.root=${FOLDER:-/here}"])
+    assert typed.data.root == "${FOLDER:-/here}"
+    assert load(write(dump(typed), "config.yaml")) == typed  # a run has stored it

@@ -104,6 +104,11 @@ def test_names_with_wrappers_of_some_blocks_are_mended(states, tmp_path):
     assert_read(tmp_path / "w.pt", states[0])
 
 
+def test_weights_under_a_key_that_only_resembles_an_optimizers_are_read(states, tmp_path):
+    torch.save({"optimal_weights": states[0], "optim_state": {"state": dict(states[1])}}, tmp_path / "w.pt")
+    assert_read(tmp_path / "w.pt", states[0])
+
+
 @pytest.mark.parametrize("keys", KEYS, ids=".".join)
 @pytest.mark.parametrize("suffix", [".pth.tar", ".bin"])
 def test_what_stands_beside_the_weights_does_not_matter(states, tmp_path, keys, suffix):
