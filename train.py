@@ -43,10 +43,10 @@ def main(arguments=None) -> int:
     stopping.listen_early()
     try:
         return _checked(options)
-    except UserError:
+    except UserError as error:
         # poprun starts many of this process with the same input: the first prints what is wrong with it, and MPI ends
         # the others as it ends. If only their host's files are wrong, they print it themselves.
-        if not poprun.is_first_instance(os.environ):
+        if str(error) and not poprun.is_first_instance(os.environ):
             time.sleep(_FIRST_PRINTS_SECONDS)
         raise
 

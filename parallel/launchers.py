@@ -71,7 +71,7 @@ def found(environment: Mapping[str, str]) -> Optional[Launched]:
     Raises:
         ConfigError: a variable is missing or is no number, or processes were started that cannot meet.
     """
-    if "WORLD_SIZE" in environment:
+    if environment.get("WORLD_SIZE"):  # an empty variable counts as one that is not set
         return _read(environment, "torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     shell = "SLURM_PTY_PORT" in environment and environment.get("SLURM_PROCID") == "0"
     if shell and "MASTER_ADDR" not in environment:

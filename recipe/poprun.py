@@ -65,6 +65,9 @@ def fault(recipe: Recipe, launched: Launched) -> str:
         return f"poprun gives each replica {given}, but parallel.stages is {stages}"
     if wanted is not None and wanted != launched.replicas:
         return f"poprun started {launched.replicas} replicas, but parallel.replicas is {wanted}"
+    pod = recipe.ipu.pod
+    if pod is not None and launched.replicas * stages > pod:
+        return f"{launched.replicas} replicas x {stages} IPUs are more than the {pod} of ipu.pod"
     return fault_of_instance(launched.served, stages)
 
 
@@ -121,6 +124,8 @@ def fitting_flags(recipe: Recipe, replicas: int, cores: int = 1) -> List[str]:
     """
     stages = recipe.parallel.stages
     replicas = recipe.parallel.replicas or replicas
+    if recipe.ipu.pod is not None:
+        replicas = min(replicas, max(1, recipe.ipu.pod // stages))
     instances = fitting_instances(replicas, stages, cores // (recipe.data.workers + _OTHER_PROCESSES))
     numbers = (replicas, stages, instances)
     return [word for flag, number in zip(FLAGS, numbers) for word in (flag, str(number))]

@@ -64,7 +64,9 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
         found = f"{stages} stages, but each host has {local} processes"
         raise UserError(f"parallel.elastic needs whole replicas on a host: a replica has {found}")
     single = world == 1 and not options.max_restarts
-    command = _poprun(options, replicas, stages) if on_ipus else [] if single else _torchrun(place, local)
+    command = (
+        _poprun(options, replicas, stages, recipe.ipu.pod) if on_ipus else [] if single else _torchrun(place, local)
+    )
     command += [sys.executable, *rank] if on_ipus or single else rank
     where = "this host" if place.number == 1 else f"{place.number} hosts, {local} here on host {place.this}"
     ranks = count(world, "IPU") if on_ipus else count(world, "process", "processes")
@@ -132,12 +134,15 @@ def _checked_device(options: argparse.Namespace, recipe: Recipe, place: Hosts) -
     return device
 
 
-def _poprun(options: argparse.Namespace, replicas: int, stages: int) -> List[str]:
+def _poprun(options: argparse.Namespace, replicas: int, stages: int, pod: Optional[int]) -> List[str]:
     fitting = poprun.fitting_instances(replicas, stages)
     instances = options.instances or fitting
     if replicas % instances:
         raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
     fault = poprun.fault_of_instance(replicas // instances, stages)
+    if pod is not None and replicas * stages > pod:
+        fault = f"{replicas} replicas x {stages} IPUs are more than the {pod} of ipu.pod"
+        raise UserError(f"{fault}; give --replicas {max(1, pod // stages)}, or correct ipu.pod")
     if fault:
         raise UserError(f"{fault}; give --instances {fitting} or another divisor of {replicas}")
     flags = zip(poprun.FLAGS, (replicas, stages, instances))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Set
 
 from parallel import launchers
-from recipe import cores, poprun
+from recipe import batch, cores, poprun
 from recipe.config import Recipe
 from recipe.credentials import masked
 from recipe.errors import ConfigError
@@ -47,8 +47,9 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
         environment: with poprun's variables.
 
     Raises:
-        ConfigError: what was started does not fit, and poprun was given more than a number of replicas (so that the
-            user has chosen), or `ipu.relaunch` is false, or there is no poprun; with the whole corrected line.
+        ConfigError: what was started does not fit, and poprun was given more than a number of replicas, or another one
+            than the recipe (so that the user has chosen), or `ipu.relaunch` is false, or there is no poprun; with the
+            whole corrected line. The text is empty in all instances but the first.
     """
     launched = poprun.launched_by(environment) if recipe.run.device == "ipu" else None
     found = poprun.fault(recipe, launched) if launched else ""
@@ -60,24 +61,28 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
     words = corrected(ancestor.words if ancestor else [], flags, sys.argv)
     shown = shlex.join(map(masked, words))
     program = shutil.which("poprun")
-    if launched.by_default and recipe.ipu.relaunch and program:
+    chosen = recipe.parallel.replicas not in (None, launched.replicas)  # by the recipe, against the command line
+    if launched.by_default and recipe.ipu.relaunch and program and not chosen:
+        batch.divide(recipe, launched.replicas)  # refuses what the next start would refuse
         print(f"{found}; started again as: {shown}", flush=True)
         _become(program, words, without_launcher(environment), own)
-    raise ConfigError(f"{found}; start it as `{shown}`{poprun.other_remedy(recipe, launched)}")
+    # All instances find the same fault by the same variables: one of them prints it.
+    is_first = poprun.is_first_instance(environment)
+    message = f"{found}; start it as `{shown}`{poprun.other_remedy(recipe, launched)}"
+    raise ConfigError(message if is_first else "")
 
 
 def corrected(words: Sequence[str], flags: Sequence[str], arguments: Sequence[str]) -> List[str]:
     """Return poprun's command line with other flags.
 
     Args:
-        words: the line as it was, or nothing where it is not known.
-        flags: pairs of a flag and its value, which replace those of the same name.
+        words: the line as it was, with the command; or nothing where it is not known.
+        flags: pairs of a flag and its value, which replace those of the same name. No command has such arguments.
         arguments: the script that poprun started, as it was typed, and its arguments.
     """
-    command = _command_at(words, arguments)
-    if command is None:
+    if not words:
         return ["poprun", *flags, sys.executable, *arguments]
-    given = list(words[1:command])
+    given = list(words[1:])
     kept = []
     while given:
         word = given.pop(0)
@@ -86,19 +91,7 @@ def corrected(words: Sequence[str], flags: Sequence[str], arguments: Sequence[st
             kept.append(word)
         elif not equals and given:
             given.pop(0)  # its value
-    return ["poprun", *flags, *kept, *words[command:]]
-
-
-def _command_at(words: Sequence[str], arguments: Sequence[str]) -> Optional[int]:
-    """Return where the interpreter of the script stands in poprun's line; None where it is not found."""
-    script = len(words) - len(arguments)
-    if list(words[script:]) != list(arguments):
-        return None
-    interpreter = script - 1
-    while interpreter > 0 and words[interpreter].startswith("-"):  # its own options, as in `python -u`
-        interpreter -= 1
-    is_python = interpreter > 0 and os.path.basename(words[interpreter]).startswith("python")
-    return interpreter if is_python else None
+    return ["poprun", *flags, *kept]
 
 
 def without_launcher(environment: Mapping[str, str]) -> Dict[str, str]:
@@ -113,14 +106,14 @@ def _find(process: int) -> Optional[Ancestor]:
         try:
             text = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="surrogateescape")
             fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            cores = os.sched_getaffinity(process)
+            allowed = os.sched_getaffinity(process)
         except OSError:
             return None
         words = text.rstrip("\0").split("\0")
         # A script has its interpreter before it.
         start = next((number for number, word in enumerate(words[:2]) if os.path.basename(word) == "poprun"), None)
         if start is not None:
-            return Ancestor(["poprun", *words[start + 1 :]], cores)
+            return Ancestor(["poprun", *words[start + 1 :]], allowed)
         process = int(fields[1])  # the parent
     return None
 

@@ -65,6 +65,12 @@ ONE_IPU = (
             "give poprun --num-replicas 12 --ipus-per-replica 2 --num-instances 3",
         ),
         (
+            Launched(64, 16, 2),
+            ("ipu.pod=64",),
+            "64 replicas x 2 IPUs are more than the 64 of ipu.pod; give poprun --num-replicas 32 --ipus-per-replica 2 "
+            "--num-instances 1",
+        ),
+        (
             Launched(8, 4, 2),
             ("parallel.replicas=4",),
             "poprun started 8 replicas, but parallel.replicas is 4; give poprun --num-replicas 4 --ipus-per-replica 2 "

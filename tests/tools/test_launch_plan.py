@@ -58,6 +58,10 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
             "one process would have 64 replicas x 2 IPUs = 128, but PopTorch takes a power of two up to 64; "
             "give --instances 4 or another divisor of 128",
         ),
+        (
+            f"{POD} --replicas 128 ipu.pod=128",
+            "128 replicas x 2 IPUs are more than the 128 of ipu.pod; give --replicas 64, or correct ipu.pod",
+        ),
         (f"{POD} --replicas 8 --max-restarts 1", "--max-restarts is for CPUs and GPUs"),
         ("--poprun=--host=a", "--poprun goes with run.device=ipu, but run.device is cpu"),
         ("run.device=ipu", "how many IPUs there are is not known here; give the number of replicas"),

@@ -28,15 +28,14 @@ DEFAULTS = {
         (["--mpi-local-args=-x PATH", "--num-replicas=64", "-vv"], ["--mpi-local-args=-x PATH", "-vv"]),
     ],
 )
-@pytest.mark.parametrize("interpreter", [["python"], ["/usr/bin/python3.8", "-u"]])
+@pytest.mark.parametrize("interpreter", [["python"], ["python3.8", "-u", "-W", "ignore"], ["bash", "-c", "exec $0 $@"]])
 def test_the_users_other_flags_and_command_stay_as_typed(words, kept, interpreter):
     line = ["poprun", *words, *interpreter, *SCRIPT]
     assert relaunch.corrected(line, FLAGS, SCRIPT) == ["poprun", *FLAGS, *kept, *interpreter, *SCRIPT]
 
 
-@pytest.mark.parametrize("line", [[], ["poprun", "--num-replicas", "64", "bash", "start.sh"]])
-def test_a_line_that_is_not_known_or_starts_another_program_is_written_anew(line):
-    assert relaunch.corrected(line, FLAGS, SCRIPT) == ["poprun", *FLAGS, sys.executable, *SCRIPT]
+def test_a_line_that_is_not_known_is_written_anew():
+    assert relaunch.corrected([], FLAGS, SCRIPT) == ["poprun", *FLAGS, sys.executable, *SCRIPT]
 
 
 def test_the_launchers_variables_are_left_out():
@@ -57,6 +56,7 @@ def test_a_run_that_fits_or_has_no_poprun_goes_on():
         (["ipu.relaunch=false"], {}, True),
         ([], {}, False),  # there is no poprun here
         ([], {"POPDIST_NUM_LOCAL_REPLICAS": "32"}, True),  # the user has chosen a number of instances
+        (["parallel.replicas=32", "batch.global=256"], {}, True),  # and here two numbers of replicas
     ],
 )
 def test_otherwise_the_whole_line_is_in_the_refusal(overrides, variables, poprun, tmp_path, monkeypatch):
@@ -71,6 +71,23 @@ def test_otherwise_the_whole_line_is_in_the_refusal(overrides, variables, poprun
     message = str(refused.value)
     assert message.startswith("poprun gives each replica 1 IPU, but parallel.stages is 2; start it as `poprun ")
     assert f"{sys.executable} train.py --config configs/pod256.yaml`, or use parallel.stages=auto" in message
+
+
+def test_other_instances_than_the_first_say_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "argv", SCRIPT)
+    second = {**DEFAULTS, "POPDIST_NUM_LOCAL_REPLICAS": "32", "POPDIST_REPLICA_INDEX_OFFSET": "32"}
+    with pytest.raises(ConfigError, match=r"^$"):
+        relaunch.settle(two_stages(), second)
+
+
+def test_a_line_whose_batch_does_not_divide_is_refused_before_it_is_started(tmp_path, monkeypatch):
+    (tmp_path / "poprun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "poprun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
+    three = {**DEFAULTS, "POPDIST_NUM_TOTAL_REPLICAS": "48", "POPDIST_NUM_LOCAL_REPLICAS": "48"}
+    with pytest.raises(ConfigError, match="is not a multiple of 4 micro x 48 replicas"):
+        relaunch.settle(two_stages(), three)
 
 
 def test_poprun_is_found_among_the_ancestors_with_its_words(tmp_path):
