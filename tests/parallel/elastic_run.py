@@ -176,8 +176,16 @@ class Run:
         others = SimpleNamespace(finished=lambda: False, news=lambda: None, all_silent=lambda: True)
         self.outcome = None
         watch = functools.partial(agent._watch, self.ranks, others, self.signals, elastic)
-        self._launcher = threading.Thread(target=lambda: setattr(self, "outcome", watch()), daemon=True)
+        self._fault = None
+        self._launcher = threading.Thread(target=self._watched, args=(watch,), daemon=True)
         self._launcher.start()
+
+    def _watched(self, watch):
+        # A test may take the store away: what the watch raises then, maybe after the test, is for `end` alone.
+        try:
+            self.outcome = watch()
+        except RuntimeError as fault:
+            self._fault = fault
 
     def start(self, rank, life):
         process = self.every[rank, life, len(self.every)] = Rank(self, rank, life)
@@ -210,5 +218,7 @@ class Run:
         """The outcome of the watch, which must end."""
         self._launcher.join(SECONDS)
         assert not self._launcher.is_alive(), [(each.rank, each.life, each.phase) for each in self.ranks.values()]
+        if self._fault is not None:
+            raise self._fault
         assert all(each.code is not None for each in self.every.values())
         return self.outcome
