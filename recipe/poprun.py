@@ -65,10 +65,20 @@ def fault(recipe: Recipe, launched: Launched) -> str:
         return f"poprun gives each replica {given}, but parallel.stages is {stages}"
     if wanted is not None and wanted != launched.replicas:
         return f"poprun started {launched.replicas} replicas, but parallel.replicas is {wanted}"
-    pod = recipe.ipu.pod
-    if pod is not None and launched.replicas * stages > pod:
-        return f"{launched.replicas} replicas x {stages} IPUs are more than the {pod} of ipu.pod"
-    return fault_of_instance(launched.served, stages)
+    return fault_of_pod(launched.replicas, stages, recipe.ipu.pod) or fault_of_instance(launched.served, stages)
+
+
+def fault_of_pod(replicas: int, stages: int, pod: Optional[int]) -> str:
+    """Return why a pod cannot hold so many replicas; an empty text where it can.
+
+    Args:
+        replicas: of the run.
+        stages: IPUs of each.
+        pod: IPUs of the pod; None where that is not known.
+    """
+    if pod is None or replicas * stages <= pod:
+        return ""
+    return f"{replicas} replicas x {stages} IPUs are more than the {pod} of ipu.pod"
 
 
 def fault_of_instance(served: int, stages: int) -> str:

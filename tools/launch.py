@@ -139,10 +139,10 @@ def _poprun(options: argparse.Namespace, replicas: int, stages: int, pod: Option
     instances = options.instances or fitting
     if replicas % instances:
         raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
-    fault = poprun.fault_of_instance(replicas // instances, stages)
-    if pod is not None and replicas * stages > pod:
-        fault = f"{replicas} replicas x {stages} IPUs are more than the {pod} of ipu.pod"
+    fault = poprun.fault_of_pod(replicas, stages, pod)
+    if fault:
         raise UserError(f"{fault}; give --replicas {max(1, pod // stages)}, or correct ipu.pod")
+    fault = poprun.fault_of_instance(replicas // instances, stages)
     if fault:
         raise UserError(f"{fault}; give --instances {fitting} or another divisor of {replicas}")
     flags = zip(poprun.FLAGS, (replicas, stages, instances))
