@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any, List
@@ -13,15 +12,14 @@ from typing import Any, List
 import torch
 
 from models.kernels import patching
-from recipe.files import replacing
+from recipe.files import replacing, user_cache
 from recipe.json_text import json_text
 
 
 def place(kind: str, *key: object) -> Path:
     """The file of earlier measurements. Args: key: all that they depend on."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return Path(folder, "large-batch-efficientnet", f"{kind}-{digest[:32]}.json")
+    return user_cache() / f"{kind}-{digest[:32]}.json"
 
 
 def programs() -> List[object]:

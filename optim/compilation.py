@@ -1,19 +1,8 @@
-"""The passes of an update on a CPU, compiled from kernels/update.cpp by this machine's C++ compiler.
-
-Compiled anew by each process that asks: it takes a second or two, and a library kept from another processor could have
-instructions that this one lacks.
-"""
+"""The passes of an update on a CPU, compiled from kernels/update.cpp by this machine's C++ compiler."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import os
-import shlex
-import signal
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
@@ -22,6 +11,7 @@ import torch
 
 from optim import lars_update, rounding
 from optim.layout import Buffers, Run, in_parts
+from recipe.compilation import CompilerError, library
 from recipe.errors import first_line, printable
 
 _SOURCE = Path(__file__).parent / "kernels" / "update.cpp"
@@ -29,10 +19,8 @@ _FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # the bits of plain torch
 )
+_FUNCTIONS = ("lars_sums", "lars_step", "round_rows")
 _UNCOMPILED = "engine.compile: the update runs uncompiled"
-_SECONDS = 120.0  # for a compiler; it takes two, and many times that on a busy machine
-_MOST_BYTES = 1 << 20  # that a compiler may print
-_POLL_SECONDS = 0.02
 _WORK = {None: 0, torch.float32: 1, torch.bfloat16: 2}  # dtypes of the module's own weights, as update.cpp has them
 
 
@@ -46,63 +34,10 @@ def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
     if working not in _WORK or (buffers.weights.dtype == torch.float16 and not stochastic):
         return in_parts, f"{_UNCOMPILED}: not with these of precision.compute, precision.weights and precision.rounding"
     try:
-        library = _library()
-    except (OSError, _CompilerError) as error:  # none, half installed, or a full disk
+        passes = _Compiled(library(_SOURCE, _FUNCTIONS, _FLAGS))
+    except (OSError, CompilerError) as error:  # none, half installed, or a full disk
         return in_parts, f"{_UNCOMPILED}: {printable(first_line(error))}"
-    return _Compiled(library), f"the update was compiled in {time.perf_counter() - start:.0f} s"
-
-
-class _CompilerError(Exception):
-    """A compiler that cannot be started, fails, or does not end; or what it made is no library of ours."""
-
-
-@functools.lru_cache(maxsize=None)
-def _library() -> ctypes.CDLL:
-    """Raises OSError, _CompilerError: there is no compiler, or it fails."""
-    try:
-        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    except ValueError as error:
-        raise _CompilerError(f"CXX={os.environ['CXX']}: {error}") from None
-    restricted = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"  # as torch's own kernels then are
-    flags = ["-march=x86-64-v3" if restricted and flag == "-march=native" else flag for flag in _FLAGS]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "update.so"
-        _run([*compiler, *flags, str(_SOURCE), "-o", str(path)], Path(folder) / "messages")
-        library = ctypes.CDLL(str(path))
-    for name in ("lars_sums", "lars_step", "round_rows"):
-        if not hasattr(library, name):
-            raise _CompilerError(f"{compiler[0]} made a library without {name}")
-    return library
-
-
-def _run(command: Sequence[str], messages: Path) -> None:
-    """Run a compiler within limits of time and of what it prints. Args: messages: the file for what it prints.
-
-    Raises OSError, _CompilerError: it cannot be started, exits with a code other than 0, or exceeds a limit.
-    """
-    # In a session of its own, so that what a compiler starts can be ended with it. Nothing is read from a terminal.
-    with open(messages, "wb") as stream, subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:
-        try:
-            _wait(process, messages)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode:
-        printed = messages.read_bytes().decode(errors="replace").strip()
-        raise _CompilerError(printed or f"{command[0]} ended with {process.returncode} and printed nothing")
-
-
-def _wait(process: subprocess.Popen, messages: Path) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            raise _CompilerError(f"{process.args[0]} was ended after {_SECONDS:.0f} s without a result")
-        if messages.stat().st_size > _MOST_BYTES:
-            raise _CompilerError(f"{process.args[0]} was ended after it had printed {_MOST_BYTES >> 20} MiB")
-        time.sleep(_POLL_SECONDS)
+    return passes, f"the update is compiled: ready after {time.perf_counter() - start:.0f} s"
 
 
 class _Compiled:

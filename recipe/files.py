@@ -24,6 +24,12 @@ def expanded(path: str) -> str:
     return found
 
 
+def user_cache() -> Path:
+    """Return the folder of what is kept for this user's later runs on this machine; it may not exist yet."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder, "large-batch-efficientnet")
+
+
 def open_regular(path: Union[str, bytes, Path]) -> IO[bytes]:
     """Open a file to be read. Raises OSError: it is no regular file, such as a named pipe or a device."""
     # Opening a named pipe would otherwise wait until somebody writes to it.

@@ -1,5 +1,6 @@
 """Shared by all tests: a small recipe, and one thread: threads that share busy cores wait for each other."""
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from parallel import launchers
-from recipe import loading
+from recipe import files, loading
 
 # Programs that tests start compute on one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,9 +42,14 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    """Tests neither use nor change the user's cache of measured times."""
+    """Tests neither use nor change the user's cache. All test runs of a checkout share their compiled libraries."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        compiled = ROOT / ".pytest_cache" / "compiled"
+        with contextlib.suppress(OSError):  # a checkout that cannot be written
+            compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.user_cache().mkdir()
+            (files.user_cache() / "compiled").symlink_to(compiled)
         yield
 
 

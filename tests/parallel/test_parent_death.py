@@ -85,7 +85,7 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, start, count
 def test_whatever_starts_processes_binds_them_to_itself():
     """Commands that end by themselves within moments need not be bound; torch watches those of data/workers.py."""
     others = {
-        *("training/run_folder.py", "parallel/hosts.py", "optim/compilation.py", "data/workers.py"),
+        *("training/run_folder.py", "parallel/hosts.py", "recipe/compilation.py", "data/workers.py"),
         "parallel/parent_death.py",  # where they are bound
         *("benchmarks/networks.py", "benchmarks/faults/kinds.py", "benchmarks/gpu_assembly.py"),
     }

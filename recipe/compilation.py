@@ -1,0 +1,219 @@
+"""C++ functions of ours, compiled by this machine's C++ compiler and kept in the user's cache for other processes.
+
+A library is taken from the cache only if it was made of these sources, by this compiler with these flags, for this
+processor, and if its bytes are those that were written. They are copied and checked before they are loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Iterator, List, Optional, Sequence, Tuple
+
+from recipe import files
+
+_SUFFIXES = (".cpp", ".h")
+_SECONDS = 120.0  # for a compiler; it takes two to twenty, and many times that on a busy machine
+_MOST_BYTES = 1 << 20  # that a compiler may print
+_POLL_SECONDS = 0.02
+_MOST_FILES = 16  # in the cache: hosts with other processors may share it
+_MOST_LIBRARY_BYTES = 1 << 28
+_CHECKSUM_BYTES = 32
+
+
+class CompilerError(Exception):
+    """A compiler cannot be named, fails, does not end or prints too much, or what it made is no library of ours."""
+
+
+@functools.lru_cache(maxsize=None)
+def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) -> ctypes.CDLL:
+    """Return the library of a C++ file, from the user's cache or compiled now; the same object for the same arguments.
+
+    The compiler is CXX, else c++. If several processes ask at once, one compiles and the others wait for it.
+
+    Args:
+        source: the file; it may include .h files beside it.
+        functions: names that the library must have.
+        flags: of the compiler. -march=native becomes AVX2 if torch is restricted to that (ATEN_CPU_CAPABILITY).
+
+    Raises:
+        OSError: the compiler cannot be started, or what it makes cannot be written or loaded.
+        CompilerError: it fails, exceeds a limit of time or of what it prints, or a function is missing.
+    """
+    command = [*_compiler(), *_for_torch(flags)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # Copies are compiled: a file that is edited meanwhile cannot come under the digest of what it was.
+        digests = {file.name: _copied(file, folder) for file in source.parent.iterdir() if file.suffix in _SUFFIXES}
+        # The macros name the compiler's version and each set of instructions that the processor has.
+        macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull], folder / "messages")
+        key = _key(command, functions, source.name, digests, macros.decode(errors="replace"))
+        kept = _place(f"{source.stem}-{key[:32]}.so") if b"#define" in macros else None
+        found = _loaded(kept, key, folder)
+        if found is None:
+            with _alone(kept):
+                found = _loaded(kept, key, folder)  # compiled by another process meanwhile
+                if found is None:
+                    made = folder / f"{source.stem}.so"
+                    _run([*command, str(folder / source.name), "-o", str(made)], folder / "messages")
+                    found = ctypes.CDLL(str(made))
+                    missing = [each for each in functions if not hasattr(found, each)]
+                    if missing:
+                        raise CompilerError(f"{command[0]} made a library without {missing[0]}")
+                    _keep(kept, key, made.read_bytes())
+        return found
+
+
+def _copied(file: Path, folder: Path) -> str:
+    """Copy a file into a folder. Returns: the digest of its content."""
+    content = file.read_bytes()
+    (folder / file.name).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _compiler() -> List[str]:
+    """The command's first words. Raises CompilerError."""
+    try:
+        return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    except ValueError as error:
+        raise CompilerError(f"CXX={os.environ['CXX']}: {error}") from None
+
+
+def _for_torch(flags: Sequence[str]) -> List[str]:
+    """Flags for the instructions that torch's own kernels use."""
+    restricted = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
+    return ["-march=x86-64-v3" if restricted and flag == "-march=native" else flag for flag in flags]
+
+
+def _run(command: Sequence[str], messages: Path) -> bytes:
+    """Run a compiler within limits of time and of what it prints.
+
+    Args: messages: the file for what it prints. Returns: what it printed.
+
+    Raises OSError, CompilerError: it cannot be started, exits with a code other than 0, or exceeds a limit.
+    """
+    # In a session of its own, so that what a compiler starts can be ended with it. Nothing is read from a terminal.
+    with open(messages, "wb") as stream, subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            _wait(process, messages)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    printed = messages.read_bytes()
+    if process.returncode:
+        text = printed.decode(errors="replace").strip()
+        raise CompilerError(text or f"{command[0]} ended with {process.returncode} and printed nothing")
+    return printed
+
+
+def _wait(process: subprocess.Popen, messages: Path) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            raise CompilerError(f"{process.args[0]} was ended after {_SECONDS:.0f} s without a result")
+        if messages.stat().st_size > _MOST_BYTES:
+            raise CompilerError(f"{process.args[0]} was ended after it had printed {_MOST_BYTES >> 20} MiB")
+        time.sleep(_POLL_SECONDS)
+
+
+def _key(*parts: object) -> str:
+    """A digest of all that a library depends on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _place(name: str) -> Optional[Path]:
+    """A file's place in the cache. None: no folder there is writable by this user only, so others could leave code."""
+    folder = files.user_cache() / "compiled"
+    with contextlib.suppress(OSError):
+        if folder.is_absolute():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _private(folder.stat()):
+                return folder / name
+    return None
+
+
+def _private(state: os.stat_result) -> bool:
+    """Whether a file or folder is this user's, and nobody else can write it."""
+    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
+
+
+def _loaded(kept: Optional[Path], key: str, folder: Path) -> Optional[ctypes.CDLL]:
+    """Load a library from the cache by a copy in `folder`. None: none is there, or it is damaged, or cannot be loaded
+    here, as with an older C library on another host that shares the cache.
+    """
+    if kept is None:
+        return None
+    with contextlib.suppress(OSError):
+        with files.open_regular(kept) as stream:
+            content = stream.read(_MOST_LIBRARY_BYTES) if _private(os.fstat(stream.fileno())) else b""
+        binary, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+        if checksum == _checksum(key, binary):
+            copy = folder / "kept.so"
+            copy.write_bytes(binary)
+            found = ctypes.CDLL(str(copy))
+            with contextlib.suppress(OSError):
+                os.utime(kept)  # its last use
+            return found
+    return None
+
+
+def _keep(kept: Optional[Path], key: str, binary: bytes) -> None:
+    """Write a library to the cache, or do nothing where there is no room, and remove what was not used for longest."""
+    if kept is None:
+        return
+    with contextlib.suppress(OSError):
+        with files.replacing(kept, shared=True) as temporary:
+            temporary.touch(mode=0o600)
+            temporary.write_bytes(binary + _checksum(key, binary))
+        for file in sorted(kept.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_MOST_FILES]:
+            file.unlink()
+
+
+def _checksum(key: str, binary: bytes) -> bytes:
+    """What follows a library in its file; of its key, too, so that no file stands for another."""
+    return hashlib.sha256(key.encode() + binary).digest()
+
+
+@contextlib.contextmanager
+def _alone(kept: Optional[Path]) -> Iterator[None]:
+    """Wait while another process compiles the same library, if locks work there, and for as long as a compiler has."""
+    descriptor = None
+    if kept is not None:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(kept.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    if descriptor is None:
+        yield
+        return
+    try:
+        _lock(descriptor)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            kept.with_suffix(".lock").unlink()  # who has it open still waits for it
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_POLL_SECONDS)
+        except OSError:  # a file system without locks
+            return
