@@ -49,6 +49,10 @@ if __name__ == "__main__":
     setup(
         packages=list(folders),
         package_dir=folders,
-        package_data={f"{NAME}.data": ["*.npz"], f"{NAME}.optim.kernels": ["*.cpp"]},
+        package_data={
+            f"{NAME}.data": ["*.npz"],
+            f"{NAME}.optim.kernels": ["*.cpp"],
+            f"{NAME}.models.native": ["*.cpp", "*.h"],
+        },
         cmdclass={"build_py": Build},
     )

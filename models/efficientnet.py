@@ -52,7 +52,7 @@ class EfficientNetFamily(Family):
             if rate:
                 block.drop_path = DropPath(rate, name, draws)
         first = [("preprocess", Preprocess(model.mean, model.std)), ("stem", _Stem(theirs))]
-        head = _Head(theirs, Dropout(model.dropout, "head", draws, theirs.num_features))
+        head = Head(theirs, Dropout(model.dropout, "head", draws, theirs.num_features))
         result = BlockList([*first, *inner, ("head", head)])
         result.draws = draws
         return result
@@ -94,15 +94,20 @@ class _Stem(nn.Module):
         return self.bn1(self.conv_stem(x))
 
 
-class _Head(nn.Module):
+class Head(nn.Module):
+    """The last convolution, means over pixels, dropout and the classifier: [N, C, H, W] -> [N, classes]."""
+
     def __init__(self, theirs: EfficientNet, dropout: Dropout):
         super().__init__()
         self.conv_head, self.bn2 = theirs.conv_head, theirs.bn2
         self.dropout, self.classifier = dropout, theirs.classifier
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.bn2(self.conv_head(x)).mean((2, 3))
-        return self.classifier(self.dropout(x))
+        return self.classifier(self.dropout(self.pooled(x)))
+
+    def pooled(self, x: torch.Tensor) -> torch.Tensor:
+        """Means over pixels, [N, features]."""
+        return self.bn2(self.conv_head(x)).mean((2, 3))
 
 
 def _timm_model(model: network.EfficientNet) -> EfficientNet:

@@ -1,0 +1,136 @@
+"""Single layers by our functions, with the parameters of those in whose place they are: float32, channels-last."""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+from timm.layers import Conv2dSame
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from models.native import library
+from models.native.library import LINEAR, PLAIN, Geometry, Norm, channels_first, pixels_last
+from models.normalization import GroupNormAct, ProxyNormAct
+
+
+class Pointwise(nn.Conv2d):
+    """A convolution of 1 x 1 as a product of matrices: [N, C, H, W] -> [N, out, H, W]."""
+
+    @staticmethod
+    def replaces(module: nn.Module) -> bool:
+        """Whether the class may become that of the module."""
+        return (
+            type(module) in (nn.Conv2d, Conv2dSame)
+            and module.kernel_size == module.stride == (1, 1)
+            and module.padding == (0, 0)
+            and module.groups == 1
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return channels_first(F.linear(pixels_last(x), self.weight.flatten(1), self.bias))
+
+
+class NativeGroupNormAct(GroupNormAct):
+    """GroupNormAct: [N, C, H, W] -> [N, C, H, W]. Only the input is kept. Gradients are not differentiable again."""
+
+    @staticmethod
+    def replaces(module: nn.Module) -> bool:
+        """Whether the class may become that of the module."""
+        return type(module) is GroupNormAct
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.added(x, None, None)
+
+    def added(self, x: torch.Tensor, kept: Optional[torch.Tensor], residual: Optional[torch.Tensor]) -> torch.Tensor:
+        """Return the layer's output times `kept`, [N], plus `residual`, of x's shape."""
+        settings = (self.num_groups, self.eps, self.apply_act)
+        return _GroupNormAct.apply(x, self.weight, self.bias, kept, residual, settings)
+
+
+class NativeProxyNormAct(ProxyNormAct, NativeGroupNormAct):
+    """The group normalisation that ProxyNormAct calls by `super` is ours."""
+
+    @staticmethod
+    def replaces(module: nn.Module) -> bool:
+        """Whether the class may become that of the module."""
+        return type(module) is ProxyNormAct
+
+
+class GroupConv2d(nn.Conv2d):
+    """A Conv2d or Conv2dSame in groups of 16 channels: [N, C, H, W] -> [N, C, ceil(H / stride), ceil(W / stride)]."""
+
+    @staticmethod
+    def replaces(module: nn.Module) -> bool:
+        """Whether the class may become that of the module, padded by half its kernel, or as TensorFlow does."""
+        if type(module) not in (nn.Conv2d, Conv2dSame):
+            return False
+        kernel = module.kernel_size[0]
+        padding = 0 if isinstance(module, Conv2dSame) else kernel // 2
+        return (
+            module.in_channels == module.out_channels == module.groups * library.GROUP_SIZE
+            and module.kernel_size == (kernel, kernel)
+            and kernel % 2 == 1
+            and 1 < kernel <= library.LARGEST_KERNEL
+            and module.stride[0] == module.stride[1] <= 2
+            and module.padding == (padding, padding)
+            and module.padding_mode == "zeros"
+            and module.dilation == (1, 1)
+            and module.bias is None
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _GroupConv.apply(x, self.weight, self.geometry(x.shape[2], x.shape[3]))
+
+    def geometry(self, height: int, width: int) -> Geometry:
+        """Return the convolution's numbers for images of this size."""
+        kernel, stride = self.kernel_size[0], self.stride[0]
+        out = [-(-side // stride) for side in (height, width)]
+        before = list(self.padding)
+        if before == [0, 0]:  # a Conv2dSame: TensorFlow's total is the least, its odd one goes to the end
+            totals = [max((made - 1) * stride + kernel - side, 0) for made, side in zip(out, (height, width))]
+            before = [total // 2 for total in totals]
+        return Geometry(kernel, stride, *before, *out)
+
+
+class _GroupNormAct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, kept, residual, settings: Tuple[int, float, bool]):
+        groups, eps, silu = settings
+        x = pixels_last(x)
+        moments = library.group_moments(x, groups, eps)
+        ctx.save_for_backward(x, kept, moments, weight, bias)
+        ctx.form = PLAIN if silu else LINEAR
+        if residual is not None:
+            residual = pixels_last(residual)
+        return channels_first(library.activated(x, Norm(moments, weight, bias), silu, kept, residual))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, kept, moments, weight, bias = ctx.saved_tensors
+        norm = Norm(moments, weight, bias)
+        dresidual = dy if ctx.needs_input_grad[4] else None
+        dy = pixels_last(dy)
+        sums = library.gradient_sums(ctx.form, x, norm, dy, kept)
+        dweight, dbias, by_group = library.merged_gradients(ctx.form, x, norm, sums)
+        dx = library.input_gradient(ctx.form, x, norm, by_group, dy, kept)
+        return channels_first(dx), dweight, dbias, None, dresidual, None
+
+
+class _GroupConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, geometry: Geometry):
+        x = pixels_last(x)
+        ctx.save_for_backward(x, weight)
+        ctx.geometry = geometry
+        y, _ = library.convolution(x, weight, geometry)
+        return channels_first(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx, dweight, _ = library.convolution_gradients(x, weight, ctx.geometry, pixels_last(dy))
+        return channels_first(dx), dweight, None
