@@ -35,7 +35,8 @@ class Stage(nn.Module):
         recompute: Container[str],
         memory_format: torch.memory_format = torch.contiguous_format,
     ):
-        """Args: recompute: names of blocks. memory_format: of activations within the stage, not between stages."""
+        """Args: recompute: names of blocks. memory_format: of activations, within the stage and between stages: what it
+        takes and returns, images and logits excepted, is as `sent` leaves it."""
         super().__init__()
         self._draws, self._memory_format = draws, memory_format
         # A block without parameters, as the cast of the images, is computed again with the one behind it: its output
@@ -55,7 +56,7 @@ class Stage(nn.Module):
         x = self._entered(x)
         for segment, run, recomputed in self._passes():
             x = self._checkpointed(segment, run, x) if recomputed and torch.is_grad_enabled() else run(x)
-        return x.contiguous()
+        return sent(x, self._memory_format)
 
     def compile(self, mode: str = "default", backend: str = "inductor") -> None:
         """Compile each block when it is first computed, in training and in evaluation. Blocks that look alike share
@@ -105,7 +106,9 @@ class Stage(nn.Module):
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         """In the stage's memory format. Images get it together with their cast, in the first block."""
-        return x if self._takes_images else x.contiguous(memory_format=self._memory_format)
+        if self._takes_images or self._memory_format == torch.contiguous_format:
+            return x
+        return x.permute(0, 3, 1, 2)
 
     def _checkpointed(self, segment: nn.Module, run: Callable, x: torch.Tensor) -> torch.Tensor:
         """Torch's reentrant form: the other one's hooks on each saved tensor cost a quarter of a step on a CPU.
@@ -137,17 +140,35 @@ class Stage(nn.Module):
                 norm.moves_statistics = True
 
 
-def boundaries(parts: Sequence[Sequence[str]], model: BlockList, images: Boundary, dtype: torch.dtype) -> list:
+def sent(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """Return activations, [N, C, H, W], as they travel between stages: contiguous, and [N, H, W, C] where stages
+    compute channels-last, so that neither side copies them. Others, [N, classes], are contiguous."""
+    if x.dim() == 4 and memory_format == torch.channels_last:
+        x = x.permute(0, 2, 3, 1)
+    return x.contiguous()
+
+
+def boundaries(
+    parts: Sequence[Sequence[str]],
+    model: BlockList,
+    images: Boundary,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> list:
     """Input of each part of the model, and output of the last: a Boundary each.
 
-    Args: parts: names of the blocks of each. model: whole, on the meta device. dtype: of activations.
+    Args:
+        parts: names of the blocks of each.
+        model: whole, on the meta device.
+        dtype: of activations.
+        memory_format: in which stages compute; with channels_last activations are [N, H, W, C].
     """
     found = [images]
     x = torch.empty(tuple(images.shape), dtype=images.dtype, device="meta")
     with torch.no_grad():
         for names in parts:
             x = model.part(names)(x)
-            found.append(Boundary(tuple(x.shape), dtype))
+            found.append(Boundary(tuple(sent(x, memory_format).shape), dtype))
     return found
 
 

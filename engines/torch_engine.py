@@ -42,9 +42,9 @@ class TorchEngine(Engine):
         self.device = device_of(recipe, self.topology)
         if self.device.type == "cuda":
             set_switches(recipe.run.deterministic)
-        if self._trains:
-            tuning.check(recipe.engine, self.device)
         self._compute = compute_dtype(recipe, self.device)
+        if self._trains:
+            tuning.check(recipe.engine, self.device, self._compute)
         self._build()
         decays = zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
         self._averages = {name: WeightAverage(decay, self._averaged()) for name, decay in decays if decay is not None}
@@ -76,7 +76,7 @@ class TorchEngine(Engine):
         """The model, this process's part of it, and its weights."""
         recipe = self._recipe
         whole = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
-        memory_format = tuning.apply(whole, recipe.engine, self.device)
+        self._memory_format = tuning.apply(whole, recipe.engine, self.device)
         self._norms = norm_parameters(whole)
         self.shapes = state.shapes(whole)
         recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
@@ -87,7 +87,8 @@ class TorchEngine(Engine):
             self.notes += (f"one process computes all {self.batch.stages} stages itself, on one device",)
         own = cuts.own_parts(self._parts, self.topology)
         self._stages = {
-            number: Stage(whole.part(names), whole.draws, recomputed, memory_format) for number, names in own.items()
+            number: Stage(whole.part(names), whole.draws, recomputed, self._memory_format)
+            for number, names in own.items()
         }
         self._model = whole.part([name for names in own.values() for name in names])
         self._model.draws = whole.draws
@@ -249,7 +250,8 @@ class TorchEngine(Engine):
     def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:
         with torch.device("meta"):
             model = build(self._recipe.model, self._recipe.run.seed)
-        return boundaries(self._parts, model, Boundary((rows, 3, size, size), dtype), self._compute)
+        images = Boundary((rows, 3, size, size), dtype)
+        return boundaries(self._parts, model, images, self._compute, self._memory_format)
 
     def _seen(self, steps: int) -> Tuple[int, List[str]]:
         """Images of an update over all replicas, and what could not be read. Only `skip` needs a message."""

@@ -1,4 +1,4 @@
-"""engine.memory_format and engine.kernels: put into a model, and the fastest of them found on this GPU."""
+"""engine.memory_format and engine.kernels: put into a model, and chosen: on a GPU by time, on a CPU by rule."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 
 from engines import cache, cuts
 from engines.devices import compute_dtype, device_of, name_of, set_switches, timed
-from engines.stage import Stage, blocks_to_recompute, boundaries
+from engines.stage import Stage, blocks_to_recompute, boundaries, sent
 from models import shapes
 from models.families import build
 from models.kernels import patching
+from models.native import library
+from models.native import patching as native
 from models.stages import BlockList
 from parallel.processes import Processes
 from parallel.work import Boundary
@@ -30,7 +32,7 @@ _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
 # engine.kernels -> layers that get kernels of our own.
 _KERNELS = {"torch": (), "group_norm": ("group_norm",), "group_conv": ("group_conv",), "triton": patching.KERNELS}
 _WARM_UP, _TIMED = 3, 7  # micro batches; in the first ones cuDNN searches, and Triton compiles
-_WITH_CHOICE = ("cuda",)  # types of devices
+_MEASURED = ("cuda",)  # types of devices
 
 
 class Candidate(NamedTuple):
@@ -47,25 +49,59 @@ class Candidate(NamedTuple):
 Outcome = Tuple[float, str]
 
 
-def check(section: EngineSection, device: torch.device) -> None:
-    """Refuse, before training, a named choice of the section that this machine cannot do. Raises ConfigError."""
-    cuda = device.type == "cuda"
-    if not cuda and section.memory_format == "channels_last":
-        fault = "on a CPU group normalisation loses digits in it"
+NATIVE, PLAIN = Candidate("channels_last", "native"), Candidate("contiguous", "torch")  # a CPU's, in this order
+
+
+def check(section: EngineSection, device: torch.device, compute: torch.dtype) -> None:
+    """Refuse, before training, a named choice of the section that this machine cannot do.
+
+    Args: compute: dtype of activations. Raises ConfigError.
+    """
+    kernels, layout = section.kernels, section.memory_format
+    if device.type == "cuda":
+        if kernels == "native":
+            raise ConfigError("engine.kernels native: they are for CPUs; use engine.kernels=auto")
+        if kernels not in ("auto", "torch") and not patching.available():
+            raise ConfigError(f"engine.kernels {kernels}: Triton is not installed; use engine.kernels=auto")
+        return
+    if kernels not in ("auto", *(each.kernels for each in (NATIVE, PLAIN))):
+        raise ConfigError(f"engine.kernels {kernels}: Triton's kernels need a CUDA device; use engine.kernels=auto")
+    fits = [each for each in (NATIVE, PLAIN) if _names(section, each)]
+    if not fits and kernels == "native":
+        raise ConfigError(
+            "engine.memory_format contiguous: native kernels are for channels_last; use engine.memory_format=auto"
+        )
+    if not fits:
+        fault = "on a CPU torch's group normalisation loses digits in it"
         raise ConfigError(f"engine.memory_format channels_last: {fault}; use engine.memory_format=auto")
-    if section.kernels not in ("auto", "torch") and not (cuda and patching.available()):
-        fault = "Triton is not installed" if cuda else "Triton's kernels need a CUDA device"
-        raise ConfigError(f"engine.kernels {section.kernels}: {fault}; use engine.kernels=auto")
+    fault = native_fault(compute)
+    if fits == [NATIVE] and fault:
+        named = f"engine.kernels {kernels}" if kernels == "native" else f"engine.memory_format {layout}"
+        raise ConfigError(f"{named}: {fault}; use auto")
+
+
+def native_fault(compute: torch.dtype) -> str:
+    """Return why our functions for CPUs cannot compute a model of this dtype here; "" where they can."""
+    return "they are for float32" if compute != torch.float32 else library.fault()
+
+
+def _names(section: EngineSection, candidate: Candidate) -> bool:
+    """Whether a section, with `auto` for anything, means the candidate too."""
+    return all(getattr(section, key) in ("auto", value) for key, value in candidate._asdict().items())
 
 
 def apply(model: BlockList, section: EngineSection, device: torch.device) -> torch.memory_format:
     """Put the section's kernels and layout into a model on `device`; return the layout, for the stages.
 
-    Off CUDA nothing changes: weights that were trained there are to be scored anywhere. `auto` that is not resolved is
-    contiguous and torch. Weights stay contiguous: cuDNN converts the few bytes of a layer at each pass.
+    What the device does not have is left out: weights that were trained elsewhere are to be scored anywhere. `auto`
+    that is not resolved is contiguous and torch. Weights stay contiguous: cuDNN converts the few bytes of a layer at
+    each pass.
     """
     if device.type != "cuda":
-        return torch.contiguous_format
+        if section.kernels != "native" or native_fault(next(model.parameters()).dtype):
+            return torch.contiguous_format
+        native.patch(model)
+        return torch.channels_last
     if patching.available():
         patching.patch(model, _KERNELS.get(section.kernels, ()))
     memory_format = _FORMATS.get(section.memory_format, torch.contiguous_format)
@@ -82,8 +118,8 @@ def resolve(
 ) -> Recipe:
     """`recipe` with a choice in the place of `auto`, the same on all processes, each of which must call this.
 
-    A micro batch is timed, forward and backward, through the largest stage; of each candidate, the slowest process
-    counts. On CPUs and IPUs there is no choice: the recipe stays as it is, so that the run may still choose on a GPU.
+    On GPUs a micro batch is timed, forward and backward, through the largest stage; of each candidate, the slowest
+    process counts. On CPUs nothing is timed. On IPUs there is no choice: the recipe stays as it is.
     Args: begun: the section of a run that is resumed, whose choice is kept where this device has it.
 
     Raises ConfigError: no such device, or cut points that the model does not have.
@@ -92,8 +128,8 @@ def resolve(
     if "auto" not in (section.memory_format, section.kernels) or recipe.run.device == "ipu":
         return recipe
     device = device_of(recipe, processes.topology)
-    if device.type not in _WITH_CHOICE:
-        return recipe
+    if device.type not in _MEASURED:
+        return _with(recipe, _on_cpu(recipe, processes, device, report, begun))
     kernels = list(_KERNELS) if patching.available() else ["torch"]
     candidates = [
         Candidate(*pair)
@@ -113,7 +149,40 @@ def resolve(
         report(f"engine auto: {taken}, as this run has had it")
     else:
         taken = _fastest(recipe, batch, processes, device, candidates, report)
-    return recipe.model_copy(update={"engine": section.model_copy(update=taken._asdict())})
+    return _with(recipe, taken)
+
+
+def _with(recipe: Recipe, taken: Optional[Candidate]) -> Recipe:
+    """The recipe with a candidate in the place of `auto`; as it is without one."""
+    if taken is None:
+        return recipe
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=taken._asdict())})
+
+
+def _on_cpu(
+    recipe: Recipe,
+    processes: Processes,
+    device: torch.device,
+    report: Callable[[str], None],
+    begun: Optional[EngineSection],
+) -> Optional[Candidate]:
+    """Our functions where all processes have them; None where what the section names is to be refused.
+
+    A run that began without this choice, or without a compiler, goes on without our functions: their bits are others.
+    """
+    faults = filter(None, processes.gather(native_fault(compute_dtype(recipe, device))))
+    fault = next(faults, "")
+    candidates = [each for each in (NATIVE, PLAIN) if _names(recipe.engine, each) and not (each == NATIVE and fault)]
+    if not candidates:
+        return None
+    taken, why = candidates[0], ""
+    if begun is not None:
+        before = PLAIN if _names(begun, PLAIN) else Candidate(begun.memory_format, begun.kernels)
+        if before in candidates:
+            taken, why = before, ", as this run has had it"
+    reason = f"; not native: {fault}" if fault else ""
+    report(f"engine auto: {taken}{why}{reason}")
+    return taken
 
 
 def _fastest(
@@ -189,7 +258,7 @@ def _seconds(
     if entering.dtype == torch.uint8:
         x = x.byte().contiguous(memory_format=torch.channels_last).to(device)
     else:
-        x = (x / 64 - 2).to(device, entering.dtype).requires_grad_()
+        x = sent((x / 64 - 2).to(device, entering.dtype), memory_format).requires_grad_()
 
     def micro_batch() -> None:
         stage.zero_grad()

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import re
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from engines import devices, factory, tuning
 from engines.tuning import Candidate
 from models.efficientnet import build
 from models.kernels import patching
+from models.native import library
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
@@ -39,7 +41,7 @@ def pretend(times=TIMES, measured=None, triton=True):
             raise torch.cuda.OutOfMemoryError(times[candidate])
         return times[candidate]
 
-    tuning._WITH_CHOICE = ("cpu", "cuda")
+    tuning._MEASURED = ("cpu", "cuda")
     tuning._seconds = seconds
     patching.available = lambda: triton
 
@@ -48,7 +50,7 @@ def pretend(times=TIMES, measured=None, triton=True):
 def resolved(tiny, monkeypatch, tmp_path):
     """resolved(*overrides, times=..., begun=...): what auto becomes, the lines reported, the candidates measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module, name in ((tuning, "_WITH_CHOICE"), (tuning, "_seconds"), (patching, "available")):
+    for module, name in ((tuning, "_MEASURED"), (tuning, "_seconds"), (patching, "available")):
         monkeypatch.setattr(module, name, getattr(module, name))
 
     def resolve(*overrides, times=TIMES, begun=None, triton=True):
@@ -132,12 +134,58 @@ def test_deterministic_is_refused_where_cublas_would_not_be(given, started, faul
         devices.set_switches(False)
 
 
-@pytest.mark.parametrize("device", ["cpu", "ipu"])
-def test_cpus_and_ipus_leave_the_choice_open(tiny, device):
+def test_ipus_leave_the_choice_open(tiny):
     """So a run that begins there has not chosen for a GPU on which it may go on."""
-    recipe, batch = tiny(f"run.device={device}"), divide(tiny("run.device=cpu"))
+    recipe, batch = tiny("run.device=ipu"), divide(tiny("run.device=cpu"))
     begun = tiny("engine.memory_format=channels_last", "engine.kernels=triton").engine
     assert tuning.resolve(recipe, batch, Processes(Topology(), CPU), pytest.fail, begun) is recipe
+
+
+NATIVE, MISSING = ("channels_last", "native"), "c++: not found"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begun", "fault", "taken", "line"),
+    [
+        ((), None, "", NATIVE, "channels_last native"),
+        ((), None, MISSING, PLAIN, f"contiguous torch; not native: {MISSING}"),
+        (("engine.kernels=torch",), None, "", PLAIN, "contiguous torch"),
+        (("engine.memory_format=contiguous",), None, "", PLAIN, "contiguous torch"),
+        (("engine.memory_format=channels_last",), None, "", NATIVE, "channels_last native"),
+        ((), NATIVE, "", NATIVE, "channels_last native, as this run has had it"),
+        ((), PLAIN, "", PLAIN, "contiguous torch, as this run has had it"),
+        ((), ("auto", "auto"), "", PLAIN, "contiguous torch, as this run has had it"),  # before there was a choice
+        ((), NATIVE, MISSING, PLAIN, f"contiguous torch; not native: {MISSING}"),
+        ((), ("contiguous", "triton"), "", NATIVE, "channels_last native"),  # begun on a GPU
+        (
+            ("precision.compute=bfloat16",),
+            None,
+            "",
+            PLAIN,
+            "contiguous torch; not native: they are for float32",
+        ),
+    ],
+)
+def test_cpus_take_native_kernels_unless_the_run_began_without(tiny, monkeypatch, overrides, begun, fault, taken, line):
+    """Nothing is timed: bits depend on the choice."""
+    monkeypatch.setattr(library, "fault", lambda: fault)
+    recipe, lines = tiny("run.device=cpu", *overrides), []
+    if begun:
+        begun = tiny(f"engine.memory_format={begun[0]}", f"engine.kernels={begun[1]}").engine
+    found = tuning.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun).engine
+    assert (found.memory_format, found.kernels) == taken
+    assert lines == [f"engine auto: {line}"]
+
+
+def test_all_processes_take_the_same_where_one_has_no_compiler(tiny, monkeypatch):
+    monkeypatch.setattr(library, "fault", lambda: MISSING if threads.rank() == 1 else "")
+    recipe = tiny("run.device=cpu", "batch.micro=6")
+
+    def choose(processes):
+        section = tuning.resolve(recipe, divide(recipe, 2), processes, lambda line: None).engine
+        return section.memory_format, section.kernels
+
+    assert threads.run(2, 1, choose) == [PLAIN, PLAIN]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +193,7 @@ def test_cpus_and_ipus_leave_the_choice_open(tiny, device):
     [("channels_last", "torch", True, 0), ("auto", "auto", True, 8), ("contiguous", "triton", False, 2)],
 )
 def test_a_run_that_goes_on_keeps_its_choice_where_it_has_one(resolved, tiny, layout, kernels, triton, count):
-    """It measures if it began on a CPU, or where there was Triton."""
+    """It measures if it began without a choice, or where there was Triton."""
     begun = tiny(f"engine.memory_format={layout}", f"engine.kernels={kernels}").engine
     taken, _, measured = resolved(begun=begun, triton=triton)
     assert len(measured) == count and (count or taken == (layout, kernels))
@@ -232,16 +280,36 @@ def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypa
     assert patched == [(model, layers)]
 
 
-@pytest.mark.parametrize("override", ["engine.memory_format=channels_last", "engine.kernels=triton"])
-def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, override, monkeypatch):
+@pytest.mark.parametrize(
+    ("override", "fault", "remedy"),
+    [
+        ("engine.kernels=triton", "Triton's kernels need a CUDA device", "engine.kernels=auto"),
+        ("engine.kernels=native", MISSING, "auto"),
+        ("engine.memory_format=channels_last", MISSING, "auto"),
+    ],
+)
+def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, monkeypatch, override, fault, remedy):
+    monkeypatch.setattr(library, "fault", lambda: MISSING)
     recipe, (key, value) = tiny("run.device=cpu", override), override.split("=")
-    with pytest.raises(ConfigError, match=rf"^{key} {value}: .* use {key}=auto$"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{key} {value}: {fault}; use {remedy}')}$"):
         factory.create(recipe, divide(recipe), steps_per_epoch=2)
     factory.create(recipe, divide(recipe)).close()
-    if key == "engine.kernels":
-        monkeypatch.setattr(patching, "available", lambda: False)
-        with pytest.raises(ConfigError, match=r"^engine.kernels triton: Triton is not installed; use engine.kernels="):
-            tuning.check(recipe.engine, GPU)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernels", "device", "fault"),
+    [
+        ("channels_last", "torch", CPU, "engine.memory_format channels_last: on a CPU torch's group normalisation"),
+        ("contiguous", "native", CPU, "engine.memory_format contiguous: native kernels are for channels_last"),
+        ("auto", "native", GPU, "engine.kernels native: they are for CPUs; use engine.kernels=auto"),
+        ("auto", "triton", GPU, "engine.kernels triton: Triton is not installed; use engine.kernels=auto"),
+    ],
+)
+def test_choices_that_do_not_go_together_are_refused(tiny, monkeypatch, layout, kernels, device, fault):
+    monkeypatch.setattr(patching, "available", lambda: False)
+    section = tiny(f"engine.memory_format={layout}", f"engine.kernels={kernels}").engine
+    with pytest.raises(ConfigError, match=f"^{re.escape(fault)}"):
+        tuning.check(section, device, torch.float32)
 
 
 def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tiny, monkeypatch):

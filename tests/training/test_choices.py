@@ -155,7 +155,7 @@ def on_gpu(times, name, until, cache, rank):
     os.environ["XDG_CACHE_HOME"] = cache
     if times is not None:
         pretend(times)
-        tuning.check = lambda section, device: None
+        tuning.check = lambda *arguments: None
         devices.name_of = lambda device: name
     sigterm_before(until)
 
