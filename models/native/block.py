@@ -258,7 +258,7 @@ class _ExcitedConv(torch.autograd.Function):
         if before is not None:
             # dx is the gradient before the activation: what is left is a normalisation without one.
             dweight_before, dbias_before, by_group = library.merged_gradients(PLAIN, x, before, sums)
-            dx = library.input_gradient(LINEAR, x, before, by_group, dx)
+            library.input_gradient(LINEAR, x, before, by_group, dx, out=dx)
         return (channels_first(dx), None, None, None, dweight_before, dbias_before, dconv, *gradients)
 
 

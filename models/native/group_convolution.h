@@ -14,6 +14,10 @@
 #include <cstdint>
 #include <vector>
 
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
 #include "normalization.h"
 #include "readers.h"
 #include "vectors.h"
@@ -80,45 +84,84 @@ inline int64_t divided_down(int64_t value, int64_t by) { return (value - (by - 1
 
 // ---- Weights, [channels, 16, kernel, kernel], as kernels read them: [groups, points, 16 that are read, 16 written].
 
+// Each row of a block of 4 x 4 numbers becomes a column.
+struct Rows {
+    const float* row[4];
+};
+struct Columns {
+    float* column[4];
+};
+
+inline void transpose(const Rows& from, const Columns& to) {
+#if defined(__SSE__)
+    __m128 a = _mm_loadu_ps(from.row[0]), b = _mm_loadu_ps(from.row[1]);
+    __m128 c = _mm_loadu_ps(from.row[2]), d = _mm_loadu_ps(from.row[3]);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to.column[0], a);
+    _mm_storeu_ps(to.column[1], b);
+    _mm_storeu_ps(to.column[2], c);
+    _mm_storeu_ps(to.column[3], d);
+#else
+    for (int row = 0; row < 4; row++)
+        for (int column = 0; column < 4; column++) to.column[column][row] = from.row[row][column];
+#endif
+}
+
+// Calls work(first) for blocks of four of `count` numbers, 4 or more; the last may overlap the one before.
+template <class Work>
+inline void for_fours(int64_t count, Work work) {
+    for (int64_t begin = 0; begin < count; begin += 4) work(std::min(begin, count - 4));
+}
+
 // Those of the input's gradient, where `backward`, have the two sixteens exchanged.
 inline void pack_weights(const Convolution& by, const float* weights, bool backward, float* packed) {
     const int64_t points = by.points();
-    const int64_t of_out = GROUP * points, of_in = points;  // distances in `weights`
-    const int64_t of_line = backward ? of_out : of_in, of_lane = backward ? of_in : of_out;
 #pragma omp parallel for num_threads(by.threads) schedule(static)
-    for (int64_t group = 0; group < by.groups(); group++) {
-        const float* from = weights + group * GROUP * of_out;
-        float* to = packed + group * points * MATRIX;
-        for (int64_t line = 0; line < GROUP; line++)
-            for (int64_t point = 0; point < points; point++) {
-                float lanes[GROUP];
-                for (int64_t lane = 0; lane < GROUP; lane++) lanes[lane] = from[line * of_line + lane * of_lane + point];
-                std::memcpy(to + point * MATRIX + line * GROUP, lanes, sizeof lanes);
-            }
-    }
+    for (int64_t group = 0; group < by.groups(); group++)
+        for (int64_t line = 0; line < GROUP; line++) {
+            // [16 lanes, points] becomes [points, 16 lanes].
+            const int64_t pitch = backward ? points : GROUP * points;
+            const float* from = weights + group * GROUP * GROUP * points + line * (backward ? GROUP * points : points);
+            float* to = packed + group * points * MATRIX + line * GROUP;
+            for (int64_t lane = 0; lane < GROUP; lane += 4)
+                for_fours(points, [&](int64_t point) {
+                    Rows rows;
+                    Columns columns;
+                    for (int each = 0; each < 4; each++) {
+                        rows.row[each] = from + (lane + each) * pitch + point;
+                        columns.column[each] = to + (point + each) * MATRIX + lane;
+                    }
+                    transpose(rows, columns);
+                });
+        }
 }
 
 // The sums of `parts`, [parts, groups, points, 16 in, 16 out], as [channels, 16 in, kernel, kernel].
 inline void unpack_weights(const Convolution& by, const float* packed, int64_t parts, float* weights) {
     const int64_t points = by.points(), whole = by.groups() * points * MATRIX;
 #pragma omp parallel for num_threads(by.threads) schedule(static)
-    for (int64_t group = 0; group < by.groups(); group++) {
-        const float* from = packed + group * points * MATRIX;
-        float* to = weights + group * GROUP * GROUP * points;
+    for (int64_t group = 0; group < by.groups(); group++)
         for (int64_t in = 0; in < GROUP; in++) {
             float sums[MAX_KERNEL * MAX_KERNEL][GROUP];
             for (int64_t point = 0; point < points; point++)
                 for (int part = 0; part < PARTS; part++) {
-                    const float* first = from + point * MATRIX + in * GROUP + part * WIDTH;
+                    const float* first = packed + (group * points + point) * MATRIX + in * GROUP + part * WIDTH;
                     Values sum = load<WIDTH>(first);
                     for (int64_t other = 1; other < parts; other++) sum += load<WIDTH>(first + other * whole);
                     store<WIDTH>(sums[point] + part * WIDTH, sum);
                 }
-            for (int64_t out = 0; out < GROUP; out++)
-                for (int64_t point = 0; point < points; point++)
-                    to[(out * GROUP + in) * points + point] = sums[point][out];
+            float* to = weights + (group * GROUP * GROUP + in) * points;
+            for (int64_t out = 0; out < GROUP; out += 4)
+                for_fours(points, [&](int64_t point) {
+                    Rows rows;
+                    Columns columns;
+                    for (int each = 0; each < 4; each++) {
+                        rows.row[each] = sums[point + each] + out;
+                        columns.column[each] = to + (out + each) * GROUP * points + point;
+                    }
+                    transpose(rows, columns);
+                });
         }
-    }
 }
 
 // ---- Points of the kernel.
@@ -230,35 +273,34 @@ inline int64_t columns_of(int64_t width) {
     return (width + count - 1) / count;
 }
 
-// All columns of some lines. The last lines, and columns, are computed twice where their number does not divide.
-template <int COLUMNS>
-void convolve_lines(std::vector<Line>& lines, int64_t width, const Kernel& kernel) {
-    constexpr int LINES = lines_of(COLUMNS);
-    while (lines.size() % LINES) lines.push_back(lines.back());
-    for (int64_t begin = 0; begin < width; begin += COLUMNS) {
-        const int64_t column = std::min(begin, width - COLUMNS);
-        const Range across = meeting(kernel.columns, column, column + COLUMNS);
-        for (size_t line = 0; line < lines.size(); line += LINES)
-            products<LINES, COLUMNS>(&lines[line], column, across, kernel);
-    }
-}
-
-// The same pixel of some images.
-template <int COLUMNS>
-void convolve_images(const Line& pixel, int64_t images, Range across, const Kernel& kernel) {
-    for (int64_t begin = 0; begin < images; begin += COLUMNS)
-        products<1, COLUMNS>(&pixel, std::min(begin, images - COLUMNS), across, kernel);
-}
-
-// Calls work(Width<columns>), for 1 to PIXELS columns.
+// Calls work(Width<columns>(), first) for blocks of columns, which are equal but for the last.
 template <int COLUMNS = PIXELS, class Work>
-inline void with_columns(int64_t columns, Work work) {
+inline void with_columns(int64_t columns, int64_t first, Work work) {
     if constexpr (COLUMNS > 0) {
         if (columns == COLUMNS)
-            work(Width<COLUMNS>());
+            work(Width<COLUMNS>(), first);
         else
-            with_columns<COLUMNS - 1>(columns, work);
+            with_columns<COLUMNS - 1>(columns, first, work);
     }
+}
+template <class Work>
+inline void for_columns(int64_t width, Work work) {
+    const int64_t columns = columns_of(width);
+    for (int64_t first = 0; first < width; first += columns)
+        with_columns(std::min(columns, width - first), first, work);
+}
+
+// All columns of some lines. The last lines are computed twice where their number does not divide.
+inline void convolve_lines(const std::vector<Line>& lines, int64_t width, const Kernel& kernel) {
+    for_columns(width, [&](auto columns, int64_t column) {
+        constexpr int COLUMNS = decltype(columns)::count, LINES = lines_of(COLUMNS);
+        const Range across = meeting(kernel.columns, column, column + COLUMNS);
+        Line taken[LINES];
+        for (size_t first = 0; first < lines.size(); first += LINES) {
+            for (size_t line = 0; line < LINES; line++) taken[line] = lines[std::min(first + line, lines.size() - 1)];
+            products<LINES, COLUMNS>(taken, column, across, kernel);
+        }
+    });
 }
 
 // Adds products of x's 16 channels and dy's 16 over pixels to [16 in, 16 out].
@@ -314,8 +356,28 @@ struct Packing {
     int64_t stride, remainder_elements;
 };
 
+// slopes: those of the activation at the lines from `slopes_first` to before `slopes_last`, [pixels, 16], or null.
+struct Slopes {
+    float* to;
+    int64_t first, last;
+};
+
 template <class Reader>
-inline void pack_lines(const Reader& reader, int64_t origin, const Packing& by, float* to) {
+inline void store_read(const Reader& reader, int64_t from, float* to, float* slopes) {
+    for (int part = 0; part < PARTS; part++) {
+        if constexpr (Reader::ACTIVATES)
+            if (slopes) {
+                Values slope;
+                store<WIDTH>(to + part * WIDTH, reader.at(from, part, slope));
+                store<WIDTH>(slopes + part * WIDTH, slope);
+                continue;
+            }
+        store<WIDTH>(to + part * WIDTH, reader.at(from, part));
+    }
+}
+
+template <class Reader>
+inline void pack_lines(const Reader& reader, int64_t origin, const Packing& by, float* to, Slopes slopes = {}) {
     const auto place = [&](int64_t column) {
         if (by.stride == 1) return column * GROUP;
         return column % by.stride * by.remainder_elements + column / by.stride * GROUP;
@@ -329,20 +391,22 @@ inline void pack_lines(const Reader& reader, int64_t origin, const Packing& by, 
         for (int64_t column = 0; column < begin; column++) std::memset(row + place(column), 0, GROUP * 4);
         for (int64_t column = begin; column < end; column++) {
             const int64_t from = origin + (y * by.width + column - by.left) * by.channels;
-            for (int part = 0; part < PARTS; part++)
-                store<WIDTH>(row + place(column) + part * WIDTH, reader.at(from, part));
+            float* slope = nullptr;
+            if (slopes.to && slopes.first <= y && y < slopes.last)
+                slope = slopes.to + ((y - slopes.first) * by.width + column - by.left) * GROUP;
+            store_read(reader, from, row + place(column), slope);
         }
         for (int64_t column = end; column < by.columns; column++) std::memset(row + place(column), 0, GROUP * 4);
     }
 }
 
-// A group of one of `images` images: [pixels, images, 16].
+// A group of one of `images` images: [pixels, images, 16]. slopes: of all pixels, [pixels, 16], or null.
 template <class Reader>
 inline void pack_image(const Reader& reader, int64_t origin, int64_t pixels, int64_t channels, int64_t images,
-                       float* to) {
+                       float* to, float* slopes = nullptr) {
     for (int64_t pixel = 0; pixel < pixels; pixel++)
-        for (int part = 0; part < PARTS; part++)
-            store<WIDTH>(to + pixel * images * GROUP + part * WIDTH, reader.at(origin + pixel * channels, part));
+        store_read(reader, origin + pixel * channels, to + pixel * images * GROUP,
+                   slopes ? slopes + pixel * GROUP : nullptr);
 }
 
 // ---- Forward.
@@ -372,8 +436,7 @@ void convolve_block(const Convolution& by, Reader& reader, const float* weights,
         entries.push_back({packed + (line - first) * by.stride * pitch, out, meeting(rows, line, line + 1)});
     }
     const Kernel kernel{rows, columns, weights + group * by.points() * MATRIX, by.kernel, by.channels};
-    with_columns(columns_of(by.out_width),
-                 [&](auto width) { convolve_lines<decltype(width)::count>(entries, by.out_width, kernel); });
+    convolve_lines(entries, by.out_width, kernel);
 }
 
 // A group of some small images.
@@ -394,13 +457,13 @@ void convolve_set(const Convolution& by, Reader& reader, const float* weights, i
     }
     const int64_t out_pitch = by.out_pixels() * by.channels;
     const Kernel kernel{rows, columns, weights + group * by.points() * MATRIX, by.kernel, out_pitch};
-    with_columns(columns_of(images), [&](auto width) {
+    for_columns(images, [&](auto together, int64_t first) {
         for (int64_t line = 0; line < by.out_height; line++)
             for (int64_t column = 0; column < by.out_width; column++) {
                 const float* in = packed + (line * by.width + column) * by.stride * pitch;
                 float* out = y + begin * out_pitch + (line * by.out_width + column) * by.channels + group * GROUP;
                 const Line pixel{in, out, meeting(rows, line, line + 1)};
-                convolve_images<decltype(width)::count>(pixel, images, meeting(columns, column, column + 1), kernel);
+                products<1, decltype(together)::count>(&pixel, first, meeting(columns, column, column + 1), kernel);
             }
     });
 }
@@ -446,17 +509,16 @@ inline Taps backward_taps(const Convolution& by, int64_t remainder, int64_t padd
     return taps;
 }
 
-// Multiplies dx, in place, by the slope of the activation; adds sums over pixels of dx and of dx * xhat to `sums`,
-// [2, channels].
+// Multiplies dx, in place, by the slopes of the activation, [pixels, 16]; puts sums over pixels of dx and of dx * xhat
+// into `sums`, [2, channels].
 template <class Reader>
-inline void through_activation(const Reader& reader, int64_t origin, int64_t pixels, int64_t channels, float* dx,
-                               float* sums) {
+inline void through_activation(const Reader& reader, const float* slopes, int64_t origin, int64_t pixels,
+                               int64_t channels, float* dx, float* sums) {
     Values first[PARTS] = {}, second[PARTS] = {};
     for (int64_t pixel = 0; pixel < pixels; pixel++)
         for (int part = 0; part < PARTS; part++) {
             const int64_t place = origin + pixel * channels;
-            Values slope;
-            reader.at(place, part, slope);
+            const Values slope = load<WIDTH>(slopes + pixel * GROUP + part * WIDTH);
             const Values gradient = load<WIDTH>(dx + place + part * WIDTH) * slope;
             store<WIDTH>(dx + place + part * WIDTH, gradient);
             first[part] += gradient;
@@ -492,7 +554,9 @@ void block_gradients(const Convolution& by, XReader& x_reader, DReader& dy_reade
     dy_reader.of(image, channel);
     const Packing x_packing{by.height, by.width,          by.channels, first * stride - by.top, by.left,
                             lines,     by.packed_width(), stride,      remainder};
-    pack_lines(x_reader, origin, x_packing, packed_x);
+    Slopes slopes{nullptr, dx_first, dx_last};
+    if (XReader::ACTIVATES) slopes.to = scratch<2>((dx_last - dx_first) * by.width * GROUP);
+    pack_lines(x_reader, origin, x_packing, packed_x, slopes);
     const Packing dy_packing{by.out_height,      by.out_width, by.channels, dy_first, reach,
                              dy_last - dy_first, dy_columns,   1,           dy_pitch};
     pack_lines(dy_reader, image * by.out_pixels() * by.channels + channel, dy_packing, packed_dy);
@@ -527,12 +591,11 @@ void block_gradients(const Convolution& by, XReader& x_reader, DReader& dy_reade
             const int64_t width = (by.width - right + stride - 1) / stride;
             const float* own = weights + group * by.points() * MATRIX;
             const Kernel backward{rows, columns, own, kernel, stride * by.channels};
-            with_columns(columns_of(width),
-                         [&](auto count) { convolve_lines<decltype(count)::count>(entries, width, backward); });
+            convolve_lines(entries, width, backward);
         }
     if constexpr (XReader::ACTIVATES)
-        through_activation(x_reader, origin + dx_first * by.width * by.channels, (dx_last - dx_first) * by.width,
-                           by.channels, dx, sums);
+        through_activation(x_reader, slopes.to, origin + dx_first * by.width * by.channels,
+                           (dx_last - dx_first) * by.width, by.channels, dx, sums);
 }
 
 // Gradients of a group of some small images.
@@ -543,11 +606,13 @@ void set_gradients(const Convolution& by, XReader& x_reader, DReader& dy_reader,
     const int64_t images = end - begin, pitch = images * GROUP;
     float* packed_x = scratch<0>(by.pixels() * pitch);
     float* packed_dy = scratch<1>(by.out_pixels() * pitch);
+    float* slopes = scratch<2>(by.pixels() * pitch);
     for (int64_t image = begin; image < end; image++) {
         x_reader.of(image, channel);
         dy_reader.of(image, channel);
+        float* own_slopes = XReader::ACTIVATES ? slopes + (image - begin) * by.pixels() * GROUP : nullptr;
         pack_image(x_reader, image * by.pixels() * by.channels + channel, by.pixels(), by.channels, images,
-                   packed_x + (image - begin) * GROUP);
+                   packed_x + (image - begin) * GROUP, own_slopes);
         pack_image(dy_reader, image * by.out_pixels() * by.channels + channel, by.out_pixels(), by.channels, images,
                    packed_dy + (image - begin) * GROUP);
     }
@@ -578,7 +643,7 @@ void set_gradients(const Convolution& by, XReader& x_reader, DReader& dy_reader,
             const Taps columns = backward_taps(by, right, by.left, by.out_width, pitch);
             const float* own = weights + group * by.points() * MATRIX;
             const Kernel backward{rows, columns, own, kernel, out_pitch};
-            with_columns(columns_of(images), [&](auto width) {
+            for_columns(images, [&](auto together, int64_t first) {
                 for (int64_t y = down; y < by.height; y += stride)
                     for (int64_t x = right; x < by.width; x += stride) {
                         const int64_t line = y / stride, column = x / stride;
@@ -586,15 +651,15 @@ void set_gradients(const Convolution& by, XReader& x_reader, DReader& dy_reader,
                         float* out = dx + begin * out_pitch + (y * by.width + x) * by.channels + channel;
                         const Line pixel{in, out, meeting(rows, line, line + 1)};
                         const Range across = meeting(columns, column, column + 1);
-                        convolve_images<decltype(width)::count>(pixel, images, across, backward);
+                        products<1, decltype(together)::count>(&pixel, first, across, backward);
                     }
             });
         }
     if constexpr (XReader::ACTIVATES)
         for (int64_t image = begin; image < end; image++) {
             x_reader.of(image, channel);
-            through_activation(x_reader, image * out_pitch + channel, by.pixels(), by.channels, dx,
-                               sums + (image - begin) * 2 * by.channels);
+            through_activation(x_reader, slopes + (image - begin) * by.pixels() * GROUP, image * out_pitch + channel,
+                               by.pixels(), by.channels, dx, sums + (image - begin) * 2 * by.channels);
         }
 }
 

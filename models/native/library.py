@@ -234,9 +234,10 @@ def input_gradient(
     dy: Optional[torch.Tensor] = None,
     kept: Optional[torch.Tensor] = None,
     gate: Optional[Gate] = None,
+    out: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Return the gradient of a normalisation's input."""
-    dx = torch.empty_like(x)
+    """Return the gradient of a normalisation's input. Args: out: memory for it; may be dy."""
+    dx = torch.empty_like(x) if out is None else out
     _library().input_gradient_of(
         _shape(x, norm.groups),
         form,

@@ -96,6 +96,7 @@ public:
         const Values incoming = load<WIDTH>(from_.dy + place + part * WIDTH) * gate_[part] + pooled_[part];
         return incoming * slope * by_.scale[part] - offset_[part] - deviation * slope_[part];
     }
+    static constexpr bool ACTIVATES = false;
 
 private:
     Shape shape_;

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from models.efficientnet import build
+from models.native import library, patching
 from models.normalization import BatchNormAct
 from models.stochastic import RANDOM_LAYERS
 from parallel.work import Boundary
@@ -214,3 +215,33 @@ def test_without_a_compiler_the_model_stays_as_it_is(compiled):
     assert note.startswith("engine.compile: the model stays uncompiled: ") and "no working compiler found" in note
     assert "\n" not in note
     assert_same(three_steps(stage, draws), three_steps(*stage_of((), FEW)))
+
+
+def test_channels_last_activations_travel_between_stages_without_a_copy():
+    """As [N, H, W, C], which both stages see as channels-last; one process with all blocks has the same bits."""
+    fault = library.fault()
+    if fault:
+        pytest.skip(f"no functions for CPUs here: {fault}")
+    whole = model_of()
+    patching.patch(whole)
+    cut = len(FEW)
+    parts = [whole.names[:cut], whole.names[cut:]]
+    first, second = (Stage(whole.part(names), whole.draws, (), torch.channels_last) for names in parts)
+    images = torch.randint(0, 256, tuple(IMAGES.shape), dtype=torch.uint8)
+
+    sent = first(images)
+    with torch.device("meta"):
+        found = boundaries(parts, model_of(), IMAGES, torch.float32, torch.channels_last)
+    assert [tuple(each.shape) for each in found] == [tuple(IMAGES.shape), tuple(sent.shape), (4, 10)]
+    assert sent.is_contiguous() and sent.shape[-1] == 8
+
+    received = sent.detach().requires_grad_()
+    logits = second(received)
+    logits.square().sum().backward()
+    assert received.grad.is_contiguous()
+    sent.backward(received.grad)
+    found = [logits, *(parameter.grad.clone() for parameter in whole.parameters())]
+    whole.zero_grad()
+    expected = whole(images)
+    expected.square().sum().backward()
+    assert_same(found, [expected, *(parameter.grad for parameter in whole.parameters())])
