@@ -123,8 +123,8 @@ inline void pack_weights(const Convolution& by, const float* weights, bool backw
             const int64_t pitch = backward ? points : GROUP * points;
             const float* from = weights + group * GROUP * GROUP * points + line * (backward ? GROUP * points : points);
             float* to = packed + group * points * MATRIX + line * GROUP;
-            for (int64_t lane = 0; lane < GROUP; lane += 4)
-                for_fours(points, [&](int64_t point) {
+            for_fours(points, [&](int64_t point) {
+                for (int64_t lane = 0; lane < GROUP; lane += 4) {
                     Rows rows;
                     Columns columns;
                     for (int each = 0; each < 4; each++) {
@@ -132,7 +132,8 @@ inline void pack_weights(const Convolution& by, const float* weights, bool backw
                         columns.column[each] = to + (point + each) * MATRIX + lane;
                     }
                     transpose(rows, columns);
-                });
+                }
+            });
         }
 }
 
@@ -522,7 +523,7 @@ inline void through_activation(const Reader& reader, const float* slopes, int64_
             const Values gradient = load<WIDTH>(dx + place + part * WIDTH) * slope;
             store<WIDTH>(dx + place + part * WIDTH, gradient);
             first[part] += gradient;
-            second[part] += gradient * (reader.normalised(place, part) * reader.inverse(part));
+            second[part] += gradient * reader.normalised(place, part);
         }
     for (int part = 0; part < PARTS; part++) {
         store<WIDTH>(sums + part * WIDTH, first[part]);

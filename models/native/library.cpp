@@ -54,10 +54,12 @@ void convolution_of(const Convolution* by, const float* x, const Shape* before_s
                     const float* weights, float* y, const Shape* after_shape, float eps, float* moments) {
     std::vector<float> parts(moments ? by->images * by->blocks() * 2 * by->channels : 0);
     float* found = moments ? parts.data() : nullptr;
-    if (before)
-        group_convolution(*by, ActivatedReader(*before_shape, x, *before), weights, y, found);
-    else
+    if (before) {
+        const Coefficients all(*before_shape, *before);
+        group_convolution(*by, ActivatedReader(*before_shape, x, all), weights, y, found);
+    } else {
         group_convolution(*by, PlainReader(x), weights, y, found);
+    }
     if (moments) merge_moments(*after_shape, found, by->lines() * by->out_width, eps, moments);
 }
 
@@ -69,11 +71,15 @@ void convolution_gradients_of(const Convolution* by, const float* x, const Shape
         group_convolution_gradients(*by, PlainReader(x), PlainReader(from->dy), weights, dx, dweights, sums);
         return;
     }
-    const GatedGradientReader dy(*after_shape, y, *after, *from, by_group);
-    if (before)
-        group_convolution_gradients(*by, ActivatedReader(*before_shape, x, *before), dy, weights, dx, dweights, sums);
-    else
+    const Coefficients all_after(*after_shape, *after);
+    const GradientCoefficients below(*after_shape, *after, by_group);
+    const GatedGradientReader dy(*after_shape, y, all_after, below, *from);
+    if (before) {
+        const Coefficients all(*before_shape, *before);
+        group_convolution_gradients(*by, ActivatedReader(*before_shape, x, all), dy, weights, dx, dweights, sums);
+    } else {
         group_convolution_gradients(*by, PlainReader(x), dy, weights, dx, dweights, sums);
+    }
 }
 
 }  // extern "C"

@@ -13,6 +13,7 @@
 #include "vectors.h"
 
 constexpr int64_t STRIP_ELEMENTS = 32768;  // 128 KiB: what is read twice is in the cache the second time
+constexpr int64_t TOGETHER = 8;            // pixels whose sums are made in registers
 
 struct Shape {
     int64_t images, pixels, channels, groups;
@@ -30,28 +31,45 @@ struct Normalization {
     const float* bias;     // [channels], or null
 };
 
-// The same for all channels of an image, in the memory of this thread.
+// The same number for each channel of a group, [images, channels], from `of(weight of the channel, group's numbers)`.
+template <class Of>
+inline std::vector<float> by_channel(const Shape& shape, const float* of_groups, Of of) {
+    std::vector<float> made(shape.images * shape.channels);
+    for (int64_t image = 0; image < shape.images; image++)
+        for (int64_t group = 0; group < shape.groups; group++) {
+            const float* numbers = of_groups + 2 * (image * shape.groups + group);
+            const float first = numbers[0], second = numbers[1];
+            float* out = made.data() + image * shape.channels + group * shape.size();
+            for (int64_t each = 0; each < shape.size(); each++) out[each] = of(group * shape.size() + each, first, second);
+        }
+    return made;
+}
+
+// The numbers of a normalisation for all channels of all images: y = (x - mean) * scale + bias.
 class Coefficients {
 public:
-    const float *mean, *inverse, *scale, *bias;  // scale: inverse * weight
-
-    Coefficients(const Shape& shape, const Normalization& norm, int64_t image) {
-        static thread_local std::vector<float> memory;
-        const int64_t channels = shape.channels;
-        if (int64_t(memory.size()) < 4 * channels) memory.resize(4 * channels);
-        float* made = memory.data();
-        for (int64_t channel = 0; channel < channels; channel++) {
-            const float* moments = norm.moments + 2 * (image * shape.groups + channel / shape.size());
-            made[channel] = moments[0];
-            made[channels + channel] = moments[1];
-            made[2 * channels + channel] = moments[1] * norm.weight[channel];
-            made[3 * channels + channel] = norm.bias ? norm.bias[channel] : 0.0f;
-        }
-        mean = made;
-        inverse = made + channels;
-        scale = made + 2 * channels;
-        bias = made + 3 * channels;
+    Coefficients(const Shape& shape, const Normalization& norm)
+        : mean(by_channel(shape, norm.moments, [](int64_t, float mean, float) { return mean; })),
+          inverse(by_channel(shape, norm.moments, [](int64_t, float, float inverse) { return inverse; })),
+          scale(by_channel(shape, norm.moments,
+                           [&](int64_t channel, float, float inverse) { return inverse * norm.weight[channel]; })),
+          bias(shape.channels) {
+        if (norm.bias) std::copy(norm.bias, norm.bias + shape.channels, bias.begin());
     }
+
+    const std::vector<float> mean, inverse, scale;  // [images, channels]
+    std::vector<float> bias;                        // [channels]
+};
+
+// Those of an image.
+struct ImageCoefficients {
+    const float *mean, *inverse, *scale, *bias;
+
+    ImageCoefficients(const Coefficients& all, int64_t image, int64_t channels)
+        : mean(all.mean.data() + image * channels),
+          inverse(all.inverse.data() + image * channels),
+          scale(all.scale.data() + image * channels),
+          bias(all.bias.data()) {}
 };
 
 // Means of some pixels of a channel, and sums of squared deviations from them, as [2, channels].
@@ -159,7 +177,7 @@ inline void group_moments(const Shape& shape, const float* x, float eps, float* 
 }
 
 template <bool SILU, int COUNT>
-inline Floats<COUNT> activated(const Coefficients& by, int64_t channel, Floats<COUNT> x) {
+inline Floats<COUNT> activated(const ImageCoefficients& by, int64_t channel, Floats<COUNT> x) {
     const auto z = (x - load<COUNT>(by.mean + channel)) * load<COUNT>(by.scale + channel) + load<COUNT>(by.bias + channel);
     return SILU ? z * sigmoid<COUNT>(z) : z;
 }
@@ -169,11 +187,12 @@ template <bool SILU>
 void activate(const Shape& shape, const float* x, const Normalization& norm, const float* kept, const float* residual,
               float* y) {
     const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const Coefficients all(shape, norm);
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (int64_t task = 0; task < shape.images * strips; task++) {
         const int64_t image = task / strips, first = task % strips * strip;
         const int64_t last = std::min(first + strip, shape.pixels);
-        const Coefficients by(shape, norm, image);
+        const ImageCoefficients by(all, image, channels);
         const float factor = kept ? kept[image] : 1.0f;
         for (int64_t pixel = first; pixel < last; pixel++) {
             const int64_t place = (image * shape.pixels + pixel) * channels;
@@ -190,20 +209,26 @@ void activate(const Shape& shape, const float* x, const Normalization& norm, con
 // pooled, [images, channels]: means over pixels of the activated x, which is stored in y unless that is null.
 inline void activate_and_pool(const Shape& shape, const float* x, const Normalization& norm, float* y, float* pooled) {
     const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const Coefficients all(shape, norm);
     std::vector<float> parts(shape.images * strips * channels);
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (int64_t task = 0; task < shape.images * strips; task++) {
         const int64_t image = task / strips, first = task % strips * strip;
         const int64_t last = std::min(first + strip, shape.pixels);
-        const Coefficients by(shape, norm, image);
+        const ImageCoefficients by(all, image, channels);
         float* sums = parts.data() + task * channels;
-        for (int64_t pixel = first; pixel < last; pixel++) {
-            const int64_t place = (image * shape.pixels + pixel) * channels;
+        for (int64_t begin = first; begin < last; begin += TOGETHER) {
+            const int64_t end = std::min(begin + TOGETHER, last);
             for_lanes(channels, [&](auto width, int64_t channel) {
                 constexpr int COUNT = decltype(width)::count;
-                const auto value = activated<true, COUNT>(by, channel, load<COUNT>(x + place + channel));
-                store<COUNT>(sums + channel, load<COUNT>(sums + channel) + value);
-                if (y) store<COUNT>(y + place + channel, value);
+                Floats<COUNT> added = {};
+                for (int64_t pixel = begin; pixel < end; pixel++) {
+                    const int64_t place = (image * shape.pixels + pixel) * channels + channel;
+                    const auto value = activated<true, COUNT>(by, channel, load<COUNT>(x + place));
+                    added += value;
+                    if (y) store<COUNT>(y + place, value);
+                }
+                store<COUNT>(sums + channel, load<COUNT>(sums + channel) + added);
             });
         }
     }
@@ -252,41 +277,41 @@ template <Form FORM, bool SILU>
 void gradient_sums(const Shape& shape, const float* x, const Normalization& norm, const Incoming& from, float* out) {
     constexpr int SUMS = sums_of(FORM);
     const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const Coefficients all(shape, norm);
     std::vector<float> parts(shape.images * strips * SUMS * channels);
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (int64_t task = 0; task < shape.images * strips; task++) {
         const int64_t image = task / strips, first = task % strips * strip;
         const int64_t last = std::min(first + strip, shape.pixels);
-        const Coefficients by(shape, norm, image);
+        const ImageCoefficients by(all, image, channels);
         const float factor = from.kept ? from.kept[image] : 1.0f;
         float* sums = parts.data() + task * SUMS * channels;
-        for (int64_t pixel = first; pixel < last; pixel++) {
-            const int64_t place = (image * shape.pixels + pixel) * channels;
+        // Few pixels at a time, which stay in the nearest cache, so that sums over them are in registers.
+        for (int64_t begin = first; begin < last; begin += TOGETHER) {
+            const int64_t end = std::min(begin + TOGETHER, last);
             for_lanes(channels, [&](auto width, int64_t channel) {
                 constexpr int COUNT = decltype(width)::count;
                 using Values = Floats<COUNT>;
-                const Values deviation = load<COUNT>(x + place + channel) - load<COUNT>(by.mean + channel);
-                const Values normalised = deviation * load<COUNT>(by.inverse + channel);
-                const Values z = deviation * load<COUNT>(by.scale + channel) + load<COUNT>(by.bias + channel);
-                const Values gated = SILU ? sigmoid<COUNT>(z) : filled<COUNT>(1.0f);
-                const Values slope = SILU ? silu_slope<COUNT>(z, gated) : filled<COUNT>(1.0f);
-                Values added[SUMS];
-                if (FORM == POOLED) {
-                    added[0] = slope;
-                    added[1] = slope * normalised;
-                } else {
-                    const Values dy = load<COUNT>(from.dy + place + channel) * factor;
-                    const Values dz = dy * slope;
-                    if (FORM == PLAIN) {
-                        added[0] = dz;
-                        added[1] = dz * normalised;
-                    } else {
-                        added[0] = dy * (z * gated);
-                        added[1] = dz;
-                        added[2] = dz * normalised;
-                        added[SUMS - 2] = slope;
-                        added[SUMS - 1] = slope * normalised;
+                const Values mean = load<COUNT>(by.mean + channel), inverse = load<COUNT>(by.inverse + channel);
+                const Values scale = load<COUNT>(by.scale + channel), bias = load<COUNT>(by.bias + channel);
+                Values added[SUMS] = {};
+                for (int64_t pixel = begin; pixel < end; pixel++) {
+                    const int64_t place = (image * shape.pixels + pixel) * channels + channel;
+                    const Values deviation = load<COUNT>(x + place) - mean;
+                    const Values normalised = deviation * inverse;
+                    const Values z = deviation * scale + bias;
+                    const Values gated = SILU ? sigmoid<COUNT>(z) : filled<COUNT>(1.0f);
+                    const Values slope = SILU ? silu_slope<COUNT>(z, gated) : filled<COUNT>(1.0f);
+                    if (FORM != PLAIN) {
+                        added[SUMS - 2] += slope;
+                        added[SUMS - 1] += slope * normalised;
                     }
+                    if (FORM == POOLED) continue;
+                    const Values dy = load<COUNT>(from.dy + place) * factor;
+                    const Values dz = dy * slope;
+                    if (FORM == GATED) added[0] += dy * (z * gated);
+                    added[FORM == GATED ? 1 : 0] += dz;
+                    added[FORM == GATED ? 2 : 1] += dz * normalised;
                 }
                 for (int each = 0; each < SUMS; each++) {
                     float* sum = sums + each * channels + channel;
@@ -325,11 +350,11 @@ void merge_gradients(const Shape& shape, const float* sums, const float* weight,
             normalised = sums[2 * each + place] * gate + sums[4 * each + place] * pooled;
         }
     };
-    constexpr int64_t TOGETHER = 64;  // channels
+    constexpr int64_t CHANNELS = 64;  // at a time
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (int64_t begin = 0; begin < channels; begin += TOGETHER) {
-        const int64_t taken = std::min(TOGETHER, channels - begin);
-        double plain_sums[TOGETHER] = {}, normalised_sums[TOGETHER] = {};
+    for (int64_t begin = 0; begin < channels; begin += CHANNELS) {
+        const int64_t taken = std::min(CHANNELS, channels - begin);
+        double plain_sums[CHANNELS] = {}, normalised_sums[CHANNELS] = {};
         for (int64_t image = 0; image < shape.images; image++)
             for (int64_t channel = 0; channel < taken; channel++) {
                 double plain, normalised;
@@ -359,25 +384,37 @@ void merge_gradients(const Shape& shape, const float* sums, const float* weight,
         }
 }
 
+// What is subtracted from an input's gradient: offset + slope * (x - mean), [images, channels].
+class GradientCoefficients {
+public:
+    GradientCoefficients(const Shape& shape, const Normalization& norm, const float* by_group)
+        : offset(shape.images * shape.channels), slope(shape.images * shape.channels) {
+        for (int64_t place = 0; place < shape.images * shape.groups; place++) {
+            const float inverse = norm.moments[2 * place + 1];
+            const float first = inverse * by_group[2 * place], second = inverse * inverse * by_group[2 * place + 1];
+            std::fill_n(offset.begin() + place * shape.size(), shape.size(), first);
+            std::fill_n(slope.begin() + place * shape.size(), shape.size(), second);
+        }
+    }
+
+    std::vector<float> offset, slope;
+};
+
 // dx = inverse * (dz * weight - by_group[0] - xhat * by_group[1]).
 template <Form FORM, bool SILU>
 void input_gradient(const Shape& shape, const float* x, const Normalization& norm, const Incoming& from,
                     const float* by_group, float* dx) {
     const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const Coefficients all(shape, norm);
+    const GradientCoefficients below(shape, norm, by_group);
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (int64_t task = 0; task < shape.images * strips; task++) {
         const int64_t image = task / strips, first = task % strips * strip;
         const int64_t last = std::min(first + strip, shape.pixels);
-        const Coefficients by(shape, norm, image);
+        const ImageCoefficients by(all, image, channels);
         const float factor = from.kept ? from.kept[image] : 1.0f;
-        static thread_local std::vector<float> memory;
-        if (int64_t(memory.size()) < 2 * channels) memory.resize(2 * channels);
-        float *offsets = memory.data(), *slopes = offsets + channels;
-        for (int64_t channel = 0; channel < channels; channel++) {
-            const float* means = by_group + 2 * (image * shape.groups + channel / shape.size());
-            offsets[channel] = by.inverse[channel] * means[0];
-            slopes[channel] = by.inverse[channel] * by.inverse[channel] * means[1];
-        }
+        const float* offsets = below.offset.data() + image * channels;
+        const float* slopes = below.slope.data() + image * channels;
         for (int64_t pixel = first; pixel < last; pixel++) {
             const int64_t place = (image * shape.pixels + pixel) * channels;
             for_lanes(channels, [&](auto width, int64_t channel) {

@@ -23,87 +23,78 @@ private:
     const float* x_;
 };
 
-struct GroupCoefficients {
-    Values mean[PARTS], inverse[PARTS], scale[PARTS], bias[PARTS];
-
-    void of(const Shape& shape, const Normalization& norm, int64_t image, int64_t first) {
-        for (int64_t lane = 0; lane < GROUP; lane++) {
-            const int64_t channel = first + lane;
-            const float* moments = norm.moments + 2 * (image * shape.groups + channel / shape.size());
-            mean[lane / WIDTH][lane % WIDTH] = moments[0];
-            inverse[lane / WIDTH][lane % WIDTH] = moments[1];
-            scale[lane / WIDTH][lane % WIDTH] = moments[1] * norm.weight[channel];
-            bias[lane / WIDTH][lane % WIDTH] = norm.bias ? norm.bias[channel] : 0.0f;
-        }
-    }
-};
-
 // silu of the normalised x.
 class ActivatedReader {
 public:
-    ActivatedReader(const Shape& shape, const float* x, const Normalization& norm) : shape_(shape), x_(x), norm_(norm) {}
-    void of(int64_t image, int64_t first) { by_.of(shape_, norm_, image, first); }
+    ActivatedReader(const Shape& shape, const float* x, const Coefficients& all)
+        : channels_(shape.channels), x_(x), all_(all) {}
+    void of(int64_t image, int64_t first) {
+        for (int part = 0; part < PARTS; part++) {
+            const int64_t own = image * channels_ + first + part * WIDTH;
+            mean_[part] = load<WIDTH>(all_.mean.data() + own);
+            inverse_[part] = load<WIDTH>(all_.inverse.data() + own);
+            scale_[part] = load<WIDTH>(all_.scale.data() + own);
+            bias_[part] = load<WIDTH>(all_.bias.data() + first + part * WIDTH);
+        }
+    }
     Values at(int64_t place, int part) const {
-        const Values z = normalised(place, part) * by_.scale[part] + by_.bias[part];
+        const Values z = activated_by(place, part);
         return z * sigmoid<WIDTH>(z);
     }
     // The same, with the slope of the activation.
     Values at(int64_t place, int part, Values& slope) const {
-        const Values z = normalised(place, part) * by_.scale[part] + by_.bias[part];
+        const Values z = activated_by(place, part);
         const Values gate = sigmoid<WIDTH>(z);
         slope = silu_slope<WIDTH>(z, gate);
         return z * gate;
     }
-    // xhat, but for the standard deviation's inverse.
-    Values normalised(int64_t place, int part) const {
-        return load<WIDTH>(x_ + place + part * WIDTH) - by_.mean[part];
-    }
-    Values inverse(int part) const { return by_.inverse[part]; }
+    // xhat
+    Values normalised(int64_t place, int part) const { return deviation(place, part) * inverse_[part]; }
     static constexpr bool ACTIVATES = true;
 
 private:
-    Shape shape_;
+    Values deviation(int64_t place, int part) const { return load<WIDTH>(x_ + place + part * WIDTH) - mean_[part]; }
+    Values activated_by(int64_t place, int part) const { return deviation(place, part) * scale_[part] + bias_[part]; }
+
+    int64_t channels_;
     const float* x_;
-    Normalization norm_;
-    GroupCoefficients by_;
+    const Coefficients& all_;
+    Values mean_[PARTS], inverse_[PARTS], scale_[PARTS], bias_[PARTS];
 };
 
 // The gradient that reaches a normalisation's input from squeeze and excitation: see input_gradient, GATED.
 class GatedGradientReader {
 public:
-    GatedGradientReader(const Shape& shape, const float* x, const Normalization& norm, const Incoming& from,
-                        const float* by_group)
-        : shape_(shape), x_(x), norm_(norm), from_(from), by_group_(by_group) {}
+    GatedGradientReader(const Shape& shape, const float* x, const Coefficients& all, const GradientCoefficients& below,
+                        const Incoming& from)
+        : channels_(shape.channels), x_(x), all_(all), below_(below), from_(from) {}
     void of(int64_t image, int64_t first) {
-        by_.of(shape_, norm_, image, first);
-        for (int64_t lane = 0; lane < GROUP; lane++) {
-            const int64_t channel = first + lane;
-            const float* means = by_group_ + 2 * (image * shape_.groups + channel / shape_.size());
-            const float inverse = by_.inverse[lane / WIDTH][lane % WIDTH];
-            offset_[lane / WIDTH][lane % WIDTH] = inverse * means[0];
-            slope_[lane / WIDTH][lane % WIDTH] = inverse * inverse * means[1];
-        }
-        const int64_t place = image * shape_.channels + first;
+        const int64_t place = image * channels_ + first;
         for (int part = 0; part < PARTS; part++) {
-            gate_[part] = load<WIDTH>(from_.gate + place + part * WIDTH);
-            pooled_[part] = load<WIDTH>(from_.pooled + place + part * WIDTH);
+            const int64_t own = place + part * WIDTH;
+            mean_[part] = load<WIDTH>(all_.mean.data() + own);
+            scale_[part] = load<WIDTH>(all_.scale.data() + own);
+            bias_[part] = load<WIDTH>(all_.bias.data() + first + part * WIDTH);
+            offset_[part] = load<WIDTH>(below_.offset.data() + own);
+            slope_[part] = load<WIDTH>(below_.slope.data() + own);
+            gate_[part] = load<WIDTH>(from_.gate + own);
+            pooled_[part] = load<WIDTH>(from_.pooled + own);
         }
     }
     Values at(int64_t place, int part) const {
-        const Values deviation = load<WIDTH>(x_ + place + part * WIDTH) - by_.mean[part];
-        const Values z = deviation * by_.scale[part] + by_.bias[part];
+        const Values deviation = load<WIDTH>(x_ + place + part * WIDTH) - mean_[part];
+        const Values z = deviation * scale_[part] + bias_[part];
         const Values slope = silu_slope<WIDTH>(z, sigmoid<WIDTH>(z));
         const Values incoming = load<WIDTH>(from_.dy + place + part * WIDTH) * gate_[part] + pooled_[part];
-        return incoming * slope * by_.scale[part] - offset_[part] - deviation * slope_[part];
+        return incoming * slope * scale_[part] - offset_[part] - deviation * slope_[part];
     }
     static constexpr bool ACTIVATES = false;
 
 private:
-    Shape shape_;
+    int64_t channels_;
     const float* x_;
-    Normalization norm_;
+    const Coefficients& all_;
+    const GradientCoefficients& below_;
     Incoming from_;
-    const float* by_group_;
-    GroupCoefficients by_;
-    Values offset_[PARTS], slope_[PARTS], gate_[PARTS], pooled_[PARTS];
+    Values mean_[PARTS], scale_[PARTS], bias_[PARTS], offset_[PARTS], slope_[PARTS], gate_[PARTS], pooled_[PARTS];
 };
