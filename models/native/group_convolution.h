@@ -470,7 +470,7 @@ void convolve_set(const Convolution& by, Reader& reader, const float* weights, i
 }
 
 // y: the convolution of what the reader reads. parts: moments of parts of y, as part_moments makes them, or null:
-// [images, blocks, 2, channels].
+// [images, blocks, 3, channels].
 template <class Reader>
 void group_convolution(const Convolution& by, const Reader& shared, const float* weights, float* y, float* parts) {
     const int64_t groups = by.groups(), blocks = by.blocks(), sets = by.sets(), each = by.images_at_once();
@@ -486,12 +486,12 @@ void group_convolution(const Convolution& by, const Reader& shared, const float*
         if (!parts) continue;
         const int64_t first = block * by.lines(), lines = std::min(by.lines(), by.out_height - first);
         for (int64_t image = begin; image < end; image++) {
-            float found[2 * GROUP] = {};
+            float found[PART_MOMENTS * GROUP] = {};
             const float* own = y + (image * by.out_height + first) * by.out_width * by.channels + group * GROUP;
             part_moments(own, lines * by.out_width, GROUP, by.channels, found);
-            float* out = parts + (image * blocks + block) * 2 * by.channels + group * GROUP;
-            std::memcpy(out, found, GROUP * 4);
-            std::memcpy(out + by.channels, found + GROUP, GROUP * 4);
+            float* out = parts + (image * blocks + block) * PART_MOMENTS * by.channels + group * GROUP;
+            for (int row = 0; row < PART_MOMENTS; row++)
+                std::memcpy(out + row * by.channels, found + row * GROUP, GROUP * 4);
         }
     }
 }
@@ -674,9 +674,10 @@ void group_convolution_gradients(const Convolution& by, const XReader& x_shared,
     // The weights' gradient is added up in parts, whose number depends on the shape alone. A task takes one group of
     // small images, as their weights are many. Of large images it takes all groups, which share pages of memory.
     const int64_t together = by.small() ? 1 : groups;
-    const int64_t wanted = std::min(units, std::max<int64_t>(1, WANTED_PARTS * together / groups));
-    const int64_t units_of_a_part = (units + wanted - 1) / wanted;
-    const int64_t parts = (units + units_of_a_part - 1) / units_of_a_part;
+    // Without images there is one, of zeros.
+    const int64_t wanted = std::max<int64_t>(1, std::min(units, WANTED_PARTS * together / groups));
+    const int64_t units_of_a_part = std::max<int64_t>(1, (units + wanted - 1) / wanted);
+    const int64_t parts = std::max<int64_t>(1, (units + units_of_a_part - 1) / units_of_a_part);
     std::vector<float> partial(parts * groups * weight_elements);
     std::vector<float> block_sums(XReader::ACTIVATES ? by.images * blocks * 2 * by.channels : 0);
 #pragma omp parallel for num_threads(by.threads) schedule(static)

@@ -52,7 +52,7 @@ void pack_weights_of(const Convolution* by, const float* weights, int backward, 
 // before: the normalisation and SiLU that x passes first, or null. moments: those of y's groups, or null.
 void convolution_of(const Convolution* by, const float* x, const Shape* before_shape, const Normalization* before,
                     const float* weights, float* y, const Shape* after_shape, float eps, float* moments) {
-    std::vector<float> parts(moments ? by->images * by->blocks() * 2 * by->channels : 0);
+    std::vector<float> parts(moments ? by->images * by->blocks() * PART_MOMENTS * by->channels : 0);
     float* found = moments ? parts.data() : nullptr;
     if (before) {
         const Coefficients all(*before_shape, *before);

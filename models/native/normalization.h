@@ -72,12 +72,15 @@ struct ImageCoefficients {
           bias(all.bias.data()) {}
 };
 
-// Means of some pixels of a channel, and sums of squared deviations from them, as [2, channels].
+// Moments of some pixels of each channel, [3, channels]: a mean, what it lacks by rounding, and the sum of squared
+// deviations.
 //
 // Two passes: deviations are taken from the mean. Their own sum, which would be 0 but for rounding, corrects both
-// (Chan, Golub and LeVeque, 1983).
+// (Chan, Golub and LeVeque, 1983). Rounded to float32, the corrected mean would be off by more than the standard
+// deviation allows where that is small beside it.
+constexpr int PART_MOMENTS = 3;
 inline void part_moments(const float* x, int64_t pixels, int64_t channels, int64_t pitch, float* out) {
-    float *means = out, *squares = out + channels;
+    float *means = out, *rests = out + channels, *squares = out + 2 * channels;
     const float share = 1.0f / float(pixels);
     for_lanes(channels, [&](auto width, int64_t channel) {
         constexpr int COUNT = decltype(width)::count;
@@ -100,9 +103,6 @@ inline void part_moments(const float* x, int64_t pixels, int64_t channels, int64
             store<COUNT>(means + channel, load<COUNT>(means + channel) + load<COUNT>(row + channel));
         });
     }
-    static thread_local std::vector<float> memory;
-    if (int64_t(memory.size()) < channels) memory.resize(channels);
-    float* rests = memory.data();
     for_lanes(channels, [&](auto width, int64_t channel) {
         constexpr int COUNT = decltype(width)::count;
         store<COUNT>(means + channel, load<COUNT>(means + channel) * share);
@@ -134,27 +134,28 @@ inline void part_moments(const float* x, int64_t pixels, int64_t channels, int64
     for_lanes(channels, [&](auto width, int64_t channel) {
         constexpr int COUNT = decltype(width)::count;
         const auto rest = load<COUNT>(rests + channel) * share;
-        store<COUNT>(means + channel, load<COUNT>(means + channel) + rest);
+        store<COUNT>(rests + channel, rest);
         store<COUNT>(squares + channel, load<COUNT>(squares + channel) - rest * rest * float(pixels));
     });
 }
 
-// Moments of all groups, [images, groups, 2], from those of parts, [images, parts, 2, channels].
+// Moments of all groups, [images, groups, 2], from those of parts, [images, parts, 3, channels].
 // part: pixels of each; the last has what is left.
 inline void merge_moments(const Shape& shape, const float* parts, int64_t part, float eps, float* moments) {
     const int64_t channels = shape.channels, count = (shape.pixels + part - 1) / part;
 #pragma omp parallel for num_threads(shape.threads) schedule(static) collapse(2)
     for (int64_t image = 0; image < shape.images; image++)
         for (int64_t group = 0; group < shape.groups; group++) {
-            const float* own = parts + image * count * 2 * channels + group * shape.size();
+            const float* own = parts + image * count * PART_MOMENTS * channels + group * shape.size();
             double mean = 0, squares = 0, seen = 0;
             for (int64_t number = 0; number < count; number++) {
-                const float* found = own + number * 2 * channels;
+                const float* found = own + number * PART_MOMENTS * channels;
                 const double pixels = double(std::min(part, shape.pixels - number * part));
                 for (int64_t channel = 0; channel < shape.size(); channel++) {
-                    const double difference = found[channel] - mean, together = seen + pixels;
+                    const double own_mean = double(found[channel]) + found[channels + channel];
+                    const double difference = own_mean - mean, together = seen + pixels;
                     mean += difference * (pixels / together);
-                    squares += found[channels + channel] + difference * difference * (seen * pixels / together);
+                    squares += found[2 * channels + channel] + difference * difference * (seen * pixels / together);
                     seen = together;
                 }
             }
@@ -166,12 +167,13 @@ inline void merge_moments(const Shape& shape, const float* parts, int64_t part, 
 
 inline void group_moments(const Shape& shape, const float* x, float eps, float* moments) {
     const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
-    std::vector<float> parts(shape.images * strips * 2 * channels);
+    std::vector<float> parts(shape.images * strips * PART_MOMENTS * channels);
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (int64_t task = 0; task < shape.images * strips; task++) {
         const int64_t image = task / strips, first = task % strips * strip;
         const float* own = x + (image * shape.pixels + first) * channels;
-        part_moments(own, std::min(strip, shape.pixels - first), channels, channels, parts.data() + task * 2 * channels);
+        part_moments(own, std::min(strip, shape.pixels - first), channels, channels,
+                     parts.data() + task * PART_MOMENTS * channels);
     }
     merge_moments(shape, parts.data(), strip, eps, moments);
 }
