@@ -100,8 +100,7 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
     if device.type != "cuda":
         if section.kernels != "native" or native_fault(next(model.parameters()).dtype):
             return torch.contiguous_format
-        native.patch(model)
-        return torch.channels_last
+        return torch.channels_last if native.patch(model) else torch.contiguous_format
     if patching.available():
         patching.patch(model, _KERNELS.get(section.kernels, ()))
     memory_format = _FORMATS.get(section.memory_format, torch.contiguous_format)

@@ -277,7 +277,7 @@ class _PooledNormAct(torch.autograd.Function):
     def backward(ctx, dy):
         x, *norm = ctx.saved_tensors
         norm = Norm(*norm)
-        gate = Gate(None, dy / (x.shape[1] * x.shape[2]))
+        gate = Gate(None, dy.contiguous() / (x.shape[1] * x.shape[2]))
         sums = library.gradient_sums(POOLED, x, norm)
         dweight, dbias, by_group = library.merged_gradients(POOLED, x, norm, sums, gate)
         dx = library.input_gradient(POOLED, x, norm, by_group, gate=gate)

@@ -293,8 +293,11 @@ def convolution_gradients(
     """Return gradients of x (with `before`: of the normalised x, before its activation) and of the weights, and with
     `before` the former's sums over pixels, [2, N, C], as `gradient_sums` makes them of PLAIN.
 
-    Args: dy: the gradient of the output, or of what `behind` makes of it.
+    Args:
+        dy: the gradient of the output, or of what `behind` makes of it.
+        before, behind: what surrounds the convolution: nothing, `behind`, or both.
     """
+    assert behind or not before, "with a normalisation before the convolution there is one behind it"
     packed = _packed(weight, backward=True)
     dx = torch.empty_like(x)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)

@@ -280,6 +280,15 @@ def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypa
     assert patched == [(model, layers)]
 
 
+@pytest.mark.parametrize(("replaced", "layout"), [(["head"], torch.channels_last), ([], torch.contiguous_format)])
+def test_models_on_cpus_are_channels_last_if_they_have_layers_of_ours(tiny, monkeypatch, replaced, layout):
+    """Torch's own may lose digits there."""
+    monkeypatch.setattr(library, "fault", lambda: "")
+    monkeypatch.setattr(tuning.native, "patch", lambda model: replaced)
+    recipe = tiny("engine.memory_format=channels_last", "engine.kernels=native")
+    assert tuning.apply(build(recipe.model, 0), recipe.engine, CPU) == layout
+
+
 @pytest.mark.parametrize(
     ("override", "fault", "remedy"),
     [
