@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import signal
-import subprocess
 import threading
-from typing import Dict, List, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from benchmarks.faults.hosts import Launchers
 from benchmarks.faults.site import Ending, Session, Site, send
@@ -19,9 +17,10 @@ _AWAY = {"launcher": 1.0, "cable for 20 s": 20.0, "host replaced": 8.0}  # secon
 
 
 def members(said: str, replicas: int) -> List[int]:
-    """The replicas of a run's generation, by what it has printed until now."""
-    lines = re.findall(r"with replicas ([\d, ]+)$", said, re.M)
-    return list(map(int, lines[-1].split(", "))) if lines else list(range(replicas))
+    """The replicas of a run's generation, by what its hosts have printed until now, one after another."""
+    found = re.findall(r"^generation (\d+): .* with replicas ([\d, ]+)$", said, re.M)
+    newest = max(found, key=lambda each: int(each[0]), default=None)
+    return list(range(replicas)) if newest is None else list(map(int, newest[1].split(", ")))
 
 
 class Hosts(Launchers):
@@ -29,13 +28,17 @@ class Hosts(Launchers):
 
     def __init__(self, site: Site, network: Network):
         super().__init__(site, network)
-        self._earlier: List[Session] = []
+        self._earlier: List[Session] = []  # of hosts that were struck with their launchers
         self._returning: List[threading.Timer] = []
         self._lock = threading.Lock()
 
     def ranks(self) -> Dict[int, int]:
         with self._lock:
             return super().ranks()
+
+    def said(self) -> str:
+        with self._lock:
+            return "\n".join([*(each.said() for each in self._earlier), super().said()])
 
     def strike(self, kind: str, draws: random.Random) -> Tuple[int, ...]:
         """Strike a host other than the first, or its rank, where all replicas are in the run and their hosts in reach;
@@ -65,12 +68,12 @@ class Hosts(Launchers):
                 self.sessions[host] = self._start(host)
 
     def wait(self, since: float) -> Ending:
-        """Until the first host's launcher has ended, and the others'; how the first ended."""
-        ending = self.sessions[0].wait(since)
+        """Until all launchers have ended, also those of hosts that are away when the run ends: these come back, look
+        for the master, and give up."""
         for timer in self._returning:
             timer.join()
-        for session in (*self.sessions[1:], *self._earlier):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                session.process.wait(30)
-            session.process.kill()
-        return ending
+        return super().wait(since)
+
+    def _code(self, codes: Sequence[Optional[int]]) -> Optional[int]:
+        """The first host's: one that was away cannot know how the run ended."""
+        return codes[0]

@@ -126,13 +126,13 @@ def _await(moment: str, site: Site, session: Union[Session, Launchers], total: i
     elif moment not in ("start", "loss at start"):
         # Steps of this session: the last one may have been ended at once, and steps that it logged are made again.
         goal = draws.randint(*_STEPS)
-        _until(session, lambda: len(_logged(_said(session))) >= goal)
+        _until(session, lambda: len(_logged(session.said())) >= goal)
     if moment in ("loss at start", "loss", "replacement"):
         processes = session.ranks()
         if processes:
             send(processes[draws.choice(sorted(processes))], signal.SIGKILL)
     if moment == "replacement":
-        _until(session, lambda: _ANEW in _said(session))
+        _until(session, lambda: _ANEW in session.said())
     time.sleep(draws.uniform(*_DELAYS[moment]))
 
 
@@ -147,7 +147,7 @@ def _stop(site: Site, session: Union[Session, Launchers], total: int, draws: ran
     """Send a launcher a signal, or two, and see what comes of it."""
     launcher = draws.choice(_sessions(session)).process
     names = [draws.choice(_SIGNALS)]
-    said = _said(session)
+    said = session.said()
     since = time.monotonic()
     launcher.send_signal(names[0])
     if draws.random() < _TWICE:
@@ -177,11 +177,6 @@ def _stop(site: Site, session: Union[Session, Launchers], total: int, draws: ran
 
 def _sessions(session: Union[Session, Launchers]) -> List[Session]:
     return session.sessions if isinstance(session, Launchers) else [session]
-
-
-def _said(session: Union[Session, Launchers]) -> str:
-    """What all its launchers have printed until now."""
-    return "\n".join(each.said() for each in _sessions(session))
 
 
 def _logged(said: str) -> List[int]:

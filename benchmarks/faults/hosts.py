@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Dict, Sequence
+from typing import Dict, Optional, Sequence
 
 from benchmarks.faults.site import SESSION_SECONDS, Effect, Ending, Session, Site, Topology, send
 from benchmarks.networks import Network
@@ -40,14 +40,14 @@ class Launchers:
         self.sessions[0].reach(step, delay)
 
     def said(self) -> str:
-        """What the first host's launcher has printed until now."""
-        return self.sessions[0].said()
+        """What the launchers of all hosts have printed until now."""
+        return "\n".join(session.said() for session in self.sessions)
 
     def ranks(self) -> Dict[int, int]:
         return {rank: process for session in self.sessions for rank, process in session.ranks().items()}
 
     def wait(self, since: float) -> Ending:
-        """Until all launchers have ended, or one hangs; the code is theirs if all have the same."""
+        """Until all launchers have ended, or one hangs."""
         end = time.monotonic() + SESSION_SECONDS
         while any(session.running for session in self.sessions) and time.monotonic() < end:
             time.sleep(0.02)
@@ -55,7 +55,11 @@ class Launchers:
         endings = [session.wait(since) for session in self.sessions]
         codes = [ending.code for ending in endings]
         said = [f"host {host} ended with {ending.code}:\n{ending.said}" for host, ending in enumerate(endings)]
-        return Ending(codes[0] if len(set(codes)) == 1 else None, seconds, "\n".join(said))
+        return Ending(self._code(codes), seconds, "\n".join(said))
+
+    def _code(self, codes: Sequence[Optional[int]]) -> Optional[int]:
+        """The run's exit code: that of all launchers, if they have the same."""
+        return codes[0] if len(set(codes)) == 1 else None
 
 
 class SiteOnHosts(Site):

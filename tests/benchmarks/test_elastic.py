@@ -3,17 +3,21 @@
 import json
 import random
 import signal
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.elastic import stops, strikes, uneven
+from benchmarks.elastic import hosts, stops, strikes, uneven
 from benchmarks.elastic.__main__ import _claims, _rows_of_stops
 from benchmarks.elastic.stops import Stop, as_promised, phase, restarts
 from benchmarks.elastic.strikes import Planned, Strike, Struck
 from benchmarks.elastic.uneven import Turn
-from benchmarks.faults.site import Ending, Result, Topology
+from benchmarks.faults import hosts as faults_hosts
+from benchmarks.faults import site as faults_site
+from benchmarks.faults.site import Ending, Result, Session, Topology
 
 TRAINS = "training, or a loss is not noticed yet"
 STRUCK_RUN = Struck("3x1", [Strike("kill", (0,), 5, 0.5)], True, 0, 0, 4, 3.0, "", [])
@@ -55,6 +59,45 @@ def test_one_replica_that_has_the_state_is_left(struck, seed):
     assert first != second and called == "meeting"
     for kind in ("kill", "stop", "two", "meeting"):  # nobody has noticed yet that rank 2 was stopped
         assert struck(kind, Topology(3, 1), (0, 1, 2), last, seed, stopped=(2,))[1] in ((), (1,))
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch):
+    """code and seconds of each host's launcher, real processes -> how the run ended."""
+    monkeypatch.setattr(faults_site, "_LEAVING_SECONDS", 0.2)
+    site = SimpleNamespace(folder=tmp_path, topology=Topology(3, 1))
+    environment = {faults_site._MARK: str(tmp_path)}
+
+    def end(*launchers):
+        run = hosts.Hosts.__new__(hosts.Hosts)
+        run._earlier, run._returning, run._lock = [], [], threading.Lock()
+        ends = [f"import sys, time; time.sleep({seconds}); sys.exit({code})" for code, seconds in launchers]
+        run.sessions = [Session(site, [sys.executable, "-c", text], environment) for text in ends]
+        return run.wait(0.0)
+
+    return end
+
+
+def test_a_host_that_is_away_when_the_run_ends_looks_for_it_in_vain_and_does_not_hang(ended):
+    ending = ended((0, 0), (0, 0.1), (2, 2))
+    assert ending.code == 0 and "host 2 ended with 2" in ending.said
+    assert ended((1, 0), (0, 0)).code == 1
+
+
+def test_a_launcher_that_never_ends_hangs(ended, monkeypatch):
+    monkeypatch.setattr(faults_hosts, "SESSION_SECONDS", 0.5)
+    assert ended((0, 0), (0, 60)).code is None
+
+
+def test_any_host_may_tell_which_replicas_make_up_the_newest_generation():
+    said = "generation {}: going on at step 9 of 300 with replicas {}\n"
+    first, second = said.format(2, "0, 1, 2") + said.format(9, "0, 1"), said.format(10, "1")
+    assert hosts.members(first + second, 3) == hosts.members(second + first, 3) == [1]
+    assert hosts.members("", 3) == [0, 1, 2]
+    run = hosts.Hosts.__new__(hosts.Hosts)
+    run._lock, run._earlier = threading.Lock(), [SimpleNamespace(said=lambda: first)]
+    run.sessions = [SimpleNamespace(said=lambda: second), SimpleNamespace(said=lambda: "")]
+    assert hosts.members(run.said(), 3) == [1] and run.said().count("generation") == 3
 
 
 def test_a_change_costs_the_time_between_the_steps_around_it():
