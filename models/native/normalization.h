@@ -149,15 +149,22 @@ inline void merge_moments(const Shape& shape, const float* parts, int64_t part, 
             const float* own = parts + image * count * PART_MOMENTS * channels + group * shape.size();
             double mean = 0, squares = 0, seen = 0;
             for (int64_t number = 0; number < count; number++) {
-                const float* found = own + number * PART_MOMENTS * channels;
+                const float* means = own + number * PART_MOMENTS * channels;
+                const float *rests = means + channels, *deviations = means + 2 * channels;
                 const double pixels = double(std::min(part, shape.pixels - number * part));
+                // All channels of a part have as many pixels: first these are merged, then the parts.
+                double sum = 0, own_squares = 0;
+                for (int64_t channel = 0; channel < shape.size(); channel++)
+                    sum += double(means[channel]) + rests[channel];
+                const double own_mean = sum / double(shape.size()), own_seen = pixels * double(shape.size());
                 for (int64_t channel = 0; channel < shape.size(); channel++) {
-                    const double own_mean = double(found[channel]) + found[channels + channel];
-                    const double difference = own_mean - mean, together = seen + pixels;
-                    mean += difference * (pixels / together);
-                    squares += found[2 * channels + channel] + difference * difference * (seen * pixels / together);
-                    seen = together;
+                    const double difference = double(means[channel]) + rests[channel] - own_mean;
+                    own_squares += deviations[channel] + pixels * difference * difference;
                 }
+                const double difference = own_mean - mean, together = seen + own_seen;
+                mean += difference * (own_seen / together);
+                squares += own_squares + difference * difference * (seen * own_seen / together);
+                seen = together;
             }
             float* result = moments + 2 * (image * shape.groups + group);
             result[0] = float(mean);
