@@ -32,7 +32,7 @@ constexpr int64_t WANTED_PARTS = 32;        // in which the weights' gradient is
 
 // Pixels whose sums are in registers at a time: of 32 registers with AVX-512, else of 16, less those of the weights.
 #if defined(__AVX512F__)
-constexpr int PIXELS = 14;
+constexpr int PIXELS = 16;
 #elif defined(__AVX__)
 constexpr int PIXELS = 6;
 #else
