@@ -64,6 +64,7 @@ class Loop:
             model = timm.create_model(plan.name, num_classes=plan.classes, **options)
         else:
             model = create_g16(plan.classes, plan.width, plan.depth, plan.dropout, plan.drop_path)
+        self._layout = layout
         self._model = model.to(device).to(memory_format=layout)
         self._forward = torch.compile(self._model) if compile else self._model
         self._autocast = functools.partial(torch.autocast, device, dtype, enabled=dtype is not None)
@@ -77,6 +78,7 @@ class Loop:
     def update(self, batches: Sequence[Tuple[torch.Tensor, torch.Tensor]]) -> None:
         """One update from normalised images and labels: losses are accumulated, divided by the number of batches."""
         for number, (images, labels) in enumerate(batches, start=1):
+            images = images.contiguous(memory_format=self._layout)  # no copy where they have it already
             with self._autocast():
                 loss = self._loss(self._forward(images), labels) / len(batches)
             if self._scaler is not None:
