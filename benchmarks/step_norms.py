@@ -45,7 +45,7 @@ class Shape(NamedTuple):
         return f"{self.model} [{self.images}, {self.channels}, {self.size}, {self.size}]"
 
 
-# From the largest of each model, 37 and 8 MiB, down to 0.4 MiB.
+# From the largest of each model, 53, 37 and 8 MiB, down to 0.4 MiB.
 SHAPES = (
     Shape("B0 64 px", 32, 32, 64),
     Shape("B0 64 px", 32, 16, 96),
@@ -56,7 +56,9 @@ SHAPES = (
     Shape("B4 224 px", 8, 56, 128),
     Shape("B4 224 px", 8, 28, 224),
     Shape("B4 224 px", 8, 14, 640),
+    Shape("B4 380 px", 4, 190, 96),
 )
+_BEYOND_CACHES = 32 * 2**20  # bytes
 
 Seconds = Dict[str, List[float]]  # of calls, by side
 
@@ -68,10 +70,12 @@ def measure() -> Tuple[List[dict], List[dict]]:
 
 
 def norm_claims(times: Dict[Shape, Seconds]) -> List[dict]:
-    """Claims about the shape with the worst median of time over a copy."""
+    """Claims about the worst median of time over a copy, of shapes that no cache holds: elsewhere a copy does not take
+    the time of memory, and e^x is the limit."""
     made = []
     for name, side, goal in (("", FORWARD, "<= 2.5"), ("_backward", BACKWARD, "<= 4")):
-        over = [claims.ratios(found[f"{OURS}, {side}"], found[COPY]) for found in times.values()]
+        large = [found for shape, found in times.items() if shape.bytes > _BEYOND_CACHES]
+        over = [claims.ratios(found[f"{OURS}, {side}"], found[COPY]) for found in large]
         made.append(claims.claim(f"norm_time_over_copy{name}", max(over, key=statistics.median), "times", goal))
     return made
 
@@ -134,7 +138,7 @@ def _times(rank: int) -> Dict[Shape, Seconds]:
     """Seconds of each shape's sides."""
     _keep_memory()
     found = {}
-    for shape in claims.progress(claims.less(SHAPES, SHAPES[1::3]), "norm, shape"):
+    for shape in claims.progress(claims.less(SHAPES, SHAPES[1::4]), "norm, shape"):
         found[shape] = claims.in_turn(sides(shape), ROUNDS, functools.partial(_seconds, shape), what=None)
     return found
 

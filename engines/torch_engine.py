@@ -94,6 +94,8 @@ class TorchEngine(Engine):
         self._model.draws = whole.draws
         self._buffers, self._parameters = state.persistent_buffers(self._model), dict(self._model.named_parameters())
         together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
+        # Where the model is computed by functions in C++, so is the update.
+        compiled = recipe.engine.compile or self._memory_format == torch.channels_last
         self.weights = create_weights(
             recipe,
             self._parameters,
@@ -101,9 +103,9 @@ class TorchEngine(Engine):
             model=[name for name, _ in whole.named_parameters()],
             tree=(self._leaves(), together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
-            compile=recipe.engine.compile and self._trains,
+            compile=compiled and self._trains,
         )
-        self.notes += self.weights.notes
+        self.notes += self.weights.notes if recipe.engine.compile else ()
         self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
 
     def _leaves(self) -> List[int]:

@@ -12,17 +12,18 @@ class EngineSection(Section):
     """How CPUs and GPUs compute the model and its update; results differ in rounding only. IPUs do not read it."""
 
     compile: bool = False
-    """compile before the first step: the model's blocks on GPUs (torch.compile), the update on CPUs (C++); without a
-    compiler nothing is compiled, and a line reports it"""
+    """compile before the first step: the model's blocks on GPUs (torch.compile), the update on CPUs (C++, which native
+    kernels bring along); without a compiler nothing is compiled, and a line reports it"""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """torch.compile's mode for the model's blocks; max-autotune tries more programs, for minutes, when it compiles"""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """layout of activations; auto stores its choice in config.yaml: on GPUs it measures both at the start of a run
     (contiguous with run.deterministic), on CPUs it is channels_last with native kernels, else contiguous"""
     kernels: Literal["auto", "torch", "native", "group_norm", "group_conv", "triton"] = "auto"
-    """whose functions compute the model. On CPUs: our own in C++ (native), or torch's; auto: native with float32 where
-    there is a C++ compiler. On GPUs: our own in Triton for group normalisation with SiLU, for group convolutions, for
-    both (triton), or torch's; auto measures them together with the layouts; torch with run.deterministic"""
+    """whose functions compute the model. On CPUs: our own in C++ (native; the update too), or torch's; auto: native
+    with float32 where there is a C++ compiler. On GPUs: our own in Triton for group normalisation with SiLU, for group
+    convolutions, for both (triton), or torch's; auto measures them together with the layouts; torch with
+    run.deterministic"""
     graphs: Literal["auto", "never"] = "auto"
     """CUDA graphs of the passes of a micro batch, whose hundreds of launches become two; auto: on GPUs, but not where a
     replica has fewer than four micro batches a step and the exchange begins within their last backward pass; what
