@@ -86,7 +86,7 @@ class Side(NamedTuple):
 
 def ours(plan: Recipe) -> Side:
     """Our engine and loader."""
-    engine, steps, size = ranks.Ours(plan).engine, itertools.count(), plan.model.image_size
+    engine, steps, size = ranks.Ours(plan, steps_per_epoch=1).engine, itertools.count(), plan.model.image_size
 
     def batches(workers: int) -> Iterator:
         return our_batches(
@@ -121,7 +121,7 @@ def step_sides(model: Sequence[str], half: bool) -> Dict[str, Callable[[], objec
     own = {OURS_BEFORE: BEFORE, OURS: NATIVE}
     if half:
         own["ours, float16 weights"] = (*NATIVE, "precision.weights=float16")
-    sides.update({name: ranks.Ours(recipe(*model, *changes)).update for name, changes in own.items()})
+    sides.update({name: ranks.Ours(recipe(*model, *changes), steps_per_epoch=1).update for name, changes in own.items()})
     return sides
 
 

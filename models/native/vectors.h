@@ -42,26 +42,50 @@ inline Floats<COUNT> filled(float value) {
     return value - Floats<COUNT>{};
 }
 
-// e^x. Off by at most 2 units in the last place; below -87 and above 88 that of the limit; NaN of NaN.
-template <int COUNT>
-inline Floats<COUNT> exponential(Floats<COUNT> x) {
-    using Integers = typename Lanes<COUNT>::Integers;
-    x = x < -87.0f ? filled<COUNT>(-87.0f) : x;
-    x = x > 88.0f ? filled<COUNT>(88.0f) : x;
-    // x = power ln 2 + rest. Above 2^23 a float has no fraction, so the addition rounds to a whole number.
-    constexpr float WHOLE = 12582912.0f;
-    const Floats<COUNT> shifted = x * 1.44269504f + WHOLE;
-    const Floats<COUNT> power = shifted - WHOLE;
-    const Floats<COUNT> rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
-    // Taylor's series: the first term left out is below 6e-9, as |rest| <= ln 2 / 2.
-    Floats<COUNT> series = filled<COUNT>(1.0f / 5040);
-    series = series * rest + 1.0f / 720;
-    series = series * rest + 1.0f / 120;
+// e^rest for |rest| <= ln 2 / 2, off by less than 2e-9: Taylor's series to the seventh power, which is replaced by lower
+// ones that differ from it by a Chebyshev polynomial.
+template <class Values>
+inline Values exponential_series(Values rest) {
+    constexpr float LIMIT = 0.34657359f;  // ln 2 / 2
+    constexpr float SQUARE = LIMIT * LIMIT, SHARE = 1.0f / 5040;
+    constexpr float FIRST = 1.0f + SHARE * 0.109375f * SQUARE * SQUARE * SQUARE;
+    constexpr float THIRD = 1.0f / 6 - SHARE * 0.875f * SQUARE * SQUARE;
+    constexpr float FIFTH = 1.0f / 120 + SHARE * 1.75f * SQUARE;
+    Values series = rest * (1.0f / 720) + FIFTH;
     series = series * rest + 1.0f / 24;
-    series = series * rest + 1.0f / 6;
+    series = series * rest + THIRD;
     series = series * rest + 0.5f;
-    series = series * rest + 1.0f;
-    series = series * rest + 1.0f;
+    series = series * rest + FIRST;
+    return series * rest + 1.0f;
+}
+
+// x = power ln 2 + rest: the logarithm in two parts, as `power` times it would lose digits.
+constexpr float LOG2_E = 1.44269504f, LN2_MOST = 0.693359375f, LN2_REST = -2.12194440e-4f;
+constexpr float LEAST = -88.0f, MOST = 87.0f;  // beyond, e^-x is no number with an exponent of its own
+
+// 1 / (1 + e^-x), off by at most 3 units in the last place; beyond LEAST and MOST that of the limit; NaN of NaN.
+template <int COUNT>
+inline Floats<COUNT> sigmoid(Floats<COUNT> x) {
+#if defined(__AVX512F__)
+    if constexpr (COUNT == 16) {
+        // The second operand is taken where one is not a number.
+        const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(MOST), _mm512_max_ps(_mm512_set1_ps(LEAST), x));
+        const __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(-LOG2_E)), 0);
+        const __m512 rest = -bounded - power * LN2_MOST - power * LN2_REST;
+        const __m512 divisor = _mm512_scalef_ps(exponential_series(rest), power) + 1.0f;
+        // A division takes several times as long as this and a step of Newton's method, which squares its error, 2^-14.
+        const __m512 guess = _mm512_rcp14_ps(divisor);
+        return guess + guess * (1.0f - divisor * guess);
+    }
+#endif
+    using Integers = typename Lanes<COUNT>::Integers;
+    x = x < LEAST ? filled<COUNT>(LEAST) : x;
+    x = x > MOST ? filled<COUNT>(MOST) : x;
+    // Above 2^23 a float has no fraction, so the addition rounds to a whole number.
+    constexpr float WHOLE = 12582912.0f;
+    const Floats<COUNT> shifted = x * -LOG2_E + WHOLE;
+    const Floats<COUNT> power = shifted - WHOLE;
+    const Floats<COUNT> rest = -x - power * LN2_MOST - power * LN2_REST;
     // 2^power by its exponent's bits.
     Integers bits, whole;
     const Floats<COUNT> origin = filled<COUNT>(WHOLE);
@@ -70,27 +94,7 @@ inline Floats<COUNT> exponential(Floats<COUNT> x) {
     bits = (bits - whole + 127) << 23;
     Floats<COUNT> scale;
     std::memcpy(&scale, &bits, sizeof scale);
-    return series * scale;
-}
-
-// 1 / x, for x from 1 to 2^127: off by at most 1 unit in the last place.
-template <int COUNT>
-inline Floats<COUNT> reciprocal(Floats<COUNT> x) {
-#if defined(__AVX512F__)
-    if constexpr (COUNT == 16) {
-        // A division takes several times as long as this and a step of Newton's method, which squares its error, 2^-14.
-        Floats<COUNT> guess;
-        const __m512 found = _mm512_rcp14_ps(_mm512_loadu_ps(&x));
-        std::memcpy(&guess, &found, sizeof guess);
-        return guess + guess * (1.0f - x * guess);
-    }
-#endif
-    return 1.0f / x;
-}
-
-template <int COUNT>
-inline Floats<COUNT> sigmoid(Floats<COUNT> x) {
-    return reciprocal<COUNT>(exponential<COUNT>(-x) + 1.0f);
+    return 1.0f / (exponential_series(rest) * scale + 1.0f);
 }
 
 // Derivative of x sigmoid(x), from sigmoid(x).
