@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks import claims, ranks
 from models.native import library
-from models.native.library import PLAIN, Norm
+from models.native.library import LINEAR, PLAIN, Norm
 
 ROUNDS = 15
 GROUPS, EPS = 4, 1e-3
@@ -111,9 +111,10 @@ def sides(shape: Shape) -> Dict[str, Callable[[], object]]:
         return library.activated(x, Norm(moments, weight, bias), silu=True)
 
     def backward() -> Tuple[torch.Tensor, ...]:
-        sums = library.gradient_sums(PLAIN, x, norm, dy)
+        dx = torch.empty_like(x)
+        sums = library.gradient_sums(PLAIN, x, norm, dy, dz=dx)
         dweight, dbias, by_group = library.merged_gradients(PLAIN, x, norm, sums)
-        return library.input_gradient(PLAIN, x, norm, by_group, dy), dweight, dbias
+        return library.input_gradient(LINEAR, x, norm, by_group, dx, out=dx), dweight, dbias
 
     # torch's are faster in torch's own layout.
     inputs = [x.permute(0, 3, 1, 2).contiguous(), weight.clone(), bias.clone()]

@@ -39,7 +39,7 @@ class NativeSeparable(DepthwiseSeparableConv):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Whether the class may become that of the module, whose layers are ours already."""
+        """Return whether the class may become that of the module, whose layers are ours already."""
         return type(module) is DepthwiseSeparableConv and _fits(module, module.bn1, module.conv_pw, module.bn2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class NativeInverted(InvertedResidual):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Whether the class may become that of the module, whose layers are ours already."""
+        """Return whether the class may become that of the module, whose layers are ours already."""
         if type(module) is not InvertedResidual or not _fits(module, module.bn2, module.conv_pwl, module.bn3):
             return False
         expands = type(module.conv_pw) is Pointwise and module.conv_pw.bias is None
@@ -69,7 +69,7 @@ class NativeHead(Head):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Whether the class may become that of the module, whose layers are ours already."""
+        """Return whether the class may become that of the module, whose layers are ours already."""
         return (
             type(module) is Head
             and type(module.conv_head) is Pointwise
@@ -83,7 +83,7 @@ class NativeHead(Head):
 
 
 def _fits(block: nn.Module, norm: nn.Module, projection: nn.Module, last: nn.Module) -> bool:
-    """Whether a block's layers behind its convolution are those that `_excited` and `added` compute."""
+    """Return whether a block's layers behind its convolution are those that `_excited` and `added` compute."""
     se = block.se
     squeezes = type(se) is SqueezeExcite and type(se.act1) is nn.SiLU and type(se.gate) in (Sigmoid, nn.Sigmoid)
     return (
@@ -99,7 +99,7 @@ def _fits(block: nn.Module, norm: nn.Module, projection: nn.Module, last: nn.Mod
 
 
 def _kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """What each image's branch is multiplied by, [N]."""
+    """Return what each image's branch is multiplied by, [N]."""
     return block.drop_path.current(x) if isinstance(block.drop_path, DropPath) else None
 
 
@@ -110,7 +110,7 @@ def _excited(
     norm: NativeGroupNormAct,
     se: SqueezeExcite,
 ) -> torch.Tensor:
-    """se(norm(conv(before(x)))), without what lies between where the convolution is ours."""
+    """Return se(norm(conv(before(x)))), without what lies between where the convolution is ours."""
     squeeze = _Squeeze(se.conv_reduce.weight, se.conv_reduce.bias, se.conv_expand.weight, se.conv_expand.bias)
     settings = (norm.num_groups, norm.eps)
     if not isinstance(conv, GroupConv2d):
@@ -159,6 +159,7 @@ def _excite_gradients(
     """Return what y's gradient is made of, and gradients of the normalisation's and of squeeze's parameters."""
     pooled, reduced, gate = squeezed
     sums = library.gradient_sums(GATED, y, norm, dy)
+    # Back through the two small layers, from the gates to the means over pixels.
     dlogits = sums[0] * gate * (1 - gate)
     sigmoid = reduced.sigmoid()
     dreduced = dlogits @ squeeze.expand.flatten(1) * sigmoid * (1 + reduced * (1 - sigmoid))
@@ -254,7 +255,8 @@ class _ExcitedConv(torch.autograd.Function):
         dy = pixels_last(dy)
         behind, gradients = _excite_gradients(y, norm, squeeze, squeezed, dy)
         dx, dconv, sums = library.convolution_gradients(x, conv, ctx.geometry, dy, before, behind)
-        dweight_before, dbias_before = None, None
+        dweight_before = None
+        dbias_before = None
         if before is not None:
             # dx is the gradient before the activation: what is left is a normalisation without one.
             dweight_before, dbias_before, by_group = library.merged_gradients(PLAIN, x, before, sums)

@@ -20,7 +20,7 @@ class Pointwise(nn.Conv2d):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Whether the class may become that of the module."""
+        """Return whether the class may become that of the module."""
         return (
             type(module) in (nn.Conv2d, Conv2dSame)
             and module.kernel_size == module.stride == (1, 1)
@@ -37,7 +37,7 @@ class NativeGroupNormAct(GroupNormAct):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Whether the class may become that of the module."""
+        """Return whether the class may become that of the module."""
         return type(module) is GroupNormAct
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class NativeProxyNormAct(ProxyNormAct, NativeGroupNormAct):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Whether the class may become that of the module."""
+        """Return whether the class may become that of the module."""
         return type(module) is ProxyNormAct
 
 
@@ -63,7 +63,7 @@ class GroupConv2d(nn.Conv2d):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Whether the class may become that of the module, padded by half its kernel, or as TensorFlow does."""
+        """Return whether the class may become that of the module, padded by half its kernel, or as TensorFlow does."""
         if type(module) not in (nn.Conv2d, Conv2dSame):
             return False
         kernel = module.kernel_size[0]
@@ -113,9 +113,15 @@ class _GroupNormAct(torch.autograd.Function):
         norm = Norm(moments, weight, bias)
         dresidual = dy if ctx.needs_input_grad[4] else None
         dy = pixels_last(dy)
-        sums = library.gradient_sums(ctx.form, x, norm, dy, kept)
-        dweight, dbias, by_group = library.merged_gradients(ctx.form, x, norm, sums)
-        dx = library.input_gradient(ctx.form, x, norm, by_group, dy, kept)
+        if ctx.form == PLAIN:
+            dx = torch.empty_like(x)
+            sums = library.gradient_sums(PLAIN, x, norm, dy, kept, dz=dx)
+            dweight, dbias, by_group = library.merged_gradients(PLAIN, x, norm, sums)
+            library.input_gradient(LINEAR, x, norm, by_group, dx, out=dx)
+        else:
+            sums = library.gradient_sums(LINEAR, x, norm, dy, kept)
+            dweight, dbias, by_group = library.merged_gradients(LINEAR, x, norm, sums)
+            dx = library.input_gradient(LINEAR, x, norm, by_group, dy, kept)
         return channels_first(dx), dweight, dbias, None, dresidual, None
 
 

@@ -23,11 +23,11 @@ void multiply_of(const Shape* shape, const float* gate, float* y) { multiply(*sh
 
 // form: 0 plain, 1 plain without SiLU, 2 pooled, 3 gated.
 void gradient_sums_of(const Shape* shape, int form, const float* x, const Normalization* norm, const Incoming* from,
-                      float* sums) {
-    if (form == 0) gradient_sums<PLAIN, true>(*shape, x, *norm, *from, sums);
-    if (form == 1) gradient_sums<PLAIN, false>(*shape, x, *norm, *from, sums);
-    if (form == 2) gradient_sums<POOLED, true>(*shape, x, *norm, *from, sums);
-    if (form == 3) gradient_sums<GATED, true>(*shape, x, *norm, *from, sums);
+                      float* dz, float* sums) {
+    if (form == 0) gradient_sums<PLAIN, true>(*shape, x, *norm, *from, dz, sums);
+    if (form == 1) gradient_sums<PLAIN, false>(*shape, x, *norm, *from, nullptr, sums);
+    if (form == 2) gradient_sums<POOLED, true>(*shape, x, *norm, *from, nullptr, sums);
+    if (form == 3) gradient_sums<GATED, true>(*shape, x, *norm, *from, nullptr, sums);
 }
 
 void merge_gradients_of(const Shape* shape, int form, const float* sums, const float* weight, const Incoming* from,

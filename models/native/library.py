@@ -192,8 +192,12 @@ def gradient_sums(
     norm: Norm,
     dy: Optional[torch.Tensor] = None,
     kept: Optional[torch.Tensor] = None,
+    dz: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Return sums over pixels that the gradients of a normalisation need, [2 or 5, N, C]: see normalization.h."""
+    """Return sums over pixels that the gradients of a normalisation need, [2 or 5, N, C]: see normalization.h.
+
+    Args: dz: with PLAIN, memory for the gradient before the activation, of which `input_gradient` is LINEAR.
+    """
     sums = torch.empty(_SUMS[form], len(x), x.shape[-1])
     _library().gradient_sums_of(
         _shape(x, norm.groups),
@@ -201,6 +205,7 @@ def gradient_sums(
         _address(x),
         _normalization(norm),
         _incoming(dy, kept),
+        _address(dz),
         _address(sums),
     )
     return sums

@@ -279,11 +279,13 @@ struct Incoming {
 // Sums over pixels, [sums, images, channels]. Two sums of PLAIN: of dz and of dz * xhat, where dz is the gradient of
 // (dy * kept) before the activation, and xhat the normalised x. Two of POOLED, which has no dy: of the activation's
 // slope, and of slope * xhat. Five of GATED: of dy * activation, dy * slope, dy * slope * xhat, slope, slope * xhat.
+// dz_out: for the dz of PLAIN, so that input_gradient need not compute the slope again; or null.
 enum Form { PLAIN, POOLED, GATED };
 constexpr int sums_of(Form form) { return form == GATED ? 5 : 2; }
 
 template <Form FORM, bool SILU>
-void gradient_sums(const Shape& shape, const float* x, const Normalization& norm, const Incoming& from, float* out) {
+void gradient_sums(const Shape& shape, const float* x, const Normalization& norm, const Incoming& from, float* dz_out,
+                   float* out) {
     constexpr int SUMS = sums_of(FORM);
     const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
     const Coefficients all(shape, norm);
@@ -319,6 +321,7 @@ void gradient_sums(const Shape& shape, const float* x, const Normalization& norm
                     const Values dy = load<COUNT>(from.dy + place) * factor;
                     const Values dz = dy * slope;
                     if (FORM == GATED) added[0] += dy * (z * gated);
+                    if (FORM == PLAIN && dz_out) store<COUNT>(dz_out + place, dz);
                     added[FORM == GATED ? 1 : 0] += dz;
                     added[FORM == GATED ? 2 : 1] += dz * normalised;
                 }
