@@ -167,9 +167,7 @@ def images_and_labels(plan: Recipe, count: int) -> Tuple[torch.Tensor, torch.Ten
 class Ours:
     """Our engine, one stage of one replica; the images that each step takes lie in memory."""
 
-    def __init__(
-        self, plan: Recipe, processes: Optional[Processes] = None, steps_per_epoch: Optional[int] = None
-    ):
+    def __init__(self, plan: Recipe, processes: Optional[Processes] = None, steps_per_epoch: Optional[int] = None):
         """Args: steps_per_epoch: of an engine that is made as for a run, with all that it compiles."""
         processes = processes or Processes(Topology(), torch.device("cpu"))
         place = processes.topology

@@ -121,7 +121,8 @@ def step_sides(model: Sequence[str], half: bool) -> Dict[str, Callable[[], objec
     own = {OURS_BEFORE: BEFORE, OURS: NATIVE}
     if half:
         own["ours, float16 weights"] = (*NATIVE, "precision.weights=float16")
-    sides.update({name: ranks.Ours(recipe(*model, *changes), steps_per_epoch=1).update for name, changes in own.items()})
+    for name, changes in own.items():
+        sides[name] = ranks.Ours(recipe(*model, *changes), steps_per_epoch=1).update
     return sides
 
 
