@@ -180,7 +180,8 @@ def _on_cpu(
         if before in candidates:
             taken, why = before, ", as this run has had it"
     reason = f"; not native: {fault}" if fault else ""
-    report(f"engine auto: {taken}{why}{reason}")
+    if begun is None or taken != NATIVE:
+        report(f"engine auto: {taken}{why}{reason}")
     return taken
 
 

@@ -19,9 +19,10 @@ def test_a_run_ends_with_0_prints_what_it_did_and_is_not_done_twice(command):
     command.folder = command.folder.with_name("it's a $HOME")  # which a shell would read otherwise
     code, out, errors = command("log.trace=2")
     assert (code, errors) == (DONE, [])
-    assert out[0] == f"run quickstart in {command.folder}, on cpu"
-    assert out[2] == "1,437 training and 360 validation images of 10 classes (digits)"
-    assert out[3] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
+    assert out[0].startswith("engine auto: ")
+    assert out[1] == f"run quickstart in {command.folder}, on cpu"
+    assert out[3] == "1,437 training and 360 validation images of 10 classes (digits)"
+    assert out[4] == "24 = 24 micro x 1 accumulation x 1 replica (1 device)"
     assert "done: top1 " in "".join(out[-3:-1])
     commands = [shlex.split(text) for text in out[-1].partition("next: ")[2].split(" | ")]
     folder = str(command.folder)

@@ -93,7 +93,7 @@ def test_four_ranks_write_what_one_process_does_and_print_that_a_run_is_finished
     assert (four / "config.yaml").read_text().replace(str(four), str(one)) == (one / "config.yaml").read_text()
     (start,) = json.loads((four / "environment.json").read_text())["starts"]
     assert (start["step"], start["replicas"], start["stages"]) == (0, 2, 2)
-    assert lines[3] == "24 = 6 micro x 2 accumulation x 2 replicas (2 stages each: 4 devices)"
+    assert lines[4] == "24 = 6 micro x 2 accumulation x 2 replicas (2 stages each: 4 devices)"
     before = {path: path.read_bytes() for path in four.rglob("*") if path.is_file()}
     (line,) = train_to_the_end(2, *SMALL, *TWO_STAGES, f"run.output={four}")
     assert line.startswith(f"{four}: this run is finished: top1 ")
