@@ -76,8 +76,9 @@ def check(section: EngineSection, device: torch.device, compute: torch.dtype) ->
         raise ConfigError(f"engine.memory_format channels_last: {fault}; use engine.memory_format=auto")
     fault = native_fault(compute)
     if fits == [NATIVE] and fault:
-        named = f"engine.kernels {kernels}" if kernels == "native" else f"engine.memory_format {layout}"
-        raise ConfigError(f"{named}: {fault}; use auto")
+        named = [f"engine.{key}" for key in Candidate._fields if getattr(section, key) != "auto"]
+        remedy = " ".join(f"{key}=auto" for key in named)
+        raise ConfigError(f"{named[-1]} {kernels if section.kernels != 'auto' else layout}: {fault}; use {remedy}")
 
 
 def native_fault(compute: torch.dtype) -> str:
@@ -174,15 +175,18 @@ def _on_cpu(
     candidates = [each for each in (NATIVE, PLAIN) if _names(recipe.engine, each) and not (each == NATIVE and fault)]
     if not candidates:
         return None
-    taken, why = candidates[0], ""
     if begun is not None:
         before = PLAIN if _names(begun, PLAIN) else Candidate(begun.memory_format, begun.kernels)
         if before in candidates:
-            taken, why = before, ", as this run has had it"
+            # Worth a line only where another choice would be faster.
+            if before != candidates[0]:
+                report(f"engine auto: {before}, as this run has had it")
+            return before
+        if before == NATIVE:
+            fault = f"{fault}; this run has had it, and goes on with other bits"
     reason = f"; not native: {fault}" if fault else ""
-    if begun is None or taken != NATIVE:
-        report(f"engine auto: {taken}{why}{reason}")
-    return taken
+    report(f"engine auto: {candidates[0]}{reason}")
+    return candidates[0]
 
 
 def _fastest(

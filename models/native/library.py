@@ -110,7 +110,9 @@ def fault() -> str:
         return "they are not tried on Python 3.8"
     try:
         _library()
-    except (OSError, CompilerError) as error:
+    except OSError as error:
+        return printable(f"{error.filename}: {error.strerror}" if error.filename else first_line(error))
+    except CompilerError as error:
         return printable(first_line(error))
     return ""
 

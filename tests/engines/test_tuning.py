@@ -155,8 +155,15 @@ NATIVE, MISSING = ("channels_last", "native"), "c++: not found"
         ((), NATIVE, "", NATIVE, None),
         ((), PLAIN, "", PLAIN, "contiguous torch, as this run has had it"),
         ((), ("auto", "auto"), "", PLAIN, "contiguous torch, as this run has had it"),  # before there was a choice
-        ((), NATIVE, MISSING, PLAIN, f"contiguous torch; not native: {MISSING}"),
-        ((), ("contiguous", "triton"), "", NATIVE, None),  # begun on a GPU
+        (
+            (),
+            NATIVE,
+            MISSING,
+            PLAIN,
+            f"contiguous torch; not native: {MISSING}; this run has had it, and goes on with other bits",
+        ),
+        ((), PLAIN, MISSING, PLAIN, None),
+        ((), ("contiguous", "triton"), "", NATIVE, "channels_last native"),  # begun on a GPU
         (
             ("precision.compute=bfloat16",),
             None,
@@ -293,8 +300,8 @@ def test_models_on_cpus_are_channels_last_if_they_have_layers_of_ours(tiny, monk
     ("override", "fault", "remedy"),
     [
         ("engine.kernels=triton", "Triton's kernels need a CUDA device", "engine.kernels=auto"),
-        ("engine.kernels=native", MISSING, "auto"),
-        ("engine.memory_format=channels_last", MISSING, "auto"),
+        ("engine.kernels=native", MISSING, "engine.kernels=auto"),
+        ("engine.memory_format=channels_last", MISSING, "engine.memory_format=auto"),
     ],
 )
 def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, monkeypatch, override, fault, remedy):
@@ -303,6 +310,14 @@ def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, monkeypatch
     with pytest.raises(ConfigError, match=f"^{re.escape(f'{key} {value}: {fault}; use {remedy}')}$"):
         factory.create(recipe, divide(recipe), steps_per_epoch=2)
     factory.create(recipe, divide(recipe)).close()
+
+
+def test_a_refusal_names_all_keys_that_stand_in_the_way(tiny, monkeypatch):
+    monkeypatch.setattr(library, "fault", lambda: MISSING)
+    section = tiny("engine.memory_format=channels_last", "engine.kernels=native").engine
+    remedy = "use engine.memory_format=auto engine.kernels=auto"
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'engine.kernels native: {MISSING}; {remedy}')}$"):
+        tuning.check(section, CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
