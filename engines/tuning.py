@@ -74,8 +74,8 @@ def check(section: EngineSection, device: torch.device, compute: torch.dtype) ->
     if not fits:
         fault = "on a CPU torch's group normalisation loses digits in it"
         raise ConfigError(f"engine.memory_format channels_last: {fault}; use engine.memory_format=auto")
-    fault = native_fault(compute)
-    if fits == [NATIVE] and fault:
+    fault = native_fault(compute) if fits == [NATIVE] else ""
+    if fault:
         named = [f"engine.{key}" for key in Candidate._fields if getattr(section, key) != "auto"]
         remedy = " ".join(f"{key}=auto" for key in named)
         raise ConfigError(f"{named[-1]} {kernels if section.kernels != 'auto' else layout}: {fault}; use {remedy}")
@@ -170,8 +170,10 @@ def _on_cpu(
 
     A run that began without this choice, or without a compiler, goes on without our functions: their bits are others.
     """
-    faults = filter(None, processes.gather(native_fault(compute_dtype(recipe, device))))
-    fault = next(faults, "")
+    fault = ""
+    if _names(recipe.engine, NATIVE):  # else nothing need be compiled
+        faults = processes.gather(native_fault(compute_dtype(recipe, device)))
+        fault = next(filter(None, faults), "")
     candidates = [each for each in (NATIVE, PLAIN) if _names(recipe.engine, each) and not (each == NATIVE and fault)]
     if not candidates:
         return None

@@ -312,6 +312,16 @@ def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, monkeypatch
     factory.create(recipe, divide(recipe)).close()
 
 
+@pytest.mark.parametrize("override", ["engine.kernels=torch", "engine.memory_format=contiguous"])
+def test_nothing_is_compiled_where_torchs_functions_are_named(tiny, monkeypatch, override):
+    """Not as the choice is made, and not as the engine is."""
+    monkeypatch.setattr(library, "fault", lambda: pytest.fail("compiles"))
+    recipe = tiny("run.device=cpu", override)
+    found = tuning.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lambda line: None)
+    assert (found.engine.memory_format, found.engine.kernels) == PLAIN
+    factory.create(found, divide(found), steps_per_epoch=2).close()
+
+
 def test_a_refusal_names_all_keys_that_stand_in_the_way(tiny, monkeypatch):
     monkeypatch.setattr(library, "fault", lambda: MISSING)
     section = tiny("engine.memory_format=channels_last", "engine.kernels=native").engine
