@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Optional
 
 import torch
 from timm.models._efficientnet_blocks import DepthwiseSeparableConv, InvertedResidual
@@ -18,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from models.blocks import kept
 from models.kernels.group_conv import FusedGroupConv2d
 from models.kernels.group_norm import FusedGroupNormAct
 from models.kernels.squeeze import SqueezingGroupNormAct
@@ -45,7 +45,7 @@ def fuse(block: nn.Module) -> nn.Module:
 class _Separable(DepthwiseSeparableConv):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.conv_pw(self.se(self.aa(_normalised(self.conv_dw, self.bn1, x))))
-        return self.bn2.added(inner, _kept(self, x), x) if self.has_skip else self.bn2(inner)
+        return self.bn2.added(inner, kept(self, x), x) if self.has_skip else self.bn2(inner)
 
 
 class _Inverted(InvertedResidual):
@@ -55,7 +55,7 @@ class _Inverted(InvertedResidual):
         inner, shortcut = _Expansion.apply(x, expansion.weight) if expands else (expansion(x), x)
         inner = _normalised(self.conv_dw, self.bn2, self.bn1(inner))
         inner = self.conv_pwl(self.se(self.aa(inner)))
-        return self.bn3.added(inner, _kept(self, x), shortcut, copied=expands) if self.has_skip else self.bn3(inner)
+        return self.bn3.added(inner, kept(self, x), shortcut, copied=expands) if self.has_skip else self.bn3(inner)
 
 
 class _Expansion(torch.autograd.Function):
@@ -89,8 +89,3 @@ def _normalised(conv: nn.Module, norm: nn.Module, x: torch.Tensor) -> torch.Tens
         return norm(conv(x))
     y, partial = conv.with_statistics(x)
     return norm.of_parts(y, partial, conv.parts(x))
-
-
-def _kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """What each image's branch is multiplied by, [N]."""
-    return block.drop_path.current(x) if isinstance(block.drop_path, DropPath) else None

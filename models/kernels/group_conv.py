@@ -24,6 +24,7 @@ from timm.layers import Conv2dSame
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from models.blocks import geometry
 from models.kernels import group_conv_kernels as kernels
 from models.kernels.operators import operator
 
@@ -158,11 +159,7 @@ class _Launches:
         self.group, self.kernel, self.stride = weight.shape[1], weight.shape[2], stride
         self.groups = self.channels // self.group
         self.pack = next(pack for pack in _PACKS if self.groups % pack == 0)
-        self.out_size = [-(-side // stride) for side in self.size]
-        self.padding = [self.kernel // 2] * 2  # above and left of the image
-        if pads_same:  # TensorFlow's total is the least; its odd one goes to the end
-            sides = zip(self.size, self.out_size)
-            self.padding = [max((out - 1) * stride + self.kernel - side, 0) // 2 for side, out in sides]
+        self.out_size, self.padding = geometry(self.size, self.kernel, stride, pads_same)
         # Without tensor cores a product takes 16 times the instructions, and groups of 32 take twice the registers.
         self.lines = 1 if x.dtype == torch.float32 else 64 // self.group
         assert self.channels * math.prod(self.size) < 2**31, "elements of an image are counted in 32 bits"

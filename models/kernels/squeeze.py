@@ -12,11 +12,11 @@ from typing import Optional, Sequence
 
 import torch
 import triton
-from timm.layers.activations import Sigmoid
 from timm.models._efficientnet_blocks import DepthwiseSeparableConv, InvertedResidual, SqueezeExcite
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from models.blocks import squeezes
 from models.kernels import squeeze_kernels as kernels
 from models.kernels.group_norm import DTYPES, FusedGroupNormAct, Tiles, in_place_layout, merge_statistics, statistics
 from models.kernels.operators import operator
@@ -30,11 +30,10 @@ NORMS = {DepthwiseSeparableConv: "bn1", InvertedResidual: "bn2"}  # block -> its
 
 def replaces(module: nn.Module) -> bool:
     """Whether `fuse` takes the module: timm's block with a GroupNormAct before squeeze and excitation."""
-    if type(module) not in NORMS or type(module.se) is not SqueezeExcite or type(module.aa) is not nn.Identity:
+    if type(module) not in NORMS or not squeezes(module):
         return False
-    norm, se = getattr(module, NORMS[type(module)]), module.se
-    activations = type(se.act1) is nn.SiLU and type(se.gate) in (Sigmoid, nn.Sigmoid)
-    return type(norm) is GroupNormAct and norm.apply_act and activations
+    norm = getattr(module, NORMS[type(module)])
+    return type(norm) is GroupNormAct and norm.apply_act
 
 
 def fuse(block: nn.Module) -> nn.Module:

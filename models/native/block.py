@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple, Optional, Tuple
 
 import torch
-from timm.layers.activations import Sigmoid
 from timm.models._efficientnet_blocks import DepthwiseSeparableConv, InvertedResidual, SqueezeExcite
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from models.blocks import kept, squeezes
 from models.efficientnet import Head
 from models.native import library
 from models.native.layers import GroupConv2d, NativeGroupNormAct, Pointwise
@@ -44,7 +44,7 @@ class NativeSeparable(DepthwiseSeparableConv):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.conv_pw(_excited(x, None, self.conv_dw, self.bn1, self.se))
-        return self.bn2.added(inner, _kept(self, x), x) if self.has_skip else self.bn2(inner)
+        return self.bn2.added(inner, kept(self, x), x) if self.has_skip else self.bn2(inner)
 
 
 class NativeInverted(InvertedResidual):
@@ -61,7 +61,7 @@ class NativeInverted(InvertedResidual):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide, shortcut = _Expansion.apply(x, self.conv_pw.weight)
         inner = self.conv_pwl(_excited(wide, self.bn1, self.conv_dw, self.bn2, self.se))
-        return self.bn3.added(inner, _kept(self, x), shortcut) if self.has_skip else self.bn3(inner)
+        return self.bn3.added(inner, kept(self, x), shortcut) if self.has_skip else self.bn3(inner)
 
 
 class NativeHead(Head):
@@ -84,11 +84,8 @@ class NativeHead(Head):
 
 def _fits(block: nn.Module, norm: nn.Module, projection: nn.Module, last: nn.Module) -> bool:
     """Return whether a block's layers behind its convolution are those that `_excited` and `added` compute."""
-    se = block.se
-    squeezes = type(se) is SqueezeExcite and type(se.act1) is nn.SiLU and type(se.gate) in (Sigmoid, nn.Sigmoid)
     return (
-        squeezes
-        and type(block.aa) is nn.Identity
+        squeezes(block)
         and getattr(block, "conv_s2d", None) is None
         and type(block.drop_path) in (nn.Identity, DropPath)
         and type(norm) is NativeGroupNormAct
@@ -96,11 +93,6 @@ def _fits(block: nn.Module, norm: nn.Module, projection: nn.Module, last: nn.Mod
         and type(projection) is Pointwise
         and type(last) is NativeGroupNormAct
     )
-
-
-def _kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """Return what each image's branch is multiplied by, [N]."""
-    return block.drop_path.current(x) if isinstance(block.drop_path, DropPath) else None
 
 
 def _excited(

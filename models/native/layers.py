@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from models.blocks import geometry
 from models.native import library
 from models.native.library import LINEAR, PLAIN, Geometry, Norm, channels_first, pixels_last
 from models.normalization import GroupNormAct, ProxyNormAct
@@ -86,11 +87,8 @@ class GroupConv2d(nn.Conv2d):
     def geometry(self, height: int, width: int) -> Geometry:
         """Return the convolution's numbers for images of this size."""
         kernel, stride = self.kernel_size[0], self.stride[0]
-        out = [-(-side // stride) for side in (height, width)]
-        before = list(self.padding)
-        if before == [0, 0]:  # a Conv2dSame: TensorFlow's total is the least, its odd one goes to the end
-            totals = [max((made - 1) * stride + kernel - side, 0) for made, side in zip(out, (height, width))]
-            before = [total // 2 for total in totals]
+        pads_same = self.padding == (0, 0)  # a Conv2dSame
+        out, before = geometry((height, width), kernel, stride, pads_same)
         return Geometry(kernel, stride, *before, *out)
 
 
