@@ -24,6 +24,17 @@ struct Shape {
     int64_t strips() const { return (pixels + strip() - 1) / strip(); }
 };
 
+// Calls work(image, first pixel, pixel behind the last, number of the strip) for all strips, side by side.
+template <class Work>
+inline void for_strips(const Shape& shape, Work work) {
+    const int64_t strip = shape.strip(), strips = shape.strips();
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (int64_t task = 0; task < shape.images * strips; task++) {
+        const int64_t image = task / strips, first = task % strips * strip;
+        work(image, first, std::min(first + strip, shape.pixels), task);
+    }
+}
+
 // What a channel of an image is normalised by: y = (x - mean) * inverse * weight + bias.
 struct Normalization {
     const float* moments;  // [images, groups, 2]: mean, and one over the standard deviation
@@ -175,13 +186,10 @@ inline void merge_moments(const Shape& shape, const float* parts, int64_t part, 
 inline void group_moments(const Shape& shape, const float* x, float eps, float* moments) {
     const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
     std::vector<float> parts(shape.images * strips * PART_MOMENTS * channels);
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (int64_t task = 0; task < shape.images * strips; task++) {
-        const int64_t image = task / strips, first = task % strips * strip;
+    for_strips(shape, [&](int64_t image, int64_t first, int64_t last, int64_t task) {
         const float* own = x + (image * shape.pixels + first) * channels;
-        part_moments(own, std::min(strip, shape.pixels - first), channels, channels,
-                     parts.data() + task * PART_MOMENTS * channels);
-    }
+        part_moments(own, last - first, channels, channels, parts.data() + task * PART_MOMENTS * channels);
+    });
     merge_moments(shape, parts.data(), strip, eps, moments);
 }
 
@@ -195,12 +203,9 @@ inline Floats<COUNT> activated(const ImageCoefficients& by, int64_t channel, Flo
 template <bool SILU>
 void activate(const Shape& shape, const float* x, const Normalization& norm, const float* kept, const float* residual,
               float* y) {
-    const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const int64_t channels = shape.channels;
     const Coefficients all(shape, norm);
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (int64_t task = 0; task < shape.images * strips; task++) {
-        const int64_t image = task / strips, first = task % strips * strip;
-        const int64_t last = std::min(first + strip, shape.pixels);
+    for_strips(shape, [&](int64_t image, int64_t first, int64_t last, int64_t) {
         const ImageCoefficients by(all, image, channels);
         const float factor = kept ? kept[image] : 1.0f;
         for (int64_t pixel = first; pixel < last; pixel++) {
@@ -212,18 +217,15 @@ void activate(const Shape& shape, const float* x, const Normalization& norm, con
                 store<COUNT>(y + place + channel, value);
             });
         }
-    }
+    });
 }
 
 // pooled, [images, channels]: means over pixels of the activated x, which is stored in y unless that is null.
 inline void activate_and_pool(const Shape& shape, const float* x, const Normalization& norm, float* y, float* pooled) {
-    const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const int64_t channels = shape.channels, strips = shape.strips();
     const Coefficients all(shape, norm);
     std::vector<float> parts(shape.images * strips * channels);
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (int64_t task = 0; task < shape.images * strips; task++) {
-        const int64_t image = task / strips, first = task % strips * strip;
-        const int64_t last = std::min(first + strip, shape.pixels);
+    for_strips(shape, [&](int64_t image, int64_t first, int64_t last, int64_t task) {
         const ImageCoefficients by(all, image, channels);
         float* sums = parts.data() + task * channels;
         for (int64_t begin = first; begin < last; begin += TOGETHER) {
@@ -240,7 +242,7 @@ inline void activate_and_pool(const Shape& shape, const float* x, const Normaliz
                 store<COUNT>(sums + channel, load<COUNT>(sums + channel) + added);
             });
         }
-    }
+    });
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (int64_t image = 0; image < shape.images; image++)
         for (int64_t channel = 0; channel < channels; channel++) {
@@ -253,11 +255,8 @@ inline void activate_and_pool(const Shape& shape, const float* x, const Normaliz
 
 // y *= gate of its image and channel, in place. gate: [images, channels].
 inline void multiply(const Shape& shape, const float* gate, float* y) {
-    const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (int64_t task = 0; task < shape.images * strips; task++) {
-        const int64_t image = task / strips, first = task % strips * strip;
-        const int64_t last = std::min(first + strip, shape.pixels);
+    const int64_t channels = shape.channels;
+    for_strips(shape, [&](int64_t image, int64_t first, int64_t last, int64_t) {
         for (int64_t pixel = first; pixel < last; pixel++) {
             float* row = y + (image * shape.pixels + pixel) * channels;
             for_lanes(channels, [&](auto width, int64_t channel) {
@@ -265,7 +264,7 @@ inline void multiply(const Shape& shape, const float* gate, float* y) {
                 store<COUNT>(row + channel, load<COUNT>(row + channel) * load<COUNT>(gate + image * channels + channel));
             });
         }
-    }
+    });
 }
 
 // What reaches an activation from above: dy * kept, or dy * gate + pooled. All but one may be null.
@@ -287,13 +286,10 @@ template <Form FORM, bool SILU>
 void gradient_sums(const Shape& shape, const float* x, const Normalization& norm, const Incoming& from, float* dz_out,
                    float* out) {
     constexpr int SUMS = sums_of(FORM);
-    const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const int64_t channels = shape.channels, strips = shape.strips();
     const Coefficients all(shape, norm);
     std::vector<float> parts(shape.images * strips * SUMS * channels);
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (int64_t task = 0; task < shape.images * strips; task++) {
-        const int64_t image = task / strips, first = task % strips * strip;
-        const int64_t last = std::min(first + strip, shape.pixels);
+    for_strips(shape, [&](int64_t image, int64_t first, int64_t last, int64_t task) {
         const ImageCoefficients by(all, image, channels);
         const float factor = from.kept ? from.kept[image] : 1.0f;
         float* sums = parts.data() + task * SUMS * channels;
@@ -331,7 +327,7 @@ void gradient_sums(const Shape& shape, const float* x, const Normalization& norm
                 }
             });
         }
-    }
+    });
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (int64_t image = 0; image < shape.images; image++)
         for (int each = 0; each < SUMS; each++)
@@ -416,13 +412,10 @@ public:
 template <Form FORM, bool SILU>
 void input_gradient(const Shape& shape, const float* x, const Normalization& norm, const Incoming& from,
                     const float* by_group, float* dx) {
-    const int64_t channels = shape.channels, strip = shape.strip(), strips = shape.strips();
+    const int64_t channels = shape.channels;
     const Coefficients all(shape, norm);
     const GradientCoefficients below(shape, norm, by_group);
-#pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (int64_t task = 0; task < shape.images * strips; task++) {
-        const int64_t image = task / strips, first = task % strips * strip;
-        const int64_t last = std::min(first + strip, shape.pixels);
+    for_strips(shape, [&](int64_t image, int64_t first, int64_t last, int64_t) {
         const ImageCoefficients by(all, image, channels);
         const float factor = from.kept ? from.kept[image] : 1.0f;
         const float* offsets = below.offset.data() + image * channels;
@@ -448,5 +441,5 @@ void input_gradient(const Shape& shape, const float* x, const Normalization& nor
                                                        deviation * load<COUNT>(slopes + channel));
             });
         }
-    }
+    });
 }
