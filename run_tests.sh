@@ -6,7 +6,7 @@ set -eu
 . "$(dirname "$(readlink -f "$0")")/tools/environment.sh"  # wherever a link to this file lies
 cd "$ROOT"
 
-# Most tests run side by side, two processes a core, as many of them wait for processes of their own. Those that measure time run
+# Most tests run side by side, three processes a core, as many of them wait for processes of their own. Those that measure time run
 # afterwards, alone.
 ALONE="clock or netns"
 
@@ -16,7 +16,7 @@ ALONE="clock or netns"
 run_selected() {
   local markers=$1 worst=0 empty=0 status
   shift
-  local side_by_side=(-n "$((2 * $("$PYTHON" -c 'from recipe import cores; print(cores.available())')))" --dist loadfile)
+  local side_by_side=(-n "$((3 * $("$PYTHON" -c 'from recipe import cores; print(cores.available())')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
     side_by_side+=(--no-loadscope-reorder)
   fi

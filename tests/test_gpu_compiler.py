@@ -65,12 +65,13 @@ for form, kernel, stride in {convolutions}:
 _REST = [("momentum", torch.bfloat16, torch.float16), ("momentum", torch.float32, torch.float32)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels")
 @pytest.mark.parametrize(
     ("updates", "convolutions"),
     [
         ([("gradient", torch.float16, torch.float16)], [(torch.channels_last, 3, 1)]),
-        pytest.param(_REST, [(torch.channels_last, 5, 1), (torch.contiguous_format, 3, 2)], marks=pytest.mark.slow),
+        (_REST, [(torch.channels_last, 5, 1), (torch.contiguous_format, 3, 2)]),
     ],
 )
 def test_kernels_compile_for_a_gpu(tmp_path, updates, convolutions):

@@ -123,7 +123,8 @@ TINY = ("model.name=efficientnet_b0", "model.width=0.25", "model.depth=0.4", "mo
 _PLAIN = ("parallel.recompute=true", "data.mixup=0", "data.cutmix=null")
 
 
-@pytest.mark.parametrize("changes", [(), pytest.param(_PLAIN, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(), _PLAIN], ids=len)
 def test_a_micro_batch_waits_for_nothing_and_is_accumulated_by_few_kernels(changes):
     """Labels are copied, and shares where images are mixed; once in eight micro batches the keys of their masks. With
     recomputation dropout's masks are not drawn again."""

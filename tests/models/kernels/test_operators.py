@@ -62,7 +62,8 @@ def test_the_convolution_says_what_it_returns(layout, statistics):
         check("group_conv_gradients", y, x, weight, packed, 2, True, *wanted)
 
 
-@pytest.mark.parametrize("kernels", [("group_norm",), pytest.param(KERNELS, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [("group_norm",), KERNELS], ids=len)
 def test_blocks_with_kernels_are_one_program_each(kernels):
     """Without breaks, with the bits of the blocks uncompiled, and not compiled again by a step."""
     found = []
