@@ -1,25 +1,27 @@
-"""Counts the images of a recipe on this machine before a run, without torch and without opening one.
+"""Counts the images of a recipe on this machine before a run, without torch and without decoding one.
 
-What counts is what data/folder.py reads, and what the manifest of local shards lists.
+What counts is what data/folder.py reads, what the manifest of local shards lists, and what the files of a data set say.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Dict, NamedTuple, Optional
+from typing import Callable, Dict, NamedTuple, Optional
 
+from recipe import torchvision_sets
 from recipe.bounded import read_json
 from recipe.class_folders import class_folders, images_below
 from recipe.config import Data, Recipe
 from recipe.division import count
 from recipe.errors import DataError, listed, printable
-from recipe.images import MANIFEST, split_folder
+from recipe.images import MANIFEST, Files, Shards, Torchvision
+from recipe.kinds import Registry
 
 
 class Found(NamedTuple):
-    """The images of a split. place: their folder. by_class: images of each class folder; None for shards, whose
-    manifest does not have them."""
+    """The images of a split. place: their folder. by_class: images of each class folder; None where there are no such
+    folders."""
 
     place: str
     images: int
@@ -27,22 +29,24 @@ class Found(NamedTuple):
     by_class: Optional[Dict[str, int]] = None
 
 
+# By section class: counts the "train" or "validation" images at a place that the section located.
+_COUNTS: Registry[Callable[[Data, str, str], Found]] = Registry("a count of images")
+
+
 def find(data: Data, split: str) -> Optional[Found]:
     """Count the "train" or "validation" images.
 
     Returns:
-        None where the images are no files, lie behind a URL, or cannot be counted here.
+        None where the images are not stored, lie elsewhere, or cannot be counted here.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: there is no such folder or file.
     """
-    if not data.files:
-        return None
-    place = split_folder(data, split)
-    if "://" in place:
+    place = data.located(split)
+    if place is None:
         return None
     try:
-        return _of_shards(place) if data.urls else _of_folder(place)
+        return _COUNTS.of(data)(data, split, place)
     except (DataError, OSError, ValueError, KeyError, TypeError):  # what is wrong there, the run says best
         return None
 
@@ -83,13 +87,21 @@ def check_classes(train: Found, validation: Found) -> None:
         raise DataError(f"{validation.place}: {classes} without training images: {listed(unknown)}; {remedy}")
 
 
-def _of_shards(place: str) -> Found:
+@_COUNTS.implements(Shards)
+def _of_shards(data: Shards, split: str, place: str) -> Found:
     content = read_json(Path(place, MANIFEST))
     return Found(place, sum(shard["images"] for shard in content["shards"]), len(content["classes"]))
 
 
-def _of_folder(place: str) -> Found:
+@_COUNTS.implements(Files)
+def _of_folder(data: Files, split: str, place: str) -> Found:
     folder = os.fsencode(place)
     names = [os.fsencode(name) for name in class_folders(place)]
     by_class = {os.fsdecode(name): sum(1 for _ in images_below(folder, name, lambda *_: None)) for name in names}
     return Found(place, sum(by_class.values()), len(names), by_class)
+
+
+@_COUNTS.implements(Torchvision)
+def _of_set(data: Torchvision, split: str, place: str) -> Found:
+    images = torchvision_sets.count_images(data.named(), split, place)
+    return Found(os.path.dirname(place), images, data.possible_classes[0])

@@ -6,13 +6,14 @@ from typing import Any, ClassVar, Iterator, List, Literal, Optional, Tuple
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from recipe import credentials
+from recipe import credentials, torchvision_sets
 from recipe.bounded import read_json
 from recipe.class_folders import class_folders
 from recipe.division import count
 from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
 from recipe.section import PathText, check_pairs
+from recipe.torchvision_sets import SETS
 
 _UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
@@ -91,6 +92,13 @@ class Data(Kind):
         """Images of the "train" or "validation" split that the recipe alone gives; None: those that are found."""
         return getattr(self, f"{split}_images", None)
 
+    def located(self, split: str) -> Optional[str]:
+        """The file or folder of this machine that holds the "train" or "validation" images; None: none does.
+
+        Raises DataError where it is missing.
+        """
+        return None
+
     def check_classes(self, classes: int) -> None:
         """Raises ConfigError where a model of so many classes cannot learn them."""
         if classes not in self.possible_classes:
@@ -105,26 +113,36 @@ class Data(Kind):
         raise ConfigError(f"model.classes auto: data.source={self.source} has as many as you like; give a number")
 
 
-class Files(Data):
-    """Keys of the sources that read files."""
+class Stored(Data):
+    """Keys of the sources whose images are stored somewhere: how many there are is seen there."""
 
-    files: ClassVar[bool] = True
-    urls: ClassVar[bool] = False  # whether root may be a URL
     root: Optional[PathText] = None
-    """folder that holds the training and the validation folder; for shards also a URL that fsspec knows, such as
-    s3://bucket/imagenet; credentials in it are used and never stored"""
-    train_folder: PathText = Field(
-        "train", description="folder below root with one folder of images per class, or shards"
-    )
-    validation_folder: PathText = Field("val", description="the same, for evaluation; classes may be missing")
+    """folder that holds the training and the validation folder, or the files of data.dataset (null: where packages and
+    downloads put them); for shards also a URL that fsspec knows, such as s3://bucket/imagenet; credentials in it are
+    used and never stored"""
     train_images: Optional[int] = Field(None, gt=0, le=2**31)
-    """expected training images on disk: another count is an error"""
+    """expected training images: another count is an error; null: as many as are found, or as torchvision's set has"""
     validation_images: Optional[int] = Field(None, gt=0, le=2**31, description="the same, for evaluation")
 
     @field_validator("root")
     @classmethod
     def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
         return value and credentials.take(value)
+
+
+class Files(Stored):
+    """Keys of the sources that read files."""
+
+    files: ClassVar[bool] = True
+    urls: ClassVar[bool] = False  # whether root may be a URL
+    train_folder: PathText = Field(
+        "train", description="folder below root with one folder of images per class, or shards"
+    )
+    validation_folder: PathText = Field("val", description="the same, for evaluation; classes may be missing")
+
+    def located(self, split: str) -> Optional[str]:
+        folder = split_folder(self, split)
+        return None if "://" in folder else folder
 
     def count_classes(self) -> int:
         if self.root is None:
@@ -180,6 +198,38 @@ class Glyphs(Data):
     glyph_size: int = Field(32, ge=8, le=1024, description="pixels a side that glyphs are drawn at")
     glyph_difficulty: float = Field(0.5, ge=0, le=1)
     """from centred black glyphs (0) to distorted ones in colour among clutter (1)"""
+
+
+class Torchvision(Stored):
+    """A data set of torchvision that it holds in memory, such as CIFAR10."""
+
+    source: Literal["torchvision"] = "torchvision"
+    dataset: Optional[Literal[tuple(SETS)]] = None
+    """name of a data set: a class of torchvision, such as FashionMNIST"""
+    download: bool = Field(False, description="download the files of a data set of torchvision that are missing")
+
+    @property
+    def place(self) -> str:
+        return self.root or self.dataset or self.source
+
+    @property
+    def possible_classes(self) -> range:
+        classes = SETS[self.named()].classes
+        return range(classes, classes + 1)
+
+    def named(self) -> str:
+        """The name of the data set. Raises ConfigError where the recipe has none."""
+        if self.dataset is None:
+            raise ConfigError(f"data.dataset is not set; name a data set of torchvision: {', '.join(SETS)}")
+        return self.dataset
+
+    def located(self, split: str) -> Optional[str]:
+        return torchvision_sets.find(self.named(), split, self.root)[0]
+
+    def images(self, split: str) -> Optional[int]:
+        """Images of the "train" or "validation" split: as many as are expected, else as the data set has."""
+        known = SETS[self.dataset].images[split] if self.dataset is not None else None
+        return super().images(split) or known
 
 
 def split_folder(data: Files, split: str) -> str:

@@ -1,5 +1,6 @@
 """Images are counted before a run by the rule that the run reads them by, and a plan uses their number."""
 
+import gzip
 import json
 import os
 
@@ -126,3 +127,48 @@ def test_a_warmup_in_the_units_of_the_run_is_refused_without_images():
     with pytest.raises(ConfigError, match=fault):
         batch.describe(load(QUICKSTART, elsewhere))
     batch.describe(load(QUICKSTART, [*elsewhere, "run.steps=4"]))
+
+
+def data_set(*overrides):
+    given = ["data.source=torchvision", "data.dataset=FashionMNIST", "model.classes=auto", "run.epochs=1"]
+    return load(QUICKSTART, [*given, "schedule.warmup_epochs=0.1", *overrides])
+
+
+def test_a_data_set_is_planned_without_its_files(tmp_path):
+    """With as many images as it is known to have; the plan says how to get them."""
+    plan = batch.describe(data_set(f"data.root={tmp_path}"))
+    assert "length     60000 training images; 937 steps = 1 epoch x 937 steps" in plan
+    assert f"images     not found here: {tmp_path}: no train-images-idx3-ubyte (or .gz) of FashionMNIST" in plan
+    assert data_set().model.classes == 10
+    with pytest.raises(ConfigError, match=r"10 classes, but model\.classes is 11; set model\.classes=10$"):
+        batch.describe(data_set("model.classes=11"))
+    with pytest.raises(ConfigError, match=r"data\.dataset is not set; name a data set of torchvision: FashionMNIST, "):
+        data_set("data.dataset=null")
+    with pytest.raises(ConfigError, match=r"data\.dataset is not set"):
+        batch.describe(data_set("data.dataset=null", "model.classes=10"))
+    with pytest.raises(ConfigError, match=r"^command line: data\.dataset: must be 'FashionMNIST', 'MNIST',.*'SVNH'$"):
+        data_set("data.dataset=SVNH")
+
+
+def test_files_of_a_data_set_say_how_many_images_they_hold(tmp_path):
+    """Unpacked, and packed by gzip; of the other sets the number is known once a file is there."""
+    content = bytes([0, 0, 8, 3]) + (60_000).to_bytes(4, "big")
+    for name, packed in (("train-images-idx3-ubyte", content), ("t10k-images-idx3-ubyte.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(packed)
+    for name in ("train-labels-idx1-ubyte.gz", "t10k-labels-idx1-ubyte"):
+        (tmp_path / name).touch()
+    place = f"data.root={tmp_path}"
+    assert found_images.find(data_set(place).data, "train") == (str(tmp_path), 60_000, 10, None)
+    with pytest.raises(DataError, match=r": 60000 images, but data\.validation_images is 10000; complete the images"):
+        batch.describe(data_set(place))
+    plan = batch.describe(data_set(place, "data.validation_images=60000"))
+    assert f"images     found: 60,000 in {tmp_path}, 60,000 in {tmp_path}" in plan
+    with pytest.raises(DataError, match=r": 60000 images, but data\.train_images is 1281167 \(937 steps an epoch "):
+        batch.describe(data_set(place, "data.train_images=1281167"))
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(b"text")
+    assert found_images.find(data_set(place).data, "validation") is None  # the run says what is wrong with it
+    (tmp_path / "test_32x32.mat").touch()
+    street = data_set(place, "data.dataset=SVHN").data
+    assert found_images.find(street, "validation") == (str(tmp_path), 26_032, 10, None)
+    with pytest.raises(DataError, match=r"no train_32x32\.mat of SVHN"):
+        found_images.find(street, "train")

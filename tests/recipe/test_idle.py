@@ -8,8 +8,10 @@ from recipe.loading import dump, load, loads
 from tests.conftest import QUICKSTART, RECIPES
 
 CASES = [
-    ("data.root=/photos", "data.root has no effect with data.source=digits; give data.source=folder or data."),
-    ("data.train_images=5", "with data.source=digits; give data.source=folder, data.source=shards or data.source=gl"),
+    ("data.root=/photos", "data.root has no effect with data.source=digits; give data.source=folder, data.source=sh"),
+    ("data.train_images=5", "with data.source=digits; give data.source=folder, data.source=shards, data.source=glyphs"),
+    ("data.dataset=CIFAR10", "with data.source=digits; give data.source=torchvision"),
+    ("data.source=folder data.download=true", "with data.source=folder; give data.source=torchvision, or remove it"),
     ("data.source=folder data.glyph_size=9", "with data.source=folder; give data.source=glyphs, or remove it"),
     ("data.randaugment_magnitude=10", "with data.augment=none; give data.augment=randaugment, or remove it"),
     ("data.augment=autoaugment data.randaugment_operations=3", "with data.augment=autoaugment; give"),
