@@ -28,16 +28,24 @@ _SUBTRACT = Sgd(momentum=0.0, weight_decay=0.0, skip=[])  # of updates that are 
 
 
 def create_weights(
-    recipe: Recipe, parameters: Mapping[str, nn.Parameter], norms: Iterable[str], **options: Any
+    recipe: Recipe,
+    parameters: Mapping[str, nn.Parameter],
+    norms: Iterable[str],
+    *,
+    hidden: Mapping[str, int],
+    **options: Any,
 ) -> WeightState:
     """The weights of a recipe with the optimizer of what is exchanged: gradients, or the updates that replicas made.
 
-    Args: norms: names of the normalisations' parameters. options: of WeightState.
+    Args:
+        norms: names of the normalisations' parameters.
+        hidden: result of `optim.factory.hidden_layers` for the whole model.
+        options: of WeightState.
     """
     section = _SUBTRACT if recipe.exchange.compresses_update(recipe.optimizer) else recipe.optimizer
     return WeightState(
         parameters.items(),
-        lambda named: factory.create(section, named, norms),
+        lambda named: factory.create(section, named, norms, hidden),
         dtype=DTYPES[recipe.precision.weights],
         rounding=recipe.precision.rounding,
         seed=recipe.run.seed,

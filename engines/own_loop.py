@@ -15,6 +15,7 @@ from engines import same_start, state
 from engines.devices import DTYPES
 from engines.exchange import GradientExchange, create_weights
 from engines.unused import UnusedParameters
+from optim import factory
 from optim.loss_scale import LossScale
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -44,7 +45,8 @@ class DistributedOptimizer:
     gradient by torch's optimizers.
 
     Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is the dtype of the
-    module's parameters; `optimizer.skip: [norm]` means all of one dimension that are no biases.
+    module's parameters; `optimizer.skip: [norm]` means all of one dimension that are no biases. The first and the last
+    layer, which Muon leaves to AdamW, are those that the module registers first and last.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class DistributedOptimizer:
                 same_start.check_same(processes, module, about)
                 same_start.share(processes, module, device)
         norms = [name for name, each in parameters.items() if each.dim() == 1]
-        self.weights = create_weights(recipe, parameters, norms)
+        self.weights = create_weights(recipe, parameters, norms, hidden=factory.hidden_layers(module))
         of_weights = self.weights, parameters, norms
         self._exchange = GradientExchange(*of_weights, recipe, self._batch, processes, steps_per_epoch)
         self._scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, device)

@@ -20,6 +20,7 @@ from engines.timeline import Recorder
 from models.families import build
 from models.normalization import norm_parameters
 from optim.averaging import WeightAverage
+from optim.factory import hidden_layers
 from optim.loss_scale import LossScale
 from parallel import exchange
 from parallel.processes import Processes
@@ -100,6 +101,7 @@ class TorchEngine(Engine):
             recipe,
             self._parameters,
             self._norms,
+            hidden=hidden_layers(whole),
             model=[name for name, _ in whole.named_parameters()],
             tree=(self._leaves(), together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, Sequence, Type
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Set, Type
 
 from torch import nn
 
@@ -27,6 +27,26 @@ class HasSlots:
     def of(cls, section: Any, groups: list) -> HasSlots:
         """An optimizer with the section's numbers for parameter groups that have `options`."""
         return cls(groups, lr=0.0, **{key: getattr(section, key) for key in cls.numbers})
+
+    @classmethod
+    def groups(
+        cls, section: Any, parameters: Mapping[str, nn.Parameter], skipped: Set[str], hidden: Mapping[str, int]
+    ) -> List[dict]:
+        """Return the parameter groups: one of the skipped parameters, and one of all others; either may be empty.
+
+        Args:
+            section: of the recipe.
+            parameters: by name.
+            skipped: names of those that `skip` names.
+            hidden: result of `factory.hidden_layers`, for optimizers that step matrices in another way.
+        """
+        return [
+            {
+                "params": [parameter for name, parameter in parameters.items() if (name in skipped) == skip],
+                **cls.options(section, skip),
+            }
+            for skip in (False, True)
+        ]
 
     @staticmethod
     def options(section: Any, skipped: bool) -> dict:

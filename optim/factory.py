@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Dict, Iterable, Set
+import math
+import types
+from typing import Dict, Iterable, Mapping, Set
 
 from torch import nn
 
@@ -17,21 +19,24 @@ for _name in Optimizer.kinds:
     if importlib.util.find_spec(f"{__package__}.{_name}"):
         importlib.import_module(f"{__package__}.{_name}")
 
+_NO_LAYERS: Mapping[str, int] = types.MappingProxyType({})
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-def create(section: Optimizer, parameters: Dict[str, nn.Parameter], norm_parameters: Iterable[str]) -> HasSlots:
+
+def create(
+    section: Optimizer,
+    parameters: Dict[str, nn.Parameter],
+    norm_parameters: Iterable[str],
+    hidden: Mapping[str, int] = _NO_LAYERS,
+) -> HasSlots:
     """The torch optimizer of `section` for named float32 parameters; its learning rate is set at each step.
 
     Skipped parameters have no weight decay; with LARS and LAMB no trust ratio either. The others have the ratio
     even where `weight_decay` is 0. norm_parameters: names of the parameters that belong to normalisation layers.
+    hidden: result of `hidden_layers` for the whole model; only Muon uses it.
     """
     kind, skipped = OPTIMIZERS.of(section), skipped_names(section, parameters, norm_parameters)
-    groups = [
-        {
-            "params": [parameter for name, parameter in parameters.items() if (name in skipped) == skip],
-            **kind.options(section, skip),
-        }
-        for skip in (False, True)
-    ]
+    groups = kind.groups(section, parameters, skipped, hidden)
     optimizer = kind.of(section, [group for group in groups if group["params"]])
     optimizer.slots = section.slots
     return optimizer
@@ -43,3 +48,27 @@ def skipped_names(section: Optimizer, parameters: Iterable[str], norm_parameters
     biases = {name for name in names if name.split(".")[-1] == "bias"}
     kinds = {"bias": biases, "norm": names.intersection(norm_parameters) - biases}
     return {name for kind in section.skip for name in kinds[kind]}
+
+
+def hidden_layers(model: nn.Module) -> Dict[str, int]:
+    """Return the weights that are matrices between the first and the last layer.
+
+    A layer is a parameter of two dimensions or more. They are taken in the order in which the model registers them.
+    Depthwise convolutions are left out: each of their groups has one row, so it is a vector.
+
+    Args:
+        model: the whole model, not a stage of it.
+
+    Returns:
+        By name, into how many matrices of consecutive rows a weight is divided: the groups of a convolution, else 1.
+    """
+    layers = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() >= 2}
+    found = {}
+    for name in list(layers)[1:-1]:
+        module = model.get_submodule(name.rpartition(".")[0])
+        groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
+        rows = len(layers[name]) // groups
+        columns = math.prod(layers[name].shape[1:])
+        if min(rows, columns) > 1:
+            found[name] = groups
+    return found

@@ -35,7 +35,7 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             yield f"data.cutmix {alone} data.cutmix=null"
     if exchange.compresses_update(optimizer):
         if not optimizer.replica_update:
-            nesterov = " with nesterov" if getattr(optimizer, "nesterov", False) else ""
+            nesterov = " with nesterov" if optimizer.linear and optimizer.nesterov else ""
             goes = "exchange.compress update goes with lars, and with sgd without nesterov"
             yield f"{goes}, not with {optimizer.name}{nesterov}; use exchange.compress=gradient"
         if delay:

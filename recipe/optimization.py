@@ -132,6 +132,30 @@ class AdamW(Optimizer):
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
 
 
+class Muon(Optimizer):
+    """Orthogonal steps for the weights of hidden layers (Jordan et al., 2024), AdamW for all other parameters.
+
+    A step is as long as one of AdamW (Liu et al., 2502.16982), so peak rates found for AdamW are of use.
+    """
+
+    all_slots: ClassVar[Dict[str, Slot]] = {"exp_avg": Slot(half=False), "exp_avg_sq": Slot(half=False)}
+
+    name: Literal["muon"] = "muon"
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of the average of hidden layers' gradients")
+    nesterov: bool = Field(True, description="Nesterov's momentum for hidden layers")
+    ns_steps: int = Field(5, ge=1, le=99, description="Newton-Schulz steps that make the average orthogonal")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay, times the rate; skipped parameters have none")
+    adamw_lr_scale: float = Field(1.0, gt=0)
+    """learning rate of the parameters that AdamW steps, relative to that of hidden layers"""
+    eps: float = Field(1e-8, gt=0, description="added to the divisor of AdamW's steps")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's average of gradients")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's average of squared gradients")
+
+    def faults(self) -> Iterator[str]:
+        if self.nesterov and not self.momentum:
+            yield "nesterov needs a momentum above 0; raise momentum, or use nesterov=false"
+
+
 class Schedule(Kind):
     """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
 

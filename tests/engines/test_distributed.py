@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from engines import factory
+from models.families import build
+from optim.factory import hidden_layers
 from parallel.topology import Topology
 from recipe.batch import divide
 from recipe.course import Update
@@ -91,6 +93,25 @@ def test_any_number_of_replicas_has_the_bits_of_one_process(run):
     assert_bitwise_equal(state, expected[2])
     assert results == expected[0]
     assert scores == expected[1]
+
+
+MUON = (TREE, "optimizer.name=muon")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [several(2, 1, *MUON, *WHOLE, lr=0.01), several(1, 3, *MUON, lr=0.01), several(2, 2, *MUON, *WHOLE, lr=0.01)],
+)
+def test_orthogonal_steps_have_the_same_bits_for_every_topology(run):
+    """A stage does not take its own first and last layer for the model's. Each replica makes the products of matrices
+    for itself."""
+    results, scores, state = outcome(run)
+    expected = alone(*run.arguments[0], lr=0.01)
+    assert_bitwise_equal(state, expected[2])
+    assert results == expected[0]
+    assert scores == expected[1]
+    by_muon = {name for name, squares in state["exp_avg_sq"].items() if not squares.any()}  # AdamW steps the others
+    assert by_muon == set(hidden_layers(build(worlds.recipe_of(MUON).model, 0))) != set()
 
 
 MOVING = (*TREE_OF_TWELVE, *WHOLE, "parallel.schedule=1f1b")

@@ -55,6 +55,14 @@ def test_one_replica_steps_as_the_torch_optimizer():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_muon_steps_the_weights_between_the_first_and_the_last_layer():
+    """AdamW's average of squares shows which parameters it has stepped."""
+    module = nn.Sequential(*network()[:3], nn.Linear(16 * 36, 20), nn.Linear(20, 10))
+    optimizer = train(module, {"optimizer": {"name": "muon"}, "precision": FLOAT32}, 2)
+    squares = optimizer.weights.state_dict()["exp_avg_sq"]
+    assert [name for name, each in squares.items() if not each.any()] == ["3.weight"]
+
+
 def halves(rank, size, sections, steps):
     """The module's weights and the saved state, where each replica has another half of the images."""
     module = network(rank)

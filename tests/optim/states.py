@@ -30,13 +30,18 @@ CONTROLS = {
     "adamw": {"name": "adamw", "weight_decay": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5},
 }
 LARS = {"name": "lars", "momentum": 0.8, "weight_decay": 0.01, "trust_coefficient": 0.1, "skip_lr_scale": 0.5}
-SECTIONS = {"lars": LARS, "lars, momentum": {**LARS, "trust": "momentum"}, **CONTROLS}
-_MOMENTS = {"lamb": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "rmsprop": ("square_avg",)}
+MUON = {"name": "muon", "momentum": 0.8, "weight_decay": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5}
+SECTIONS = {"lars": LARS, "lars, momentum": {**LARS, "trust": "momentum"}, **CONTROLS, "muon": MUON}
+HIDDEN = {"conv.weight": 2}  # matrices of Muon: the groups of a convolution
+_OF_ADAM = ("exp_avg", "exp_avg_sq")
+_MOMENTS = {"lamb": _OF_ADAM, "adamw": _OF_ADAM, "muon": _OF_ADAM, "rmsprop": ("square_avg",)}
 IN_FLOAT32 = ("exp_avg", "exp_avg_sq", "square_avg")
 
 
 def slots_of(section):
-    return {*_MOMENTS.get(section["name"], ()), *(["momentum_buffer"] if section.get("momentum") else [])}
+    """Names of the state tensors that an optimizer keeps."""
+    buffer = section.get("momentum") and section["name"] != "muon"
+    return {*_MOMENTS.get(section["name"], ()), *(["momentum_buffer"] if buffer else [])}
 
 
 def random_values(seed):
@@ -52,7 +57,7 @@ def module_parameters(compute=SINGLE, names=tuple(SHAPES)):
 
 def weight_state(parameters, section=LARS, dtype=HALF, rounding="stochastic", seed=3, foreach=None, clip_norm=None):
     def create(named):
-        optimizer = factory.create(Optimizer(**section), named, ["norm.weight"])
+        optimizer = factory.create(Optimizer(**section), named, ["norm.weight"], HIDDEN)
         for group in optimizer.param_groups:
             group["foreach"] = foreach
         return optimizer

@@ -9,12 +9,13 @@ from torch import nn
 from optim import factory
 from optim.controls import SGD, AdamW, Lamb, RMSprop
 from optim.lars import LARS
+from optim.muon import Muon
 from recipe.config import Optimizer
 from tests.optim import states
 from tests.optim.states import CONTROLS, SKIPPED, lars_step, rate, take_step, weight_state
 
 STEPS = 24
-KINDS = {"sgd": SGD, "rmsprop": RMSprop, "lamb": Lamb, "adamw": AdamW, "lars": LARS}
+KINDS = {"sgd": SGD, "rmsprop": RMSprop, "lamb": Lamb, "adamw": AdamW, "lars": LARS, "muon": Muon}
 every_control = pytest.mark.parametrize("section", CONTROLS.values(), ids=CONTROLS)
 
 

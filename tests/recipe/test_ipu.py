@@ -158,6 +158,7 @@ RULES = [
     (("optimizer.trust=gradient",), "PopTorch has no LARS", "optimizer.trust=momentum"),
     (("optimizer.eps=1e-6",), "LAMB, whose trust ratio has no epsilon", "optimizer.eps=0"),
     (("optimizer.name=sgd", "optimizer.nesterov=true"), "not divided by accumulation", "optimizer.nesterov=false"),
+    (("optimizer.name=muon",), "PopTorch has no such optimizer", "use one of lars, lamb, sgd, rmsprop"),
     (("optimizer.clip_norm=1",), "cannot clip", "optimizer.clip_norm=null"),
     (("average.step_decay=0.99",), "leave the device after every update", "average.step_decay=null"),
     (("exchange.method=gtopk",), "PopART exchanges gradients itself", "exchange.method=dense"),

@@ -66,7 +66,7 @@ def test_cuts_that_cannot_be_made_are_refused(overrides, fault):
     assert str(caught.value).startswith(fault)
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "sgd", "rmsprop", "lamb"])
+@pytest.mark.parametrize("optimizer", ["lars", "sgd", "rmsprop", "lamb", "adamw", "muon"])
 @pytest.mark.parametrize(
     ("weights", "compute"), [("float16",) * 2, ("float32",) * 2, ("float16", "float32"), ("float32", "bfloat16")]
 )
