@@ -1,4 +1,4 @@
-"""How many cores this process may keep busy: those it may run on, and no more than its control group pays for.
+"""The processor: its name, and how many cores this process may keep busy: no more than its control group pays for.
 
 A container with a quota of one core still sees all cores of its host. Threads that wait for each other then use up the
 quota while they spin, and all stand still for the rest of each period.
@@ -8,8 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from pathlib import Path, PurePosixPath
 from typing import Iterator, List, Optional, Tuple
+
+
+def processor(root: str = "/") -> str:
+    """Return the processor's name, as `AMD EPYC`; its architecture where the system tells no name (Arm, macOS).
+
+    Args:
+        root: the folder that holds `proc`.
+    """
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or nothing that can be read
+        for line in (Path(root) / "proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.machine()
 
 
 def available(root: str = "/") -> int:

@@ -169,6 +169,7 @@ def describe_environment() -> dict:
         "python": platform.python_version(),
         **{name: library.__version__ for name, library in libraries.items()},
         "platform": platform.platform(),
+        "processor": cores.processor(),
         "cpus": cores.available(),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

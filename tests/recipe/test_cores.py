@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -85,6 +86,22 @@ def test_no_more_threads_than_the_quota_pays_for(tmp_path, monkeypatch, quota, a
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(affinity)), raising=False)
     root = machine(tmp_path, ["0::/"], [V2], {"cpu.max": f"{quota} 100000"})
     assert (cores.available(root), cores.limited(root)) == (available, limited)
+
+
+X86 = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
+ARM = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [(X86, "AMD EPYC"), (ARM, platform.machine()), (None, platform.machine())],
+    ids=["x86", "Arm", "not Linux"],
+)
+def test_the_name_of_the_processor(cpuinfo, name, tmp_path):
+    if cpuinfo is not None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc" / "cpuinfo").write_text(cpuinfo)
+    assert cores.processor(str(tmp_path)) == name
 
 
 def test_no_control_groups_at_all(tmp_path):

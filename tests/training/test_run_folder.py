@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from recipe import loading
+from recipe import cores, loading
 from recipe.errors import CheckpointError, ConfigError
 from training import run_folder
 from training.run_folder import RunFolder
@@ -46,6 +46,7 @@ def test_a_new_folder_is_made_with_its_parents_and_describes_what_runs_in_it(ope
         noted = json.loads((folder.path / "environment.json").read_text())["starts"]
         assert len(noted) == starts and noted[0]["python"] == ".".join(map(str, sys.version_info[:3]))
         assert {"torch", "timm", "numpy", "revision", "devices", "command", "started"} <= set(noted[0])
+        assert noted[0]["processor"] == cores.processor()
     for text in ("{", '{"starts": [1]}', '{"starts": [{"threads": "2"}]}'):  # damage does not stop a run
         (folder.path / "environment.json").write_text(text)
         assert folder.first_threads() is None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-import platform
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 def about(device: torch.device) -> dict:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cpu": _cpu(),
+        "cpu": cores.processor(),
         "cores": cores.available(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -87,12 +85,3 @@ def described(recipe: Recipe, device: torch.device, work: Workload, found: Findi
 def _figure(value: float, *source: str) -> dict:
     """A `Figure` with as many digits as a measurement can have."""
     return {"value": float(f"{value:.5g}"), "source": ", ".join(filter(None, source))}
-
-
-def _cpu() -> str:
-    """The processor's name. Arm's cpuinfo and other systems than Linux have none."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as stream:
-        for name, _, value in (line.partition(":") for line in stream):
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.machine()
