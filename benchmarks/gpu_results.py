@@ -1,4 +1,4 @@
-"""What the GPU suite concludes and writes: claims, and docs/results/gpu/DEVICE.md and .json."""
+"""What the GPU suite concludes and writes: claims, and DEVICE.md and .json, for docs/results/gpu/."""
 
 import json
 import re

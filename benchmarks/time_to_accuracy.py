@@ -1,6 +1,6 @@
 """How long until a run on a slow network is as accurate as one that exchanges everything, by method of exchange?
 
-    python -m benchmarks.time_to_accuracy [--quick] [--json]        (as root)
+    python -m benchmarks.time_to_accuracy [--quick] [--json] [--write]        (as root)
 
 Eight hosts of `benchmarks/networks.py` with cables of 50 Mbit/s and a rank of train.py on each: the quickstart's model,
 its digits, its optimizer, 12 epochs of 22 updates, three seeds. After each epoch the validation images are scored. A
@@ -11,9 +11,10 @@ The only checkpoint is written at the end, after the time is taken: the first ho
 it, 8 MB from each with a sparse exchange, and such an epoch takes less time than that.
 
 All eight ranks share this machine's processors: a step's computing takes about as long as on one host with all eight
-parts. Finished runs are cached under benchmarks/cache/, so the command goes on where it was left off. When all runs of
-a seed are finished, docs/results/time_to_accuracy.jsonl gets them as one line: another machine can go on with the next
-seed, and times are only compared with those of the same machine. The figure is docs/results/time_to_accuracy.png.
+parts. Finished runs are cached under benchmarks/cache/, so the command goes on where it was left off. Only --write
+changes what git tracks: docs/results/time_to_accuracy.jsonl, which gets a seed's runs as one line once all are
+finished, and the figure beside it. So another machine can go on with the next seed; times are only compared with those
+of the same machine.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from benchmarks import CACHE, QUICKSTART, QUIET, RESULTS, claims, networks
+from benchmarks import CACHE, QUICKSTART, QUIET, RESULTS, claims, networks, provenance, tracked
 from benchmarks.networks import Network
+from benchmarks.provenance import Provenance
 from recipe import loading
 from recipe.json_text import json_text
 from training.metrics import read_events
 from training.run import run
+from training.run_folder import starts
 
 HOSTS, RATE = 8, 50_000_000  # bits a second
 SEEDS = (0, 1, 2)
@@ -88,24 +91,41 @@ def folder(method: str, seed: int) -> Path:
 
 def kept(seed: int) -> Dict[str, Curve]:
     """The runs of a seed that were finished together on some machine, by method; empty if there are none."""
+    line = _kept(seed)
+    return {name: Curve(*values) for name, values in line["curves"].items()} if line else {}
+
+
+def _kept(seed: int) -> Optional[dict]:
+    """The line of a seed's runs, as they are declared now."""
     runs = {name: folder(name, seed).name for name in METHODS}
     for line in KEPT.read_text().splitlines() if KEPT.exists() else ():
         found = json.loads(line)
         if found["runs"] == runs:
-            return {name: Curve(*values) for name, values in found["curves"].items()}
-    return {}
+            return found
+    return None
 
 
 def keep(seed: int, curves: Dict[str, Curve]) -> None:
-    """Add a seed's runs, all finished on this machine, to what `kept` finds."""
+    """Add a seed's runs, all finished and with folders here, to what `kept` finds."""
+    folders = {name: folder(name, seed) for name in curves}
+    cores = {start["cpus"] for each in folders.values() for start in starts(each)}
     line = {
         "seed": seed,
-        **claims.machine(),
-        "runs": {name: folder(name, seed).name for name in curves},
+        "trained": provenance_of(seed, list(curves))._asdict(),
+        "cores": sorted(cores),
+        "runs": {name: each.name for name, each in folders.items()},
         "curves": curves,
     }
     with open(KEPT, "a", encoding="utf-8") as stream:
         stream.write(json_text(line) + "\n")
+
+
+def provenance_of(seed: int, names: Sequence[str]) -> Provenance:
+    """When and where a seed's runs of some methods were trained, as is kept of them or as their folders say."""
+    line = _kept(seed)
+    if line:
+        return provenance.from_json(line["trained"])
+    return provenance.merged(provenance.of_folder(folder(name, seed)) for name in names)
 
 
 def read(where: Path) -> Optional[Curve]:
@@ -210,16 +230,23 @@ def draw(curves: Dict[str, List[Curve]], path: Path) -> None:
 
 
 def main() -> None:
-    as_json = claims.begin(__doc__, takes="an hour, less for finished runs", quick="3 minutes").json
+    parser = claims.parser(__doc__)
+    tracked.add_option(parser)
+    options = claims.begin(parser, takes="an hour, less for finished runs", quick="3 minutes")
     torch.set_num_threads(1)  # as in the ranks, which are forked from here
     names, seeds = claims.less(list(METHODS), list(FEW)), claims.less(SEEDS, SEEDS[:1])
     found = {seed: claims.less(kept(seed), {}) for seed in seeds}
     wanted = [(seed, name) for seed in seeds for name in names if name not in found[seed]]
+    writes = options.write and not claims.quick()
     for seed, name in claims.progress(wanted, "run"):
         found[seed][name] = train(name, seed)
-        if not claims.quick() and len(found[seed]) == len(names):
+        if writes and len(found[seed]) == len(names):
             keep(seed, found[seed])
     curves = {name: [found[seed][name] for seed in seeds] for name in names}
-    if not claims.quick():
+    if writes:
         draw(curves, RESULTS / "time_to_accuracy.png")
-    claims.report("time_to_accuracy", rows(curves), claimed(curves), as_json)
+    elif wanted and not claims.quick():
+        new = ", ".join(str(seed) for seed in dict.fromkeys(seed for seed, _ in wanted))
+        print(f"{KEPT.name} would get the runs of seeds {new} with --write")
+    about = provenance.about([provenance_of(seed, names) for seed in seeds])
+    claims.report("time_to_accuracy", rows(curves), claimed(curves), options.json, about)

@@ -1,12 +1,13 @@
-"""Runs an experiment, or the rest of it, and writes its page: docs/results/NAME.{md,csv,png}.
+"""Runs an experiment, or the rest of it, and compares what came out with its page: docs/results/NAME.{md,csv}.
 
     python -m benchmarks.evidence NAME [--json]   two runs at a time on two cores; after an interruption it goes on
+    python -m benchmarks.evidence NAME --write    the same; then renews the page, and keeps all finished runs
     python -m benchmarks.evidence NAME --quick    one or a few short runs, and no page
     python -m benchmarks.evidence --list          the experiments, and how many of their runs are finished
 
-Finished runs are cached under benchmarks/cache/evidence/, each an ordinary run folder, and docs/results/runs.jsonl
-keeps what pages need of them. Without both, everything is trained anew, and compared with the figures in docs/results/
-before these are replaced.
+Finished runs are cached under benchmarks/cache/evidence/, each an ordinary run folder. docs/results/runs.jsonl keeps
+what pages need of them, with day, processor and torch of the machine that trained them. Without both, everything is
+trained anew. Only --write changes files that git tracks: runs.jsonl, as runs end, and the page with CSV and figure.
 """
 
 if __name__ == "__main__":  # before the imports: see run
@@ -14,12 +15,13 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import argparse
 import functools
 import signal
 import sys
-from typing import Callable, Dict
+from typing import Callable, Dict, Iterable
 
-from benchmarks import claims
+from benchmarks import RESULTS, claims, provenance, tracked
 from benchmarks.evidence import page
 from benchmarks.evidence.ablations import Ablations
 from benchmarks.evidence.exchange_learning import ExchangeLearning
@@ -31,7 +33,7 @@ from benchmarks.evidence.lars_forms import LarsForms
 from benchmarks.evidence.micro import MicroBatches
 from benchmarks.evidence.norms import Norms
 from benchmarks.evidence.resolution import Resolution
-from benchmarks.evidence.runs import Lost, outcome, train_all
+from benchmarks.evidence.runs import Lost, Run, outcome, provenance_of, train_all
 from benchmarks.evidence.staleness import Staleness
 from recipe import cores
 from recipe.errors import FAILED, STOPPED
@@ -45,6 +47,7 @@ def main() -> int:
     parser = claims.parser(__doc__)
     parser.add_argument("name", nargs="?", choices=list(EXPERIMENTS), metavar="NAME", help="of --list")
     parser.add_argument("--list", action="store_true", help="the experiments")
+    tracked.add_option(parser)
     options = claims.begin(parser, takes=Experiment.takes, quick=Experiment.quick_takes)
     if options.list:
         for name, experiment in EXPERIMENTS.items():
@@ -54,42 +57,52 @@ def main() -> int:
         return 0
     if options.name is None:
         parser.error("name an experiment, or give --list")
-    return conclude(EXPERIMENTS[options.name], options.json)
+    return conclude(EXPERIMENTS[options.name], options)
 
 
 def command(name: str) -> Callable[[], int]:
     """main() of a file that is the command of one experiment."""
     experiment = EXPERIMENTS[name]
-    about = f"{experiment.question}\n\n    python -m benchmarks.{name} [--quick] [--json]"
+    about = f"{experiment.question}\n\n    python -m benchmarks.{name} [--quick] [--json] [--write]"
 
     def main() -> int:
-        options = claims.begin(about, takes=experiment.takes, quick=experiment.quick_takes)
-        return conclude(experiment, options.json)
+        parser = claims.parser(about)
+        tracked.add_option(parser)
+        options = claims.begin(parser, takes=experiment.takes, quick=experiment.quick_takes)
+        return conclude(experiment, options)
 
     return main
 
 
-def conclude(experiment: Experiment, as_json: bool) -> int:
-    """Train what is missing, write the page (not with --quick), print the rows; return the exit code."""
+def conclude(experiment: Experiment, options: argparse.Namespace) -> int:
+    """Train what is missing, compare or write the page (neither with --quick), print the rows; return the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     quick = experiment.quick() if claims.quick() else []
     try:
         report = functools.partial(print, file=sys.stderr, flush=True)
         short = [run for series in quick for run in series.runs]
-        train_all(lambda: short or experiment.wanted(), cores.available(), report, kept=not quick)
+        train_all(lambda: short or experiment.wanted(), cores.available(), report, kept=options.write and not quick)
     except Lost as error:
         return fail(error, FAILED)
     except KeyboardInterrupt:
         return fail("stopped; the same command goes on", STOPPED)
     if quick:
         print("quick: short runs only, so no page is written")
-        claims.report(experiment.name, experiment.rows_of(quick), [], as_json)
+        claims.report(experiment.name, experiment.rows_of(quick), [], options.json, _about(short))
         return 0
     rows = experiment.rows()
-    differing = page.differences(experiment, rows)
+    differing = page.differences(experiment, rows, RESULTS)
     print(f"{len(differing)} of {len(rows)} rows differ from the earlier figures", *differing, sep="\n  ")
-    page.write(experiment, rows)
+    if options.write:
+        page.write(experiment, rows, RESULTS)
+        print(f"written: docs/results/{experiment.name}.md, .csv, .png")
+    else:
+        tracked.compare(page.texts(experiment, rows, RESULTS))
     print(f"verdict: {experiment.verdict(rows)}")
-    print(f"written: docs/results/{experiment.name}.md, .csv, .png")
-    claims.report(experiment.name, rows, experiment.claims(), as_json)
+    claims.report(experiment.name, rows, experiment.claims(), options.json, _about(experiment.wanted()))
     return 0
+
+
+def _about(runs: Iterable[Run]) -> Dict[str, str]:
+    """When and where the runs were trained, which need not be here and now."""
+    return provenance.about([provenance_of(run) for run in dict.fromkeys(runs)])

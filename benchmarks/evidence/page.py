@@ -3,37 +3,56 @@
 import contextlib
 import csv
 import inspect
+import io
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
-from benchmarks import RESULTS, claims
+from benchmarks import RESULTS, provenance
+from benchmarks.evidence import runs
 from benchmarks.evidence.experiment import Experiment, cell
 
 _EXAMPLE = "The last row's last run by itself:"
 _MEASURED = "one thread a run.\n\n"
 
 
-def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) -> None:
-    """Write NAME.csv, NAME.png and NAME.md.
-
-    Of a page that is there the text before the table and the section "Findings" are kept: they are written by hand.
-    """
+def write(experiment: Experiment, rows: Sequence[dict], folder: Path) -> None:
+    """Write NAME.csv, NAME.md and NAME.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with open(folder / f"{experiment.name}.csv", "w", newline="") as stream:
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    for path, text in texts(experiment, rows, folder).items():
+        path.write_text(text, encoding="utf-8")
     experiment.draw(rows, folder / f"{experiment.name}.png")
-    path = folder / f"{experiment.name}.md"
-    before = path.read_text() if path.exists() else ""
+
+
+def texts(experiment: Experiment, rows: Sequence[dict], folder: Path) -> Dict[Path, str]:
+    """Return what NAME.csv and NAME.md would be.
+
+    Days, processors and torch are those of the runs. Of a page that is there the text before the table and the section
+    "Findings" are kept: they are written by hand.
+    """
+    page = folder / f"{experiment.name}.md"
+    before = page.read_text(encoding="utf-8") if page.exists() else ""
+    return {folder / f"{experiment.name}.csv": _csv(rows), page: _page(experiment, rows, before)}
+
+
+def _csv(rows: Sequence[dict]) -> str:
+    stream = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def _page(experiment: Experiment, rows: Sequence[dict], before: str) -> str:
+    """Args: before: the page that is there, or an empty text."""
     about = before.partition(_MEASURED)[2].partition("\n\n| ")[0]
     _, heading, after = before.partition("## Findings\n")
-    machine, base = claims.machine(), experiment.base
+    trained = provenance.described([runs.provenance_of(run) for run in dict.fromkeys(experiment.wanted())])
+    base = experiment.base
     parts = [
         f"# {experiment.question}",
-        f"Measured on {machine['date']}, {machine['cpu']}, torch {machine['torch']}, by `python -m benchmarks.evidence "
-        f"{experiment.name}`; recipe [`{base}`](../../{base}), {_MEASURED}".strip(),
+        f"{trained}, by `python -m benchmarks.evidence {experiment.name}`; recipe [`{base}`](../../{base}), "
+        f"{_MEASURED}".strip(),
         about or inspect.cleandoc(experiment.__doc__),
         experiment.table(rows),
         f"![the same as a figure]({experiment.name}.png)",
@@ -42,7 +61,7 @@ def write(experiment: Experiment, rows: Sequence[dict], folder: Path = RESULTS) 
         f"{_EXAMPLE} `{' '.join(['python', *experiment.series()[-1].runs[-1].program])}`",
         f"**Verdict.** {experiment.verdict(rows)}",
     ]
-    path.write_text("\n\n".join(part for part in parts if part) + "\n")
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def read(path: Path) -> List[dict]:

@@ -1,8 +1,8 @@
 """Runs of an experiment: each an ordinary run folder in the cache, trained once, continued where it was left off.
 
 A run's folder is named after its content: experiments that need the same run share it, a changed run gets a new one.
-What was trained on another machine is found by the same name in docs/results/runs.jsonl. To train a run anew, remove
-its line there and its folder in the cache.
+What was trained on another machine is found by the same name in docs/results/runs.jsonl, which also says when and where
+it was trained. To train a run anew, remove its line there and its folder in the cache.
 """
 
 import contextlib
@@ -22,8 +22,9 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from benchmarks import CACHE, QUIET, RESULTS, ROOT
+from benchmarks import CACHE, QUIET, RESULTS, ROOT, provenance
 from benchmarks.evidence.lars_ratio import Recorder
+from benchmarks.provenance import Provenance
 from data.glyphs import GlyphsSource
 from data.sources import open_source
 from parallel import launchers
@@ -139,6 +140,12 @@ def events_of(run: Run) -> Dict[str, List[dict]]:
     return line["events"] if line else {}
 
 
+def provenance_of(run: Run) -> Provenance:
+    """When and where a run was trained, by its folder or by what is kept of it."""
+    line = None if run.folder.exists() else _kept(run)
+    return provenance.of_folder(run.folder) if line is None else provenance.from_json(line["trained"])
+
+
 def curve(run: Run, kind: str, key: str) -> Tuple[List[float], List[float]]:
     """Epochs and values along the run, e.g. of ("eval", "top1"). Empty for a run that diverged at once."""
     events = events_of(run).get(kind, [])
@@ -152,7 +159,8 @@ def train_all(
 
     Args:
         wanted: called again whenever a run has ended: which runs come next may depend on it.
-        report: called with a line about each run that ends. kept: whether it is also kept in docs/results.
+        report: called with a line about each run that ends.
+        kept: whether finished runs are also kept in docs/results, those included that were finished before.
 
     Raises:
         Lost: a run failed. KeyboardInterrupt: Ctrl-C; the runs have saved themselves before.
@@ -161,7 +169,12 @@ def train_all(
     running: Dict[multiprocessing.Process, Run] = {}
     try:
         while True:
-            pending = [run for run in dict.fromkeys(wanted()) if outcome(run) is None]
+            known = list(dict.fromkeys(wanted()))
+            pending = [run for run in known if outcome(run) is None]
+            if kept:
+                for run in known:
+                    if run not in running.values():
+                        keep(run)
             for run in pending:
                 used = sum(each.processes for each in running.values())
                 if run not in running.values() and used + min(run.processes, at_once) <= at_once:
@@ -176,8 +189,6 @@ def train_all(
                     raise KeyboardInterrupt
                 if process.exitcode or found is None:
                     raise Lost(f"{' '.join(run.command())}: ended with {process.exitcode}; see {run.folder}.log")
-                if kept and not run.measured:
-                    keep(run, found.diverged)
                 pending = [other for other in pending if other != run]  # it may have ended before they were counted
                 result = f"diverged ({found.diverged})" if found.diverged else f"top1 {found.top1:.2%}"
                 report(f"{' '.join(run.arguments)}: {result}; {len(pending)} more known to come")
@@ -251,14 +262,27 @@ def _content(recipe: str) -> str:
 # Runs of other machines -----------------------------------------------------------------------------------------------
 
 
-def keep(run: Run, diverged: str) -> None:
-    """Add a finished run to docs/results/runs.jsonl: what trained it, and what pages read of its log."""
+def keep(run: Run) -> None:
+    """Add a run to docs/results/runs.jsonl: what trained it, when and where, and what pages read of its log.
+
+    Only one that is finished and has a folder here, is not there yet, and is not measured, as the record is not kept.
+    """
+    if run.measured or not run.folder.exists() or _kept(run) is not None:
+        return
+    found = outcome(run)
+    if found is None:
+        return
     events = {kind: events_of(run).get(kind, []) for kind in _KEPT_FIELDS}
     events["train"] = [each for each in events["train"] if each.get("noise_scale") or each is events["train"][-1]]
-    short = {kind: [_shortened(kind, event) for event in some] for kind, some in events.items()}
-    line = {"run": run.folder.name, "program": run.program, "torch": torch.__version__, "diverged": diverged}
+    line = {
+        "run": run.folder.name,
+        "program": run.program,
+        "trained": provenance_of(run)._asdict(),
+        "diverged": found.diverged,
+        "events": {kind: [_shortened(kind, event) for event in some] for kind, some in events.items()},
+    }
     with open(KEPT, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps({**line, "events": short}, separators=(",", ":")) + "\n")
+        stream.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 def _shortened(kind: str, event: dict) -> dict:
@@ -272,11 +296,12 @@ def _kept(run: Run) -> Optional[dict]:
     """The line of a run: `events` by kind, and `diverged`, empty if it did not. None of a measured run."""
     if run.measured or not KEPT.exists():
         return None
-    return _lines(KEPT, KEPT.stat().st_mtime_ns).get(run.folder.name)
+    state = KEPT.stat()
+    return _lines(KEPT, state.st_mtime_ns, state.st_size).get(run.folder.name)
 
 
 @functools.lru_cache(maxsize=1)
-def _lines(path: Path, changed: int) -> Dict[str, dict]:
-    """Args: changed: when, so that the file is read again."""
+def _lines(path: Path, changed: int, size: int) -> Dict[str, dict]:
+    """Lines by run. Args: changed, size: of the file, so that it is read again once they are others."""
     read = map(parse_json, path.read_text(encoding="utf-8").splitlines())
     return {line["run"]: line for line in read}

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from unittest import mock
 
@@ -11,6 +12,7 @@ from benchmarks import claims, plan
 from tests.conftest import ROOT
 
 _FILES = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*/__main__.py")]
+_PARTS = [*(ROOT / "benchmarks").rglob("*.py")]
 BENCHMARKS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in _FILES if "run(__file__)" in path.read_text()
 )
@@ -36,6 +38,29 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
             main()
         (said,) = claims._say.call_args.args
         assert said.startswith("takes about ") and ("; --quick: " in said) is hint is not claims.quick()
+
+
+# The others change no file that git tracks.
+WRITING = (
+    "benchmarks.evidence.__main__", "benchmarks.exchange_learning", "benchmarks.gpu_suite", "benchmarks.lars_forms",
+    "benchmarks.staleness", "benchmarks.time_to_accuracy",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_what_git_tracks_is_written_with_an_option(name, monkeypatch):
+    monkeypatch.setattr(claims, "_say", mock.Mock(side_effect=Begun))
+    monkeypatch.setattr(sys, "argv", [name, "--write"])
+    with pytest.raises(Begun):
+        importlib.import_module(name).main()
+
+
+def test_no_other_benchmark_knows_where_results_are():
+    """`RESULTS` is docs/results."""
+    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in _PARTS}
+    knowing = {name for name, text in named.items() if re.search(r"\bRESULTS\b|[\"']docs[\"'/]", text)}
+    parts = {"benchmarks.__init__", "benchmarks.evidence.page", "benchmarks.evidence.runs"}  # parts of those that write
+    assert knowing == parts | {"benchmarks.evidence.__main__", "benchmarks.gpu_suite", "benchmarks.time_to_accuracy"}
 
 
 def test_progress_says_how_much_is_left(monkeypatch, capsys):

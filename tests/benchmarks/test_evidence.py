@@ -1,5 +1,6 @@
 """The runner of experiments: what it trains, keeps and compares; and that verdicts follow from figures."""
 
+import argparse
 import itertools
 import json
 import re
@@ -10,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, provenance
 from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import experiment, page, runs
 from benchmarks.evidence.experiment import Climb, Experiment, Series
@@ -18,6 +19,8 @@ from benchmarks.evidence.half_weights import PEAKS, WEIGHTS
 from benchmarks.evidence.ladder import BATCHES, LARS, LARS_MOMENTUM, Ladder
 from benchmarks.evidence.norms import GROUPS, SIZE, parameters
 from benchmarks.evidence.runs import Lost, Outcome, Run, outcome, train_all
+from benchmarks.provenance import UNKNOWN, Provenance
+from recipe import cores
 from tests import ranks
 from training import weights
 
@@ -50,16 +53,42 @@ def test_of_a_log_the_last_line_and_every_noise_scale_are_kept(kept):
     log = [{"event": "train", "step": step, "epoch": step / 9, "loss": 1 / step, "lr": 1.0} for step in range(1, 778)]
     for event in log[100:200]:
         event["noise_scale"] = {"images": 5.0, "error": 1.0, "layers": {}}
+    log.append({"event": "eval", "step": 777, "epoch": 7.0, "loss": 2.0, "top1": 0.5, "top5": 0.9})
     log.append({"event": "end", "step": 777, "top1": 0.5})
     run.folder.mkdir(parents=True)
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in log))
-    runs.keep(run, "")
+    trained_on(run, "2026-11-20", "Some CPU")
+    for _ in range(2):  # the second time it is there
+        runs.keep(run)
     shutil.rmtree(run.folder)
+    assert len(runs.KEPT.read_text().splitlines()) == 1
+    assert runs.provenance_of(run) == Provenance(("2026-11-20",), ("Some CPU",), ("2.0",))
     found = runs.events_of(run)
-    assert found["eval"] == [] and found["end"][0]["top1"] == 0.5
+    assert found["eval"] == [{"event": "eval", "step": 777, "epoch": 7.0, "loss": 2.0, "top1": 0.5}]
+    assert found["end"][0]["top1"] == 0.5
     assert found["train"][-1] == {"event": "train", "step": 777, "epoch": 777 / 9, "loss": 1 / 777}
     assert [event["noise_scale"] for event in found["train"][:-1]] == [{"images": 5.0, "error": 1.0}] * 100
     assert runs.events_of(Run(SHORT, 1)) == {}
+    assert runs.provenance_of(Run(SHORT, 1)) == UNKNOWN
+
+
+def trained_on(run, day, processor):
+    """Has the run's folder say so."""
+    start = {"started": f"{day}T12:00:00+00:00", "processor": processor, "torch": "2.0", "step": 0}
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "environment.json").write_text(json.dumps({"starts": [start]}))
+
+
+def test_only_finished_runs_with_a_folder_are_kept(monkeypatch):
+    """Neither one that is being trained, nor a measured one, nor one that was never here."""
+    finished, training, measured, elsewhere = Run(SHORT, 0), Run(SHORT, 1), Run(SHORT, 0, measured=True), Run(SHORT, 2)
+    for run in (finished, training, measured):
+        trained_on(run, "2026-11-20", "Some CPU")
+    monkeypatch.setattr(runs, "outcome", lambda run: None if run == training else Outcome(0.5, 1.0, 1.0, {}))
+    for run in (finished, training, measured, elsewhere):
+        runs.keep(run)
+    (line,) = runs.KEPT.read_text().splitlines()
+    assert json.loads(line)["run"] == finished.folder.name
 
 
 @pytest.mark.multiprocess
@@ -84,9 +113,11 @@ def trained_once(folder):
     def wanted():
         return [first, first] if outcome(first) is None else [first, second]
 
-    for _ in range(2):
-        train_all(wanted, 2, said.append, kept=True)
+    for kept in (False, True, True):  # what was finished before is kept later, and once
+        train_all(wanted, 2, said.append, kept=kept)
         assert len(said) == 2 and all("top1" in each for each in said)
+        assert runs.KEPT.exists() == kept
+    assert len(runs.KEPT.read_text().splitlines()) == 2
 
     elsewhere = folder.parent / "elsewhere"
     line = [*first.command()[:-1], f"run.output={elsewhere}"]
@@ -96,9 +127,10 @@ def trained_once(folder):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     def read():
-        return [(outcome(run), runs.curve(run, "eval", "top1")) for run in (first, second)]
+        return [(outcome(run), runs.curve(run, "eval", "top1"), runs.provenance_of(run)) for run in (first, second)]
 
     before = read()
+    assert before[0][2].processors == (cores.processor(),) and before[0][2].torch == (torch.__version__,)
     shutil.rmtree(folder)
     assert read() == before and outcome(first._replace(measured=True)) is None
 
@@ -214,12 +246,42 @@ def test_a_page_has_figures_the_command_and_ends_with_the_verdict(tmp_path, pret
     assert [(row["top1_mean"], row["top1_sd"], row["seeds"]) for row in rows] == [(51, 1, 3), (61, 1, 3)]
     page.write(two, rows, tmp_path)
     text = (tmp_path / "two.md").read_text()
+    assert "\n\nTrained on days not recorded on processors not recorded, torch not recorded, by `python" in text
     assert "| other | 61.0 ± 1.0 | 1.000 ± 0.000 | 2.000 ± 0.000 |" in text
     assert "`python -m benchmarks.evidence two`" in text and "\n\nTwo series of runs that are not trained.\n\n|" in text
     assert "--config configs/evidence.yaml schedule.peak=2 run.seed=2`" in text
     assert text.endswith("**Verdict.** One of them.\n")
     assert (tmp_path / "two.png").stat().st_size > 1000
     assert (tmp_path / "two.csv").read_text().splitlines()[1].startswith("one,3,0,51")
+
+
+def test_the_head_of_a_page_is_about_the_machines_that_trained_its_runs(tmp_path, pretended):
+    two = Two()
+    for number, run in enumerate(two.wanted()):
+        trained_on(run, f"2026-11-2{number}", f"CPU {number % 2}")
+    page.write(two, two.rows(), tmp_path)
+    head = (tmp_path / "two.md").read_text().split("\n\n")[1]
+    assert head.startswith("Trained 2026-11-20 to 2026-11-25 on CPU 0 and CPU 1, torch 2.0, by `python -m ")
+    assert head.endswith("; recipe [`configs/evidence.yaml`](../../configs/evidence.yaml), one thread a run.")
+
+
+def test_files_in_docs_results_change_with_write_only(tmp_path, pretended, monkeypatch, capsys):
+    keeps = []
+    monkeypatch.setattr(command, "train_all", lambda *arguments, kept: keeps.append(kept))
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(command, "signal", mock.Mock())
+
+    def conclude(write):
+        assert command.conclude(Two(), argparse.Namespace(write=write, json=False)) == 0
+        return capsys.readouterr().out
+
+    assert "two.md would change with --write:\n" in conclude(write=False) and not (tmp_path / "results").exists()
+    assert "written: docs/results/two.md, .csv, .png" in conclude(write=True)
+    written = {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()}
+    assert written.keys() == {"two.md", "two.csv", "two.png"}
+    said = conclude(write=False)
+    assert all(f"{name} is as --write would write it" in said for name in ("two.md", "two.csv"))
+    assert keeps == [False, True, False]
 
 
 def test_a_rerun_is_compared_with_what_was_written_and_keeps_its_findings(tmp_path, pretended):
@@ -328,6 +390,25 @@ def test_the_pages_of_the_repository_say_what_their_figures_say(name, tmp_path):
     assert written.endswith(f"**Verdict.** {found.verdict(rows)}\n")
     found.draw(rows, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+ALL_KEPT = ("ladder2", "exchange_learning")  # experiments of which every run is in docs/results/runs.jsonl
+
+
+@pytest.mark.parametrize("name", ALL_KEPT)
+def test_a_page_of_kept_runs_can_be_made_anew_on_any_machine(name, monkeypatch):
+    monkeypatch.setattr(runs, "KEPT", RESULTS / "runs.jsonl")
+    found = command.EXPERIMENTS[name]
+    for path, text in page.texts(found, found.rows(), RESULTS).items():
+        assert text == path.read_text(), path
+
+
+def test_each_kept_run_says_when_and_where_it_was_trained():
+    lines = [json.loads(line) for line in (RESULTS / "runs.jsonl").read_text().splitlines()]
+    assert len({line["run"] for line in lines}) == len(lines)
+    for line in lines:
+        trained = provenance.from_json(line["trained"])
+        assert all(trained) and all(re.fullmatch(r"20\d\d-\d\d-\d\d|not recorded", day) for day in trained.days)
 
 
 def test_depthwise_convolutions_come_with_as_many_parameters():

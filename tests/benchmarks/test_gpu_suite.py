@@ -16,6 +16,8 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import (
+    CACHE,
+    RESULTS,
     claims,
     gpu_calls,
     gpu_checks,
@@ -318,7 +320,6 @@ def verdicts(rows):
 
 def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--json"])
     about = {**next(gpu_calls.machine("cpu")), "device": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}
     measured = Measured(WRITTEN, {"first": about})
     files = gpu_results.write(measured, tmp_path / "gpu")
@@ -334,8 +335,19 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
         assert len({line.count("|") for line in table.splitlines()}) == 1
     assert "not measured: out of memory" in page and "79.1 GiB" in page
     assert "| b4_speedup_over_timm_compiled | 2 (2 to 2) | >= 1.5 | holds |" in page
-    monkeypatch.setattr(gpu_calls, "measured", lambda *arguments: measured)
+    folders = []
+
+    def measure(plan, call, folder):
+        folders.append(folder)
+        return measured
+
+    monkeypatch.setattr(gpu_calls, "measured", measure)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--write"])
     gpu_suite.main()
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--json"])
+    capsys.readouterr()
+    gpu_suite.main()
+    assert folders == [RESULTS / "gpu", CACHE / "gpu"]
     captured = capsys.readouterr()
     assert captured.err.startswith("takes about 10 minutes at most (checks of kernels; B4 G16 at 380 px beside timm")
     printed = json.loads(captured.out.splitlines()[-1])
