@@ -392,7 +392,7 @@ def test_the_pages_of_the_repository_say_what_their_figures_say(name, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-ALL_KEPT = ("ladder2", "exchange_learning")  # experiments of which every run is in docs/results/runs.jsonl
+ALL_KEPT = ("exchange_learning", pytest.param("ladder2", marks=pytest.mark.slow))  # all their runs are in runs.jsonl
 
 
 @pytest.mark.parametrize("name", ALL_KEPT)
