@@ -42,7 +42,7 @@ import torch
 from benchmarks import CACHE, QUICKSTART, QUIET, RESULTS, claims, networks, provenance, tracked
 from benchmarks.networks import Network
 from benchmarks.provenance import Provenance
-from recipe import loading
+from recipe import loading, yaml_text
 from recipe.json_text import json_text
 from training.metrics import read_events
 from training.run import run
@@ -84,8 +84,9 @@ def overrides(method: str, seed: int) -> List[str]:
 
 
 def folder(method: str, seed: int) -> Path:
-    """Where a run is kept, by its content."""
-    content = [QUICKSTART.read_text(), str((HOSTS, RATE)), *overrides(method, seed)]
+    """Where a run is kept, by its content; comments of the recipe are none."""
+    recipe = yaml_text.parse_yaml(QUICKSTART.read_text(), QUICKSTART.name)
+    content = [json.dumps(recipe, sort_keys=True), str((HOSTS, RATE)), *overrides(method, seed)]
     return CACHE / "time_to_accuracy" / hashlib.sha256("\n".join(content).encode()).hexdigest()[:12]
 
 
