@@ -235,6 +235,7 @@ def main() -> None:
     tracked.add_option(parser)
     options = claims.begin(parser, takes="an hour, less for finished runs", quick="3 minutes")
     torch.set_num_threads(1)  # as in the ranks, which are forked from here
+    # Train what neither lines nor folders have. A seed is kept once all its runs are there.
     names, seeds = claims.less(list(METHODS), list(FEW)), claims.less(SEEDS, SEEDS[:1])
     found = {seed: claims.less(kept(seed), {}) for seed in seeds}
     wanted = [(seed, name) for seed in seeds for name in names if name not in found[seed]]
@@ -243,6 +244,7 @@ def main() -> None:
         found[seed][name] = train(name, seed)
         if writes and len(found[seed]) == len(names):
             keep(seed, found[seed])
+    # Report, with the machine that trained: it need not be this one.
     curves = {name: [found[seed][name] for seed in seeds] for name in names}
     if writes:
         draw(curves, RESULTS / "time_to_accuracy.png")

@@ -78,6 +78,7 @@ def conclude(experiment: Experiment, options: argparse.Namespace) -> int:
     """Train what is missing, compare or write the page (neither with --quick), print the rows; return the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     quick = experiment.quick() if claims.quick() else []
+    # Train. What is finished is kept as runs end, so that an interruption loses nothing.
     try:
         report = functools.partial(print, file=sys.stderr, flush=True)
         short = [run for series in quick for run in series.runs]
@@ -90,6 +91,7 @@ def conclude(experiment: Experiment, options: argparse.Namespace) -> int:
         print("quick: short runs only, so no page is written")
         claims.report(experiment.name, experiment.rows_of(quick), [], options.json, _about(short))
         return 0
+    # Compare before anything is replaced.
     rows = experiment.rows()
     differing = page.differences(experiment, rows, RESULTS)
     print(f"{len(differing)} of {len(rows)} rows differ from the earlier figures", *differing, sep="\n  ")

@@ -392,7 +392,7 @@ def test_the_pages_of_the_repository_say_what_their_figures_say(name, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-# Experiments whose runs are all in docs/results/runs.jsonl. One whose declaration changes is trained anew, or leaves here.
+# Experiments whose runs are all in docs/results/runs.jsonl: trained anew where their declaration changes.
 ALL_KEPT = ("exchange_learning", pytest.param("ladder2", marks=pytest.mark.slow))
 
 
