@@ -7,11 +7,13 @@ import pytest
 import timm.optim
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.families import build
 from optim import factory, muon
 from optim.muon import COEFFICIENTS, Muon, orthogonalized
 from recipe.config import Model, Optimizer
+from tests.conftest import ROOT
 from tests.optim import states
 from tests.optim.states import take_step, weight_state
 
@@ -243,6 +245,21 @@ def test_a_hidden_layer_that_is_skipped_is_no_matrix():
         for each in group["params"]
     }
     assert found == {id(named["bias"]): (0, 0.0), id(named["weight"]): (1, 0.1)}
+
+
+@pytest.mark.parametrize(("by_group", "expected"), [(True, 69), (False, 118)])
+def test_products_of_a_b4_cost_what_the_page_says(by_group, expected):
+    """In GFLOP, as torch counts them."""
+    with torch.device("meta"):
+        model = build(Model(), 0)
+    weights = dict(model.named_parameters())
+    with FlopCounterMode(display=False) as counter:
+        for name, groups in factory.hidden_layers(model).items():
+            matrices = groups if by_group else 1
+            orthogonalized(weights[name].detach().reshape(matrices, len(weights[name]) // matrices, -1), 5)
+    assert counter.get_total_flops() / 1e9 == pytest.approx(expected, abs=0.5)
+    page = (ROOT / "docs" / "optimizer.md").read_text(encoding="utf-8")
+    assert f"{expected} GFLOP" in page or f"would be {expected}." in page
 
 
 # Bits ----------------------------------------------------------------------------------------------------------------
