@@ -2,7 +2,7 @@
 
 from typing import List, Optional, Sequence
 
-from data import digits, folder, glyphs, shards, torchvision  # noqa: F401  (they register themselves)
+from data import digits, folder, glyphs, huggingface, shards, torchvision  # noqa: F401  (they register themselves)
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Source
 from data.classes import matched
 from recipe.config import Data

@@ -68,10 +68,12 @@ class TorchvisionSource(Source):
         if not 0 <= labels.min() <= labels.max() < len(self.classes):
             span = f"labels from {labels.min()} to {labels.max()}, but {len(self.classes)} classes"
             raise DataError(f"{self.place}: {span}; get these files anew, or correct data.dataset")
+        # As class folders are numbered: a stable sort keeps the data set's order within each label.
         self._name = name
         self._numbers = np.argsort(labels, kind="stable")  # in the data set
         self.labels = labels[self._numbers].astype(np.int64)
         pixels = np.ascontiguousarray(images[self._numbers])
+        # Of the content: a file may be packed, moved or renamed.
         self.digest = _digest(pixels, self.labels, self.classes)
         if pixels.ndim == 3:
             pixels = np.repeat(pixels[..., None], 3, axis=3)

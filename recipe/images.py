@@ -24,7 +24,8 @@ class Data(Kind):
 
     tag = "source"
     resets = False
-    files: ClassVar[bool] = False  # whether images are files that are read, and decoded
+    files: ClassVar[bool] = False  # whether images are files, which DALI can read, too
+    encoded: ClassVar[bool] = False  # whether images are decoded when they are read
     possible_classes: ClassVar[range] = range(2, 2**31)  # numbers of classes that a model can learn
 
     source: str = Field("folder", description="where images come from")
@@ -134,6 +135,7 @@ class Files(Stored):
     """Keys of the sources that read files."""
 
     files: ClassVar[bool] = True
+    encoded: ClassVar[bool] = True
     urls: ClassVar[bool] = False  # whether root may be a URL
     train_folder: PathText = Field(
         "train", description="folder below root with one folder of images per class, or shards"
@@ -230,6 +232,38 @@ class Torchvision(Stored):
         """Images of the "train" or "validation" split: as many as are expected, else as the data set has."""
         known = SETS[self.dataset].images[split] if self.dataset is not None else None
         return super().images(split) or known
+
+
+class HuggingFace(Stored):
+    """A data set of the Hugging Face hub, or parquet files of one, read by the package datasets."""
+
+    encoded: ClassVar[bool] = True
+    source: Literal["huggingface"] = "huggingface"
+    dataset: Optional[str] = Field(None, description="name of a data set on the hub, such as ILSVRC/imagenet-1k")
+    subset: Optional[str] = Field(None, description="configuration of a data set of the hub that has several")
+    train_split: str = Field("train", description="split of a data set of the hub with the training images")
+    validation_split: Optional[str] = None
+    """split of a data set of the hub for evaluation; null: validation, else test"""
+    image_column: Optional[str] = Field(None, description="column of the images; null: the only one that holds images")
+    label_column: Optional[str] = None
+    """column of the labels; null: the only one of class labels, else the one called label"""
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.dataset is not None and self.root is not None:
+            yield "dataset and root are both given; keep one: data.root=null or data.dataset=null"
+
+    @property
+    def place(self) -> str:
+        return self.root or self.dataset or self.source
+
+    def located(self, split: str) -> Optional[str]:
+        if self.root is not None and not os.path.isdir(self.root):
+            raise DataError(f"{self.root}: no such folder of parquet files; correct data.root")
+        return None  # nothing here counts the rows of parquet files
+
+    def count_classes(self) -> int:
+        raise ConfigError("model.classes auto: data.source=huggingface is not read before a run; give a number")
 
 
 def split_folder(data: Files, split: str) -> str:

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 OPTIONAL = (
     "poptorch", "popdist", "horovod", "nvidia.dali", "triton", "tensorboard", "torch.utils.tensorboard", "optuna",
     "matplotlib", "plotly", "rich", "fsspec", "aiohttp", "scipy", "onnx", "onnxscript", "onnxruntime",
-    "wandb", "mlflow", "sqlalchemy",
+    "wandb", "mlflow", "sqlalchemy", "datasets", "pyarrow",
 )  # fmt: skip
 LOAD = """
 import importlib, sys

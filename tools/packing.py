@@ -1,4 +1,4 @@
-"""Packing a source of files into tar shards: what goes where."""
+"""Packing the images of a source into tar shards: what goes where."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 
-from data import shard_index
-from data.base import UnreadableImage
-from data.encoded import EncodedImage, EncodedSource
+from data import base, shard_index
+from data.base import Pixels, Source, UnreadableImage
+from data.encoded import EncodedImage
 from data.local import LocalFolder, MissingFile
 from data.shard_index import Index, Manifest, Shard
 from parallel import parent_death
@@ -35,19 +36,21 @@ _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 1
 
 
 class Options(NamedTuple):
-    """How shards are made. short_side: pixels; None leaves images as they are."""
+    """How shards are made. short_side: pixels; None leaves images as they are. keep_order: number images as the source
+    does, instead of in a random order, for which `seed` is."""
 
     images_per_shard: int = 1000
     short_side: int | None = None
     quality: int = 92
     seed: int = 0
     skip_bad: bool = False
+    keep_order: bool = False
 
 
 class _Task(NamedTuple):
     """Everything that a process needs to make any shard."""
 
-    source: EncodedSource
+    source: Source
     folder: Path
     options: Options
     plan: str
@@ -63,11 +66,12 @@ class Packed(NamedTuple):
 
 
 def pack(
-    source: EncodedSource, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
+    source: Source, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
 ) -> tuple[Manifest, int, int, list[str], list[str]]:
     """Pack all images of a source into shards, with indexes and manifest. Shards of an interrupted call are kept.
 
-    Images are spread over the shards at random, a function of the seed. The same images and options give the same
+    Images are spread over the shards at random, a function of the seed, or lie in the order of the source. Files keep
+    their bytes; images that are none become PNG files of the same pixels. The same images and options give the same
     bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished; a line each
     ten seconds says how many images are done.
 
@@ -76,7 +80,9 @@ def pack(
     Raises DataError: `folder` holds other shards, or a shard would have no images; UnreadableImage unless
     options.skip_bad; OSError.
     """
-    order = np.argsort(bits32(key("order of packing", options.seed), np.arange(len(source), dtype=np.int64)))
+    order = np.arange(len(source), dtype=np.int64)
+    if not options.keep_order:
+        order = np.argsort(bits32(key("order of packing", options.seed), order))
     size = options.images_per_shard
     count = -(-len(source) // size)
     names = (f"{number:0{max(6, len(str(count - 1)))}d}.tar" for number in range(count))
@@ -116,12 +122,18 @@ def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manife
     return Manifest(classes, tuple(shards))
 
 
-def _digest(source: EncodedSource, options: Options) -> str:
-    """Digest of all that shards are a function of, except the bytes of the images, and skip_bad, which may change."""
-    digest = hashlib.sha256(json.dumps([options._replace(skip_bad=False), source.classes]).encode())
+def _digest(source: Source, options: Options) -> str:
+    """Digest of all that shards are a function of, except the bytes of files, and skip_bad, which may change."""
+    how = list(options._replace(skip_bad=False))
+    if not options.keep_order:  # shards that were packed before there was a choice have this digest
+        how.pop()
+    digest = hashlib.sha256(json.dumps([how, source.classes]).encode())
     digest.update(source.labels.tobytes())
     for index in range(len(source)):
         digest.update(os.fsencode(os.path.basename(source.name(index))) + b"\0")
+    (first,) = source.open_all([0])
+    if isinstance(first, Pixels):  # sources without files: other pixels may have the same names and labels
+        digest.update(source.digest.encode() + first.pixels().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -184,7 +196,7 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> Packed:
                     task.images_done.value += 1
                 called = source.name(image)
                 try:
-                    encoded, extension = _ready(source.encoded(image), called, task.options, damaged)
+                    encoded, extension = _ready(source.open(image), task.options, damaged)
                 except UnreadableImage as error:
                     if not task.options.skip_bad:
                         raise
@@ -204,19 +216,30 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> Packed:
     return Packed(index, reasons, damaged)
 
 
-def _ready(encoded: bytes, name: str, options: Options, damaged: list[str]) -> tuple[bytes, str]:
+def _ready(stored: base.Image, options: Options, damaged: list[str]) -> tuple[bytes, str]:
     """An image as it is packed, and its extension. Raises UnreadableImage. Args: damaged: gets a message if it is."""
     # All of it is decoded: damage is cheaper to find now than in every epoch.
-    stored = EncodedImage(encoded, name)
     pixels = stored.pixels()
     if stored.damage:
         damaged.append(stored.damage)
     height, width = pixels.shape[1:]
-    if options.short_side is None or min(height, width) <= options.short_side:
-        return encoded, "png" if encoded.startswith(b"\x89PNG") else "jpg"
-    ratio = options.short_side / min(height, width)
-    image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    image = image.resize((round(width * ratio), round(height * ratio)), Image.Resampling.BICUBIC)
+    if options.short_side is not None and min(height, width) > options.short_side:
+        ratio = options.short_side / min(height, width)
+        image = _picture(pixels).resize((round(width * ratio), round(height * ratio)), Image.Resampling.BICUBIC)
+        return _file(image, "JPEG", quality=options.quality), "jpg"
+    if isinstance(stored, EncodedImage):
+        return stored.encoded, "png" if stored.encoded.startswith(b"\x89PNG") else "jpg"
+    grey = bool((pixels == pixels[:1]).all())
+    return _file(_picture(pixels[:1] if grey else pixels), "PNG"), "png"
+
+
+def _picture(pixels: torch.Tensor) -> Image.Image:
+    """Pillow's image of uint8 [1 or 3, height, width], grey or RGB."""
+    rows = pixels.permute(1, 2, 0).contiguous().numpy()
+    return Image.fromarray(rows[:, :, 0] if rows.shape[2] == 1 else rows)
+
+
+def _file(image: Image.Image, kind: str, **options: int) -> bytes:
     stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=options.quality)
-    return stream.getvalue(), "jpg"
+    image.save(stream, kind, **options)
+    return stream.getvalue()

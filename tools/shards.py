@@ -1,6 +1,7 @@
 """Makes and checks tar shards: python -m tools.shards pack | index | verify ...
 
-pack writes class folders, or ImageNet's archives, into shards. index makes the indexes and manifest of other shards.
+pack writes class folders, ImageNet's archives, or the images of a recipe into shards. index makes the indexes and
+manifest of other shards.
 verify reads a set of shards and compares it with its checksums. See docs/shards.md.
 With --json the last line is one JSON object. Exit codes: 0 done, 1 failed, 2 the input is wrong.
 """
@@ -8,6 +9,7 @@ With --json the last line is one JSON object. Exit codes: 0 done, 1 failed, 2 th
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 if __name__ == "__main__":  # before the imports: see run
@@ -28,13 +30,14 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 
 from data import damage, shard_index
-from data.base import Names, UnreadableImage
-from data.encoded import EncodedImage, EncodedSource
+from data.base import Names, Source, UnreadableImage
+from data.encoded import EncodedImage
 from data.folder import FolderSource
 from data.local import Folder, LocalFolder
 from data.shard_index import MANIFEST, Manifest, Shard
 from data.shards import open_folder
-from recipe import cores
+from data.sources import open_source
+from recipe import cores, loading
 from recipe.division import count
 from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
 from recipe.files import write
@@ -68,17 +71,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m tools.shards", description="Make and check tar shards.")
     commands = parser.add_subparsers(required=True, metavar="pack | index | verify")
 
-    packing = commands.add_parser("pack", help="write class folders or ImageNet's archives into shards")
-    packing.add_argument("places", nargs="+", metavar="FOLDER DEST", help="class folders (not for archives); shards")
+    packing = commands.add_parser(
+        "pack", help="write class folders, ImageNet's archives or a recipe's images into shards"
+    )
+    places = "class folders (not for archives and recipes); shards; keys of the recipe, section.key=value"
+    packing.add_argument("places", nargs="+", metavar="FOLDER DEST", help=places)
     packing.add_argument("--imagenet-train", metavar="TAR", help="ILSVRC2012_img_train.tar, in the place of FOLDER")
     packing.add_argument("--imagenet-validation", metavar="TAR", help="ILSVRC2012_img_val.tar, in the place of FOLDER")
     packing.add_argument("--ground-truth", metavar="FILE", help="class of each validation image, a line each")
     packing.add_argument("--devkit", metavar="TAR", help="ILSVRC2012_devkit_t12.tar.gz, if the lines are its numbers")
+    packing.add_argument("--config", metavar="FILE", help="a recipe, whose images are packed in the place of FOLDER")
+    packing.add_argument("--split", choices=("train", "validation"), help="which of the recipe's images (train)")
     packing.add_argument("--images-per-shard", type=whole, default=1000, metavar="N", help="1000")
     packing.add_argument("--short-side", type=whole, metavar="PIXELS", help="make images with a longer one smaller")
     packing.add_argument("--quality", type=within(1, 95), default=92, metavar="Q", help="of those, as JPEG (92)")
     packing.add_argument("--workers", type=whole, default=cores.available(), metavar="N", help="processes")
-    packing.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the images (0)")
+    packing.add_argument("--seed", type=int, metavar="N", help="of the order of the images (0)")
+    packing.add_argument("--keep-order", action="store_true", help="number images as the source does; not in a mixture")
     packing.add_argument("--skip-bad", action="store_true", help="leave out and count images that cannot be read")
     packing.set_defaults(run=_pack)
 
@@ -98,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
+    if options.keep_order and options.seed is not None:
+        raise DataError("--seed mixes the images, and --keep-order leaves them in order; give one of them")
     try:
         with progress.lines(lambda: "listing the images"):
             source, folder = _source(options)
@@ -105,7 +116,14 @@ def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
         if error.filename is None:
             raise
         raise DataError(f"{error.filename}: {error.strerror}; name the files as they were downloaded") from None
-    how = Options(options.images_per_shard, options.short_side, options.quality, options.seed, options.skip_bad)
+    how = Options(
+        images_per_shard=options.images_per_shard,
+        short_side=options.short_side,
+        quality=options.quality,
+        seed=options.seed or 0,
+        skip_bad=options.skip_bad,
+        keep_order=options.keep_order,
+    )
     for note in source.notes:
         print(note, flush=True)
     manifest, kept, skipped, reasons, damaged = pack(source, folder, how, options.workers, _advance)
@@ -117,22 +135,34 @@ def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
     return DONE, f"{text}; {count(kept, 'shard')} there before, {count(skipped, 'unreadable image')} left out", data
 
 
-def _source(options: argparse.Namespace) -> tuple[EncodedSource, str]:
-    """The images to pack, and the folder for the shards. Raises DataError, OSError."""
+def _source(options: argparse.Namespace) -> tuple[Source, str]:
+    """The images to pack, and the folder for the shards. Raises ConfigError, DataError, OSError."""
     train, validation, truth = options.imagenet_train, options.imagenet_validation, options.ground_truth
-    if (train and validation) or len(options.places) != (1 if train or validation else 2):
+    others = [given for given in (train, validation, options.config) if given]
+    # Where there are no class folders the first place is the folder of the shards; keys of a recipe follow it.
+    keys = options.places[1:] if options.config else []
+    if len(others) > 1 or len(options.places) - len(keys) != (1 if others else 2):
         archives = "pack --imagenet-train TAR DEST, or pack --imagenet-validation TAR --ground-truth FILE DEST"
-        raise DataError(f"pack FOLDER DEST, {archives}")
+        raise DataError(
+            f"pack FOLDER DEST, {archives}, or pack --config FILE [--split SPLIT] DEST [section.key=value ...]"
+        )
     if bool(validation) != bool(truth) or (options.devkit and not validation):
         raise DataError("--imagenet-validation and --ground-truth go together, and --devkit with both; give all")
-    *images, folder = options.places
+    if options.split and not options.config:
+        raise DataError("--split chooses among the images of a recipe; give --config FILE, too")
+    folder = options.places[0 if others else 1]
+    if options.config and re.match(r"\w+\.\w+=", folder):
+        raise DataError(f"{folder}: is no folder; name the folder of the shards before the keys of the recipe")
     if "://" in folder:
         raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
+    if options.config:
+        recipe = loading.load(options.config, keys)
+        return open_source(recipe.data, recipe.model.classes, options.split or "train"), folder
     if train:
         return imagenet.training(train), folder
     if validation:
         return imagenet.validation(validation, truth, options.devkit), folder
-    return FolderSource(images[0]), folder
+    return FolderSource(options.places[0]), folder
 
 
 def _index(options: argparse.Namespace) -> tuple[int, str, dict]:

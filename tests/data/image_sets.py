@@ -1,6 +1,7 @@
 """Small data sets for tests, written by other code than that which reads them."""
 
 import gzip
+import io
 from typing import NamedTuple
 
 import numpy as np
@@ -57,3 +58,49 @@ def write_class_folders(root, **splits):
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(path)
     return root
+
+
+def write_parquet(root, names, kind="PNG", columns=("image", "label"), rows=None, **splits):
+    """Write a folder of parquet files, two for each split, as the hub has them.
+
+    Args:
+        names: of the classes; None writes no description, as programs other than datasets do.
+        kind: of the encoded images.
+        columns: of images and labels; a third has images, too.
+        rows: in the place of splits, the images of a training split; labels are their numbers.
+    """
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    described = {columns[0]: datasets.Image(), columns[1]: datasets.ClassLabel(names=names)} if names else {}
+    described.update({name: datasets.Image() for name in columns[2:] if names})
+    tables = {split: (_encoded(drawn.images, kind), drawn.labels) for split, drawn in splits.items()}
+    if rows is not None:
+        tables = {"train": (rows, np.arange(len(rows)))}
+    (root / "data").mkdir(parents=True)
+    for split, (images, labels) in tables.items():
+        parts = 1 if len(images) < 2 else 2
+        for part in range(parts):
+            chosen = slice(part * len(images) // parts, (part + 1) * len(images) // parts)
+            kept = {columns[0]: images[chosen], columns[1]: labels[chosen].tolist()}
+            kept.update(dict.fromkeys(columns[2:], images[chosen]))
+            path = root / "data" / f"{split}-{part:05d}-of-{parts:05d}.parquet"
+            if names:
+                features = datasets.Features(described)
+                datasets.Dataset.from_dict(kept, features=features).to_parquet(path)
+            else:
+                image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+                arrays = [pyarrow.array(kept[columns[0]], image), pyarrow.array(kept[columns[1]], pyarrow.int64())]
+                parquet.write_table(pyarrow.table(arrays, names=list(columns[:2])), path)
+    return root
+
+
+def _encoded(images, kind):
+    """Rows of images as datasets has them."""
+    rows = []
+    for image in images:
+        stream = io.BytesIO()
+        Image.fromarray(image).save(stream, kind)
+        rows.append({"bytes": stream.getvalue(), "path": None})
+    return rows

@@ -52,10 +52,9 @@ WITHIN_A_SECTION = [
     ("data.crop_aspect=[2,1]", r"data\.crop_aspect: \[2.0, 1.0\] must be \[low, high\]"),
     ("data.image_sizes=[[0,8],[2,7]]", "every size must be 8 to 8192 pixels"),
     ("data.reader=dali", "reader dali reads files, but source is digits; use reader torch"),
-    (
-        "data.source=torchvision data.reader=dali",
-        "reader dali reads files, but source is torchvision; use reader torch",
-    ),
+    ("data.source=torchvision data.reader=dali", "reader dali reads files, but source is torchvision; use reader"),
+    ("data.source=huggingface data.reader=dali", "reader dali reads files, but source is huggingface; use reader"),
+    ("data.source=huggingface data.root=/x data.dataset=y", "dataset and root are both given; keep one: data.root=nul"),
     ("data.cutmix=0.5", r"data\.cutmix: must be greater than or equal to 0.62"),
     ("log.trace=2 log.profile=1", "trace waits for the device at each span, which profile would show; give one"),
     ("ipu.available_memory_proportion=[1.5]", r"ipu\.available_memory_proportion: .* above 0 and at most 1"),

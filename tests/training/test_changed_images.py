@@ -9,6 +9,7 @@ import torch
 from optim import rounding
 from recipe.errors import CheckpointError
 from tests.conftest import TINY
+from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures
 from tools import shards
 from training.loop import Progression
@@ -72,6 +73,26 @@ def test_shards_that_were_packed_anew_are_other_images(session, images, tmp_path
     pack("--seed", 1)
     with pytest.raises(CheckpointError, match=r"saved with other training and validation images than"):
         session(*place)
+
+
+def test_other_pixels_of_a_data_set_are_other_images(session, tmp_path):
+    """In the same files, under the same names."""
+    drawn, validation = draw(20), draw(10, seed=1)
+    write_idx(tmp_path / "set", train=drawn, validation=validation)
+    place = (
+        *(*OVERRIDES, "model.classes=10", "data.source=torchvision", "data.dataset=MNIST"),
+        *(f"data.root={tmp_path / 'set'}", "data.train_images=20", "data.validation_images=10"),
+    )
+    session(*place, stop_at=1)
+    write_idx(tmp_path / "set", packed=True, train=drawn, validation=validation)  # beside those that are read first
+    for path in (tmp_path / "set").glob("*-ubyte"):
+        path.unlink()
+    assert "resuming at step 1" in session(*place, stop_at=2)
+    drawn.images[7, 3, 3] ^= 1
+    write_idx(tmp_path / "set", packed=True, train=drawn, validation=validation)
+    with pytest.raises(CheckpointError, match=r"saved with other training images than .*set has now"):
+        session(*place)
+    assert "other images than before" in session(*place, "data.changed_images=accept")
 
 
 def test_a_run_of_an_older_version_without_a_digest_is_resumed(session, images, monkeypatch):

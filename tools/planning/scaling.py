@@ -110,7 +110,7 @@ def _seconds(
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
     copying = 3 * workload.image_size**2 / machine.to_device.value  # seconds an image; beside it is read
-    reading = 1 / (machine.decode.value * machine.cores * len(workload.stages)) if recipe.data.files else 0.0
+    reading = 1 / (machine.decode.value * machine.cores * len(workload.stages)) if recipe.data.encoded else 0.0
     parts["input"] = max(0.0, accumulation * micro * max(copying, reading) - sum(parts.values()))
     return parts
 

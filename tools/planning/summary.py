@@ -73,12 +73,12 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         if machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
             other = workload.changed(recipe, "parallel", schedule="1f1b")
             widest_1f1b = [workload.widest(other, machine, batch, count) for count in STAGES]
-    rate, files = step.images_per_second, recipe.data.files
+    rate, encoded = step.images_per_second, recipe.data.encoded
     images = {
         "images_per_second": rate,
-        "file_bytes_per_second": rate * FILE_BYTES if files else None,
+        "file_bytes_per_second": rate * FILE_BYTES if encoded else None,
         "device_bytes_per_second": rate * 3 * work.image_size**2,
-        "cores": rate / machine.decode.value if files else None,
+        "cores": rate / machine.decode.value if encoded else None,
         "cores_there": machine.cores * step.devices,
     }
     methods = {}
