@@ -27,6 +27,7 @@ from parallel.selection import largest
 # Many rows of 64 elements, a part of one, exactly one.
 _SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50), "norm.weight": (64,)}
 _STEPS = 3
+_FORMS = {"gradient": {}, "gradient, Nesterov": {"nesterov": True}, "momentum": {"trust": "momentum"}}  # of LARS
 CHECKS = "checks"
 
 
@@ -62,8 +63,8 @@ def _all_checks(session: Session) -> Dict[str, Callable[[], Found]]:
         for kernel, stride in plan.convolutions:
             check = functools.partial(_group_conv, plan.conv, *place, kernel, stride)
             found[f"group conv {kernel} x {kernel} / {stride}, {half}, {layout}"] = check
-    for trust in ("gradient", "momentum"):
-        found[f"LARS ({trust}), float32 state"] = functools.partial(_lars, trust, device)
+    for form, options in _FORMS.items():
+        found[f"LARS ({form}), float32 state"] = functools.partial(_lars, options, device)
     found["LARS, bits rounded to float16"] = functools.partial(_rounding, device)
     found["largest"] = functools.partial(_largest, plan.values, device)
     return found
@@ -126,11 +127,11 @@ def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Dict[str, t
 # Optimizer ------------------------------------------------------------------------------------------------------------
 
 
-def _lars(trust: str, device: torch.device) -> Found:
+def _lars(form: dict, device: torch.device) -> Found:
     """Each number of the state is a few roundings of numbers up to the largest weight away."""
     weights = {name: torch.randn(shape, device=device) for name, shape in _SHAPES.items()}
     gradients = [{name: torch.randn_like(each) * 8 for name, each in weights.items()} for _ in range(_STEPS)]
-    theirs, ours = _states(weights, gradients, trust=trust, momentum=0.9, weight_decay=1e-3)
+    theirs, ours = _states(weights, gradients, **form, momentum=0.9, weight_decay=1e-3)
     errors = {name: (ours[name] - each).abs().max().item() for name, each in theirs.items()}
     worst = max(errors, key=errors.__getitem__)
     largest_weight = max(1.0, *(each.abs().max().item() for name, each in theirs.items() if "weights" in name))

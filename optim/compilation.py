@@ -61,13 +61,15 @@ class _Compiled:
         return tuple(found)
 
     def _step(
-        self, gradient, weight, momentum, working, rate, decay, bit_rows, by_momentum, scale, mu, draws, keep
-    ) -> torch.Tensor:
+        self, gradient, weight, momentum, working, rate, decay, bit_rows,
+        by_momentum, nesterov, scale, mu, draws, keep,
+    ) -> torch.Tensor:  # fmt: skip
         assert keep is None, "on a CPU an update is skipped without a mask"
         found = torch.empty(len(gradient))
         work = _WORK[None if working is None else working.dtype]
+        form = 2 if nesterov else int(by_momentum)
         self._library.lars_step(
-            *_shared(weight), int(by_momentum), work,
+            *_shared(weight), form, work,
             *map(_address, (gradient, weight, momentum, working, rate, decay, bit_rows)),
             ctypes.c_uint32(draws[1] if draws else 0), ctypes.c_float(scale), ctypes.c_float(mu), _address(found),
         )  # fmt: skip

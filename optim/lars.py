@@ -23,20 +23,22 @@ class LARS(HasSlots, Optimizer):
 
     `trust="gradient"`, the published form, learning rate inside the momentum buffer:
         ratio = eta |w| / (|g| + wd |w| + eps);  m = mu m + lr ratio (g + wd w);  w = w - m
+        or with `nesterov`  w = w - (mu m + lr ratio (g + wd w))
     `trust="momentum"`, the form that LAMB with beta2 = 1 takes (and so IPUs can run):
         m = mu m + (1 - mu) g;  u = m + wd w;  ratio = eta |w| / (|u| + eps);  w = w - lr ratio u
 
     Where a norm is 0 the ratio is 1 in the first form, as in the published code, and eta in the second, as
-    in PopART. Groups with `adapt=False` take plain momentum without weight decay: m = mu m + lr g in the
-    first form, and the same step through w = w - lr m / (1 - mu) in the second. `lr_scale` multiplies a
+    in PopART. Groups with `adapt=False` take plain momentum (or Nesterov's) without weight decay: m = mu m + lr g
+    in the first form, and the same step through w = w - lr m / (1 - mu) in the second. `lr_scale` multiplies a
     group's learning rate. Gradients are read, never written. Ratios and momentum are float32, norms are exact to
     float32 rounding whatever the finite values are.
 
     Source: You, Gitman and Ginsburg, 1708.03888, algorithm 1; the skip list and the place of the learning
-    rate follow the TensorFlow 1 implementation that the G16 recipe used. Second form: You et al., 1904.00962.
+    rate follow the TensorFlow 1 implementation that the G16 recipe used. Nesterov momentum: SimCLR's LARS with classic
+    momentum, and timm's, which differs in the place of the rate. Second form: You et al., 1904.00962.
     """
 
-    slots, numbers = Lars.all_slots, ("momentum", "trust_coefficient", "trust", "eps")
+    slots, numbers = Lars.all_slots, ("momentum", "trust_coefficient", "trust", "nesterov", "eps")
 
     def __init__(
         self,
@@ -47,10 +49,12 @@ class LARS(HasSlots, Optimizer):
         trust_coefficient: float = 0.001,
         trust: str = "gradient",
         eps: float = 0.0,
+        nesterov: bool = False,
     ):
         """Args: params: tensors, or groups with their own `weight_decay`, `adapt` and `lr_scale`."""
         assert trust in ("gradient", "momentum"), trust
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
+        assert trust == "gradient" or not nesterov, "the second form has no Nesterov momentum"
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps, "nesterov": nesterov}
         super().__init__(params, {**defaults, "trust_coefficient": trust_coefficient, "adapt": True, "lr_scale": 1.0})
         self.trust = trust
         self.trust_ratios: dict = {}
@@ -88,7 +92,8 @@ class LARS(HasSlots, Optimizer):
             step = decayed * in_float32(lr * ratio)
             self.trust_ratios[weight] = in_float32(ratio)
         if published:
-            step = momentum.mul_(mu).add_(step)
+            momentum.mul_(mu).add_(step)
+            step = momentum * mu + step if group["nesterov"] else momentum
         weight.sub_(step)
 
     @staticmethod

@@ -94,7 +94,8 @@ class LarsUpdate:
             draws = (self._bits.lanes, self._bits.draw(step, "weight")[0])
         rate = self._layout.spread(in_float32(lr * self._rules.lr_scale * ratios))
         rows = (*self._rows(), rate, self._decay, bit_rows)
-        squares = self.run(step_rows, rows, (self._rules.by_momentum, scale, self._rules.mu, draws, keep))
+        form = self._rules.by_momentum, self._rules.nesterov
+        squares = self.run(step_rows, rows, (*form, scale, self._rules.mu, draws, keep))
         return self._layout.sums(squares) if measure else None
 
     def _rows(self) -> Tuple[Optional[torch.Tensor], ...]:
@@ -108,15 +109,17 @@ class LarsUpdate:
 class Rules:
     """The hyperparameters of a LARS by parameter, and the trust ratios that follow from them. SGD has none of these.
 
-    by_momentum, mu: of the optimizer. adapted: names of the parameters that have a trust ratio, and their places;
-    `adapt` is a mask of them. decay, float32, coefficient, eps, lr_scale, float64: [parameters]; directions are
-    multiplied by learning rate x lr_scale x ratio.
+    by_momentum, mu, nesterov: of the optimizer. adapted: names of the parameters that have a trust ratio, and their
+    places; `adapt` is a mask of them. decay, float32, coefficient, eps, lr_scale, float64: [parameters]; directions
+    are multiplied by learning rate x lr_scale x ratio.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Dict[str, torch.Tensor], device: torch.device):
         self.by_momentum = getattr(optimizer, "trust", "gradient") == "momentum"
         self.mu = optimizer.defaults["momentum"]
-        assert all(group["momentum"] == self.mu for group in optimizer.param_groups), "one momentum for all parameters"
+        self.nesterov = optimizer.defaults["nesterov"]
+        same = [(group["momentum"], group["nesterov"]) == (self.mu, self.nesterov) for group in optimizer.param_groups]
+        assert all(same), "one momentum for all parameters"
         group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         groups = [group_of[id(parameter)] for parameter in parameters.values()]
 
@@ -167,10 +170,11 @@ def terms(gradient, weight, momentum, decay, scale, mu: float) -> Tuple[torch.Te
 
 
 def step_rows(
-    gradient, weight, momentum, working, rate, decay, bit_rows, by_momentum: bool, scale, mu: float, draws, keep
-) -> torch.Tensor:
-    """m = mu m + rate (g + decay w);  w = w - m, or by_momentum m = mu m + (1 - mu) g;  w = w - rate (m + decay w);
-    written into weight, momentum and working.
+    gradient, weight, momentum, working, rate, decay, bit_rows,
+    by_momentum: bool, nesterov: bool, scale, mu: float, draws, keep,
+) -> torch.Tensor:  # fmt: skip
+    """m = mu m + rate (g + decay w);  w = w - m, or with Nesterov momentum w = w - (mu m + rate (g + decay w)),
+    or by_momentum m = mu m + (1 - mu) g;  w = w - rate (m + decay w); written into weight, momentum and working.
 
     Returns sums over each row of squares of what was subtracted, [rows].
 
@@ -185,8 +189,9 @@ def step_rows(
         m = m + g * (1 - mu)
         subtracted = (m + decay * w) * rate
     else:
-        m = m + (g + decay * w) * rate
-        subtracted = m
+        added = (g + decay * w) * rate
+        m = m + added
+        subtracted = m * mu + added if nesterov else m
     words = None if draws is None else random_bits(bit_rows, *draws)
     for value, targets, chosen in ((w - subtracted, (weight, working), upper), (m, (momentum,), lower)):
         stored = targets[0].dtype

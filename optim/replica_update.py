@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Callable, Container, Dict, Optional, Sequence, Tuple
 
 import torch
@@ -62,11 +63,13 @@ class ReplicaUpdate:
 
     so with nu = mu the e of all replicas add up to LARS's step for the mean gradient. rho is that of the mean gradient,
     in the second form of the mean v + wd w / P, whose norms come from the sum of the replicas' sketches. Clipping is by
-    the mean gradient's norm. The first form with all ratios 1 is SGD.
+    the mean gradient's norm. The first form with all ratios 1 is SGD. With Nesterov momentum and s what is added to
+    nu v, it adds nu v + s to e in the place of v.
 
     Waiting acts as momentum: at a density d values wait 1 / d - 1 updates or more in e, and momentum makes a gradient
-    nu / (1 - nu) updates late on average. Momentum makes up for what is missing to the lateness that mu alone gives,
-    nu / (1 - nu) = max(0, mu / (1 - mu) - (1 / d - 1)); in all, a gradient moves the weights as far as with mu.
+    nu / (1 - nu) updates late on average, Nesterov momentum nu^2 / (1 - nu). Momentum makes up for what is missing to
+    the lateness L that mu alone gives: nu is such that its own is max(0, L - (1 / d - 1)); in all, a gradient moves the
+    weights as far as with mu.
 
     Sources: docs/exchange.md. The linear part alone bears error feedback: Tang et al., 2102.02888, section 3, on Adam.
     Delays act as momentum: Mitliagkas et al., 1605.09774.
@@ -144,13 +147,15 @@ class ReplicaUpdate:
         else:
             rate *= share / (1 - rules.mu)
             arguments = (in_rows(residual), rows, velocity, self._weights, self._decay, rate, mu)
-            in_parts(_accumulate, arguments, (scale, moves))
+            in_parts(_accumulate, arguments, (rules.nesterov, scale, moves))
 
     def _momentum(self, density: float) -> torch.Tensor:
         """nu of each parameter, float64."""
-        mu = self._rules.mu
-        late = max(0.0, mu / (1 - mu) - (1 / density - 1))
-        return torch.where(self._whole, mu, torch.full_like(self._whole, late / (1 + late), dtype=torch.float64))
+        mu, nesterov = self._rules.mu, self._rules.nesterov
+        late = max(0.0, (mu * mu if nesterov else mu) / (1 - mu) - (1 / density - 1))
+        # What solves nu^2 / (1 - nu) = late, or nu / (1 - nu) = late.
+        nu = (math.sqrt(late * late + 4 * late) - late) / 2 if nesterov else late / (1 + late)
+        return torch.where(self._whole, mu, torch.full_like(self._whole, nu, dtype=torch.float64))
 
     def state(self) -> Dict[str, torch.Tensor]:
         return {"velocity": self.velocity}
@@ -181,10 +186,10 @@ def _squares(weight: torch.Tensor) -> torch.Tensor:
     return (w * w).sum(1)
 
 
-def _accumulate(residual, gradient, velocity, weight, decay, rate, mu, scale, moves) -> None:
+def _accumulate(residual, gradient, velocity, weight, decay, rate, mu, nesterov: bool, scale, moves) -> None:
     step = torch.addcmul(gradient * scale, weight.float(), decay).mul_(rate)
     velocity.mul_(mu).add_(step)
-    residual.addcmul_(velocity, moves)
+    residual.addcmul_(step.addcmul_(velocity, mu) if nesterov else velocity, moves)
 
 
 def _average(gradient, velocity, weight, decay, share, mu, scale) -> None:

@@ -35,9 +35,8 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
             yield f"data.cutmix {alone} data.cutmix=null"
     if exchange.compresses_update(optimizer):
         if not optimizer.replica_update:
-            nesterov = " with nesterov" if optimizer.linear and optimizer.nesterov else ""
-            goes = "exchange.compress update goes with lars, and with sgd without nesterov"
-            yield f"{goes}, not with {optimizer.name}{nesterov}; use exchange.compress=gradient"
+            goes = "exchange.compress update goes with lars and sgd"
+            yield f"{goes}, not with {optimizer.name}; use exchange.compress=gradient"
         if delay:
             goes = "exchange.compress update needs the weights of its step, which exchange.delay has changed"
             yield f"{goes}; use exchange.compress=gradient or exchange.delay=0"

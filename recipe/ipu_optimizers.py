@@ -99,9 +99,13 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
     """
     if section.trust == "gradient":
         coefficient = f"{section.trust_coefficient * _SHORTER_STEP:.6g}"
+        fault = "PopTorch has no LARS, and its LAMB divides by the momentum's norm"
+        remedy = f"optimizer.trust=momentum optimizer.trust_coefficient={coefficient}"
+        if section.nesterov:
+            fault = f"{fault} and has no Nesterov momentum"
+            remedy = f"optimizer.nesterov=false {remedy}"
         raise ConfigError(
-            "optimizer.trust gradient on IPUs: PopTorch has no LARS, and its LAMB divides by the momentum's norm; use "
-            f"optimizer.trust=momentum optimizer.trust_coefficient={coefficient} ({_SHORTER_STEP} times as large: "
+            f"optimizer.trust gradient on IPUs: {fault}; use {remedy} ({_SHORTER_STEP} times as large: "
             "docs/results/lars_forms.md)"
         )
     if section.eps != 0:

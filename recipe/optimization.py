@@ -65,13 +65,21 @@ class Lars(Optimizer):
     trust_coefficient: float = Field(0.001, gt=0, description="eta: step relative to the weight norm at rate 1")
     trust: Literal["gradient", "momentum"] = "gradient"
     """norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the momentum's"""
+    nesterov: bool = Field(False, description="Nesterov's momentum; with trust gradient")
     skip_lr_scale: float = Field(1.0, gt=0, description="learning rate of skipped parameters relative to the others")
+
+    def faults(self) -> Iterator[str]:
+        if self.nesterov and not self.momentum:
+            yield "nesterov needs a momentum above 0"
+        if self.nesterov and self.trust == "momentum":
+            yield "nesterov goes with trust gradient only; use trust=gradient, or nesterov=false"
 
 
 class Sgd(Optimizer):
     """Stochastic gradient descent, with the defaults of Goyal et al., 1706.02677."""
 
     all_slots: ClassVar[Dict[str, Slot]] = {"momentum_buffer": Slot()}
+    replica_update: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     name: Literal["sgd"] = "sgd"
@@ -86,10 +94,6 @@ class Sgd(Optimizer):
     @property
     def slots(self) -> Dict[str, Slot]:
         return self.all_slots if self.momentum else {}
-
-    @property
-    def replica_update(self) -> bool:
-        return not self.nesterov
 
 
 class RmsProp(Optimizer):

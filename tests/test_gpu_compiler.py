@@ -30,8 +30,8 @@ from tests.optim.test_lars_update import state_of
 from tests.test_gpu_compiler import assembly
 
 optim.lars.update_class = lambda device: lars.TritonLarsUpdate
-for trust, compute, dtype in {updates}:
-    state, _ = state_of(trust, compute, dtype)
+for form, compute, dtype in {updates}:
+    state, _ = state_of(form, compute, dtype)
     state._update.asks = False
     made = dict(assembly(lambda: state.update(0, 0.5, torch.ones(()), True)))
     print(sorted(made) == ["_add_squares", "_merge", "_none_wrong", "_step", "_trust_ratios"])
@@ -70,7 +70,7 @@ _REST = [("momentum", torch.bfloat16, torch.float16), ("momentum", torch.float32
 @pytest.mark.parametrize(
     ("updates", "convolutions"),
     [
-        ([("gradient", torch.float16, torch.float16)], [(torch.channels_last, 3, 1)]),
+        ([(form, torch.float16, torch.float16) for form in ("gradient", "nesterov")], [(torch.channels_last, 3, 1)]),
         (_REST, [(torch.channels_last, 5, 1), (torch.contiguous_format, 3, 2)]),
     ],
 )

@@ -76,7 +76,8 @@ class TritonLarsUpdate(LarsUpdate):
         _step[(self._count,)](
             *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"], buffers.working),
             *(ratios, lr, rules.lr_scale, rules.decay, scale, keep, rows, draw, *self._programs, partial),
-            *(rules.mu, rules.by_momentum, bits is not None, buffers.working is not buffers.weights, _ROWS, ROW),
+            *(rules.mu, rules.by_momentum, rules.nesterov, bits is not None, buffers.working is not buffers.weights),
+            *(_ROWS, ROW),
         )
         return self._merged(partial)[0] if measure else None
 
@@ -165,8 +166,8 @@ def _trust_ratios(
 def _step(
     gradients, weights, momenta, working, ratios, lr, lr_scales, decays, scale, keep,
     bit_rows, draw, owners, firsts, ends, partial,
-    MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, STOCHASTIC: tl.constexpr, COPIED: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
+    MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
+    COPIED: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     owner = tl.load(owners + program)
@@ -183,8 +184,11 @@ def _step(
         m += g * (1 - MU)
         subtracted = (m + decay * w) * rate
     else:
-        m += (g + decay * w) * rate
+        added = (g + decay * w) * rate
+        m += added
         subtracted = m
+        if NESTEROV:
+            subtracted = m * MU + added
     tl.store(partial + program, _total(subtracted * subtracted))
     written = mask & (tl.load(keep) != 0)
     w = w - subtracted

@@ -15,6 +15,8 @@ namespace {
 
 constexpr int ROW = 64;    // elements, as in optim/layout.py
 constexpr int LANES = 16;  // elements computed, and sums made, side by side
+// The trust ratio is that of the gradient, that of the momentum, or that of the gradient with Nesterov momentum.
+enum Form { GRADIENT, MOMENTUM, NESTEROV };
 using Half = uint16_t;
 struct BFloat16 {
     uint16_t bits;
@@ -140,7 +142,7 @@ void sums(Rows rows, const float* __restrict gradients, const State* __restrict 
     }
 }
 
-template <class State, class Work, bool MOMENTUM_FORM>
+template <class State, class Work, Form FORM>
 void step(Rows rows, const float* __restrict gradients, State* __restrict weights, State* __restrict momenta,
           Work* __restrict working, const float* __restrict rates, const float* __restrict decays,
           const int32_t* __restrict bit_rows, uint32_t draw, float scale, float mu, float* __restrict out) {
@@ -156,9 +158,11 @@ void step(Rows rows, const float* __restrict gradients, State* __restrict weight
             widen(momenta + first, m);
             for (int lane = 0; lane < LANES; lane++) {
                 const float g = gradients[first + lane] * scale;
-                const float added = MOMENTUM_FORM ? g * (1.0f - mu) : (g + decay * w[lane]) * rate;
+                const float added = FORM == MOMENTUM ? g * (1.0f - mu) : (g + decay * w[lane]) * rate;
                 const float momentum = m[lane] * mu + added;
-                const float u = MOMENTUM_FORM ? (momentum + decay * w[lane]) * rate : momentum;
+                const float u = FORM == MOMENTUM   ? (momentum + decay * w[lane]) * rate
+                                : FORM == NESTEROV ? momentum * mu + added
+                                                   : momentum;
                 subtracted[lane] += u * u;
                 const uint32_t bits = word(start, begin + lane);
                 w[lane] = stored<State>(w[lane] - u, bits >> 19);
@@ -173,7 +177,7 @@ void step(Rows rows, const float* __restrict gradients, State* __restrict weight
 }
 
 // work: dtype of the module's own weights, 0 none, 1 float32, 2 bfloat16.
-template <class State, bool FORM, class... Others>
+template <class State, Form FORM, class... Others>
 void step_with(int work, void* working, Rows rows, const float* gradients, void* weights, void* momenta,
                Others... others) {
     State *w = static_cast<State*>(weights), *m = static_cast<State*>(momenta);
@@ -186,8 +190,8 @@ void step_with(int work, void* working, Rows rows, const float* gradients, void*
 
 extern "C" {
 
-// half: whether the state is float16. form: 0 the trust ratio of the gradient, 1 that of the momentum.
-// out: sums over rows, [3 or 4, rows]: of g^2, of w^2, 0 or NaN where a g is not finite, and of u^2 with form 1.
+// half: whether the state is float16. form: a Form; of sums, GRADIENT or MOMENTUM.
+// out: sums over rows, [3 or 4, rows]: of g^2, of w^2, 0 or NaN where a g is not finite, and of u^2 with MOMENTUM.
 void lars_sums(int64_t count, int threads, int half, int form, const float* gradients, const void* weights,
                const void* momenta, const float* decays, float scale, float mu, float* out) {
     const Rows rows{count, threads};
@@ -206,10 +210,12 @@ void lars_step(int64_t count, int threads, int half, int form, int work, const f
     const auto with = [&](auto step) {
         step(work, working, rows, gradients, weights, momenta, rates, decays, bit_rows, draw, scale, mu, out);
     };
-    if (half && form) with([](auto... all) { step_with<Half, true>(all...); });
-    if (half && !form) with([](auto... all) { step_with<Half, false>(all...); });
-    if (!half && form) with([](auto... all) { step_with<float, true>(all...); });
-    if (!half && !form) with([](auto... all) { step_with<float, false>(all...); });
+    if (half && form == GRADIENT) with([](auto... all) { step_with<Half, GRADIENT>(all...); });
+    if (half && form == MOMENTUM) with([](auto... all) { step_with<Half, MOMENTUM>(all...); });
+    if (half && form == NESTEROV) with([](auto... all) { step_with<Half, NESTEROV>(all...); });
+    if (!half && form == GRADIENT) with([](auto... all) { step_with<float, GRADIENT>(all...); });
+    if (!half && form == MOMENTUM) with([](auto... all) { step_with<float, MOMENTUM>(all...); });
+    if (!half && form == NESTEROV) with([](auto... all) { step_with<float, NESTEROV>(all...); });
 }
 
 // shift: 19 for the upper 13 bits of a word, 0 for the lower ones.

@@ -79,11 +79,13 @@ def test_a_tree_has_the_same_bits_for_every_topology(run):
 FAST = ((1, 5), (2, 3))
 WHOLE = ("log.noise_scale=false",)  # stages add it up: its last bits depend on their number
 TOPOLOGIES = [(stages, replicas) for stages in (1, 2) for replicas in range(2, 9)]
+NESTEROV = several(2, 2, *TREE_OF_TWELVE, *WHOLE, "optimizer.nesterov=true")
 
 
 @pytest.mark.parametrize(
     "run",
-    [several(*each, *TREE_OF_TWELVE, *(WHOLE if each[0] > 1 else ()), slow=each not in FAST) for each in TOPOLOGIES],
+    [several(*each, *TREE_OF_TWELVE, *(WHOLE if each[0] > 1 else ()), slow=each not in FAST) for each in TOPOLOGIES]
+    + [NESTEROV],
 )
 def test_any_number_of_replicas_has_the_bits_of_one_process(run):
     """12 micro batches are uneven shares on 5, 7 and 8 replicas, and several subtrees each on 3, 6 and 7. Weights,

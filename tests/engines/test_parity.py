@@ -4,6 +4,8 @@ Weights in float32 on both sides drift apart by rounding. The yardstick is timm'
 reference, and in float32 it shows what rounding alone does over these updates. Ours may be off by twice that.
 """
 
+import functools
+
 import pytest
 import timm
 import torch
@@ -35,9 +37,9 @@ def sgd(model):
     return timm.optim.create_optimizer_v2(model, opt="momentum", lr=3e-4, momentum=0.9, weight_decay=0.1)
 
 
-def lars(model):
+def lars(model, opt="lars"):
     return timm.optim.create_optimizer_v2(
-        model, opt="lars", lr=0.1, momentum=0.885, weight_decay=1e-2, trust_coeff=0.02, eps=0.0
+        model, opt=opt, lr=0.1, momentum=0.885, weight_decay=1e-2, trust_coeff=0.02, eps=0.0
     )
 
 
@@ -99,6 +101,14 @@ def create_b0():
     [
         pytest.param(G1_BN_SGD, 3e-4, create_b0, sgd, "optimizer.nesterov=true", marks=pytest.mark.slow),
         (G16_GN_LARS, 0.1, lambda: create_g16(CLASSES), lars, "optimizer.weight_decay=9e-3"),
+        pytest.param(
+            (*G16_GN_LARS, "optimizer.nesterov=true"),
+            0.1,
+            lambda: create_g16(CLASSES),
+            functools.partial(lars, opt="nlars"),
+            "optimizer.nesterov=false",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_updates_are_those_of_timm(tiny, overrides, lr, create, optimizer, changed):

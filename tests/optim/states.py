@@ -31,7 +31,15 @@ CONTROLS = {
 }
 LARS = {"name": "lars", "momentum": 0.8, "weight_decay": 0.01, "trust_coefficient": 0.1, "skip_lr_scale": 0.5}
 MUON = {"name": "muon", "momentum": 0.8, "weight_decay": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-5}
-SECTIONS = {"lars": LARS, "lars, momentum": {**LARS, "trust": "momentum"}, **CONTROLS, "muon": MUON}
+# Of LARS, as arguments and as keys of the section.
+FORMS = {"gradient": {}, "momentum": {"trust": "momentum"}, "nesterov": {"nesterov": True}}
+SECTIONS = {
+    "lars": LARS,
+    "lars, momentum": {**LARS, **FORMS["momentum"]},
+    **CONTROLS,
+    "muon": MUON,
+    "lars, Nesterov": {**LARS, **FORMS["nesterov"]},
+}
 HIDDEN = {"conv.weight": 2}  # matrices of Muon: the groups of a convolution
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 _MOMENTS = {"lamb": _OF_ADAM, "adamw": _OF_ADAM, "muon": _OF_ADAM, "rmsprop": ("square_avg",)}
@@ -88,9 +96,9 @@ def take_step(state, parameters, step, factor=1.0, gradients=None, lr=None, divi
     return state.update(step, rate(step) if lr is None else lr, torch.tensor(divisor), measure=True)
 
 
-def lars_step(trust, w, g, m, lr, decay=0.0, adapt=True, mu=0.885, eta=0.01, eps=0.0):
+def lars_step(form, w, g, m, lr, decay=0.0, adapt=True, mu=0.885, eta=0.01, eps=0.0):
     """The formulas of LARS in float64: new weights, new momentum, trust ratio."""
-    if trust == "gradient":
+    if form != "momentum":
         norm, otherwise = np.linalg.norm(g), 1.0
         below = norm + decay * np.linalg.norm(w) + eps
     else:
@@ -98,7 +106,8 @@ def lars_step(trust, w, g, m, lr, decay=0.0, adapt=True, mu=0.885, eta=0.01, eps
         norm, otherwise = np.linalg.norm(m + decay * w), eta
         below = norm + eps
     ratio = eta * np.linalg.norm(w) / below if np.linalg.norm(w) and norm else otherwise
-    if trust == "gradient":
-        m = mu * m + lr * (ratio * (g + decay * w) if adapt else g)
-        return w - m, m, ratio
+    if form != "momentum":
+        step = lr * (ratio * (g + decay * w) if adapt else g)
+        m = mu * m + step
+        return w - (mu * m + step if form == "nesterov" else m), m, ratio
     return w - lr * (ratio * (m + decay * w) if adapt else m / (1 - mu)), m, ratio

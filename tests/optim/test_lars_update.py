@@ -11,7 +11,7 @@ from optim import compilation, lars, layout
 from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate, Rules
-from tests.optim.states import BRAIN, HALF, SINGLE, lars_step
+from tests.optim.states import BRAIN, FORMS, HALF, SINGLE, lars_step
 from tests.tensors import assert_bitwise_equal
 
 # One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust ratio.
@@ -19,7 +19,7 @@ SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50)
 EXEMPT = ("conv.bias", "norm.weight")
 MU, DECAY, COEFFICIENT, EPS, LR_SCALE = 0.9, 1e-3, 0.02, 1e-4, 2.0
 KINDS = [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)]
-every_form = pytest.mark.parametrize("trust", ["gradient", "momentum"])
+every_form = pytest.mark.parametrize("form", FORMS)
 every_kind = pytest.mark.parametrize(("compute", "dtype"), KINDS, ids=str)
 
 
@@ -28,21 +28,21 @@ def parameters_of(dtype):
     return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
 
 
-def create_lars(trust):
+def create_lars(form):
     def create(parameters):
         groups = [
             {"params": [parameter for name, parameter in parameters.items() if name not in EXEMPT]},
             {"params": [parameters[name] for name in EXEMPT], "adapt": False, "lr_scale": LR_SCALE},
         ]
         options = {"momentum": MU, "weight_decay": DECAY, "trust_coefficient": COEFFICIENT, "eps": EPS}
-        return LARS(groups, lr=0.0, trust=trust, **options)
+        return LARS(groups, lr=0.0, **FORMS[form], **options)
 
     return create
 
 
-def state_of(trust="gradient", compute=SINGLE, dtype=SINGLE, rounding="stochastic", **options):
+def state_of(form="gradient", compute=SINGLE, dtype=SINGLE, rounding="stochastic", **options):
     parameters = parameters_of(compute)
-    state = WeightState(parameters.items(), create_lars(trust), dtype=dtype, rounding=rounding, seed=3, **options)
+    state = WeightState(parameters.items(), create_lars(form), dtype=dtype, rounding=rounding, seed=3, **options)
     return state, parameters
 
 
@@ -70,13 +70,13 @@ def norm_of(tensors):
 
 @pytest.mark.parametrize("clip_norm", [None, 20.0])
 @every_form
-def test_updates_are_those_of_the_formulas(trust, clip_norm):
+def test_updates_are_those_of_the_formulas(form, clip_norm):
     """Float32 state: five steps of about five roundings each, of numbers as large as the largest weight. So is LARS's
     own step, which does not clip, and leaves gradients as they are."""
     largest = 1.0
-    state, parameters = state_of(trust, clip_norm=clip_norm)
+    state, parameters = state_of(form, clip_norm=clip_norm)
     others = parameters_of(SINGLE)
-    own = create_lars(trust)(others)
+    own = create_lars(form)(others)
     weights = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
     momenta = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(5):
@@ -96,7 +96,7 @@ def test_updates_are_those_of_the_formulas(trust, clip_norm):
         for name in SHAPES:
             adapt, scale = (False, LR_SCALE) if name in EXEMPT else (True, 1.0)
             weights[name], momenta[name], ratios[name] = lars_step(
-                *(trust, weights[name], gradients[name] * clip, momenta[name], lr * scale),
+                *(form, weights[name], gradients[name] * clip, momenta[name], lr * scale),
                 *(DECAY * adapt, adapt, MU, COEFFICIENT, EPS),
             )
             largest = max(largest, np.abs(weights[name]).max())
@@ -115,10 +115,10 @@ def test_updates_are_those_of_the_formulas(trust, clip_norm):
 
 @every_form
 @every_kind
-def test_the_size_of_the_parts_changes_nothing(monkeypatch, trust, compute, dtype):
-    expected, norms = updated(state_of(trust, compute, dtype)[0])
+def test_the_size_of_the_parts_changes_nothing(monkeypatch, form, compute, dtype):
+    expected, norms = updated(state_of(form, compute, dtype)[0])
     monkeypatch.setattr(layout, "_CHUNK", 3 * layout.ROW)
-    found, other_norms = updated(state_of(trust, compute, dtype)[0])
+    found, other_norms = updated(state_of(form, compute, dtype)[0])
     assert_bitwise_equal(found, expected)
     assert norms[:3] == other_norms[:3]
 
@@ -154,14 +154,14 @@ def test_weights_of_the_compute_dtype_are_the_parameters_themselves():
 
 
 @every_form
-def test_a_gradient_that_is_short_enough_is_not_clipped(trust):
+def test_a_gradient_that_is_short_enough_is_not_clipped(form):
     """Nor made longer: the bits of an update without a limit."""
-    assert_bitwise_equal(updated(state_of(trust, clip_norm=1e6)[0])[0], updated(state_of(trust)[0])[0])
+    assert_bitwise_equal(updated(state_of(form, clip_norm=1e6)[0])[0], updated(state_of(form)[0])[0])
 
 
 @every_form
-def test_the_norm_of_an_update_that_is_not_made_is_not_known(trust):
-    state, _ = state_of(trust)
+def test_the_norm_of_an_update_that_is_not_made_is_not_known(form):
+    state, _ = state_of(form)
     fill(state, 1)
     state.gradients.flat[3] = float("inf")
     finite, norms = state.update(0, 0.5, torch.tensor(1.0), True)
@@ -189,7 +189,7 @@ def test_where_a_norm_is_zero_lars_by_itself_takes_the_documented_ratio(trust, w
     [(1 << 20, 80.0, 2.0**-10), (1 << 20, 2.0**-10, 80.0), (3, 2.0**-24, 2.0**-24)],
     ids=["weights overflow", "gradients overflow", "both underflow"],
 )
-@every_form
+@pytest.mark.parametrize("trust", ["gradient", "momentum"])
 def test_lars_by_itself_takes_norms_in_float32(trust, count, w, g):
     """In float16 the norm of a million 80s is infinite, and that of three smallest numbers is 15 % off. The
     norms are exact to a few 2**-24; the direction of the second form, (1 - 0.5) g, is exact in float16's steps
@@ -230,9 +230,9 @@ def assert_alike(state, parameters, expected, norms, dtype, tolerance=0.0):
 
 @every_form
 @every_kind
-def test_compiled_it_steps_alike(trust, compute, dtype):
-    expected = updated(state_of(trust, compute, dtype)[0])
-    state, parameters = state_of(trust, compute, dtype, compile=True)
+def test_compiled_it_steps_alike(form, compute, dtype):
+    expected = updated(state_of(form, compute, dtype)[0])
+    state, parameters = state_of(form, compute, dtype, compile=True)
     assert "is compiled" in state.notes[0]
     assert_alike(state, parameters, *expected, dtype)
 
@@ -267,22 +267,24 @@ def triton_update(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compute", "dtype", "rounding", "trust"),
+    ("compute", "dtype", "rounding", "form"),
     [
         *((SINGLE, HALF, "stochastic", "momentum"), (HALF, HALF, "stochastic", "gradient")),
         *((BRAIN, HALF, "nearest", "momentum"), (SINGLE, SINGLE, "nearest", "gradient")),
+        *((SINGLE, HALF, "stochastic", "nesterov"), (SINGLE, SINGLE, "nearest", "nesterov")),
         pytest.param(SINGLE, HALF, "stochastic", "gradient", marks=pytest.mark.slow),
         pytest.param(HALF, HALF, "stochastic", "momentum", marks=pytest.mark.slow),
         pytest.param(BRAIN, HALF, "nearest", "gradient", marks=pytest.mark.slow),
         pytest.param(SINGLE, SINGLE, "nearest", "momentum", marks=pytest.mark.slow),
+        pytest.param(BRAIN, HALF, "nearest", "nesterov", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_triton_steps_alike(request, trust, compute, dtype, rounding):
+def test_triton_steps_alike(request, form, compute, dtype, rounding):
     """Triton's interpreter cuts off where it should round to bfloat16, which has 8 bits."""
-    expected = updated(state_of(trust, compute, dtype, rounding, clip_norm=3.0)[0])
+    expected = updated(state_of(form, compute, dtype, rounding, clip_norm=3.0)[0])
     triton_update = request.getfixturevalue("triton_update")
-    state, parameters = state_of(trust, compute, dtype, rounding, clip_norm=3.0)
+    state, parameters = state_of(form, compute, dtype, rounding, clip_norm=3.0)
     assert isinstance(state._update, triton_update)
     assert_alike(state, parameters, *expected, dtype, 2.0**-7 if compute == BRAIN else 0.0)
 

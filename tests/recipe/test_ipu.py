@@ -156,6 +156,11 @@ def check(*overrides):
 # Overrides; a part of the reason; the remedy, which must be enough.
 RULES = [
     (("optimizer.trust=gradient",), "PopTorch has no LARS", "optimizer.trust=momentum"),
+    (
+        ("optimizer.trust=gradient", "optimizer.nesterov=true"),
+        "no LARS, and its LAMB divides by the momentum's norm and has no Nesterov momentum",
+        "optimizer.nesterov=false optimizer.trust=momentum",
+    ),
     (("optimizer.eps=1e-6",), "LAMB, whose trust ratio has no epsilon", "optimizer.eps=0"),
     (("optimizer.name=sgd", "optimizer.nesterov=true"), "not divided by accumulation", "optimizer.nesterov=false"),
     (("optimizer.name=muon",), "PopTorch has no such optimizer", "use one of lars, lamb, sgd, rmsprop"),
@@ -203,7 +208,7 @@ def test_what_is_refused_and_why(overrides, reason, remedy):
         check(*overrides)
     assert reason in str(caught.value) and remedy in str(caught.value) and "\n" not in str(caught.value)
     if "=" in remedy:  # it is enough
-        check(*overrides, remedy)
+        check(*overrides, *remedy.split())
 
 
 def test_an_optimizer_without_a_form_is_refused_by_name():
