@@ -25,7 +25,7 @@ def files(session: Session) -> Iterator[Row]:
     if packages.missing(["skimage"]):
         yield missing(session.section, "all", "scikit-image, which has the photographs, is not installed")
         return
-    from benchmarks.photographs import CLASSES, FOLDER, photographs
+    from benchmarks.drawn_photographs import CLASSES, FOLDER, photographs
 
     photographs()
     place = (f"model.classes={len(CLASSES)}", f"data.root={FOLDER.parent}", f"data.train_folder={FOLDER.name}")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.loader [--quick] [--json]
 
-One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/photographs.py) in the page
+One process on one core, without workers; 1,200 JPEG files like ImageNet's (benchmarks/drawn_photographs.py) in the page
 cache; random crops and flips, at 380 and at 160 px, micro batches of 64. Times are CPU seconds of all threads.
 - `loader`: ours to uint8 micro batches, timm's and torchvision's to normalised float32 ones. timm, whose default draws
   the interpolation and has a prefetcher, is compared as it is fastest.
@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from benchmarks import CACHE, claims
-from benchmarks.photographs import CLASSES, FOLDER, photographs
+from benchmarks.drawn_photographs import CLASSES, FOLDER, photographs
 from data.batches import MicroBatch
 from data.encoded import EncodedSource
 from data.loader import TrainingBatches

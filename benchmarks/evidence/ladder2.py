@@ -8,8 +8,9 @@ from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from benchmarks import claims
 from benchmarks.evidence import page
-from benchmarks.evidence.experiment import Experiment, Search, Series, changed, search_table
-from benchmarks.evidence.runs import Run, curve, events_of, outcome
+from benchmarks.evidence.experiment import Experiment, Series, changed, search_table
+from benchmarks.evidence.runs import Run, curve, events_of
+from benchmarks.evidence.tuning import FourRates, rounded
 from optim import schedule
 from recipe.batch import lengths, peak_learning_rate, steps_per_epoch
 from recipe.course import Course
@@ -42,30 +43,15 @@ RULES: Dict[str, Tuple[Tuple[str, ...], float]] = {
 }
 
 
-class Trials(Search):
-    """Four peak rates for an optimizer at a batch: a third of the guess, the guess, three times it; then one beside the
-    best of these, by the root of three towards its better neighbour, or by three beyond the end if it is the last.
-
-    A rate is judged by two seeds; a run that diverges counts as guessing.
-    """
+class Trials(FourRates):
+    """The trials of an optimizer at a batch, over a third of the epochs; a rate is judged by two seeds."""
 
     def __init__(self, optimizer: str, batch: int):
-        self.batch, (own, self._guess) = batch, RULES[optimizer]
+        self.batch = batch
+        own, guess = RULES[optimizer]
         short = (f"schedule.warmup_epochs={1.5 * TRIAL_EPOCHS / EPOCHS:g}", f"run.epochs={TRIAL_EPOCHS}")
-        super().__init__(changed(_BASE, (*own, *_batch(batch), *short)), TRIAL_SEEDS)
-
-    def rates(self) -> List[float]:
-        first = [_rounded(self._guess * factor) for factor in (1 / 3, 1, 3)]
-        losses = [self.loss(rate) for rate in first]
-        if None in losses:
-            return first
-        best = min(range(3), key=losses.__getitem__)
-        inside = 3**-0.5 if losses[0] < losses[2] else 3**0.5
-        return [*first, _rounded(first[best] * (1 / 3, inside, 3)[best])]
-
-    def loss(self, rate: float) -> Optional[float]:
-        found = [outcome(run) for run in self.tried(rate)]
-        return None if None in found else statistics.mean(min(each.loss, math.log(CLASSES)) for each in found)
+        overrides = changed(_BASE, (*own, *_batch(batch), *short))
+        super().__init__(overrides, TRIAL_SEEDS, guess=guess, classes=CLASSES)
 
 
 class Ladder2(Experiment):
@@ -103,7 +89,7 @@ class Ladder2(Experiment):
         """The best of the trials; at a batch without trials the geometric mean of its neighbours'."""
         near = [batch] if batch in TUNED else [batch // 2, batch * 2]
         rates = [Trials(optimizer, each).best() for each in near]
-        return None if None in rates else _rounded(statistics.geometric_mean(rates))
+        return None if None in rates else rounded(statistics.geometric_mean(rates))
 
     def series(self) -> List[Series]:
         found = [
@@ -286,6 +272,3 @@ def _whole(optimizer: str, peak: float) -> Tuple[str, ...]:
 def _batch(batch: int) -> Tuple[str, ...]:
     return f"batch.global={batch}", f"batch.micro={min(batch, 768)}"
 
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.3g}")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.evidence import ladder2
+from benchmarks.evidence import ladder2, tuning
 from benchmarks.evidence.ladder2 import EPOCHS_EQUAL, GROWING, LARS, LOCAL, NESTEROV, RULES, SMALLEST, Ladder2, Trials
 from benchmarks.evidence.runs import Outcome
 from tools.planning import batches
@@ -18,7 +18,7 @@ def rate_of(run):
 def test_four_rates_are_tried_for_everyone(monkeypatch, best, fourth):
     """Around 0.1: 0.0333, 0.1, 0.3, and one beside the best of them."""
     done = {}
-    monkeypatch.setattr(ladder2, "outcome", done.get)
+    monkeypatch.setattr(tuning, "outcome", done.get)
     trials = Trials(NESTEROV, SMALLEST)
     assert trials.rates() == [0.0333, 0.1, 0.3] and trials.best() is None
     while set(trials.runs()) - set(done):
@@ -32,7 +32,7 @@ def test_four_rates_are_tried_for_everyone(monkeypatch, best, fourth):
 
 def test_a_rate_that_diverges_with_one_seed_is_no_better_than_its_mean_with_guessing(monkeypatch):
     lost = Outcome(0.02, math.inf, math.inf, {}, "step 3")
-    monkeypatch.setattr(ladder2, "outcome", lambda run: lost if run.seed else Outcome(0.9, 0.5, 1.0, {}))
+    monkeypatch.setattr(tuning, "outcome", lambda run: lost if run.seed else Outcome(0.9, 0.5, 1.0, {}))
     assert Trials(NESTEROV, SMALLEST).loss(0.1) == pytest.approx((0.5 + math.log(50)) / 2)
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from PIL import Image
 
-from benchmarks import loader, photographs
+from benchmarks import drawn_photographs, loader
 from benchmarks.loader import Side
 from data.folder import FolderSource
 from recipe.config import Data
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
     """24 photographs in three class folders."""
     folder = tmp_path_factory.mktemp("photographs")
     paths = [folder / f"{number % 3}" / f"{number:02d}.jpg" for number in range(24)]
-    photographs.make(paths)
+    drawn_photographs.make(paths)
     return folder
 
 
@@ -57,18 +57,18 @@ def test_photographs_are_like_imagenets(folder):
     for image in opened:
         image.close()
     assert 90_000 < sum(file.stat().st_size for file in files) / len(files) < 115_000
-    image = photographs._opened("coffee.png").resize((500, 375))
-    sizes = {quality: len(photographs._jpeg(image, quality)) for quality in range(88, 98)}
+    image = drawn_photographs._opened("coffee.png").resize((500, 375))
+    sizes = {quality: len(drawn_photographs._jpeg(image, quality)) for quality in range(88, 98)}
     for target, quality in ((sizes[92], 92), (sizes[95] - 1, 94), (10**6, 97), (1000, 88)):
-        assert len(photographs._encoded(image, target)) == sizes[quality]
+        assert len(drawn_photographs._encoded(image, target)) == sizes[quality]
 
 
 def test_files_are_made_once_for_each_version(tmp_path, monkeypatch):
-    made, make = [], photographs.make
-    monkeypatch.setattr(photographs, "FOLDER", tmp_path / "few")
-    monkeypatch.setattr(photographs, "COUNT", 5)
-    monkeypatch.setattr(photographs, "make", lambda paths: made.append(len(paths)) or make(paths))
+    made, make = [], drawn_photographs.make
+    monkeypatch.setattr(drawn_photographs, "FOLDER", tmp_path / "few")
+    monkeypatch.setattr(drawn_photographs, "COUNT", 5)
+    monkeypatch.setattr(drawn_photographs, "make", lambda paths: made.append(len(paths)) or make(paths))
     for version in (1, 1, 2):
-        monkeypatch.setattr(photographs, "_VERSION", version)
-        assert len(photographs.photographs()) == 5
+        monkeypatch.setattr(drawn_photographs, "_VERSION", version)
+        assert len(drawn_photographs.photographs()) == 5
     assert made == [5, 5]

@@ -1,0 +1,326 @@
+"""Photographs at the batches of configs/ablation: six optimizers with equal tuning, and what closes the gap."""
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from benchmarks import claims
+from benchmarks.evidence import page
+from benchmarks.evidence.experiment import Experiment, Series, changed, search_table
+from benchmarks.evidence.runs import Run
+from benchmarks.evidence.tuning import FourRates, rounded
+from recipe.batch import lengths
+from recipe.config import Recipe
+from recipe.course import Course
+from tools.planning import machine, scaling, workload
+
+BATCHES = (768, 1536, 3072, 6144)
+SMALLEST = BATCHES[0]
+LARGEST = BATCHES[-1]
+CLASSES = 10
+IMAGES = 60_000
+STEPS = IMAGES // SMALLEST  # of the smallest batch in an epoch
+EPOCHS = 67  # 603 updates of the largest batch
+WARMUP = 7
+TRIAL_EPOCHS = 22
+TRIAL_SEEDS = (0,)
+SEEDS = (2, 3, 4)
+STUDENT = 2.776  # two-sided 95 % of Student's t with 4 degrees of freedom: two means of three seeds
+LOCAL_REPLICAS = 4
+LOCAL_STEPS = LARGEST // (LOCAL_REPLICAS * SMALLEST)
+PLANNED_ON = "dgx_a100"
+PLANNED_REPLICAS = 64
+
+EQUAL = "equal epochs"
+GROWING = "growing batch"
+LOCAL = "local steps"
+FINAL = "final part at 768"
+LONGER = "longer warm-up"
+ROOT_RATE = "rate by square root"
+
+LARS = "LARS"
+RMSPROP = "RMSprop"
+LAMB = "LAMB"
+ADAMW = "AdamW"
+SGD = "SGD, Nesterov"
+MUON = "Muon"
+
+_BASE = (
+    "data.source=torchvision",
+    "data.dataset=FashionMNIST",
+    "data.crop_area=[0.7,1]",
+    "data.flip=0.5",
+    f"model.classes={CLASSES}",
+    "model.width=0.25",
+    "model.image_size=20",
+    "evaluation.every_epochs=10",
+    "log.noise_scale=false",
+    "log.every_steps=78",
+)
+
+
+class Rule(NamedTuple):
+    """How an optimizer is used.
+
+    overrides: the keys of its published recipe. guess: the peak rate in the middle of its first three trials.
+    batches: at which it is trained to the end; it is tuned at the smallest and the largest.
+    """
+
+    overrides: Tuple[str, ...]
+    guess: float
+    batches: Tuple[int, ...] = (SMALLEST, LARGEST)
+
+
+RULES: Dict[str, Rule] = {
+    LARS: Rule(("optimizer.trust=gradient", "optimizer.momentum=0.885"), guess=4, batches=BATCHES),
+    RMSPROP: Rule(("optimizer.name=rmsprop", "optimizer.weight_decay=1e-5"), guess=0.008, batches=BATCHES),
+    LAMB: Rule(("optimizer.name=lamb", "optimizer.weight_decay=0.01"), guess=0.02),
+    ADAMW: Rule(("optimizer.name=adamw", "optimizer.weight_decay=0.05"), guess=0.004),
+    SGD: Rule(("optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.weight_decay=2.5e-6"), guess=0.3),
+}
+
+# Share of the images from which on an update has so many times the smallest batch.
+_GROWTH = ((0.0, 1), (0.4, 2), (0.6, 4), (0.8, 8))
+_SHRINKING = ((0.0, 8), (0.8, 1))
+
+
+class Photographs(Experiment):
+    """Fashion-MNIST: 60,000 photographs to train on, 10,000 to validate with, 28 x 28 pixels, ten classes. An
+    EfficientNet-B0 G16 of width 0.25 and depth 0.1 at 20 px; crops of 70 to 100 % of the area, mirrored or not. 67
+    epochs: 5,226 updates at 768 and 603 at 6144. 7 epochs are warm-up, then the rate decays with power 2.
+
+    The rule of tuning, written before the runs: for every optimizer, at 768 and 6144, four peak rates, each with seed 0
+    over 22 epochs: a third of a guess, the guess and three times it, then one beside the best (by √3 towards its better
+    neighbour, or by 3 beyond the end). The lowest validation loss wins; a run that diverges counts as guessing. At 1536
+    and 3072 the rate is interpolated geometrically. All other keys are those of the published recipes; the average of
+    RMSprop spans as many images at every batch. Then seeds 2, 3, 4 at full length: mean ± standard deviation; "lost" is
+    against the same optimizer at 768, "interval" its 95 % interval (Student's t). "minutes": on 64 replicas of
+    a DGX A100, by the plan.
+
+    "growing batch": `batch.schedule` with 768 images at first, 1536, 3072 and 6144 from 40, 60 and 80 % of the images
+    on, at the rate of 768. "local steps": 4 replicas with batches of 768 and means of their weights after 2 steps, so
+    that as many images lie between two exchanges as in an update of 6144. "longer warm-up": 20 of 67 epochs. "rate by
+    square root": the rate of 768 times √8, without tuning at 6144. "final part at 768": 6144 for 80 % of the images,
+    then 768, at the rate of 6144.
+    """
+
+    name = "photographs"
+    question = "Photographs from a batch of 768 to 6144: what does a large batch cost, and what avoids it?"
+    takes = "ten hours, less for cached runs"
+
+    def trials(self) -> Iterable[Run]:
+        for optimizer in RULES:
+            for batch in (LARGEST, SMALLEST):
+                yield from trials_of(optimizer, batch).runs()
+
+    def series(self) -> List[Series]:
+        found = list(self._equal_epochs())
+        found += self._beside(GROWING, (LARS, LAMB, SGD))
+        found += self._beside(LOCAL, (LARS,))
+        found += self._beside(FINAL, (LARS,))
+        found += self._beside(LONGER, (LARS,))
+        found += self._beside(ROOT_RATE, (LARS,))
+        return found
+
+    def _equal_epochs(self) -> Iterator[Series]:
+        for optimizer, rule in RULES.items():
+            for batch in rule.batches:
+                peak = peak_of(optimizer, batch)
+                if peak is not None:
+                    yield _series(EQUAL, optimizer, batch, peak, _batch(batch, optimizer))
+
+    def _beside(self, kind: str, optimizers: Sequence[str]) -> List[Series]:
+        """Return the series of a kind for those optimizers whose rates are known by now."""
+        found = []
+        for optimizer in optimizers:
+            tuned_at = LARGEST if kind in (FINAL, LONGER) else SMALLEST
+            peak = peak_of(optimizer, tuned_at)
+            if peak is None:
+                continue
+            replicas = LOCAL_REPLICAS if kind == LOCAL else 1
+            batch = SMALLEST if kind == LOCAL else LARGEST
+            if kind == ROOT_RATE:
+                peak = rounded(peak * (LARGEST / SMALLEST) ** 0.5)
+            own = _KINDS[kind](optimizer)
+            found.append(_series(kind, optimizer, batch, peak, own, replicas=replicas))
+        return found
+
+    def rows(self) -> List[dict]:
+        """Return rows with points lost against 768 and the 95 % interval, updates, and minutes by the plan."""
+        rows = super().rows()
+        first = {row["optimizer"]: row for row in rows if row["kind"] == EQUAL and row["batch"] == SMALLEST}
+        for row, each in zip(rows, self.series()):
+            smallest = first[row["optimizer"]]
+            is_first = row is smallest
+            row["updates"] = sum(1 for _ in _batches_of(each.runs[0].recipe()))
+            row["lost"] = None if is_first else round(smallest["top1_mean"] - row["top1_mean"], 3)
+            row["interval"] = None if is_first else round(_interval(smallest, row), 3)
+            row["minutes"] = None if each.replicas > 1 else round(_planned_minutes(each.runs[0].recipe()), 2)
+        return rows
+
+    def more(self, rows: Sequence[dict]) -> str:
+        searches = {at: trials_of(*at) for at in itertools.product(RULES, (SMALLEST, LARGEST))}
+        return f"""Tuning: peak rate and validation loss of seed 0 after {TRIAL_EPOCHS} epochs.
+
+{search_table(searches)}
+
+{claims.claims_table(self.claims(), "{:.2f}")}"""
+
+    def draw(self, rows: Sequence[dict], path: Path) -> None:
+        equal = [row for row in rows if row["kind"] == EQUAL]
+        others = [{**row, "updates": row["updates"]} for row in rows if row["optimizer"] == LARS]
+        panels = {
+            "top-1 by batch, equal epochs": page.lines(equal, "optimizer", "batch"),
+            "LARS: top-1 by updates": page.lines(others, "kind", "updates"),
+        }
+        page.draw(panels, path, x="global batch; updates", y="validation top-1 (%)")
+
+    def verdict(self, rows: Sequence[dict]) -> str:
+        """Return the points that each optimizer loses from 768 to 6144, and the recipe that loses least."""
+        lost = ", ".join(f"{row['optimizer']} {_with_interval(row)}" for row in _at_largest(rows, EQUAL))
+        best = best_recipe(rows)
+        growing = best_growing(rows)
+        return (
+            f"Points lost from {SMALLEST} to {LARGEST} at equal epochs: {lost}. Least of all recipes that begin at "
+            f"{LARGEST}: {best['optimizer']}, {best['kind']}, {_with_interval(best)}, {best['top1_mean']:.2f} % top-1. "
+            f"A batch that grows to {LARGEST} loses {_with_interval(growing)} with {growing['optimizer']}."
+        )
+
+    def claims(self) -> List[dict]:
+        rows = self.rows()
+        best = best_recipe(rows)
+        growing = best_growing(rows)
+        smallest = next(
+            row
+            for row in rows
+            if row["kind"] == EQUAL and row["optimizer"] == growing["optimizer"] and row["batch"] == SMALLEST
+        )
+        share = growing["updates"] / smallest["updates"]
+        return [
+            _loss_claim("top1_loss_best_recipe_6144", best),
+            _loss_claim("top1_loss_growing_batch_6144", growing),
+            claims.claim("updates_of_growing_batch", [share], "of updates", "<= 0.6"),
+        ]
+
+
+def trials_of(optimizer: str, batch: int) -> FourRates:
+    """Return the trials of an optimizer at a batch, over a third of the epochs with a third of the warm-up."""
+    short = (f"run.epochs={TRIAL_EPOCHS}", f"schedule.warmup_epochs={WARMUP * TRIAL_EPOCHS / EPOCHS:.2g}")
+    overrides = changed(_BASE, (*RULES[optimizer].overrides, *_batch(batch, optimizer), *short))
+    return FourRates(overrides, TRIAL_SEEDS, guess=RULES[optimizer].guess, classes=CLASSES)
+
+
+def peak_of(optimizer: str, batch: int) -> Optional[float]:
+    """Return the best peak rate of the trials, between the tuned batches interpolated; None until it is known."""
+    if batch in (SMALLEST, LARGEST):
+        return trials_of(optimizer, batch).best()
+    ends = [trials_of(optimizer, each).best() for each in (SMALLEST, LARGEST)]
+    if None in ends:
+        return None
+    place = math.log(batch / SMALLEST) / math.log(LARGEST / SMALLEST)
+    return rounded(ends[0] ** (1 - place) * ends[1] ** place)
+
+
+def best_recipe(rows: Sequence[dict]) -> dict:
+    """Return the row that loses least of those whose updates have 6144 images from the beginning on."""
+    candidates = [row for row in rows if row["batch"] == LARGEST and row["kind"] not in (GROWING, LOCAL)]
+    return min(candidates, key=lambda row: row["lost"])
+
+
+def best_growing(rows: Sequence[dict]) -> dict:
+    """Return the row that loses least of those whose batch grows."""
+    return min(_at_largest(rows, GROWING), key=lambda row: row["lost"])
+
+
+def _series(
+    kind: str, optimizer: str, batch: int, peak: float, own: Sequence[str], *, replicas: int = 1
+) -> Series:
+    labels = {"kind": kind, "optimizer": optimizer, "batch": batch, "peak": peak}
+    whole = (
+        *_BASE,
+        *RULES[optimizer].overrides,
+        f"schedule.peak={peak:g}",
+        f"run.epochs={EPOCHS}",
+        f"schedule.warmup_epochs={WARMUP}",
+    )
+    return Series(labels, changed(whole, own), SEEDS, replicas=replicas)
+
+
+def _batch(batch: int, optimizer: str) -> Tuple[str, ...]:
+    sizes = (f"batch.global={batch}", f"batch.micro={MICRO}")
+    if optimizer != RMSPROP:
+        return sizes
+    # As in configs/ablation: the average of squared gradients spans as many images at every batch.
+    return (*sizes, f"optimizer.alpha={1 - batch / 2**14:g}")
+
+
+def _growing(optimizer: str) -> Tuple[str, ...]:
+    return (*_batch(SMALLEST, optimizer), _schedule(_GROWTH))
+
+
+def _local(optimizer: str) -> Tuple[str, ...]:
+    whole = _batch(LOCAL_REPLICAS * SMALLEST, optimizer)
+    return (*whole, "exchange.method=local", f"exchange.local_steps={LOCAL_STEPS}")
+
+
+def _final(optimizer: str) -> Tuple[str, ...]:
+    return (*_batch(SMALLEST, optimizer), _schedule(_SHRINKING))
+
+
+def _longer(optimizer: str) -> Tuple[str, ...]:
+    return (*_batch(LARGEST, optimizer), "schedule.warmup_epochs=20")
+
+
+def _root_rate(optimizer: str) -> Tuple[str, ...]:
+    return _batch(LARGEST, optimizer)
+
+
+_KINDS = {GROWING: _growing, LOCAL: _local, FINAL: _final, LONGER: _longer, ROOT_RATE: _root_rate}
+
+
+def _schedule(parts: Sequence[Tuple[float, int]]) -> str:
+    images = STEPS * SMALLEST * EPOCHS
+    pairs = (f"[{round(share * images)}, {times * SMALLEST}]" for share, times in parts)
+    return f"batch.schedule=[{', '.join(pairs)}]"
+
+
+def _batches_of(recipe: Recipe) -> Iterator[int]:
+    """Yield the images of each update of a run."""
+    length = lengths(recipe, IMAGES)
+    for update in Course(recipe, length.steps_per_epoch, length.total).updates():
+        yield update.steps * recipe.batch.global_
+
+
+def _planned_minutes(recipe: Recipe) -> float:
+    """Return the minutes that a run's updates would take on 64 replicas, one micro batch each where that is enough."""
+    place = machine.load(PLANNED_ON)
+    micro = SMALLEST // PLANNED_REPLICAS
+    seconds: Dict[int, float] = {}
+    total = 0.0
+    for batch in _batches_of(recipe):
+        if batch not in seconds:
+            plan = workload.changed(recipe, "batch", global_=batch, micro=micro, schedule=None)
+            seconds[batch] = scaling.predict(plan, place, PLANNED_REPLICAS, workload.of(plan)).seconds
+        total += seconds[batch]
+    return total / 60
+
+
+def _interval(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """Return half of the 95 % interval of the difference of two rows' top-1."""
+    variance = one["top1_sd"] ** 2 + other["top1_sd"] ** 2
+    return STUDENT * (variance / len(SEEDS)) ** 0.5
+
+
+def _at_largest(rows: Sequence[dict], kind: str) -> List[dict]:
+    return [row for row in rows if row["kind"] == kind and row["batch"] == LARGEST]
+
+
+def _with_interval(row: dict) -> str:
+    return f"{row['lost']:.2f} ± {row['interval']:.2f}"
+
+
+def _loss_claim(name: str, row: dict) -> dict:
+    made = claims.claim(name, [row["lost"]], "points", "<= 0.3")
+    return {**made, "spread": [row["lost"] - row["interval"], row["lost"] + row["interval"]]}
