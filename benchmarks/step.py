@@ -6,9 +6,9 @@ The same EfficientNet G16 with LARS, the same batch, float32 arithmetic and weig
 - `step`: images in memory. EfficientNet-B0 at 64 px on one thread and on two, and B4 at 224 px, micro batch 8, on two.
   timm's loop gets normalised float32 images in each of torch's two layouts, ours uint8. `before` computes with torch's
   layers instead of ours in C++. float16 weights are rounded stochastically, which timm has not.
-- `files`: JPEG files (benchmarks/drawn_photographs.py) by each side's own workers, with the layout, threads and workers with
-  which it is fastest here. The claim is about the quickstart's model at 32 px, where two cores spend most of their time
-  on files, as those beside a GPU do.
+- `files`: JPEG files (benchmarks/drawn_photographs.py) by each side's own workers, with the layout, threads and workers
+  with which it is fastest here. The claim is about the quickstart's model at 32 px, where two cores spend most of their
+  time on files, as those beside a GPU do.
 - `norm`: GroupNorm and SiLU beside a copy, the limit of what moves through memory (benchmarks/step_norms.py).
 - `parts`: where the time of our step goes, and how far each part is from its limit (benchmarks/step_parts.py).
 timm's side is the loop of its train.py (accumulation, meters) around timm's model, timm's Lars and timm's loader. For
@@ -30,8 +30,8 @@ import timm
 import torch
 
 from benchmarks import ROOT, claims, ranks, step_norms, step_parts
-from benchmarks.loader import our_batches, timm_batches
 from benchmarks.drawn_photographs import CLASSES, FOLDER, photographs
+from benchmarks.loader import our_batches, timm_batches
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
 from models.native import library

@@ -32,6 +32,7 @@ from benchmarks.evidence.ladder2 import Ladder2
 from benchmarks.evidence.lars_forms import LarsForms
 from benchmarks.evidence.micro import MicroBatches
 from benchmarks.evidence.norms import Norms
+from benchmarks.evidence.photographs import Photographs
 from benchmarks.evidence.resolution import Resolution
 from benchmarks.evidence.runs import Lost, Run, outcome, provenance_of, train_all
 from benchmarks.evidence.staleness import Staleness
@@ -39,7 +40,19 @@ from recipe import cores
 from recipe.errors import FAILED, STOPPED
 from training.command import fail
 
-_ALL = Ladder, Ladder2, Ablations, HalfWeights, Norms, MicroBatches, Resolution, LarsForms, ExchangeLearning, Staleness
+_ALL = (
+    Photographs,
+    Ladder,
+    Ladder2,
+    Ablations,
+    HalfWeights,
+    Norms,
+    MicroBatches,
+    Resolution,
+    LarsForms,
+    ExchangeLearning,
+    Staleness,
+)
 EXPERIMENTS: Dict[str, Experiment] = {each.name: each() for each in _ALL}
 
 

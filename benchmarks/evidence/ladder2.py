@@ -271,4 +271,3 @@ def _whole(optimizer: str, peak: float) -> Tuple[str, ...]:
 
 def _batch(batch: int) -> Tuple[str, ...]:
     return f"batch.global={batch}", f"batch.micro={min(batch, 768)}"
-

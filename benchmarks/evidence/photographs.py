@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import statistics
 from pathlib import Path
 from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -22,6 +21,7 @@ LARGEST = BATCHES[-1]
 CLASSES = 10
 IMAGES = 60_000
 STEPS = IMAGES // SMALLEST  # of the smallest batch in an epoch
+MICRO = SMALLEST  # images; smaller ones take longer: what a layer costs apart from arithmetic counts then
 EPOCHS = 67  # 603 updates of the largest batch
 WARMUP = 7
 TRIAL_EPOCHS = 22
@@ -50,11 +50,13 @@ MUON = "Muon"
 _BASE = (
     "data.source=torchvision",
     "data.dataset=FashionMNIST",
+    f"data.train_images={IMAGES}",
+    "data.validation_images=10000",
     "data.crop_area=[0.7,1]",
     "data.flip=0.5",
     f"model.classes={CLASSES}",
     "model.width=0.25",
-    "model.image_size=20",
+    "model.image_size=16",
     "evaluation.every_epochs=10",
     "log.noise_scale=false",
     "log.every_steps=78",
@@ -88,7 +90,7 @@ _SHRINKING = ((0.0, 8), (0.8, 1))
 
 class Photographs(Experiment):
     """Fashion-MNIST: 60,000 photographs to train on, 10,000 to validate with, 28 x 28 pixels, ten classes. An
-    EfficientNet-B0 G16 of width 0.25 and depth 0.1 at 20 px; crops of 70 to 100 % of the area, mirrored or not. 67
+    EfficientNet-B0 G16 of width 0.25 and depth 0.1 at 16 px; crops of 70 to 100 % of the area, mirrored or not. 67
     epochs: 5,226 updates at 768 and 603 at 6144. 7 epochs are warm-up, then the rate decays with power 2.
 
     The rule of tuning, written before the runs: for every optimizer, at 768 and 6144, four peak rates, each with seed 0
@@ -112,8 +114,18 @@ class Photographs(Experiment):
 
     def trials(self) -> Iterable[Run]:
         for optimizer in RULES:
-            for batch in (LARGEST, SMALLEST):
-                yield from trials_of(optimizer, batch).runs()
+            yield from _trials(optimizer)
+
+    def wanted(self) -> List[Run]:
+        """Return all runs that are known by now: one optimizer after the other."""
+        series = self.series()
+        runs: List[Run] = []
+        for optimizer in RULES:
+            runs += _trials(optimizer)
+            for each in series:
+                if each.labels["optimizer"] == optimizer:
+                    runs += each.runs
+        return runs
 
     def series(self) -> List[Series]:
         found = list(self._equal_epochs())
@@ -212,6 +224,11 @@ def trials_of(optimizer: str, batch: int) -> FourRates:
     return FourRates(overrides, TRIAL_SEEDS, guess=RULES[optimizer].guess, classes=CLASSES)
 
 
+def _trials(optimizer: str) -> Iterator[Run]:
+    for batch in (LARGEST, SMALLEST):
+        yield from trials_of(optimizer, batch).runs()
+
+
 def peak_of(optimizer: str, batch: int) -> Optional[float]:
     """Return the best peak rate of the trials, between the tuned batches interpolated; None until it is known."""
     if batch in (SMALLEST, LARGEST):
@@ -234,9 +251,7 @@ def best_growing(rows: Sequence[dict]) -> dict:
     return min(_at_largest(rows, GROWING), key=lambda row: row["lost"])
 
 
-def _series(
-    kind: str, optimizer: str, batch: int, peak: float, own: Sequence[str], *, replicas: int = 1
-) -> Series:
+def _series(kind: str, optimizer: str, batch: int, peak: float, own: Sequence[str], *, replicas: int = 1) -> Series:
     labels = {"kind": kind, "optimizer": optimizer, "batch": batch, "peak": peak}
     whole = (
         *_BASE,
