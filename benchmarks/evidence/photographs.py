@@ -80,6 +80,7 @@ RULES: Dict[str, Rule] = {
     RMSPROP: Rule(("optimizer.name=rmsprop", "optimizer.weight_decay=1e-5"), guess=0.008, batches=BATCHES),
     LAMB: Rule(("optimizer.name=lamb", "optimizer.weight_decay=0.01"), guess=0.02),
     ADAMW: Rule(("optimizer.name=adamw", "optimizer.weight_decay=0.05"), guess=0.004),
+    MUON: Rule(("optimizer.name=muon",), guess=0.004),
     SGD: Rule(("optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.weight_decay=2.5e-6"), guess=0.3),
 }
 
@@ -129,7 +130,7 @@ class Photographs(Experiment):
 
     def series(self) -> List[Series]:
         found = list(self._equal_epochs())
-        found += self._beside(GROWING, (LARS, LAMB, SGD))
+        found += self._beside(GROWING, (LARS, LAMB, MUON))
         found += self._beside(LOCAL, (LARS,))
         found += self._beside(FINAL, (LARS,))
         found += self._beside(LONGER, (LARS,))
