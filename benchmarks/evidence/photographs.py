@@ -39,6 +39,7 @@ LOCAL = "local steps"
 FINAL = "final part at 768"
 LONGER = "longer warm-up"
 ROOT_RATE = "rate by square root"
+NESTEROV = "Nesterov momentum"
 
 LARS = "LARS"
 RMSPROP = "RMSprop"
@@ -105,7 +106,7 @@ class Photographs(Experiment):
     "growing batch": `batch.schedule` with 768 images at first, 1536, 3072 and 6144 from 40, 60 and 80 % of the images
     on, at the rate of 768. "local steps": 4 replicas with batches of 768 and means of their weights after 2 steps, so
     that as many images lie between two exchanges as in an update of 6144. "longer warm-up": 20 of 67 epochs. "rate by
-    square root": the rate of 768 times √8, without tuning at 6144. "final part at 768": 6144 for 80 % of the images,
+    square root": the rate of 768 times √8, without tuning at 6144. "Nesterov momentum": at the rate of 6144. "final part at 768": 6144 for 80 % of the images,
     then 768, at the rate of 6144.
     """
 
@@ -135,6 +136,7 @@ class Photographs(Experiment):
         found += self._beside(FINAL, (LARS,))
         found += self._beside(LONGER, (LARS,))
         found += self._beside(ROOT_RATE, (LARS,))
+        found += self._beside(NESTEROV, (LARS,))
         return found
 
     def _equal_epochs(self) -> Iterator[Series]:
@@ -148,7 +150,7 @@ class Photographs(Experiment):
         """Return the series of a kind for those optimizers whose rates are known by now."""
         found = []
         for optimizer in optimizers:
-            tuned_at = LARGEST if kind in (FINAL, LONGER) else SMALLEST
+            tuned_at = LARGEST if kind in (FINAL, LONGER, NESTEROV) else SMALLEST
             peak = peak_of(optimizer, tuned_at)
             if peak is None:
                 continue
@@ -289,11 +291,15 @@ def _longer(optimizer: str) -> Tuple[str, ...]:
     return (*_batch(LARGEST, optimizer), "schedule.warmup_epochs=20")
 
 
+def _nesterov(optimizer: str) -> Tuple[str, ...]:
+    return (*_batch(LARGEST, optimizer), "optimizer.nesterov=true")
+
+
 def _root_rate(optimizer: str) -> Tuple[str, ...]:
     return _batch(LARGEST, optimizer)
 
 
-_KINDS = {GROWING: _growing, LOCAL: _local, FINAL: _final, LONGER: _longer, ROOT_RATE: _root_rate}
+_KINDS = {GROWING: _growing, LOCAL: _local, FINAL: _final, LONGER: _longer, ROOT_RATE: _root_rate, NESTEROV: _nesterov}
 
 
 def _schedule(parts: Sequence[Tuple[float, int]]) -> str:
