@@ -328,7 +328,7 @@ def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, 
     """With losses that are least at a peak that is none of the first guesses."""
     for reader in ("ladder", "ladder2"):
         monkeypatch.setattr(f"benchmarks.evidence.{reader}.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))
-    for reader in ("ladder2", "exchange_learning", "half_weights"):
+    for reader in ("tuning", "exchange_learning", "half_weights"):
         monkeypatch.setattr(f"benchmarks.evidence.{reader}.outcome", lambda run: experiment.outcome(run))
     monkeypatch.setattr("benchmarks.evidence.micro._distance", lambda *_: (0.0, 3))
     lengths = {"step": range(1, 11), "lr": [1.0] * 10, "update": [1.0] * 10, "losses": [2.0, 1.0], "top1": 0.5}
