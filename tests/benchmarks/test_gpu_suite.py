@@ -46,7 +46,7 @@ SECTIONS = (*gpu_calls.FIRST.sections, *gpu_calls.SECOND.sections)
 # What a CPU has not: its rows say so.
 ON_CUDA = ("ours, G16, triton", "ours, G16, group")
 ROWS = {
-    "checks": 8, "compilation": 2, "B4, bfloat16": 3, "B4, other micro batches": 1, "kernels": 7, "update": 3,
+    "checks": 9, "compilation": 2, "B4, bfloat16": 3, "B4, other micro batches": 1, "kernels": 7, "update": 3,
     "JPEG to update": 3, "memory": 4, "B4, eager": 4, "B4, engine.compile": 4,
 }  # fmt: skip
 # The others of their kind run always.
