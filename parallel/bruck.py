@@ -1,73 +1,150 @@
-"""All-gather and all-to-all of few bytes in ceil(log2 P) rounds, where a message to each replica would be too many.
+"""All-gather and all-to-all of few bytes in ceil(log2 P) rounds.
 
-Source: Bruck et al., 1997, Efficient algorithms for all-to-all communications in multiport message-passing systems.
+They are for where a message to each replica would be too many.
+
+Source: Bruck et al., 1997, Efficient algorithms for all-to-all communications in multiport
+message-passing systems.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import List, Sequence, Tuple
+from typing import List, NamedTuple, Sequence
 
 import torch
 from torch import distributed
 
-Round = Tuple[torch.Tensor, int, torch.Tensor, int]  # what is sent, to whom, where what comes is put, from whom
 
+class Round(NamedTuple):
+    """One message that a replica sends and one that it receives, at the same time.
 
-def all_gather(own: torch.Tensor, sizes: Sequence[int], group: distributed.ProcessGroup) -> List[torch.Tensor]:
-    """What each replica gives, by replica. Every replica calls.
-
-    Args: own: [sizes[rank]], contiguous. sizes: elements that each replica gives, the same on all.
+    outgoing: contiguous tensor that is sent.
+    receiver: replica that gets it.
+    incoming: contiguous tensor that is written to.
+    sender: replica that it comes from.
     """
-    rank, replicas = distributed.get_rank(group), len(sizes)
-    turned = [sizes[(rank + place) % replicas] for place in range(replicas)]  # this replica's first
+
+    outgoing: torch.Tensor
+    receiver: int
+    incoming: torch.Tensor
+    sender: int
+
+
+def all_gather(
+    own: torch.Tensor,
+    sizes: Sequence[int],
+    group: distributed.ProcessGroup,
+) -> List[torch.Tensor]:
+    """Gather a tensor of each replica on all of them. Every replica calls.
+
+    Args:
+        own: contiguous [sizes[rank]], of this replica; any dtype, the same on all.
+        sizes: elements that each replica gives, the same list on all.
+        group: the replicas.
+
+    Returns:
+        The tensor of each replica, [sizes[replica]], in their order.
+    """
+    rank = distributed.get_rank(group)
+    replicas = len(sizes)
+    # This replica's elements come first, then those of the replicas after it, around the ring.
+    turned = [sizes[(rank + place) % replicas] for place in range(replicas)]
     starts = [0, *accumulate(turned)]
-    held = own.new_empty(starts[-1])
-    held[: starts[1]] = own
+    gathered = own.new_empty(starts[-1])
+    gathered[: starts[1]] = own
+    # In each round a replica sends all that it has, so the number of tensors doubles.
     rounds = []
     for distance in _distances(replicas):
         count = min(distance, replicas - distance)
-        coming = held[starts[distance] : starts[distance + count]]
-        rounds.append((held[: starts[count]], (rank - distance) % replicas, coming, (rank + distance) % replicas))
+        message = Round(
+            outgoing=gathered[: starts[count]],
+            receiver=(rank - distance) % replicas,
+            incoming=gathered[starts[distance] : starts[distance + count]],
+            sender=(rank + distance) % replicas,
+        )
+        rounds.append(message)
     transfer(rounds, group)
-    parts = held.split(turned)
+    parts = gathered.split(turned)
     return [parts[(replica - rank) % replicas] for replica in range(replicas)]
 
 
 def all_to_all(own: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
-    """One element from each replica, [P], by replica. Every replica calls. Args: own: [P], one for each replica."""
-    rank, replicas = distributed.get_rank(group), len(own)
+    """Exchange one element with each replica. Every replica calls.
+
+    Args:
+        own: [P], the element for each replica; any dtype, the same on all.
+        group: the P replicas.
+
+    Returns:
+        The element from each replica, [P], in their order.
+    """
+    rank = distributed.get_rank(group)
+    replicas = len(own)
     places = torch.arange(replicas, device=own.device)
+    # An element's place tells how far up the ring it has to go; each round does one bit of that.
     held = own.roll(-rank)
     for distance in _distances(replicas):
         moving = (places & distance).nonzero().flatten()
-        coming = torch.empty_like(held[moving])
-        transfer([(held[moving], (rank + distance) % replicas, coming, (rank - distance) % replicas)], group)
-        held[moving] = coming
+        outgoing = held[moving]
+        message = Round(
+            outgoing=outgoing,
+            receiver=(rank + distance) % replicas,
+            incoming=torch.empty_like(outgoing),
+            sender=(rank - distance) % replicas,
+        )
+        transfer([message], group)
+        held[moving] = message.incoming
     return held[(rank - places) % replicas]
 
 
 def _distances(replicas: int) -> List[int]:
+    """Return the powers of two below the number of replicas."""
     return [1 << bit for bit in range((replicas - 1).bit_length())]
 
 
 def transfer(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
-    """Send and receive in each round, one after the other; a round may send what the one before has brought."""
-    if rounds and rounds[0][0].device.type == "cpu":
-        # Gloo sends when it has word that the receiver is ready, and that word waits behind what the receiver sends.
-        receiving = [
-            distributed.irecv(coming, group=group, group_src=source, tag=tag)
-            for tag, (_, _, coming, source) in enumerate(rounds)
-        ]
-        sending = []
-        for tag, (leaving, target, _, _) in enumerate(rounds):
-            sending.append(distributed.isend(leaving, group=group, group_dst=target, tag=tag))
-            receiving[tag].wait()
-        for work in sending:
-            work.wait()
+    """Send and receive in each round, one after the other.
+
+    Args:
+        rounds: a round may send what the one before it has received.
+        group: the replicas that senders and receivers are numbered in.
+    """
+    if rounds and rounds[0].outgoing.device.type == "cpu":
+        _transfer_by_gloo(rounds, group)
         return
-    for leaving, target, coming, source in rounds:  # NCCL: in one batch, else two neighbours wait for each other
-        receive = distributed.P2POp(distributed.irecv, coming, group=group, group_peer=source)
-        send = distributed.P2POp(distributed.isend, leaving, group=group, group_peer=target)
+    # NCCL needs both in one batch, or two neighbours wait for each other.
+    for message in rounds:
+        receive = distributed.P2POp(
+            distributed.irecv,
+            message.incoming,
+            group=group,
+            group_peer=message.sender,
+        )
+        send = distributed.P2POp(
+            distributed.isend,
+            message.outgoing,
+            group=group,
+            group_peer=message.receiver,
+        )
         for work in distributed.batch_isend_irecv([receive, send]):
             work.wait()
+
+
+def _transfer_by_gloo(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
+    """Do what `transfer` does, with all receives begun in advance.
+
+    Gloo sends when it has word that the receiver is ready, and that word waits behind what the
+    receiver sends.
+    """
+    receiving = []
+    for tag, message in enumerate(rounds):
+        work = distributed.irecv(message.incoming, group=group, group_src=message.sender, tag=tag)
+        receiving.append(work)
+    sending = []
+    for tag, message in enumerate(rounds):
+        work = distributed.isend(message.outgoing, group=group, group_dst=message.receiver, tag=tag)
+        sending.append(work)
+        # The next round may send what this one receives.
+        receiving[tag].wait()
+    for work in sending:
+        work.wait()

@@ -13,44 +13,72 @@ from recipe.exchange import Exchange
 
 @METHODS.implements(exchange.Dense)
 class Dense(Method):
-    """All-reduce of float32 values, in the library's order or that of a tree (`parallel/reduce.py`)."""
+    """All-reduce of float32 values, in the library's order or a tree's (`parallel/reduce.py`)."""
 
     complete = True
-    taken = ("bits",)
+    auto_keys = ("bits",)
 
     @property
     def exact(self) -> bool:
+        """Return whether nothing is rounded on the way."""
         return not self.work
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
+        """Return dense with the keys of `section`, without delay."""
         return [cls(section.to("dense", delay=0))]
 
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
-        bits, width = self.section.sent_bits, size if self.section.sent == "float32" else 2
-        sent = costs.quantized_bytes(gradient.elements, bits) if bits else float(gradient.elements * width)
-        return costs.rings(levels, sent * (gradient.sums + 1) / 2)  # partial sums are sent, and one is gathered
+    def seconds_over(
+        self,
+        levels: Sequence[Tuple[int, Link]],
+        replicas: int,
+        gradient: Gradient,
+        size: int,
+    ) -> float:
+        """Return the seconds of rings on all `levels` for a `gradient` with values of `size` bytes.
+
+        See Method.
+        """
+        bits = self.section.sent_bits
+        width = size if self.section.sent == "float32" else 2
+        sent = float(gradient.elements * width)
+        if bits:
+            sent = costs.quantized_bytes(gradient.elements, bits)
+        # One half of a ring's bytes are partial sums, the other half is the one sum, gathered.
+        return costs.rings(levels, sent * (gradient.sums + 1) / 2)
 
     def create(self, setup: Setup) -> Optional[Running]:
-        from parallel.reduce import QuantizedReduction, Reduction
+        """Create the sum that the section asks for; None for one replica with nothing to round.
+
+        See Method: `setup`.
+        """
+        from parallel.quantized import QuantizedReduction
+        from parallel.reduce import Reduction
 
         if self.section.sent_bits:
             return QuantizedReduction(setup, self.section.sent_bits)
-        return None if setup.group is None else Reduction(setup, self.section)
+        if setup.group is None:
+            return None
+        return Reduction(setup, self.section)
 
 
 @METHODS.implements(exchange.Half)
 class Half(Dense):
-    """A sum in float32 of values that travel in 16 bits: each replica sends P - 1 shares, then gathers as many sums."""
+    """A sum in float32 of values that travel in 16 bits.
 
-    taken = ()
+    Each replica sends P - 1 shares, then gathers as many sums.
+    """
+
+    auto_keys = ()
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
+        """Return half with the `wire` of a `section` that has one; none where that is float32."""
         if isinstance(section, exchange.Auto) and section.wire == "float32":
             return []
-        given = isinstance(section, (exchange.Half, exchange.Auto))
-        return [cls(section.to("half", delay=0) if given else Exchange(method="half"))]
+        if isinstance(section, (exchange.Half, exchange.Auto)):
+            return [cls(section.to("half", delay=0))]
+        return [cls(Exchange(method="half"))]
 
 
 @METHODS.implements(exchange.NoExchange)
@@ -59,23 +87,49 @@ class NoExchange(Method):
 
     sums = False
 
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
+    def seconds_over(
+        self,
+        levels: Sequence[Tuple[int, Link]],
+        replicas: int,
+        gradient: Gradient,
+        size: int,
+    ) -> float:
+        """Return 0, whatever the `levels`, `replicas`, `gradient` and `size`."""
         return 0.0
 
 
 @METHODS.implements(exchange.Local)
 class Local(Method):
-    """All-reduce of the weights, in float32, once in `local_steps` updates; times are the mean over updates."""
+    """All-reduce of the weights, in float32, once in `local_steps` updates.
 
-    taken = ("local_steps", "bits")
+    Times are the mean over updates.
+    """
 
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
+    auto_keys = ("local_steps", "bits")
+
+    def seconds_over(
+        self,
+        levels: Sequence[Tuple[int, Link]],
+        replicas: int,
+        gradient: Gradient,
+        size: int,
+    ) -> float:
+        """Return the seconds of one mean over all `levels`, divided by the updates between two.
+
+        See Method.
+        """
         section = self.section
         elements = gradient.elements / section.fragments
-        sent = costs.quantized_bytes(elements, section.bits) if section.bits else 4 * elements
+        sent = 4 * elements
+        if section.bits:
+            sent = costs.quantized_bytes(elements, section.bits)
         return section.fragments * costs.rings(levels, sent) / section.local_steps
 
     def create(self, setup: Setup) -> Running:
+        """Create local steps, also for one replica, which an outer optimizer moves.
+
+        See Method: `setup`.
+        """
         from parallel.local_steps import LocalSteps
 
         return LocalSteps(setup, self.section)

@@ -1,8 +1,10 @@
-"""What exchanges lose: points of top-1 against a dense one, as measured by `benchmarks.evidence exchange_learning`.
+"""Measured losses of exchanges: points of top-1 against a dense one.
 
-Needs no torch. Each figure is the mean loss of five seeds on glyphs, paired with dense runs of the same seed
-(docs/results/exchange_learning.csv); on digits none loses more. Model: EfficientNet of 1.03 million parameters on 4
-replicas, 1,280 updates.
+They come from `benchmarks.evidence exchange_learning`.
+
+Needs no torch. Each figure is the mean loss of five seeds on glyphs, paired with dense runs of the
+same seed (docs/results/exchange_learning.csv); on digits none loses more. Model: EfficientNet of
+1.03 million parameters on 4 replicas, 1,280 updates.
 """
 
 from __future__ import annotations
@@ -13,20 +15,25 @@ from recipe.exchange import Exchange
 from recipe.optimization import Optimizer
 
 PAGE = "docs/exchange.md"
-_MORE = ("density_warmup", "dense_steps", "dense_epochs")
 OPTIMIZER = "lars"  # with which all of it was measured
+_SENDS_MORE_AT_FIRST = ("density_warmup", "dense_steps", "dense_epochs")
 
 
 class Evidence(NamedTuple):
-    """loss: points of top-1, the mean over seeds, in the worse of two settings. error: its standard error there."""
+    """A measured loss of accuracy.
+
+    loss: points of top-1, the mean over seeds, in the worse of two settings.
+    error: its standard error there.
+    """
 
     loss: float
     error: float
 
     def __str__(self) -> str:
+        points = f"{self.loss:.1f} ± {self.error:.1f} points"
         if self.loss <= self.error:
-            return f"loses nothing that could be measured ({self.loss:.1f} ± {self.error:.1f} points)"
-        return f"loses {self.loss:.1f} ± {self.error:.1f} points"
+            return f"loses nothing that could be measured ({points})"
+        return f"loses {points}"
 
 
 MEASURED: Tuple[Tuple[Exchange, Evidence], ...] = (
@@ -39,17 +46,31 @@ MEASURED: Tuple[Tuple[Exchange, Evidence], ...] = (
 
 
 def of(section: Exchange, optimizer: Optimizer) -> Optional[Evidence]:
-    """What an exchange loses; None if that was not measured."""
+    """Return the measured loss of an exchange.
+
+    Args:
+        section: of the exchange.
+        optimizer: section of the optimizer.
+
+    Returns:
+        The loss; None if it was not measured.
+    """
     if optimizer.name != OPTIMIZER:
         return None
-    wanted = _keys(section, optimizer)
-    return next((evidence for each, evidence in MEASURED if _keys(each, optimizer) == wanted), None)
+    keys = _keys(section, optimizer)
+    for measured, evidence in MEASURED:
+        if _keys(measured, optimizer) == keys:
+            return evidence
+    return None
 
 
 def _keys(section: Exchange, optimizer: Optimizer) -> dict:
-    """The keys by which exchanges are compared: `compress` as resolved, without keys that are not used or only send
-    more at first."""
+    """Return the keys by which exchanges are compared.
+
+    `compress` is as resolved; keys that are not used or only send more at first are left out.
+    """
     keys = dict(section, compress=section.compresses_update(optimizer))
-    for key in _MORE if section.sparse else (*_MORE, "density"):
+    unused = () if section.sparse else ("density",)
+    for key in (*_SENDS_MORE_AT_FIRST, *unused):
         keys.pop(key, None)
     return keys

@@ -4,66 +4,96 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import torch
 from torch import distributed
 
 from parallel.exchange import Running, Setup
-from parallel.reduce import Group, QuantizedSum
+from parallel.quantized import QuantizedSum
+from parallel.reduce import Group
 from recipe.exchange import Local
 
 
 class LocalSteps(Running):
-    """Takes the mean of the replicas' weights after every so many updates, each made of the replica's own gradient.
+    """Takes the mean of the replicas' weights once in so many updates of each replica alone.
 
-    Fragments are equal parts of the weights: of H updates and F fragments, the mean of fragment j is taken after those
-    where (t + 1 + j H / F) mod H = 0. Momentum stays with each replica. An outer optimizer moves on from a, the weights
-    after the mean before, the same on all replicas, along the way to the mean m:
+    Fragments are equal parts of the weights: of H updates and F fragments, the mean of fragment j
+    is taken after those where (t + 1 + j H / F) mod H = 0. Momentum stays with each replica. An
+    outer optimizer moves on from a, the weights after the mean before, the same on all replicas,
+    along the way to the mean m:
 
         d = a - m;  v = outer_momentum v + d;  weights = a - outer_lr (d + outer_momentum v)
 
-    With a delay of D the mean of weights as they were after update t is taken after update t + D, and the way that the
-    replica's own weights have gone since t is added. On a CPU a thread sends meanwhile. In few bits replicas send how
-    far their weights are from a; what that rounds off they add the next time.
+    With a delay of D the mean of weights as they were after update t is taken after update t + D,
+    and the way that the replica's own weights have gone since t is added. On a CPU a thread sends
+    meanwhile. In few bits replicas send how far their weights are from a; what that rounds off they
+    add the next time.
 
-    Sources: Stich, 1805.09767 (local SGD); dense steps first: Lin et al., 1808.07217 (post-local SGD); outer Nesterov
-    momentum: Douillard et al., 2311.08105 (DiLoCo); fragments and delay: Douillard et al., 2501.18512 (Streaming
-    DiLoCo, with alpha = 0).
+    Sources: Stich, 1805.09767 (local SGD); dense steps first: Lin et al., 1808.07217 (post-local
+    SGD); outer Nesterov momentum: Douillard et al., 2311.08105 (DiLoCo); fragments and delay:
+    Douillard et al., 2501.18512 (Streaming DiLoCo, with alpha = 0).
     """
 
-    states_are_means, delays = True, True
+    states_are_means = True
+    delays = True
 
     def __init__(self, setup: Setup, section: Local):
-        weights, group = setup.weights, setup.processes.replica_group if setup.group is not None else None
-        every, fragments, delay, bits = section.local_steps, section.fragments, section.delay, section.bits
+        """
+        Args:
+            setup: with the weights; `group` is used where means are late, beside the processes'
+                `replica_group`.
+            section: of the recipe.
+        """
+        every = section.local_steps
+        fragments = section.fragments
+        delay = section.delay
         assert 1 <= fragments <= every > delay >= 0, (fragments, every, delay)
-        self._weights, self._group, self._every, self._delay = weights, group, every, delay
+        self._weights = setup.weights
+        self._every = every
+        self._delay = delay
         self._is_dense = functools.partial(section.is_dense, steps_per_epoch=setup.steps_per_epoch)
-        outer = section.outer == "nesterov"
-        self._outer = (section.outer_lr, section.outer_momentum) if outer else None
-        self._replicas = 1 if group is None else distributed.get_world_size(group)
-        borders = [len(weights.flat) * number // fragments for number in range(fragments + 1)]
-        self._fragments = list(map(slice, borders, borders[1:]))
-        self._sending_group = setup.group if delay else group
-        start = weights.flat.to(torch.float32, copy=True)
+        # Late means travel beside the sums of dense steps, so they have a group of their own.
+        self._group: Group = None
+        if setup.group is not None:
+            self._group = setup.processes.replica_group
+        self._sending_group = setup.group if delay else self._group
+        self._replicas = 1 if self._group is None else distributed.get_world_size(self._group)
+        self._fragments = _equal_parts(len(self._weights.flat), fragments)
+        # On a CPU a thread sends late means.
+        self._under_way: Dict[int, Future] = {}  # by fragment
+        self._thread: Optional[ThreadPoolExecutor] = None
+        if delay and self._group is not None and self._weights.flat.device.type == "cpu":
+            self._thread = ThreadPoolExecutor(1, "exchange")
+        # State, float32 [length] each: what all replicas of a stage have in common, and what is
+        # this one's own.
         self._common: Dict[str, torch.Tensor] = {}
         self._own: Dict[str, torch.Tensor] = {}
-        if delay:  # of the fragments on their way: this replica's weights as sent, and the mean
-            self._own["sent"], self._common["arriving"] = start.clone(), start.clone()
-        self._under_way: Dict[int, Future] = {}
-        in_thread = delay and group is not None and weights.flat.device.type == "cpu"
-        self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
-        if outer or bits:
+        start = self._weights.flat.to(torch.float32, copy=True)
+        if delay:
+            # Of the fragments on their way: this replica's weights as sent, and the mean.
+            self._own["sent"] = start.clone()
+            self._common["arriving"] = start.clone()
+        has_outer = section.outer == "nesterov"
+        if has_outer or section.bits:
             self._common["anchor"] = start
-        if outer:
+        self._outer: Optional[Tuple[float, float]] = None
+        if has_outer:
+            self._outer = (section.outer_lr, section.outer_momentum)
             self._common["outer_momentum"] = torch.zeros_like(start)
-        if bits:
+        self._quantized: Optional[QuantizedSum] = None
+        if section.bits:
             self._own["residual"] = torch.zeros_like(start)
-        self._quantized = QuantizedSum(self._sending_group, bits) if bits else None
+            self._quantized = QuantizedSum(self._sending_group, section.bits)
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """As in Running: of dense steps the sum over replicas, of others as if all replicas had this one's gradient."""
+        """Sum the gradients of dense steps.
+
+        In others act as if all replicas had this one's gradient.
+
+        Args:
+            buffer, step, divisor: see Running.
+        """
         if self._group is None:
             return
         if self._is_dense(step):
@@ -73,17 +103,22 @@ class LocalSteps(Running):
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
+        """Take the means that are due after update `step`, then send those that begin with it."""
         if self._is_dense(step):
             if "anchor" in self._common:
                 self._common["anchor"].copy_(self._weights.flat)
             return
         for number in self._fragments_after(step - self._delay):
             self._take(number, step)
-        for number in self._fragments_after(step) if self._delay else []:
-            self._send(number)
+        if self._delay:
+            for number in self._fragments_after(step):
+                self._send(number)
 
     def mean(self, flat: torch.Tensor) -> Optional[torch.Tensor]:
-        return None if self._group is None else _mean(flat, self._group)
+        """Return the mean over replicas of `flat`; see Running. A single replica returns None."""
+        if self._group is None:
+            return None
+        return _mean(flat, self._group)
 
     def state(self) -> Dict[str, torch.Tensor]:
         self._wait(*self._under_way)
@@ -101,15 +136,22 @@ class LocalSteps(Running):
             self._thread.shutdown()
 
     def _fragments_after(self, step: int) -> List[int]:
-        """Fragments whose mean is that of the weights after update `step`."""
+        """Return the fragments whose mean is that of the weights after update `step`."""
         if step < 0 or self._is_dense(step):
             return []
         count = len(self._fragments)
-        return [number for number in range(count) if (step + 1 + number * self._every // count) % self._every == 0]
+        due = []
+        for number in range(count):
+            # Fragments take turns within the `local_steps` updates.
+            ahead = number * self._every // count
+            if (step + 1 + ahead) % self._every == 0:
+                due.append(number)
+        return due
 
     def _send(self, number: int) -> None:
         """Begin the mean of a fragment's weights as they are now."""
-        part, threads = self._fragments[number], torch.get_num_threads()
+        part = self._fragments[number]
+        threads = torch.get_num_threads()
         own = self._own["sent"][part].copy_(self._weights.flat[part])
 
         @torch.no_grad()
@@ -123,30 +165,54 @@ class LocalSteps(Running):
             self._under_way[number] = self._thread.submit(send)
 
     def _take(self, number: int, step: int) -> None:
-        """Replace a fragment's weights by their mean; of late ones keep the way that they have gone since."""
+        """Replace a fragment's weights by their mean.
+
+        Of late ones keep the way that they have gone since.
+        """
+        # The mean: of the weights as they are, or, if it is late, as they were when it was begun.
         part = self._fragments[number]
-        own, since = self._weights.flat[part], None
+        own = self._weights.flat[part]
+        since: Optional[torch.Tensor] = None
         if self._delay:
             self._wait(number)
-            new, since = self._common["arriving"][part].clone(), own - self._own["sent"][part]
+            new = self._common["arriving"][part].clone()
+            since = own - self._own["sent"][part]
         else:
             new = self._mean_of_all(own, part)
         if self._outer is not None:
-            lr, momentum = self._outer
-            anchor, velocity = self._common["anchor"][part], self._common["outer_momentum"][part]
-            moved = anchor - new
-            velocity.mul_(momentum).add_(moved)
-            new = anchor - lr * moved.add_(velocity, alpha=momentum)
-        self._weights.store(part.start, part.stop, new if since is None else new + since, step)
+            new = self._outer_step(new, part)
+        # What this replica has changed since then is added again.
+        values = new if since is None else new + since
+        self._weights.store(part.start, part.stop, values, step)
         if "anchor" in self._common:
+            # Without a delay the anchor is what was stored, which may be rounded.
             self._common["anchor"][part] = self._weights.flat[part] if since is None else new
 
+    def _outer_step(self, mean: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return a fragment's weights after a step of the outer optimizer towards the mean.
+
+        See the class.
+        """
+        learning_rate, momentum = self._outer
+        anchor = self._common["anchor"][part]
+        velocity = self._common["outer_momentum"][part]
+        moved = anchor - mean
+        velocity.mul_(momentum).add_(moved)
+        return anchor - learning_rate * moved.add_(velocity, alpha=momentum)
+
     def _mean_of_all(self, own: torch.Tensor, part: slice) -> torch.Tensor:
-        """The mean of the replicas' weights, float32, to the rounding of few bits. Args: own: this replica's."""
+        """Return the mean of the replicas' weights, float32, to the rounding of few bits.
+
+        Args:
+            own: this replica's, of the fragment.
+            part: the fragment's place.
+        """
         if self._quantized is None:
             return _mean(own, self._sending_group)
-        anchor, residual = self._common["anchor"][part], self._own["residual"][part]
-        return anchor + self._quantized(own.float() - anchor + residual, residual) / self._replicas
+        anchor = self._common["anchor"][part]
+        residual = self._own["residual"][part]
+        moved = own.float() - anchor + residual
+        return anchor + self._quantized(moved, residual) / self._replicas
 
     def _wait(self, *numbers: int) -> None:
         """Wait until these fragments have arrived. Raises the error of what failed."""
@@ -155,10 +221,16 @@ class LocalSteps(Running):
                 self._under_way.pop(number).result()
 
 
+def _equal_parts(length: int, count: int) -> List[slice]:
+    """Return the places of `count` equal parts of a buffer."""
+    borders = [length * number // count for number in range(count + 1)]
+    return [slice(start, end) for start, end in zip(borders, borders[1:])]
+
+
 def _mean(flat: torch.Tensor, group: Group) -> torch.Tensor:
-    """The mean over replicas, float32."""
-    found = flat.to(torch.float32, copy=True)
+    """Return the mean over replicas, float32."""
+    mean = flat.to(torch.float32, copy=True)
     if group is not None:
-        distributed.all_reduce(found, group=group)
-        found.mul_(1 / distributed.get_world_size(group))
-    return found
+        distributed.all_reduce(mean, group=group)
+        mean.mul_(1 / distributed.get_world_size(group))
+    return mean

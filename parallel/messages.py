@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch.nn import functional
@@ -13,84 +13,128 @@ _LARGEST_EXPONENT = 120  # 2.0**120 is still a float32, and so is its inverse
 
 
 class Sparse(NamedTuple):
-    """Some elements of a vector: their distinct indices, int64 [k], and their values, float32 [k]."""
+    """Some elements of a vector.
+
+    indices: distinct, int64 [k].
+    values: float32 [k].
+    """
 
     indices: torch.Tensor
     values: torch.Tensor
 
     def take(self, places: torch.Tensor) -> Sparse:
-        """Those at some places, int64 [n] or a mask, bool [k]."""
+        """Select entries by their `places`: int64 [n], or a mask, bool [k]."""
         return Sparse(self.indices[places], self.values[places])
 
 
 class Wire:
-    """The form of a sparse message, int32: the indices, then the bits of the values."""
+    """The form of a sparse message, int32: the indices, then the bits of the values.
+
+    exact: values travel as float32, so that nothing is rounded.
+    """
 
     def __init__(self, form: str):
-        """Args: form: in which values travel: float32, float16, int8 or int4."""
+        """
+        Args:
+            form: in which values travel: float32, float16, int8 or int4.
+        """
         assert form in ("float32", "float16", "int8", "int4"), form
-        self._form, self.exact = form, form == "float32"
-        self._code = Quantizer(int(form[3:])) if form.startswith("int") else _Halves()
+        self._form = form
+        self.exact = form == "float32"
+        self._code: Union[Quantizer, _Halves] = _Halves()
+        if form.startswith("int"):
+            self._code = Quantizer(bits=int(form[3:]))
 
     def words(self, count: int) -> int:
-        """Length of a message of so many entries."""
+        """Return the length of a message of `count` entries, in int32 words."""
         return message_bytes(count, self._form) // 4
 
     def pack(self, part: Sparse) -> Tuple[torch.Tensor, Optional[Sparse]]:
-        """The message, and what rounding took off the values; None where nothing is rounded."""
-        indices, values = part.indices.int(), part.values
+        """Make the message that holds `part`, a vector of k entries.
+
+        Returns:
+            The message, int32 [words(k)], and what rounding took off the values; None where nothing
+            is rounded.
+        """
+        indices = part.indices.int()
         if self.exact:
-            return torch.cat([indices, values.view(torch.int32)]), None
-        message = self._code.encode(values)
-        lost = Sparse(part.indices, values - self._code.decode(message, len(values)))
+            return torch.cat([indices, part.values.view(torch.int32)]), None
+        message = self._code.encode(part.values)
+        arriving = self._code.decode(message, len(part.values))
+        lost = Sparse(part.indices, part.values - arriving)
         return torch.cat([indices, message.view(torch.int32)]), lost
 
     def unpack(self, message: torch.Tensor, count: int) -> Sparse:
-        """The vector of so many entries in a message."""
-        values = message[count:].view(torch.float32 if self.exact else torch.uint8)
-        return Sparse(message[:count].long(), values if self.exact else self._code.decode(values, count))
+        """Return the vector of `count` entries in a `message`, int32 [words(count)]."""
+        indices = message[:count].long()
+        if self.exact:
+            return Sparse(indices, message[count:].view(torch.float32))
+        return Sparse(indices, self._code.decode(message[count:].view(torch.uint8), count))
 
 
 class Quantizer:
-    """Rounds values to whole multiples of a scale, one for each block of 256, the largest of which it makes 7 or 127.
+    """Rounds values to whole multiples of a scale, one for each block of 256.
 
-    A message is uint8: the blocks' scales, float32, then 8 or 4 bits a value. Values are rounded to nearest: whoever
-    sends them keeps the errors for later.
+    The largest value of a block is 7 or 127 times its scale.
+
+    A message is uint8: the blocks' scales, float32, then 8 or 4 bits a value. Values are rounded to
+    nearest: whoever sends them keeps the errors for later.
     """
 
     def __init__(self, bits: int):
+        """
+        Args:
+            bits: of a value, 4 or 8.
+        """
         assert bits in (4, 8), bits
-        self._bits, self._most = bits, (1 << (bits - 1)) - 1
+        self._bits = bits
+        self._most = (1 << (bits - 1)) - 1  # the largest code
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The message of float32 [count], finite."""
-        blocks = functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+        """Return the message, uint8, that holds `values`, float32 [count] and finite."""
+        padded = functional.pad(values, (0, -len(values) % BLOCK))
+        blocks = padded.view(-1, BLOCK)
         scales = blocks.abs().amax(1, keepdim=True) / self._most
         # A block of zeros, or of values too small for float32's inverse, is all zeros.
-        inverse = torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0.0)
+        has_inverse = scales > torch.finfo(torch.float32).tiny
+        inverse = torch.where(has_inverse, 1 / scales, 0.0)
         codes = (blocks * inverse).round_().clamp_(-self._most, self._most).to(torch.int8)
         if self._bits == 4:
+            # Two codes share a byte: the first of a pair has the lower half.
             low, high = (codes & 15).view(-1, BLOCK // 2, 2).unbind(2)
             codes = low | (high << 4)
         return torch.cat([scales.flatten().view(torch.uint8), codes.view(torch.uint8).flatten()])
 
     def decode(self, message: torch.Tensor, count: int) -> torch.Tensor:
-        """The values of a message, float32 [count]."""
+        """Return the values, float32 [count], of a `message` as `encode` makes it."""
         blocks = -(-count // BLOCK)
-        scales, codes = message[: 4 * blocks].clone().view(torch.float32), message[4 * blocks :].view(torch.int8)
+        scales = message[: 4 * blocks].clone().view(torch.float32)
+        codes = message[4 * blocks :].view(torch.int8)
         if self._bits == 4:
-            codes = torch.stack([(codes << 4) >> 4, codes >> 4], 1)  # shifts keep the sign
-        return (codes.view(blocks, BLOCK).float() * scales[:, None]).flatten()[:count]
+            # Shifts of int8 keep the sign.
+            codes = torch.stack([(codes << 4) >> 4, codes >> 4], 1)
+        values = codes.view(blocks, BLOCK).float() * scales[:, None]
+        return values.flatten()[:count]
 
 
 class _Halves:
-    """Like Quantizer, as float16: behind an exponent of two that takes the largest value to 2**14 or above."""
+    """Rounds values to float16 after a scale by a power of two, which leads the message.
+
+    It takes the largest value to 2**14 or above.
+    """
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the message, uint8, that holds `values`, float32 [count] and finite."""
+        # One more value makes a whole word of the last one, and no values no error.
         padded = functional.pad(values, (0, 1))
-        exponent = (15 - torch.frexp(padded.abs().max())[1]).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-        halves = torch.ldexp(padded, exponent).half()[: len(values) + len(values) % 2]
+        _, largest = torch.frexp(padded.abs().max())
+        exponent = (15 - largest).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+        even = len(values) + len(values) % 2
+        halves = torch.ldexp(padded, exponent).half()[:even]
         return torch.cat([exponent.int()[None].view(torch.uint8), halves.view(torch.uint8)])
 
     def decode(self, message: torch.Tensor, count: int) -> torch.Tensor:
-        return torch.ldexp(message[4:].view(torch.float16)[:count].float(), -message[:4].view(torch.int32)[0])
+        """Return the values, float32 [count], of a `message` as `encode` makes it."""
+        exponent = message[:4].view(torch.int32)[0]
+        halves = message[4:].view(torch.float16)[:count]
+        return torch.ldexp(halves.float(), -exponent)

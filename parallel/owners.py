@@ -1,8 +1,8 @@
-"""Sums of sparse vectors by owners: each replica sums a region of the elements, and the largest sums are gathered."""
+"""Sums of sparse vectors by owners: each replica adds up a region of the elements."""
 
 from __future__ import annotations
 
-from typing import Iterable, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import distributed
@@ -19,100 +19,177 @@ _SPARE = 1 / 16  # of the entries of a result, that may be gathered beside them
 
 
 class Owners:
-    """Finds the k entries of largest magnitude of the sum of all replicas' vectors of k entries each.
+    """Finds the k largest entries of the sum of all replicas' vectors of k entries each.
 
-    (1) Every replica sends each owner of a region its entries there. (2) The owner adds them up in the order of the
-    replicas. (3) All count sums by magnitude, until they know a magnitude that k of them reach and few more. (4) The
-    owners send these to all, who take the k largest, ties to the lower index. A replica keeps those of its own entries
-    that are not in the result.
+    (1) Every replica sends each owner of a region its entries there. (2) The owner adds them up in
+    the order of the replicas. (3) All count sums by magnitude, until they know a magnitude that k
+    of them reach and few more. (4) The owners send these to all, who take the k largest, ties to
+    the lower index. A replica keeps those of its own entries that are not in the result.
 
-    Regions have equal shares of the result before (at first of the elements), and magnitudes are looked for around the
-    least of the result before. That changes who adds and how much is sent, but not the result. With rounded messages it
-    would, after a resume, so there nothing is taken from the result before.
+    Regions have equal shares of the result before (at first of the elements), and magnitudes are
+    looked for around the least of the result before. That changes who adds and how much is sent,
+    but not the result. With rounded messages it would, after a resume, so there nothing is taken
+    from the result before.
 
-    Source: Li and Hoefler, 2201.07598 (Ok-Topk), whose k varies and whose thresholds are those of earlier steps.
+    Source: Li and Hoefler, 2201.07598 (Ok-Topk), whose k varies and whose thresholds are those of
+    earlier steps.
     """
 
     def __init__(self, group: Group, wire: Wire):
-        self._group, self._wire = group, wire
+        """
+        Args:
+            group: of the replicas; None for a single replica.
+            wire: form of the messages.
+        """
+        self._group = group
+        self._wire = wire
         self._replicas = 1 if group is None else distributed.get_world_size(group)
         self._borders: Optional[torch.Tensor] = None  # first element of each region but the first
-        self._range = (0, _INFINITE)  # of bits of magnitudes, in which the least of the result is looked for
+        # The bits of magnitudes among which the least of the result is looked for.
+        self._range = (0, _INFINITE)
 
     def __call__(self, own: Sparse, length: int) -> Tuple[Sparse, List[Sparse]]:
-        """The result, in the order of the indices, and what this replica keeps. Every replica calls.
+        """Sum the replicas' vectors and keep the largest entries. Every replica calls.
 
-        Args: own: of this replica. length: elements of a vector.
+        Args:
+            own: of this replica, k entries.
+            length: elements of a vector.
+
+        Returns:
+            The result, k entries in the order of their indices, and what this replica keeps.
         """
         if self._borders is None:
             starts = [region * length // self._replicas for region in range(1, self._replicas)]
             self._borders = torch.tensor(starts, device=own.indices.device)
         count = len(own.indices)
+        # (1) to (4) of the class's docstring.
         sent, parts, kept = self._send_to_owners(own)
-        candidates, lost = self._gather(*self._reaching(_added(parts), count))
-        total = candidates.take(ranked(candidates.values, candidates.indices, count)[0])
+        sums = _added(parts)
+        largest, counts = self._reaching(sums, count)
+        candidates, lost = self._gather(largest, counts)
+        chosen, _ = ranked(candidates.values, candidates.indices, count)
+        total = candidates.take(chosen)
         if self._wire.exact:
-            least = int(_magnitudes(total.values).min())
-            around = (BINS // 2 - 1) * _NEAR
-            self._range = (max(0, least - around), min(least + around, _INFINITE))
-            self._borders = total.indices[[region * count // self._replicas for region in range(1, self._replicas)]]
+            self._expect_alike(total)
+        # A replica keeps its entries that are not in the result, and the rounding of its sums.
         kept.append(sent.take(~torch.isin(sent.indices, total.indices)))
         if lost is not None:
             kept.append(lost.take(torch.isin(lost.indices, total.indices)))
         return total, kept
 
+    def _expect_alike(self, total: Sparse) -> None:
+        """Choose the regions and the range of magnitudes for a next result like this one."""
+        least = int(_magnitudes(total.values).min())
+        around = (BINS // 2 - 1) * _NEAR
+        self._range = (max(0, least - around), min(least + around, _INFINITE))
+        count = len(total.indices)
+        places = [region * count // self._replicas for region in range(1, self._replicas)]
+        self._borders = total.indices[places]
+
     def _send_to_owners(self, own: Sparse) -> Tuple[Sparse, List[Sparse], List[Sparse]]:
-        """Own entries as they were sent, what came from each replica, and what rounding took off."""
+        """Send each owner the entries in its region.
+
+        Returns:
+            Own entries as they were sent, what came from each replica, and what rounding took off,
+            by owner.
+        """
+        # Which entries go to which owner, and how many come from each replica?
         regions = torch.searchsorted(self._borders, own.indices, right=True)
         counts = torch.bincount(regions, minlength=self._replicas)
-        coming, numbers = bruck.all_to_all(counts.int(), self._group).tolist(), counts.tolist()
-        packed = [self._wire.pack(own.take(places)) for places in regions.argsort(stable=True).split(numbers)]
-        messages = [message for message, _ in packed]
-        sent = _joined(self._wire.unpack(message, number) for message, number in zip(messages, numbers))
+        coming = bruck.all_to_all(counts.int(), self._group).tolist()
+        leaving = counts.tolist()
+        by_region = regions.argsort(stable=True).split(leaving)
+        # One message for each owner.
+        messages = []
+        sent = []
+        losses = []
+        for places, count in zip(by_region, leaving):
+            message, lost = self._wire.pack(own.take(places))
+            messages.append(message)
+            sent.append(self._wire.unpack(message, count))
+            if lost is not None:
+                losses.append(lost)
+        # Exchange the messages, whose lengths follow from the numbers of entries.
         words = [self._wire.words(count) for count in coming]
         received = messages[0].new_empty(sum(words))
-        sizes = [len(message) for message in messages]
-        distributed.all_to_all_single(received, torch.cat(messages), words, sizes, group=self._group)
-        parts = [self._wire.unpack(message, count) for message, count in zip(received.split(words), coming)]
-        return sent, parts, [lost for _, lost in packed if lost is not None]
+        distributed.all_to_all_single(
+            received,
+            torch.cat(messages),
+            output_split_sizes=words,
+            input_split_sizes=[len(message) for message in messages],
+            group=self._group,
+        )
+        arrived = zip(received.split(words), coming)
+        parts = [self._wire.unpack(message, count) for message, count in arrived]
+        return _joined(sent), parts, losses
 
     def _reaching(self, sums: Sparse, count: int) -> Tuple[Sparse, List[int]]:
-        """Those of this owner's sums that may be among the `count` largest of all, and how many each owner has."""
-        magnitudes, (low, high) = _magnitudes(sums.values), self._range
+        """Find the sums that may be among the `count` largest of all owners'.
+
+        All owners count their sums in bins of magnitudes, then in bins of the one bin that the
+        least of the result is in, until few more than `count` sums reach its lower edge, or all of
+        them are alike.
+
+        Returns:
+            Those of this owner's sums, and how many each owner has.
+        """
+        magnitudes = _magnitudes(sums.values)
+        low, high = self._range
         while True:
+            # The first bin is what is below the range, and may be empty; the last what is above it.
             step = -(-(high - low) // (BINS - 2))
-            edges = [0, *range(low, low + (BINS - 1) * step, step), _INFINITE]  # of bins; the first may be empty
+            edges = [0, *range(low, low + (BINS - 1) * step, step), _INFINITE]
             borders = torch.tensor(edges[1:-1], device=magnitudes.device)
             bins = torch.searchsorted(borders, magnitudes, right=True)
             own = torch.bincount(bins, minlength=BINS).int()
-            every = torch.stack(bruck.all_gather(own, [BINS] * self._replicas, self._group))
-            reached = every.flip(1).cumsum(1).flip(1)  # in this bin and those above it, by owner
+            histograms = bruck.all_gather(own, [BINS] * self._replicas, self._group)
+            # [owners, bins]: sums in this bin and those above it
+            reached = torch.stack(histograms).flip(1).cumsum(1).flip(1)
             above = reached.sum(0).tolist()
-            found = max((place for place in range(BINS) if above[place] >= count), default=0)
-            low, high = edges[found], edges[found + 1]
-            if high - low <= 1 or above[found] <= count * (1 + _SPARE):
-                return sums.take(magnitudes >= low), reached[:, found].tolist()
+            # The highest bin that, with those above it, holds enough sums.
+            enough = [place for place in range(BINS) if above[place] >= count]
+            place = max(enough, default=0)
+            low = edges[place]
+            high = edges[place + 1]
+            if high - low <= 1 or above[place] <= count * (1 + _SPARE):
+                return sums.take(magnitudes >= low), reached[:, place].tolist()
 
     def _gather(self, own: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
-        """All owners' sums, the same bits on all, and what rounding took off this one's. Args: counts: by owner."""
+        """Gather the sums of all owners.
+
+        Args:
+            own: of this owner.
+            counts: of each owner.
+
+        Returns:
+            All sums, the same bits on all replicas, and what rounding took off this owner's.
+        """
         message, lost = self._wire.pack(own)
-        messages = bruck.all_gather(message, [self._wire.words(count) for count in counts], self._group)
-        return _joined(self._wire.unpack(each, count) for each, count in zip(messages, counts)), lost
+        words = [self._wire.words(count) for count in counts]
+        messages = bruck.all_gather(message, words, self._group)
+        parts = [self._wire.unpack(each, count) for each, count in zip(messages, counts)]
+        return _joined(parts), lost
 
 
 def _magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """Bits of the absolute values, int64, which ascend as these do."""
+    """Return the bits of the absolute values, int64, which ascend as these do."""
     return (values.view(torch.int32) & 0x7FFFFFFF).long()
 
 
-def _joined(parts: Iterable[Sparse]) -> Sparse:
-    return Sparse(*map(torch.cat, zip(*parts)))
+def _joined(parts: Sequence[Sparse]) -> Sparse:
+    """Return all entries of some vectors, one vector's after another's."""
+    indices = torch.cat([part.indices for part in parts])
+    values = torch.cat([part.values for part in parts])
+    return Sparse(indices, values)
 
 
 def _added(parts: Sequence[Sparse]) -> Sparse:
-    """The sum of vectors, each element's in the order of the parts; indices ascend."""
-    indices, places = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
+    """Return the sum of vectors, each element's in the order of the parts; indices ascend."""
+    all_indices = torch.cat([part.indices for part in parts])
+    indices, places = torch.unique(all_indices, return_inverse=True)
     values = torch.zeros(len(indices), device=indices.device)
-    for part, own in zip(parts, places.split([len(part.indices) for part in parts])):
-        values.index_add_(0, own, part.values)  # within a part no two are alike: the order does not matter
+    counts = [len(part.indices) for part in parts]
+    for part, own in zip(parts, places.split(counts)):
+        # No two indices of a part are alike, so their order does not matter.
+        values.index_add_(0, own, part.values)
     return Sparse(indices, values)

@@ -15,22 +15,32 @@ from parallel.reduce import Group
 
 _SIZES = (8, 2048, 16384, 65536, 262144)  # bytes
 _REPETITIONS = 7
-_BUDGET = 0.05  # seconds; the size that uses them up is the last, if bytes were what it spent them on
+# Seconds. The size that uses them up is the last, if its bytes were what took long.
+_BUDGET = 0.05
 
 
 def measure(group: Group, device: torch.device) -> Link:
-    """Cost of a message between neighbours in a ring, the same on all ranks of the group, which all call.
+    """Measure the cost of a message between neighbours in a ring. All ranks of the group call.
 
-    Every rank sends to the next and receives from the one before it, all at once, as exchanges do, so ranks of a host
-    share its link. The time of a message is the median of several on the slowest rank, for which an exchange waits in
-    each round. Takes some tens of milliseconds, on slow links a few times that.
+    Every rank sends to the next and receives from the one before it, all at once, as exchanges do,
+    so ranks of a host share its link. The time of a message is the median of several on the slowest
+    rank, for which an exchange waits in each round. Takes some tens of milliseconds, on slow links
+    a few times that.
 
-    Args: group: of the replicas; None: all processes. device: of the gradients. Raises RuntimeError: from
-    torch.distributed, if another rank is gone or too late.
+    Args:
+        group: of the replicas; None: all processes.
+        device: of the gradients.
+
+    Returns:
+        The same link on all ranks of the group.
+
+    Raises:
+        RuntimeError: from torch.distributed, if another rank is gone or too late.
     """
     if distributed.get_world_size(group) == 1:
         return Link(0.0, 0.0)
-    seconds, spent = [], 0.0
+    seconds = []
+    spent = 0.0
     for size in _SIZES:
         slowest = _around(size, group, device)
         seconds.append(float(slowest.median()))
@@ -41,32 +51,53 @@ def measure(group: Group, device: torch.device) -> Link:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The link whose messages of `sizes` bytes take `seconds`: non-negative least squares of the relative errors."""
+    """Fit a link by non-negative least squares of the relative errors.
+
+    Args:
+        sizes: bytes of each message.
+        seconds: that each took.
+    """
     from scipy.optimize import nnls
 
+    # In seconds and microseconds a byte both unknowns are of similar size.
     units = np.array([1.0, 1e-6])
-    weights = np.stack([np.ones(len(sizes)), np.array(sizes, float)], axis=1) * units / np.array(seconds)[:, None]
-    return Link(*(nnls(weights, np.ones(len(sizes)))[0] * units).tolist())
+    columns = np.stack([np.ones(len(sizes)), np.array(sizes, float)], axis=1)
+    relative = columns * units / np.array(seconds)[:, None]
+    solution, _ = nnls(relative, np.ones(len(sizes)))
+    latency, seconds_per_byte = (solution * units).tolist()
+    return Link(latency, seconds_per_byte)
 
 
 def _around(size: int, group: Group, device: torch.device) -> torch.Tensor:
-    """Seconds, float64 [repetitions], of a message of `size` bytes on the slowest rank."""
-    rank, count = distributed.get_rank(group), distributed.get_world_size(group)
-    sent = torch.zeros(size, dtype=torch.uint8, device=device)
-    around = (sent, (rank + 1) % count, torch.empty_like(sent), (rank - 1) % count)
+    """Time messages of `size` bytes.
+
+    Return the seconds of each on the slowest rank, float64 [repetitions].
+    """
+    rank = distributed.get_rank(group)
+    count = distributed.get_world_size(group)
+    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
+    message = bruck.Round(
+        outgoing=outgoing,
+        receiver=(rank + 1) % count,
+        incoming=torch.empty_like(outgoing),
+        sender=(rank - 1) % count,
+    )
     together = torch.zeros(1, device=device)
     seconds = torch.zeros(_REPETITIONS + 1, dtype=torch.float64, device=device)
     for number in range(len(seconds)):
+        # All ranks begin at the same moment.
         distributed.all_reduce(together, group=group)
         _wait_for(device)
         start = time.perf_counter()
-        bruck.transfer([around], group)
+        bruck.transfer([message], group)
         _wait_for(device)
         seconds[number] = time.perf_counter() - start
     distributed.all_reduce(seconds, distributed.ReduceOp.MAX, group=group)
-    return seconds[1:].cpu()  # the first may have had to connect
+    # The first message may have had to connect.
+    return seconds[1:].cpu()
 
 
 def _wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

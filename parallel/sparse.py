@@ -1,8 +1,11 @@
-"""Sums of sparse vectors over replicas: Top-k gathers them all, gTop-k merges two at a time and keeps the largest."""
+"""Sums of sparse vectors over replicas.
+
+Top-k gathers them all, gTop-k merges two at a time and keeps the largest.
+"""
 
 from __future__ import annotations
 
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import distributed
@@ -18,135 +21,219 @@ _ABSENT = 1 << 31  # added to an index: such an entry comes after all others
 
 
 class SparseSum:
-    """Sums the replicas' vectors of k entries each, in one fixed order: it gathers all of them (Top-k), or merges.
+    """Sums the replicas' vectors of k entries each, in one fixed order.
 
-    To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower index. In round r of a
-    tree replica i merges what replica i + 2**r has, down to replica 0, which sends the result back the same way (the
-    gTop-k of Shi et al., 1901.04359, algorithm 3). In each of log2 P rounds of a butterfly two replicas swap what they
-    have and both merge; where P is no power of two those beyond the largest one hand theirs in before, and get the
-    result after. Owners: see `parallel/owners.py`. The replica that merges keeps what falls out, the lowest one where
-    several make the same merge; the sender of a message keeps its rounding errors.
+    It gathers all of them (Top-k), or merges.
+
+    To merge is to add two vectors and keep the k entries of largest magnitude, ties to the lower
+    index. In round r of a tree replica i merges what replica i + 2**r has, down to replica 0, which
+    sends the result back the same way (the gTop-k of Shi et al., 1901.04359, algorithm 3). In each
+    of log2 P rounds of a butterfly two replicas swap what they have and both merge; where P is no
+    power of two those beyond the largest one hand theirs in before, and get the result after.
+    Owners: see `parallel/owners.py`. The replica that merges keeps what falls out, the lowest one
+    where several make the same merge; the sender of a message keeps its rounding errors.
     """
 
     def __init__(self, group: Group, *, pattern: str, wire: str):
-        """Args: group: of the replicas; None for a single replica. pattern: one of PATTERNS. wire: as of `Wire`."""
+        """
+        Args:
+            group: of the replicas; None for a single replica.
+            pattern: one of PATTERNS.
+            wire: type of the values that travel, as of `Wire`.
+        """
         assert pattern in PATTERNS, pattern
-        self._group, self._wire = group, Wire(wire)
+        self._group = group
+        self._wire = Wire(wire)
         self._size = 1 if group is None else distributed.get_world_size(group)
         self._rank = 0 if group is None else distributed.get_rank(group)
-        self._sum = getattr(self, f"_{pattern}")
+        sums = {
+            "gather": self._gather,
+            "tree": self._tree,
+            "butterfly": self._butterfly,
+            "owners": self._owners,
+        }
+        self._sum = sums[pattern]
         self._owned = Owners(group, self._wire)
 
     def __call__(self, own: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
-        """(parts, residual) of the replicas' vectors; every replica calls, with as many entries.
+        """Sum the replicas' vectors. Every replica calls, with as many entries.
 
-        The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and of what each
-        replica has to keep: its `residual`, to float32 rounding.
+        The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and
+        of what each replica has to keep: its `residual`, to float32 rounding.
 
-        Args: own: of this replica. scratch: int32 [elements of a vector], zeros; zeros again afterwards. Raises
-        RuntimeError: from torch.distributed, if another replica is gone or too late.
+        Args:
+            own: of this replica.
+            scratch: int32 [elements of a vector], zeros; zeros again afterwards.
+
+        Returns:
+            (parts, residual), vectors of as many elements.
+
+        Raises:
+            RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
         if self._size == 1:
             return [own], []
-        self._scratch, self._residual = scratch, []
-        return self._sum(own), self._residual
+        self._scratch = scratch
+        self._residual: List[Sparse] = []
+        parts = self._sum(own)
+        return parts, self._residual
 
     def _gather(self, own: Sparse) -> List[Sparse]:
-        message, count = self._pack(own, keeps=True), len(own.indices)
+        """Return the vectors of all replicas."""
+        count = len(own.indices)
+        message = self._pack(own, keeps=True)
         messages = message.new_empty(self._size * len(message))
         all_gather(messages, message, group=self._group)
         return [self._wire.unpack(each, count) for each in messages.view(self._size, -1)]
 
     def _tree(self, own: Sparse) -> List[Sparse]:
-        part, count = own, len(own.indices)
-        parent = self._rank & -self._rank  # distance to the replica that this one sends to; 0: none
-        distances = [1 << bit for bit in range((self._size - 1).bit_length()) if not parent or 1 << bit < parent]
-        children = [self._rank + distance for distance in distances if self._rank + distance < self._size]
+        """Return the merge of all vectors, made on the way up to replica 0 and sent back."""
+        count = len(own.indices)
+        parent, children = self._place_in_tree()
+        # Up: merge what the children have merged.
+        part = own
         for child in children:
             part = self._merge(part, self._receive(count, child), keeps=True)
         message = self._pack(part, keeps=True)
-        if parent:
-            self._send(message, self._rank - parent)
-            distributed.recv(message, group=self._group, group_src=self._rank - parent)
-            self._send(message[:1], self._rank - parent)
+        if parent is not None:
+            self._send(message, parent)
+            distributed.recv(message, group=self._group, group_src=parent)
+            self._send(message[:1], parent)
+        # Down: hand on the result, to the child with the largest subtree first.
         for child in reversed(children):
             self._send(message, child)
-            # A send ends long before the message has left. The next one would share the link with it, and the
-            # first, whose receiver has most to hand on, would be late: so the receiver says that it is there.
+            # A send ends long before the message has left. The next one would share the link with
+            # it, and the first, whose receiver has most to hand on, would be late: so the receiver
+            # says that it is there.
             distributed.recv(message.new_empty(1), group=self._group, group_src=child)
         return [self._wire.unpack(message, count)]
 
+    def _place_in_tree(self) -> Tuple[Optional[int], List[int]]:
+        """Return the replica that this one sends to, and those that it receives from, in order.
+
+        Replica 0 sends to none.
+        """
+        # The lowest bit of a replica's number is the distance to its parent; replica 0 has none.
+        distance_to_parent = self._rank & -self._rank
+        children = []
+        for bit in range((self._size - 1).bit_length()):
+            distance = 1 << bit
+            is_below = not distance_to_parent or distance < distance_to_parent
+            if is_below and self._rank + distance < self._size:
+                children.append(self._rank + distance)
+        if not distance_to_parent:
+            return None, children
+        return self._rank - distance_to_parent, children
+
     def _butterfly(self, own: Sparse) -> List[Sparse]:
+        """Return the merge of all vectors, which pairs of replicas make in log2 P rounds."""
+        count = len(own.indices)
         power = 1 << (self._size.bit_length() - 1)
-        extra, twin, count = self._size - power, self._rank + power, len(own.indices)
+        # Replicas beyond the largest power of two have twins that take part for them.
+        extra = self._size - power
         if self._rank >= power:
-            self._send(self._pack(own, keeps=True), self._rank - power)
-            return [self._receive(count, self._rank - power)]
+            twin = self._rank - power
+            self._send(self._pack(own, keeps=True), twin)
+            return [self._receive(count, twin)]
         part = own
-        if self._rank < extra:
+        has_twin = self._rank < extra
+        twin = self._rank + power
+        if has_twin:
             part = self._merge(part, self._receive(count, twin), keeps=True)
         distance = 1
         while distance < power:
-            # Replicas whose numbers differ in lower bits only have the same part by now: the lowest answers for it.
+            # Replicas that differ in lower bits only have the same part by now: the lowest keeps.
             message = self._pack(part, keeps=self._rank % distance == 0)
-            # Both get the same bits: no sum of two depends on their order, nor a merge on that of the entries.
-            ours, theirs = self._wire.unpack(message, count), self._swap(message, self._rank ^ distance, count)
+            # Both get the same bits: neither a sum of two nor a merge depends on the order.
+            ours = self._wire.unpack(message, count)
+            theirs = self._swap(message, self._rank ^ distance, count)
             part = self._merge(ours, theirs, keeps=self._rank % (2 * distance) == 0)
             distance *= 2
-        if extra:  # what the others are sent may be rounded, and all are to have the same
+        if extra:
+            # What the twins are sent may be rounded, and all are to have the same.
             message = self._pack(part, keeps=self._rank == 0)
-            if self._rank < extra:
+            if has_twin:
                 self._send(message, twin)
             part = self._wire.unpack(message, count)
         return [part]
 
     def _owners(self, own: Sparse) -> List[Sparse]:
+        """Return the largest entries of the whole sum."""
         total, kept = self._owned(own, len(self._scratch))
         self._residual += kept
         return [total]
 
     def _merge(self, first: Sparse, second: Sparse, keeps: bool) -> Sparse:
-        """The k entries of largest magnitude of the sum. keeps: whether this replica keeps the others."""
+        """Return the k entries of largest magnitude of the sum of two vectors of k entries.
+
+        Args:
+            first, second: the vectors.
+            keeps: whether this replica keeps the other entries of the sum.
+        """
         count = len(first.indices)
-        places = self._scratch
-        places.index_copy_(0, first.indices, torch.arange(1, count + 1, dtype=torch.int32, device=places.device))
-        found = places.index_select(0, second.indices)
-        places.index_fill_(0, first.indices, 0)
-        common = found > 0
-        sums = first.values.index_add(0, (found - 1).clamp_(min=0), torch.where(common, second.values, 0.0))
+        device = self._scratch.device
+        # Number the first vector's entries, from 1, and find each entry of the second among them.
+        numbers = torch.arange(1, count + 1, dtype=torch.int32, device=device)
+        self._scratch.index_copy_(0, first.indices, numbers)
+        partner = self._scratch.index_select(0, second.indices)
+        self._scratch.index_fill_(0, first.indices, 0)
+        common = partner > 0
+        # Add the common entries to those of the first vector, and leave zeros in the second.
+        added = torch.where(common, second.values, 0.0)
+        sums = first.values.index_add(0, (partner - 1).clamp_(min=0), added)
         values = torch.cat([sums, torch.where(common, 0.0, second.values)])
         union = Sparse(torch.cat([first.indices, second.indices]), values)
-        # Without a mask, whose size a GPU would have to tell first: what went into the sum stays as the last of all.
-        numbers = torch.cat([first.indices, second.indices + common * _ABSENT])
-        largest, rest = ranked(values, numbers, count)
+        # Entries that were added stay, as the last of all: the size of a mask a GPU would have to
+        # tell first.
+        ranks = torch.cat([first.indices, second.indices + common * _ABSENT])
+        largest, rest = ranked(values, ranks, count)
         if keeps:
             self._residual.append(union.take(rest))
         return union.take(largest)
 
     def _pack(self, part: Sparse, keeps: bool) -> torch.Tensor:
-        """The message. keeps: whether this replica keeps what rounding takes off."""
+        """Return the message of a vector.
+
+        Args:
+            part: the vector.
+            keeps: whether this replica keeps what rounding takes off.
+        """
         message, lost = self._wire.pack(part)
         if keeps and lost is not None:
             self._residual.append(lost)
         return message
 
     def _send(self, message: torch.Tensor, replica: int) -> None:
+        """Send a message to a replica."""
         distributed.send(message, group=self._group, group_dst=replica)
 
     def _receive(self, count: int, replica: int) -> Sparse:
-        message = torch.empty(self._wire.words(count), dtype=torch.int32, device=self._scratch.device)
+        """Return the vector of `count` entries that a replica sends."""
+        words = self._wire.words(count)
+        message = torch.empty(words, dtype=torch.int32, device=self._scratch.device)
         distributed.recv(message, group=self._group, group_src=replica)
         return self._wire.unpack(message, count)
 
     def _swap(self, message: torch.Tensor, replica: int, count: int) -> Sparse:
-        """Send the message and receive the other replica's, at the same time; return when both have come.
+        """Send the message and receive the other replica's, at the same time.
 
-        By gloo a send ends long before the message has left, and the next swap would run one way after the other. So
-        each tells the other that its message is there.
+        Return when both have come.
+
+        By gloo a send ends long before the message has left, and the next swap would run one way
+        after the other. So each tells the other that its message is there.
         """
         theirs = torch.empty_like(message)
-        rounds = [(message, replica, theirs, replica)]
+        rounds = [
+            bruck.Round(outgoing=message, receiver=replica, incoming=theirs, sender=replica),
+        ]
+        # A word as a receipt, in a second round.
         if message.device.type == "cpu":
-            rounds.append((message[:1], replica, theirs.new_empty(1), replica))
+            arrived = bruck.Round(
+                outgoing=message[:1],
+                receiver=replica,
+                incoming=theirs.new_empty(1),
+                sender=replica,
+            )
+            rounds.append(arrived)
         bruck.transfer(rounds, self._group)
         return self._wire.unpack(theirs, count)

@@ -38,7 +38,17 @@ def trained(rank, size, steps, keys):
     weights = Weights()
     section = Exchange(method="local", local_steps=EVERY, **keys)
     processes = SimpleNamespace(replica_group="replicas")
-    made = LocalSteps(Setup(None, processes, None, (), None, "replicas", None, None, weights), section)
+    setup = Setup(
+        batch=None,
+        processes=processes,
+        gradients=None,
+        places=(),
+        collect=None,
+        group="replicas",
+        steps_per_epoch=None,
+        weights=weights,
+    )
+    made = LocalSteps(setup, section)
     made._thread = None  # ranks are threads here; one beside them is for the engine's tests
     found = []
     for step in range(steps):

@@ -1,11 +1,15 @@
 """Values in few bits, and sums of such: errors within half a step, nothing lost, the same bits everywhere."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from parallel import costs
+from parallel.exchange import Setup
 from parallel.messages import Quantizer, Sparse, Wire
-from parallel.reduce import QuantizedSum
+from parallel.quantized import QuantizedReduction, QuantizedSum
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
@@ -74,3 +78,41 @@ def test_a_sparse_message_is_as_long_as_predicted_and_loses_what_it_says(count, 
     if wire == "float16" and count:
         largest = part.values.abs().max().item()
         torch.testing.assert_close(found.values, part.values, rtol=2**-11, atol=largest * 2**-24)
+
+
+def quantized_steps(rank, size, faulty):
+    """The sum of each of three steps and the residual after it; in the middle one replica `faulty` has an infinity,
+    and None leaves that step out."""
+    group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
+    setup = Setup(
+        batch=None,
+        processes=SimpleNamespace(further_group=lambda: everyone),
+        gradients=torch.zeros(LENGTH),
+        places=(),
+        collect=None,
+        group=group,
+        steps_per_epoch=None,
+    )
+    exchange, found = QuantizedReduction(setup, 4), []
+    for step in (0, 1, 2):
+        if step == 1 and faulty is None:
+            continue
+        gradients = drawn(rank, step)
+        if step == 1 and rank == faulty:
+            gradients[5] = math.inf
+        exchange(gradients, step, torch.tensor(8.0))
+        found.append((gradients, exchange.state()["residual"].clone()))
+    return found
+
+
+@pytest.mark.parametrize(("size", "faulty"), [(1, 0), (3, 0), (3, 2)])
+def test_a_step_that_is_not_finite_leaves_the_residual_of_few_bits_as_it_was(size, faulty):
+    """On the replicas whose own gradient was finite as well: the steps around it are those of a run without it."""
+    expected = threads.run(size, quantized_steps, None)
+    for rank, found in enumerate(threads.run(size, quantized_steps, faulty)):
+        first, middle, last = found
+        assert_bitwise_equal(middle[1], first[1])
+        assert first[1].any() and math.isnan(middle[0][0])
+        for one, other in zip((first, last), expected[rank]):
+            assert_bitwise_equal(one[0], other[0])
+            assert_bitwise_equal(one[1], other[1])

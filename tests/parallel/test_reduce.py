@@ -20,7 +20,15 @@ BUCKET = 4 * 97  # bytes: 97 elements, which no number of replicas divides
 
 
 def create(gradients, places=(), bucket=BUCKET, micro_batches=60, **section):
-    setup = Setup(SimpleNamespace(micro_batches=micro_batches), None, gradients, places, None, None, None)
+    setup = Setup(
+        batch=SimpleNamespace(micro_batches=micro_batches),
+        processes=None,
+        gradients=gradients,
+        places=places,
+        collect=None,
+        group=None,
+        steps_per_epoch=None,
+    )
     return reduce.Reduction(setup, Exchange(**section), bucket)
 
 
@@ -204,36 +212,3 @@ def orders_that_differ(rank, size):
 def test_buckets_go_in_one_order_whatever_the_order_of_the_backward_pass():
     for result in threads.run(3, orders_that_differ):
         assert result.tolist() == [3.0] * 2 + [18.0] * 3 + [54.0] + [9.0] * 3
-
-
-# Few bits -------------------------------------------------------------------------------------------------------
-
-
-def quantized_steps(rank, size, faulty):
-    """The sum of each of three steps and the residual after it; in the middle one replica `faulty` has an infinity,
-    and None leaves that step out."""
-    group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
-    processes = SimpleNamespace(further_group=lambda: everyone)
-    setup = Setup(None, processes, torch.zeros(1003), (), None, group, None)
-    exchange, found = reduce.QuantizedReduction(setup, 4), []
-    for step in (0, 1, 2):
-        if step == 1 and faulty is None:
-            continue
-        gradients = random_gradients(3 * rank + step)
-        if step == 1 and rank == faulty:
-            gradients[5] = math.inf
-        exchange(gradients, step, torch.tensor(8.0))
-        found.append((gradients, exchange.state()["residual"].clone()))
-    return found
-
-
-@pytest.mark.parametrize(("size", "faulty"), [(1, 0), (3, 0), (3, 2)])
-def test_a_step_that_is_not_finite_leaves_the_residual_of_few_bits_as_it_was(size, faulty):
-    """On the replicas whose own gradient was finite as well: the steps around it are those of a run without it."""
-    expected = threads.run(size, quantized_steps, None)
-    for rank, found in enumerate(threads.run(size, quantized_steps, faulty)):
-        first, middle, last = found
-        assert torch.equal(middle[1], first[1]) and first[1].any()
-        assert math.isnan(middle[0][0])
-        for one, other in zip((first, last), expected[rank]):
-            assert same_bits([one[0], other[0]]) and same_bits([one[1], other[1]])

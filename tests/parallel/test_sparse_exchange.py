@@ -8,7 +8,7 @@ import torch
 
 from parallel import sparse_exchange
 from parallel.exchange import Setup
-from parallel.reduce import QuantizedReduction
+from parallel.quantized import QuantizedReduction
 from parallel.sparse import PATTERNS
 from parallel.sparse_exchange import SparseExchange, StageShares, divided
 from parallel.topology import Topology
@@ -31,7 +31,16 @@ def create(size, pattern="butterfly", momentum=False, places=None, **keys):
     processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: everyone)
     places = [(start, torch.empty(shape)) for start, shape in places or [(0, (1, LENGTH))]]
     contribution = Momentum() if momentum else None
-    setup = Setup(None, processes, torch.empty(LENGTH), places, None, group, 1, contribution)
+    setup = Setup(
+        batch=None,
+        processes=processes,
+        gradients=torch.empty(LENGTH),
+        places=places,
+        collect=None,
+        group=group,
+        steps_per_epoch=1,
+        contribution=contribution,
+    )
     if pattern == "dense":
         return QuantizedReduction(setup, 4)
     return SparseExchange(setup, Exchange(method="gtopk" if merging else "topk", **keys))

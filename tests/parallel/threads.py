@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel import bruck, local_steps, owners, reduce, sparse, sparse_exchange
+from parallel import bruck, local_steps, owners, quantized, reduce, sparse, sparse_exchange
 
 SECONDS = 120  # for a message to come
 
@@ -66,8 +66,10 @@ class Threads:
 
         return self._collective("all_gather", [own] * self.size, group, fill, async_op)
 
-    def all_to_all_single(self, output, own, output_sizes=None, sizes=None, group=None, async_op=False):
-        messages = own.split(sizes or len(own) // self.size)
+    def all_to_all_single(
+        self, output, own, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+    ):
+        messages = own.split(input_split_sizes or len(own) // self.size)
         return self._collective("all_to_all", messages, group, lambda rows: output.copy_(torch.cat(rows)), async_op)
 
     def all_reduce(self, tensor, group, async_op=False):
@@ -86,8 +88,8 @@ def run(size, function, *arguments):
         return function(rank, size, *arguments)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as pool:
-        for module in (bruck, local_steps, owners, reduce, sparse, sparse_exchange):
+        for module in (bruck, local_steps, owners, quantized, reduce, sparse, sparse_exchange):
             patch.setattr(module, "distributed", threads)
-        for module in (reduce, sparse):
+        for module in (quantized, reduce, sparse):
             patch.setattr(module, "all_gather", threads.all_gather)
         return list(pool.map(on_rank, range(size)))
