@@ -1,8 +1,11 @@
-"""The board on which the launchers of all hosts write how their ranks do: the master's launcher serves it, all read it.
+"""The board on which the launchers of all hosts write how their ranks do.
 
-A host writes entries of its own only, once each, and for one attempt to run. Every message is authenticated by
-HMAC-SHA256 with a secret that the hosts share over a challenge made for it, so nobody else can write, answer or replay
-one. A message that does not fit `_Question` or `_ANSWER` is ignored. No method waits for the network: threads do.
+The master's launcher serves it, and all read it.
+
+A host writes entries of its own only, once each, and for one attempt to run. Every message is
+authenticated by HMAC-SHA256 with a secret that the hosts share over a challenge made for it, so
+nobody else can write, answer or replay one. A message that does not fit `_Question` or `_ANSWER` is
+ignored. No method waits for the network: threads do.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ _CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not l
 _ANSWER_SECONDS = 5.0  # that one side waits for the other to send
 _BYTES = 1 << 16  # of all that one host writes
 LONGEST = 1000  # characters of a text
-_CHALLENGE, _MAC = 16, 64  # bytes, hexadecimal digits
+_CHALLENGE = 16  # bytes
+_MAC = 64  # hexadecimal digits
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 _Text = Annotated[str, Field(max_length=LONGEST)]
@@ -38,79 +42,121 @@ _Text = Annotated[str, Field(max_length=LONGEST)]
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class Outcome:
-    """End of the ranks of a host: `code` as train.py's, `line` for the user, `last` if there is no next attempt."""
+    """End of the ranks of a host.
+
+    code: as train.py's.
+    line: for the user.
+    last: there is no next attempt.
+    abrupt: the ranks of the other hosts may wait for some that are gone.
+    """
 
     code: int
     line: _Text = ""
     last: bool = False
-    abrupt: bool = False  # the ranks of the other hosts may wait for some that are gone
+    abrupt: bool = False
 
 
 def _received(outcome: Outcome) -> Outcome:
-    """An outcome of another host; its line does not steer the terminal. Raises ValueError: no outcome of ranks."""
-    if outcome.code not in (DONE, FAILED, WRONG_INPUT, STOPPED) or (outcome.abrupt and outcome.code == DONE):
+    """Return an outcome of another host with a line that does not steer the terminal.
+
+    Raises ValueError: it is no outcome of ranks.
+    """
+    is_code = outcome.code in (DONE, FAILED, WRONG_INPUT, STOPPED)
+    if not is_code or (outcome.abrupt and outcome.code == DONE):
         raise ValueError("no outcome of ranks")
     return replace(outcome, line=printable(outcome.line)[:LONGEST])
 
 
 @with_config(_STRICT)
 class Entries(TypedDict, total=False):
-    """What a host has written."""
+    """The entries that a host has written.
 
-    who: Required[_Text]  # a name that a launcher makes for itself
-    shape: _Text  # what it starts
-    port: Annotated[int, Field(ge=1, lt=1 << 16)]  # where the ranks meet
-    end: Annotated[Outcome, AfterValidator(_received)]  # how its ranks ended
-    read: bool  # it has read what it needs
-    returned: bool  # written by the master: the run had begun with an earlier launcher of this host
+    who: a name that a launcher makes for itself.
+    shape: what it starts.
+    port: where the ranks meet.
+    end: how its ranks ended.
+    read: it has read what it needs.
+    returned: written by the master: the run had begun with an earlier launcher of this host.
+    """
+
+    who: Required[_Text]
+    shape: _Text
+    port: Annotated[int, Field(ge=1, lt=1 << 16)]
+    end: Annotated[Outcome, AfterValidator(_received)]
+    read: bool
+    returned: bool
 
 
 class _Question(BaseModel, strict=True, extra="forbid"):
+    """A message to the master with all entries of a host in an attempt.
+
+    The answer has those of all hosts.
+    """
+
     host: Annotated[int, Field(ge=1)]
     attempt: Annotated[int, Field(ge=0)]
     challenge: _Text
     entries: Entries
 
 
-_ANSWER = TypeAdapter(Dict[int, Tuple[float, Entries]])  # host -> seconds of silence, entries
+_Answer = Dict[int, Tuple[float, Entries]]  # host -> seconds of silence, entries
+_ANSWER = TypeAdapter(_Answer)
 
 
 class _Board:
     """The entries of all hosts as this one knows them.
 
-    who: a name of this launcher. gone: nothing listens at the master any more. refused: what listens there closes the
-    connection, as a launcher with another secret does. fault: of the last attempt to reach it. address: the master's,
-    once this host has reached it.
+    who: a name of this launcher.
+    gone: nothing listens at the master any more.
+    refused: what listens there closes the connection, as a launcher with another secret does.
+    fault: of the last attempt to reach it.
+    address: the master's, once this host has reached it.
     """
 
     def __init__(self, hosts: Hosts, secret: str):
-        """Args: secret: shared by all hosts; without one ("") anybody may write."""
-        self._hosts, self._key = hosts, secret.encode()
+        """
+        Args:
+            hosts: of the run.
+            secret: shared by all hosts; without one ("") anybody may write.
+        """
+        self._hosts = hosts
+        self._key = secret.encode()
         self._attempt = 0  # the newest of this host
-        self._attempts: Dict[int, Dict[int, Entries]] = {}
-        self._heard = {0: time.monotonic()}
+        self._attempts: Dict[int, Dict[int, Entries]] = {}  # attempt -> host -> entries
+        self._heard = {0: time.monotonic()}  # host -> when it last polled or answered
         self._lock = threading.Lock()
-        self.who, self.gone, self.refused, self.fault, self.address = secrets.token_hex(8), False, False, "", ""
+        self.who = secrets.token_hex(8)
+        self.gone = False
+        self.refused = False
+        self.fault = ""
+        self.address = ""
 
     def read(self, attempt: int) -> Dict[int, Entries]:
-        """The entries of each host that has written any."""
+        """Return the entries of each host that has written any in this `attempt`."""
         with self._lock:
-            return {host: dict(entries) for host, entries in self._attempts.get(attempt, {}).items()}
+            hosts = self._attempts.get(attempt, {})
+            return {host: dict(entries) for host, entries in hosts.items()}
 
     def silent(self, host: int) -> float:
-        """Seconds since the launcher of a host last polled, or the master last answered."""
+        """Return the seconds since the launcher of a `host` polled, or the master answered."""
         with self._lock:
-            return 0.0 if host == self._hosts.this else time.monotonic() - self._heard.get(host, -math.inf)
+            if host == self._hosts.this:
+                return 0.0
+            return time.monotonic() - self._heard.get(host, -math.inf)
 
 
 class MastersBoard(_Board):
-    """The board itself, which answers other hosts once it has an `address`. error: it cannot listen. succeeded: after
-    so many seconds of silence another launcher may say that it is this host."""
+    """The board itself, which answers other hosts once it has an `address`.
+
+    error: why it cannot listen.
+    succeeded: after so many seconds of silence another launcher may say that it is the same host.
+    """
 
     error: Optional[UserError] = None
     succeeded = math.inf
 
     def __init__(self, hosts: Hosts, secret: str):
+        """Begin to listen, unless there are no other hosts. See _Board: `hosts`, `secret`."""
         super().__init__(hosts, secret)
         if hosts.number == 1:
             self.address = hosts.master
@@ -118,17 +164,21 @@ class MastersBoard(_Board):
             threading.Thread(target=self._listen, name="board", daemon=True).start()
 
     def write(self, attempt: int, **entries: object) -> None:
-        """Add entries of this host."""
+        """Add `entries` of this host in an `attempt`."""
         self._attempt = attempt
         self._post(0, attempt, {"who": self.who, **entries})
 
     def _post(self, host: int, attempt: int, entries: Entries) -> None:
+        """Add entries of a host, which stay as they were first written."""
         with self._lock:
             hosts = self._attempts.setdefault(attempt, {})
             there = hosts.setdefault(host, {})
+            # The first launcher that said so is this host, until it is silent for long enough.
             if there.setdefault("who", entries["who"]) != entries["who"]:
-                if time.monotonic() - self._heard.get(host, -math.inf) < self.succeeded:
-                    return  # a second launcher claims to be this host; it finds the other's name
+                silence = time.monotonic() - self._heard.get(host, -math.inf)
+                if silence < self.succeeded:
+                    # A second launcher claims to be this host; it finds the first one's name.
+                    return
                 there.clear()
                 there["returned"] = len(hosts) == self._hosts.number
             self._heard[host] = time.monotonic()
@@ -151,86 +201,137 @@ class MastersBoard(_Board):
                 time.sleep(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
+        """Answer the question of one connection, if it is one of a host of this run."""
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             connection.settimeout(_ANSWER_SECONDS)
+            # The question must be signed over a challenge made for this connection.
             challenge = secrets.token_bytes(_CHALLENGE)
             connection.sendall(challenge)
-            asked = _receive(connection.makefile("rb"), self._key, challenge + b"ask", _BYTES)
-            message = _Question.model_validate_json(asked)
-            host, attempt = message.host, message.attempt
-            if host < self._hosts.number and attempt < self._attempt + 2:
-                self._post(host, attempt, message.entries)
-                answer = {each: (self.silent(each), entries) for each, entries in self.read(attempt).items()}
-                _send(connection, self._key, message.challenge.encode() + b"answer", answer)
+            stream = connection.makefile("rb")
+            text = _receive(stream, self._key, challenge + b"ask", limit=_BYTES)
+            question = _Question.model_validate_json(text)
+            # An attempt is at most one ahead of this host's.
+            if question.host < self._hosts.number and question.attempt < self._attempt + 2:
+                self._post(question.host, question.attempt, question.entries)
+                answer = self._answer(question.attempt)
+                _send(connection, self._key, question.challenge.encode() + b"answer", answer)
+
+    def _answer(self, attempt: int) -> _Answer:
+        """Return the silence and the entries of each host."""
+        hosts = self.read(attempt)
+        return {host: (self.silent(host), entries) for host, entries in hosts.items()}
 
 
 class Board(_Board):
     """The master's board as another host sees it."""
 
     def __init__(self, hosts: Hosts, secret: str):
+        """Begin to poll the master. See _Board: `hosts`, `secret`."""
         super().__init__(hosts, secret)
-        self._place, self._entries, self._wake = (hosts.master, hosts.port), {}, threading.Event()
+        self._place = (hosts.master, hosts.port)
+        self._entries: Entries = {}  # of this host, in its newest attempt
+        self._wake = threading.Event()
         threading.Thread(target=self._poll, name="board", daemon=True).start()
 
     def write(self, attempt: int, **entries: object) -> None:
-        """Add entries of this host; they are on the board once `read` returns them."""
+        """Add `entries` of this host in an `attempt`.
+
+        They are on the board once `read` returns them.
+        """
         with self._lock:
             if attempt != self._attempt:
-                self._attempt, self._entries, self._attempts = attempt, {}, {}
+                self._attempt = attempt
+                self._entries = {}
+                self._attempts = {}
             self._entries = {"who": self.who, **self._entries, **entries}
         self._wake.set()
 
     def _poll(self) -> None:
+        """Ask the master again and again, sooner if there is something new, or no way to it yet."""
         while not self.gone:
             with self._lock:
-                attempt, entries = self._attempt, dict(self._entries)
+                attempt = self._attempt
+                entries = dict(self._entries)
             if entries:
-                try:
-                    answer = self._ask(attempt, entries)
-                    with self._lock:
-                        now, self.refused = time.monotonic(), False
-                        self._heard.update({host: now - seconds for host, (seconds, _) in answer.items()})
-                        self._heard[0] = now
-                        if attempt == self._attempt:
-                            self._attempts = {attempt: {host: found for host, (_, found) in answer.items()}}
-                except (OSError, UnicodeError) as error:  # no way there, which may come back, or no name
-                    self.fault = getattr(error, "strerror", None) or str(error)
-                    self.gone = bool(self.address) and isinstance(error, ConnectionRefusedError)
-                except (EOFError, ValueError):
-                    self.fault = "what listens there does not answer as a launcher with this POD_TOKEN"
-                    self.refused = True
+                self._ask_once(attempt, entries)
+            # `write` ends this wait.
             self._wake.wait(_POLL_SECONDS if self.address else _CONNECT_SECONDS)
             self._wake.clear()
 
-    def _ask(self, attempt: int, entries: Entries) -> Dict[int, Tuple[float, Entries]]:
+    def _ask_once(self, attempt: int, entries: Entries) -> None:
+        """Ask the master, and take note of its answer or of the fault."""
+        try:
+            answer = self._ask(attempt, entries)
+            self._note(attempt, answer)
+        except (OSError, UnicodeError) as error:
+            # There is no way to the master, which may come back, or its name is none.
+            self.fault = getattr(error, "strerror", None) or str(error)
+            self.gone = bool(self.address) and isinstance(error, ConnectionRefusedError)
+        except (EOFError, ValueError):
+            self.fault = "what listens there does not answer as a launcher with this POD_TOKEN"
+            self.refused = True
+
+    def _note(self, attempt: int, answer: _Answer) -> None:
+        """Take over what the master has answered in an attempt."""
+        with self._lock:
+            now = time.monotonic()
+            self.refused = False
+            for host, (silence, _) in answer.items():
+                self._heard[host] = now - silence
+            self._heard[0] = now
+            if attempt == self._attempt:
+                self._attempts = {attempt: {host: entries for host, (_, entries) in answer.items()}}
+
+    def _ask(self, attempt: int, entries: Entries) -> _Answer:
+        """Send this host's entries to the master; return its answer.
+
+        Raises OSError, EOFError or ValueError.
+        """
         with socket.create_connection(self._place, timeout=_ANSWER_SECONDS) as connection:
             self.address = connection.getpeername()[0]
-            self._place = (self.address, self._place[1])  # a name server is asked once
-            stream, again = connection.makefile("rb"), secrets.token_hex(_CHALLENGE)
+            # A name server is asked only once.
+            self._place = (self.address, self._place[1])
+            stream = connection.makefile("rb")
             challenge = stream.read(_CHALLENGE)
             if not challenge:
                 raise EOFError
-            message = {"host": self._hosts.this, "attempt": attempt, "challenge": again, "entries": entries}
-            _send(connection, self._key, challenge + b"ask", message)
-            answer = _receive(stream, self._key, again.encode() + b"answer", self._hosts.number * _BYTES)
+            # Each side signs over the challenge of the other: nobody can replay a message.
+            ours = secrets.token_hex(_CHALLENGE)
+            question = {
+                "host": self._hosts.this,
+                "attempt": attempt,
+                "challenge": ours,
+                "entries": entries,
+            }
+            _send(connection, self._key, challenge + b"ask", question)
+            limit = self._hosts.number * _BYTES
+            answer = _receive(stream, self._key, ours.encode() + b"answer", limit)
         return _ANSWER.validate_json(answer)
 
 
 def _send(connection: socket.socket, key: bytes, challenge: bytes, message: dict) -> None:
-    """A message is a line: its HMAC in hexadecimal digits, then JSON."""
+    """Send a message as a line: its HMAC in hexadecimal digits, then JSON."""
     body = json.dumps(message, default=vars).encode()
     connection.sendall(_mac(key, challenge, body) + body + b"\n")
 
 
 def _receive(stream: BinaryIO, key: bytes, challenge: bytes, limit: int) -> bytes:
-    """A message; OSError or EOFError if none comes, ValueError if it is from somebody without the secret."""
+    """Return the JSON of a message of at most `limit` bytes.
+
+    Raises:
+        OSError, EOFError: none comes.
+        ValueError: it is from somebody without the secret.
+    """
     line = stream.readline(limit)
     if not line.endswith(b"\n"):
         raise EOFError
-    if not hmac.compare_digest(line[:_MAC], _mac(key, challenge, line[_MAC:-1])):
+    mac = line[:_MAC]
+    body = line[_MAC:-1]
+    if not hmac.compare_digest(mac, _mac(key, challenge, body)):
         raise ValueError("from somebody without the secret")
-    return line[_MAC:-1]
+    return body
 
 
 def _mac(key: bytes, challenge: bytes, body: bytes) -> bytes:
+    """Return the HMAC-SHA256 of a message that answers a challenge, in hexadecimal digits."""
     return hmac.digest(key, challenge + body, "sha256").hex().encode()

@@ -1,4 +1,6 @@
-"""Which hosts take part in a run, and how one finds the master: from options or from SLURM. Loads no torch.
+"""Which hosts take part in a run, and how one finds the master: from options or from SLURM.
+
+Loads no torch.
 
 Runs on Python 3.8, as all that starts a run on IPUs.
 """
@@ -13,17 +15,24 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Optional
+from typing import List, Mapping, Optional, Tuple
 
 from recipe.errors import UserError
 
 _PORT = 29500
 _SLURM_PORTS = range(20000, 30000)  # below the ports that systems give out for outgoing connections
+_SIOCGIFADDR = 0x8915  # of ioctl on Linux: the address of an interface
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """`number` hosts, of which this is number `this`; host 0 is the master and listens at `master`:`port` (0: any)."""
+    """The hosts of a run; host 0 is the master, and listens.
+
+    number: how many there are.
+    this: number of this one.
+    master: name or address of host 0.
+    port: at which it listens; 0: any.
+    """
 
     number: int = 1
     this: int = 0
@@ -32,35 +41,55 @@ class Hosts:
 
     @property
     def place(self) -> str:
-        """HOST:PORT of the master."""
-        return f"[{self.master}]:{self.port}" if ":" in self.master else f"{self.master}:{self.port}"
+        """Return HOST:PORT of the master."""
+        host = f"[{self.master}]" if ":" in self.master else self.master
+        return f"{host}:{self.port}"
 
 
 def find(
-    nnodes: Optional[int], node_rank: Optional[int], master: Optional[str], environment: Mapping[str, str] = os.environ
+    nnodes: Optional[int],
+    node_rank: Optional[int],
+    master: Optional[str],
+    environment: Mapping[str, str] = os.environ,
 ) -> Hosts:
-    """The hosts that the options name; without any, those of the SLURM step that this process is a task of.
+    """Return the hosts that the options name, or those of a SLURM step.
 
-    Raises UserError: options that do not make a whole, or a SLURM step with more than a task per node.
+    Without options a task of a SLURM step runs on the hosts of the step.
+
+    Args:
+        nnodes, node_rank, master: values of the options --nnodes, --node-rank and --master; None
+            where not given.
+        environment: of this process.
+
+    Raises:
+        UserError: options that do not make a whole, or a SLURM step with more than a task per node.
     """
     if nnodes is None and node_rank is None and master is None:
-        return _of_slurm(environment)
+        return _from_slurm(environment)
     if nnodes is None:
         raise UserError("--node-rank and --master go with --nnodes, the number of hosts")
     if nnodes == 1 and not node_rank:
         return Hosts()
-    missing = [name for name, value in (("--node-rank", node_rank), ("--master", master)) if value is None]
+    # Several hosts: each needs to know which one it is, and where the master listens.
+    missing = []
+    if node_rank is None:
+        missing.append("--node-rank")
+    if master is None:
+        missing.append("--master")
     if missing:
         raise UserError(f"--nnodes {nnodes} also needs {' and '.join(missing)}, e.g. --node-rank 0 --master 10.0.0.1")
     if not 0 <= node_rank < nnodes:
         raise UserError(f"--node-rank {node_rank} is none of 0 to {nnodes - 1}, which --nnodes {nnodes} has")
-    return Hosts(nnodes, node_rank, *_host_and_port(master))
+    host, port = _host_and_port(master)
+    return Hosts(nnodes, node_rank, host, port)
 
 
-def _host_and_port(text: str) -> tuple:
+def _host_and_port(text: str) -> Tuple[str, int]:
+    """Return the parts of HOST, HOST:PORT or [ADDRESS]:PORT. Raises UserError."""
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
-        host, port = text, str(_PORT)
+        host = text
+        port = str(_PORT)
     elif ":" in host and not host.startswith("["):
         raise UserError(f"--master {text}: write an IPv6 address in brackets, e.g. [fd00::1]:{_PORT}")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -68,66 +97,119 @@ def _host_and_port(text: str) -> tuple:
     return host.strip("[]"), int(port)
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Hosts:
-    """The hosts of a SLURM step; one host outside of a step, as in a batch script."""
+def _from_slurm(environment: Mapping[str, str]) -> Hosts:
+    """Return the hosts of a SLURM step; one host outside of a step, as in a batch script.
+
+    Raises UserError.
+    """
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
     if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
         return Hosts()
-    tasks, remedy = environment.get("SLURM_STEP_NUM_TASKS", nodes), "give --nnodes, --node-rank and --master"
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
     if tasks != nodes:
         raise UserError(f"SLURM started {tasks} tasks on {nodes} nodes; start one each: srun --ntasks-per-node=1")
-    listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    command = ["scontrol", "show", "hostnames", listed]
-    try:
-        names = subprocess.check_output(command, stderr=subprocess.PIPE, text=True).split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        fault = f"scontrol cannot expand the nodes {listed!r} of the SLURM step ({error})"
-        raise UserError(f"{fault}; {remedy}") from None
-    this, job = environment.get("SLURM_NODEID", ""), environment.get("SLURM_JOB_ID", "0")
+    names = _slurm_names(environment)
+    this = environment.get("SLURM_NODEID", "")
     if len(names) != int(nodes) or not this.isdecimal() or int(this) >= int(nodes):
-        raise UserError(f"SLURM names {len(names)} hosts for {nodes} nodes, and this one {this!r}; {remedy}")
-    port = _SLURM_PORTS[(int(job) if job.isdecimal() else 0) % len(_SLURM_PORTS)]
+        raise UserError(
+            f"SLURM names {len(names)} hosts for {nodes} nodes, and this one {this!r}; "
+            "give --nnodes, --node-rank and --master"
+        )
+    # A port that all hosts know, and that two jobs rarely share.
+    job = environment.get("SLURM_JOB_ID", "0")
+    number = int(job) if job.isdecimal() else 0
+    port = _SLURM_PORTS[number % len(_SLURM_PORTS)]
     return Hosts(int(nodes), int(this), names[0], port)
 
 
-def listen(hosts: Hosts) -> socket.socket:
-    """A socket on the master, bound to the master's address only.
-
-    Raises UserError: the port is taken, or the address is not this host's or the loopback, though others must reach it.
-    """
+def _slurm_names(environment: Mapping[str, str]) -> List[str]:
+    """Return the names of the hosts of a SLURM step, in order. Raises UserError."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    command = ["scontrol", "show", "hostnames", nodes]
     try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)[0]
+        output = subprocess.check_output(command, stderr=subprocess.PIPE, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"scontrol cannot expand the nodes {nodes!r} of the SLURM step ({error}); "
+            "give --nnodes, --node-rank and --master"
+        ) from None
+    return output.split()
+
+
+def listen(hosts: Hosts) -> socket.socket:
+    """Return a socket that listens on the master, bound to the master's address of `hosts` only.
+
+    Raises:
+        UserError: the port is taken, or the address is not this host's or the loopback, though
+            others must reach it.
+    """
+    # The address of the name, which others must be able to reach.
+    try:
+        found = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         fault = getattr(error, "strerror", None) or "is no name of a host"
         raise UserError(f"--master {hosts.master}: {fault}; give a name or an address that exists") from None
-    loopback = address == "::1" or address.startswith("127.")
-    if loopback and hosts.number > 1 and hosts.master not in ("localhost", address):
+    family, _, _, _, (address, *_) = found[0]
+    is_loopback = address == "::1" or address.startswith("127.")
+    if is_loopback and hosts.number > 1 and hosts.master not in ("localhost", address):
         raise UserError(
-            f"--master {hosts.master} is {address} on this host itself, which others cannot reach (see /etc/hosts); "
+            f"--master {hosts.master} is {address} on this host itself, "
+            "which others cannot reach (see /etc/hosts); "
             "give the address of its network interface"
         )
     try:
         return socket.create_server((address, hosts.port), family=family, backlog=1024)
     except OSError as error:
-        remedy = "give an address of --node-rank 0 and a free port to --master on every host"
-        raise UserError(f"cannot listen at {hosts.place}: {os.strerror(error.errno)}; {remedy}") from None
+        raise UserError(
+            f"cannot listen at {hosts.place}: {os.strerror(error.errno)}; "
+            "give an address of --node-rank 0 and a free port to --master on every host"
+        ) from None
 
 
 def interface_towards(address: str) -> Optional[str]:
-    """Name of the network interface whose address this host uses to speak with `address`; None if that is unknown."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    """Return the name of the network interface by which this host reaches `address`.
+
+    Standard libraries do not tell: the route is asked of an unsent datagram's socket, and the
+    interface that has its address of /proc for IPv6, and for IPv4 of an ioctl that Linux alone
+    numbers so. Tried on Linux 6.
+
+    Returns:
+        The name; None if that is unknown, as on other systems.
+    """
     if sys.platform != "linux":
         return None
-    import fcntl
-
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
-        own = socket.inet_pton(family, probe.getsockname()[0].partition("%")[0])
+        name, *_ = probe.getsockname()
+        own = socket.inet_pton(family, name.partition("%")[0])
         if family == socket.AF_INET6:
-            lines = map(str.split, Path("/proc/net/if_inet6").read_text().splitlines())
-            return next((name for digits, *_, name in lines if bytes.fromhex(digits) == own), None)
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                if fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))[20:24] == own:  # SIOCGIFADDR
-                    return name
+            return _ipv6_interface(own)
+        return _ipv4_interface(own, probe)
+    return None
+
+
+def _ipv6_interface(own: bytes) -> Optional[str]:
+    """Return the name of the interface with this address; None without one."""
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        digits, *_, name = line.split()
+        if bytes.fromhex(digits) == own:
+            return name
+    return None
+
+
+def _ipv4_interface(own: bytes, probe: socket.socket) -> Optional[str]:
+    """Return the name of the interface with this address, asked for through any IPv4 socket.
+
+    None without one.
+    """
+    import fcntl
+
+    for _, name in socket.if_nameindex():
+        # A struct ifreq, of which the address begins at byte 20.
+        request = struct.pack("256s", name.encode())
+        # An interface without an address is an error.
+        with contextlib.suppress(OSError):
+            if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == own:
+                return name
     return None

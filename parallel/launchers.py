@@ -1,7 +1,7 @@
 """How launchers tell a process that it is one of several: by variables of its environment.
 
-Such variables outlive what they were true for: a shell that srun started hands them to every command. Loads no torch
-and runs on Python 3.8.
+Such variables outlive what they were true for: a shell that srun started hands them to every
+command. Loads no torch and runs on Python 3.8.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from typing import Dict, Mapping, MutableMapping, NamedTuple, Optional
 
 from recipe.errors import ConfigError
 
-_NAMES = frozenset(
-    (
-        *("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-        *("POD_LAUNCHER", "POD_LIFE"),
-        *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID"),
-        *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    )
-)
+_TORCHRUN = (
+    "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+)  # fmt: skip
+_OURS = ("POD_LAUNCHER", "POD_LIFE")
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID")
+_INTEL_MPI = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_NAMES = frozenset(_TORCHRUN + _OURS + _SLURM + _INTEL_MPI)
 _PREFIXES = ("TORCHELASTIC_", "POPDIST_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_")
-# Launchers of MPI programs, by the number of processes and this one's: none of our ranks meets by them.
+# Of MPI's launchers the number of processes and this one's; none of our ranks meets by them.
 _MPI = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
@@ -29,7 +28,13 @@ _MPI = (
 
 
 class Launched(NamedTuple):
-    """What a launcher says of this process. world: number of processes, by the variable `counted_by`."""
+    """A launcher's description of this process.
+
+    launcher: its name.
+    world: number of processes, by the variable `counted_by`.
+    rank: number of this process.
+    local_rank: on its host.
+    """
 
     launcher: str
     world: int
@@ -39,7 +44,7 @@ class Launched(NamedTuple):
 
 
 def forget(environment: MutableMapping[str, str]) -> None:
-    """Remove every variable by which a launcher says that a process is one of several.
+    """Remove from the `environment` all variables by which a process is one of several.
 
     What tells of machines, networks and jobs stays (SLURM_JOB_ID, NCCL_*, OMPI_MCA_*).
     """
@@ -56,66 +61,131 @@ def without(environment: Mapping[str, str]) -> Dict[str, str]:
 
 
 def left_over(environment: Mapping[str, str]) -> str:
-    """Return `NAME=number` of the variable that says that this process is one of several, or ""."""
-    named = ("WORLD_SIZE", _slurm_count(environment), *(count for count, _ in _MPI))
-    several = (name for name in named if environment.get(name, "1") not in ("", "1"))
-    return next((f"{name}={environment[name]}" for name in several), "")
+    """Return `NAME=number` of a variable in `environment` by which this process is one of several.
+
+    "" if there is none.
+    """
+    mpi = [count for count, _ in _MPI]
+    for name in ("WORLD_SIZE", _slurm_count(environment), *mpi):
+        number = environment.get(name, "1")
+        if number not in ("", "1"):
+            return f"{name}={number}"
+    return ""
 
 
 def found(environment: Mapping[str, str]) -> Optional[Launched]:
-    """Return what torchrun, ./run_pod.sh or srun says of this process; None where it was started by itself.
+    """Return what torchrun, ./run_pod.sh or srun says of this process.
 
-    torchrun's variables count first: it may itself run inside a SLURM step. In the shell of a step that has a terminal
-    (srun --pty) a command is started by itself, whatever the number of the step's tasks.
+    A process that was started by itself gets None.
+
+    torchrun's variables count first: it may itself run inside a SLURM step. In the shell of a step
+    that has a terminal (srun --pty) a command is started by itself, whatever the number of the
+    step's tasks.
+
+    Args:
+        environment: of this process.
 
     Raises:
-        ConfigError: a variable is missing or is no number, or processes were started that cannot meet.
+        ConfigError: a variable is missing or is no number, or processes were started that cannot
+            meet.
     """
-    if environment.get("WORLD_SIZE"):  # an empty variable counts as one that is not set
-        return _read(environment, "torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK")
-    shell = "SLURM_PTY_PORT" in environment and environment.get("SLURM_PROCID") == "0"
-    if shell and "MASTER_ADDR" not in environment:
+    # torchrun, or ./run_pod.sh; an empty variable counts as one that is not set.
+    if environment.get("WORLD_SIZE"):
+        return _read(environment, "torchrun", "WORLD_SIZE", rank="RANK", local_rank="LOCAL_RANK")
+    # A shell in a step, where one types commands.
+    has_master = "MASTER_ADDR" in environment
+    in_terminal = "SLURM_PTY_PORT" in environment and environment.get("SLURM_PROCID") == "0"
+    if in_terminal and not has_master:
         return None
-    counted_by = _slurm_count(environment)
-    if counted_by in environment:
-        tasks = number(environment, counted_by, "SLURM")
-        if tasks > 1 and "MASTER_ADDR" not in environment:
-            fault = f"SLURM started {tasks} tasks of this command ({counted_by}), which do not know where to meet"
-            remedy = "start one task a node, which starts its ranks: srun --ntasks-per-node=1 ./run_pod.sh"
-            alone = "for one process in a shell of this step ./run_pod.sh alone"
-            first = environment.get("SLURM_PROCID", "0") == "0"
-            raise ConfigError(f"{fault}; {remedy}, with the same arguments; {alone}" if first else "")
-        return _read(environment, "SLURM", counted_by, "SLURM_PROCID", "SLURM_LOCALID")
-    for count, rank in _MPI:
-        world = number(environment, count, "mpirun") if count in environment else 1
-        if world > 1:
-            fault = f"an MPI launcher started {world} processes of this command ({count}), which do not know each other"
-            remedy = "start ./run_pod.sh with the same arguments once on each host (docs/cluster.md)"
-            raise ConfigError(f"{fault}; {remedy}" if environment.get(rank, "0") == "0" else "")
+    # srun, whose tasks can meet only if somebody told them where.
+    tasks_name = _slurm_count(environment)
+    if tasks_name in environment:
+        tasks = number(environment, tasks_name, "SLURM")
+        if tasks > 1 and not has_master:
+            is_first = environment.get("SLURM_PROCID", "0") == "0"
+            fault = (
+                f"SLURM started {tasks} tasks of this command ({tasks_name}), "
+                "which do not know where to meet; start one task a node, which starts its ranks: "
+                "srun --ntasks-per-node=1 ./run_pod.sh, with the same arguments; "
+                "for one process in a shell of this step ./run_pod.sh alone"
+            )
+            raise ConfigError(fault if is_first else "")
+        return _read(
+            environment,
+            "SLURM",
+            tasks_name,
+            rank="SLURM_PROCID",
+            local_rank="SLURM_LOCALID",
+        )
+    _check_mpi(environment)
     return None
 
 
-def check_first(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where srun or mpirun started one launcher a process on one host, and this is not the first.
+def _check_mpi(environment: Mapping[str, str]) -> None:
+    """Check that no launcher of MPI programs started this process. Raises ConfigError."""
+    for count, rank in _MPI:
+        if count not in environment:
+            continue
+        world = number(environment, count, "mpirun")
+        if world > 1:
+            is_first = environment.get(rank, "0") == "0"
+            fault = (
+                f"an MPI launcher started {world} processes of this command ({count}), "
+                "which do not know each other; "
+                "start ./run_pod.sh with the same arguments once on each host (docs/cluster.md)"
+            )
+            raise ConfigError(fault if is_first else "")
 
-    Each would start a whole run, in the same folder. Of torchrun's variables nothing follows: they may be left over.
+
+def check_first(environment: Mapping[str, str]) -> None:
+    """Check that this is not a further launcher that srun or mpirun started on one host.
+
+    Each would start a whole run, in the same folder. Of torchrun's variables nothing follows: they
+    may be left over.
+
+    Args:
+        environment: of this process.
+
+    Raises:
+        ConfigError: there are several, and this is not the first; with a message in the second.
     """
     for count, rank in ((_slurm_count(environment), "SLURM_PROCID"), *_MPI):
+        launched = environment.get(count, "1")
         own = environment.get(rank, "0")
-        if environment.get(count, "1") != "1" and own != "0":
-            fault = f"{environment[count]} launchers were started on this host ({count}), each of which would train"
-            remedy = "start one on each host, which starts its ranks: srun --ntasks-per-node=1, or mpirun -npernode 1"
-            raise ConfigError(f"{fault}; {remedy}" if own == "1" else "")
+        if launched != "1" and own != "0":
+            fault = (
+                f"{launched} launchers were started on this host ({count}), "
+                "each of which would train; start one on each host, which starts its ranks: "
+                "srun --ntasks-per-node=1, or mpirun -npernode 1"
+            )
+            raise ConfigError(fault if own == "1" else "")
 
 
 def prints(environment: Mapping[str, str], rank: int) -> bool:
-    """Whether this rank prints a fault that all ranks find: the first, or one whose launcher is not known to run."""
-    known = "POD_LAUNCHER" in environment or "TORCHELASTIC_RUN_ID" in environment or "WORLD_SIZE" not in environment
-    return rank == 0 or not known
+    """Return whether a rank prints a fault that all ranks find.
+
+    The first does, and each one whose launcher is not known to run.
+
+    Args:
+        environment: of this process.
+        rank: of this process.
+    """
+    by_launcher = "POD_LAUNCHER" in environment or "TORCHELASTIC_RUN_ID" in environment
+    is_known = by_launcher or "WORLD_SIZE" not in environment
+    return rank == 0 or not is_known
 
 
 def number(environment: Mapping[str, str], name: str, launcher: str) -> int:
-    """Return the whole number that a launcher's variable holds. Raises ConfigError."""
+    """Return the whole number that a launcher's variable holds.
+
+    Args:
+        environment: of this process.
+        name: of the variable.
+        launcher: that sets it.
+
+    Raises:
+        ConfigError: it is missing, or is no number.
+    """
     text = environment.get(name)
     if text is None:
         raise ConfigError(f"{launcher} sets {name}, but it is missing in the environment; start by ./run_pod.sh")
@@ -125,17 +195,27 @@ def number(environment: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def _slurm_count(environment: Mapping[str, str]) -> str:
-    """The variable that counts the tasks of this step. A batch script, too, has SLURM_NTASKS, but is no step."""
+    """Return the variable that counts the tasks of this step.
+
+    A batch script, too, has SLURM_NTASKS, but is no step.
+    """
     in_step = "SLURM_STEP_ID" in environment and "SLURM_STEP_NUM_TASKS" not in environment
     return "SLURM_NTASKS" if in_step else "SLURM_STEP_NUM_TASKS"
 
 
-def _read(environment: Mapping[str, str], launcher: str, world: str, rank: str, local_rank: str) -> Launched:
+def _read(
+    environment: Mapping[str, str],
+    launcher: str,
+    world: str,
+    rank: str,
+    local_rank: str,
+) -> Launched:
+    """Read what a launcher says by the variables of these names. Raises ConfigError."""
     count = number(environment, world, launcher)
     if count == 1:
-        return Launched(launcher, 1, 0, 0, world)
+        return Launched(launcher, world=1, rank=0, local_rank=0, counted_by=world)
     own = number(environment, rank, launcher)
     on_host = number(environment, local_rank, launcher)
     if own >= count:
         raise ConfigError(f"{rank} {own} is not below {world} {count} in the environment; unset both")
-    return Launched(launcher, count, own, on_host, world)
+    return Launched(launcher, world=count, rank=own, local_rank=on_host, counted_by=world)
