@@ -1,7 +1,8 @@
 """Starts and watches this host's ranks, and agrees with the launchers of other hosts.
 
-Ranks get torchrun's environment. Exit codes 2 (wrong input) and 75 (stopped after saving) are never tried again, a rank
-that ends with 75 leaves the others time to do so, and after a failure all ranks of all hosts are gone within seconds.
+Ranks get torchrun's environment. Exit codes 2 (wrong input) and 75 (stopped after saving) are never
+tried again, a rank that ends with 75 leaves the others time to do so, and after a failure all ranks
+of all hosts are gone within seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from typing import List, Optional, Tuple
+from types import FrameType
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from parallel.board import Outcome
 from parallel.generations import LIFE
@@ -26,42 +28,56 @@ from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _WATCH_SECONDS = 0.05
 _END_SECONDS = 5.0  # from SIGTERM to SIGKILL
-_LAST_WORD_SECONDS = 10.0  # launchers poll once a second, and count as lost after five without a word
+# Launchers poll once a second, and count as lost after five without a word.
+_LAST_WORD_SECONDS = 10.0
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 
 
 class Signals:
-    """Handles SIGINT, SIGTERM and SIGUSR1 from its creation on: the first asks the ranks to save and end.
+    """Handles SIGINT, SIGTERM and SIGUSR1 from its creation on.
 
-    `stopping`: a stop was requested, which every wait looks at. `hurry`: a second time, which ends the ranks at once.
-    SIGUSR1 never hurries: SLURM's --signal may send it to launcher and ranks alike. Nor does the first signal to this
-    launcher if others asked before, as SLURM's scancel reaches the hosts one after another.
+    The first asks the ranks to save and end, a second one ends them at once.
+
+    stopping: a stop was requested, which every wait looks at.
+    hurry: a second time, which ends the ranks at once.
+
+    SIGUSR1 never hurries: SLURM's --signal may send it to launcher and ranks alike. Nor does the
+    first signal to this launcher if others asked before, as SLURM's scancel reaches the hosts one
+    after another.
     """
 
-    def __init__(self):
-        self.stopping = self.hurry = False
+    def __init__(self) -> None:
+        self.stopping = False
+        self.hurry = False
         self._since: Optional[float] = None  # when the first signal came
         self._ranks: Ranks = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
     def watch(self, ranks: Ranks) -> None:
-        """From now on these ranks get the signals, also one that came before."""
+        """Pass signals on to these `ranks` from now on, also one that came before."""
         self._ranks = ranks
         if self.hurry:
             kill(ranks, signal.SIGKILL)
-        elif self.stopping:  # to the ranks alone: their workers would die of it
+        elif self.stopping:
+            # To the ranks alone: their workers would die of it.
             for rank in ranks.values():
                 rank.send_signal(signal.SIGUSR1)
 
     def request(self, name: str) -> None:
-        """Ask the ranks to stop. Args: name: who or what asked."""
+        """Ask the ranks to stop.
+
+        Args:
+            name: who or what asked.
+        """
         self.stopping = True
         text = f"{name}: the ranks finish their step, save and end; a second signal ends them at once\n"
+        # A handler must not print: it may have come amid another print.
         os.write(2, text.encode())
         self.watch(self._ranks)
 
-    def _receive(self, number: int, frame) -> None:
+    def _receive(self, number: int, frame: Optional[FrameType]) -> None:
+        """Handle a signal."""
         if self._since is None:
             self._since = time.monotonic()
             if not self.stopping:
@@ -81,64 +97,125 @@ def run(
     silence: float,
     stages: Optional[int] = None,
 ) -> int:
-    """Runs `local` ranks of `command` on each of `hosts`; returns the exit code once they are gone.
+    """Run `local` ranks of a command on each of some hosts, until they are gone.
 
-    Args: shape: replicas and stages in words, the same on all hosts. max_restarts: times to start again after a
-    failure. silence: seconds after which the launcher of another host counts as lost. stages: of a replica in an
-    elastic run, None in others. Raises UserError: the hosts do not come together.
+    Args:
+        hosts: of the run.
+        local: ranks of this host.
+        shape: replicas and stages in words, the same on all hosts.
+        command: of a rank, for this Python.
+        max_restarts: times to start again after a failure.
+        signals: of this launcher.
+        silence: seconds after which the launcher of another host counts as lost.
+        stages: of a replica in an elastic run, None in others.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: the hosts do not come together.
     """
-    secret = os.environ.pop("POD_TOKEN", "")  # not for the ranks
+    # The ranks inherit this environment, but the secret is not for them.
+    secret = os.environ.pop("POD_TOKEN", "")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores.available() // local)))
+    program = _Program(command, local, stages)
+    is_elastic = stages is not None
+    shape = f"{shape} over {hosts.number} hosts"
+
+    def meet() -> Others:
+        return Others(hosts, shape, signals, silence, secret, elastic=is_elastic)
+
     try:
-        of_others = hosts, f"{shape} over {hosts.number} hosts", signals, silence, secret, stages is not None
-        others = Others(*of_others)
+        others = meet()
         for attempt in range(max_restarts + 1):
-            outcome = others.settle(_attempt(others, attempt, local, command, signals, stages))
+            outcome = others.settle(_attempt(program, others, attempt, signals))
+            # A host that has lost its way to the master of an elastic run tries to come back.
             while others.lost_master and stages and hosts.this and not signals.stopping:
-                print(f"{outcome.line}; trying to come back", file=sys.stderr, flush=True)
-                others = Others(*of_others)
-                outcome = others.settle(_attempt(others, 0, local, command, signals, stages))
+                _print(f"{outcome.line}; trying to come back")
+                others = meet()
+                outcome = others.settle(_attempt(program, others, 0, signals))
             if outcome.line:
-                print(outcome.line, file=sys.stderr, flush=True)
+                _print(outcome.line)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
                 return outcome.code
-            place = "the run goes on from its last checkpoint"
-            print(f"restart {attempt + 1} of {max_restarts}: {place}", file=sys.stderr, flush=True)
+            which = f"{attempt + 1} of {max_restarts}"
+            _print(f"restart {which}: the run goes on from its last checkpoint")
     except Stopped:
-        print("stopped while no rank was running; the same command goes on", file=sys.stderr)
+        _print("stopped while no rank was running; the same command goes on")
         return STOPPED
     except MasterLost as lost:
-        print(lost, file=sys.stderr)
+        _print(str(lost))
         return FAILED
 
 
-def _attempt(
-    others: Others, attempt: int, local: int, command: List[str], signals: Signals, stages: Optional[int]
-) -> Outcome:
-    """Starts the ranks of this host and watches them. None is left on return, nor after an exception."""
-    port, ranks = others.gather(attempt), {}
+class _Program(NamedTuple):
+    """The ranks of this host.
+
+    command: for this Python.
+    local: how many there are.
+    stages: of a replica in an elastic run; None in others.
+    """
+
+    command: List[str]
+    local: int
+    stages: Optional[int]
+
+
+def _print(line: str) -> None:
+    """Print a line for the user."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _attempt(program: _Program, others: Others, attempt: int, signals: Signals) -> Outcome:
+    """Start the ranks of this host and watch them.
+
+    None is left on return, nor after an exception.
+    """
+    port = others.gather(attempt)
+    ranks: Ranks = {}
+    start = functools.partial(_start, ranks, others, port, program)
+    first = others.hosts.this * program.local
+    numbers = range(first, first + program.local)
     try:
-        start = functools.partial(_start, ranks, others, port, local, command)
-        numbers = range(others.hosts.this * local, (others.hosts.this + 1) * local)
-        for number in () if others.returned else numbers:
-            start(number, 0)
+        # A launcher that has returned to a run starts its replicas as replacements.
+        if not others.returned:
+            for number in numbers:
+                start(number, 0)
         signals.watch(ranks)
-        elastic = Replacements(ranks, (others.address, port), stages, start, numbers) if stages else None
+        elastic: Optional[Replacements] = None
+        if program.stages:
+            elastic = Replacements(ranks, (others.address, port), program.stages, start, numbers)
         return _watch(ranks, others, signals, elastic)
     except BaseException:
         kill(ranks, signal.SIGKILL)
         raise
     finally:
-        signals.watch({})  # another process may have the number of one that is gone
+        # Another process may have the number of one that is gone.
+        signals.watch({})
 
 
-def _start(ranks: Ranks, others: Others, port: int, local: int, command: List[str], rank: int, life: int) -> None:
-    """Starts a rank of this host, in a session of its own; its store listens at `port` of the master."""
+def _start(
+    ranks: Ranks,
+    others: Others,
+    port: int,
+    program: _Program,
+    rank: int,
+    life: int,
+) -> None:
+    """Start a rank of this host, in a session of its own.
+
+    Args:
+        ranks: by number, to which it is added.
+        others: the other hosts.
+        port: of the ranks' store, at the master.
+        program: that it runs.
+        rank: its number.
+        life: of its replica.
+    """
     hosts = others.hosts
-    interface = interface_towards(others.address)
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")[: 1 if hosts.number == 1 else 2]
+    # The user's variables count more than the first ones, and less than the last ones.
     environment = {
-        **{name: interface for name in names if interface},
+        **_interfaces(others),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **os.environ,
         "POD_LAUNCHER": "1",
@@ -148,20 +225,45 @@ def _start(ranks: Ranks, others: Others, port: int, local: int, command: List[st
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank % local),
-        "WORLD_SIZE": str(hosts.number * local),
-        "LOCAL_WORLD_SIZE": str(local),
+        "LOCAL_RANK": str(rank % program.local),
+        "WORLD_SIZE": str(hosts.number * program.local),
+        "LOCAL_WORLD_SIZE": str(program.local),
     }
-    arguments = bound_to_parent([sys.executable, "-u", *command], ignores_interrupts=True)
-    ranks[rank] = subprocess.Popen(arguments, env=environment, start_new_session=True)
+    command = [sys.executable, "-u", *program.command]
+    bound = bound_to_parent(command, ignores_interrupts=True)
+    ranks[rank] = subprocess.Popen(bound, env=environment, start_new_session=True)
 
 
-def _watch(ranks: Ranks, others: Others, signals: Signals, replacements: Optional[Replacements]) -> Outcome:
-    """End of the ranks: by themselves, or since one of them failed, or because another host's are gone."""
+def _interfaces(others: Others) -> Dict[str, str]:
+    """Return the variables that tell gloo and NCCL the network interface towards the master.
+
+    If it is unknown there are none, and the libraries choose one.
+    """
+    interface = interface_towards(others.address)
+    if not interface:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": interface}
+    # On one host NCCL does without.
+    if others.hosts.number > 1:
+        variables["NCCL_SOCKET_IFNAME"] = interface
+    return variables
+
+
+def _watch(
+    ranks: Ranks,
+    others: Others,
+    signals: Signals,
+    replacements: Optional[Replacements],
+) -> Outcome:
+    """Wait for the end of the ranks.
+
+    They end by themselves, or since one of them failed, or because another host's are gone.
+    """
     try:
         return _until_end(ranks, others, signals, replacements)
     except RuntimeError:
-        # The store of an elastic run ends with the master's launcher. The board has its last word, or that it is gone.
+        # The store of an elastic run ends with the master's launcher. The board has its last word,
+        # or that it is gone.
         end = time.monotonic() + _LAST_WORD_SECONDS
         news = others.news()
         while news is None and time.monotonic() < end:
@@ -173,29 +275,37 @@ def _watch(ranks: Ranks, others: Others, signals: Signals, replacements: Optiona
         return news
 
 
-def _until_end(ranks: Ranks, others: Others, signals: Signals, replacements: Optional[Replacements]) -> Outcome:
+def _until_end(
+    ranks: Ranks,
+    others: Others,
+    signals: Signals,
+    replacements: Optional[Replacements],
+) -> Outcome:
+    """Look at the ranks again and again, until there is an outcome.
+
+    Raises RuntimeError without a way to the store.
+    """
     while True:
+        # A second signal ends an elastic run as any other.
         elastic = None if signals.hurry else replacements
         if elastic:
-            elastic.look(closing=signals.stopping or others.finished())
-            # Ranks pass a stop on, but those of this host may be away, or not know it before they die.
-            if signals.stopping:
-                elastic.ask_all_to_stop()
-            elif elastic.is_to_stop:
-                signals.request("another host was asked to stop")
+            _look(elastic, others, signals)
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [(rank, code) for rank, code in codes.items() if code not in (None, DONE, STOPPED)]
+        # A rank that was asked to stop by itself asks for all of them.
         if elastic and not signals.stopping and -signal.SIGUSR1 in codes.values():
             signals.request("a rank was asked to stop before it could listen")
             continue
+        # An elastic run goes on without the replicas that failed.
         if elastic and failed and elastic.replace(failed):
             continue
         # One that has ended with 0 or 75 leaves the others the time that they need.
-        waits = None in codes.values() or (elastic is not None and _waits_without_ranks(ranks, elastic, others))
+        waits = None in codes.values() or _waits_without_ranks(ranks, elastic, others)
         news = others.news() if waits and not failed else None
         if waits and not failed and not news:
             time.sleep(_WATCH_SECONDS)
             continue
+        # The run ends, here or elsewhere: no rank is left, and one outcome explains why.
         if failed or news:
             _end(ranks)
         if replacements and signals.stopping and failed and replacements.nothing_to_save:
@@ -206,58 +316,95 @@ def _until_end(ranks: Ranks, others: Others, signals: Signals, replacements: Opt
             return _failure(failed, signals)
         if news:
             return news
+        # All ranks have ended well, or there is none.
         if elastic and not codes and not elastic.closing:
-            return Outcome(FAILED, "no replica is left on any host; rerun to resume", last=True, abrupt=True)
+            text = "no replica is left on any host; rerun to resume"
+            return Outcome(FAILED, text, last=True, abrupt=True)
         stopped = STOPPED in codes.values() or (signals.stopping and not codes)
         return Outcome(STOPPED if stopped else DONE)
 
 
-def _waits_without_ranks(ranks: Ranks, elastic: Replacements, others: Others) -> bool:
-    """Whether there is something to wait for though no rank of this host runs: replicas that are to be started again
-    later, or, if all of this host's are away, the end of the run on the others."""
-    return elastic.waiting or not (ranks or elastic.closing or others.all_silent())
+def _look(elastic: Replacements, others: Others, signals: Signals) -> None:
+    """Look at the replicas of an elastic run, and pass on that it is to stop."""
+    elastic.look(closing=signals.stopping or others.finished())
+    # Ranks pass a stop on, but those of this host may be away, or not know it before they die.
+    if signals.stopping:
+        elastic.ask_all_to_stop()
+    elif elastic.is_to_stop:
+        signals.request("another host was asked to stop")
+
+
+def _waits_without_ranks(ranks: Ranks, elastic: Optional[Replacements], others: Others) -> bool:
+    """Return whether an elastic run has something to wait for though no rank of this host runs.
+
+    That is replicas that are to be started again later, or, if all of this host's are away, the end
+    of the run on the others.
+    """
+    if elastic is None:
+        return False
+    if elastic.waiting:
+        return True
+    return not ranks and not elastic.closing and not others.all_silent()
 
 
 def _hurried(ranks: Ranks) -> Outcome:
-    """The outcome where a second signal has ended the ranks: that of those that had already ended, if there are any,
-    as a rank ends by itself only once all have finished the run, or saved it."""
+    """Return the outcome where a second signal has ended the ranks.
+
+    It is that of those that had already ended, if there are any, as a rank ends by itself only once
+    all have finished the run, or saved it.
+    """
     codes = [process.poll() for process in ranks.values()]
-    for code in (DONE, STOPPED):
-        if code in codes:
-            return Outcome(code, abrupt=code != DONE)
+    if DONE in codes:
+        return Outcome(DONE)
+    if STOPPED in codes:
+        return Outcome(STOPPED, abrupt=True)
     text = "ended at once by a second signal; the same command goes on from the last checkpoint"
     return Outcome(FAILED, text, last=True, abrupt=True)
 
 
 def _end(ranks: Ranks) -> None:
-    """Ends all ranks and what they have started."""
+    """End all ranks and what they have started."""
+    # First let them end by themselves ...
     kill(ranks, signal.SIGTERM)
     end = time.monotonic() + _END_SECONDS
     while time.monotonic() < end and any(process.poll() is None for process in ranks.values()):
         time.sleep(0.02)
+    # ... and then whatever is left, such as workers of a rank that has ended.
     kill(ranks, signal.SIGKILL)
     for process in ranks.values():
         process.wait()
 
 
 def _failure(failed: List[Tuple[int, int]], signals: Signals) -> Outcome:
-    """The outcome where these ranks failed in the same moment. Args: failed: rank and exit code of each."""
+    """Return the outcome where ranks failed in the same moment.
 
-    def order(each: Tuple[int, int]) -> tuple:
-        """First one that complained or was killed, then those that lost a peer by it, then those asked to stop."""
-        code = each[1]
-        follows = code >= 0 or code == -signal.SIGTERM
-        return code != WRONG_INPUT, code == -signal.SIGUSR1, follows, each
-
-    rank, code = min(failed, key=order)
+    Args:
+        failed: rank and exit code of each.
+        signals: of this launcher.
+    """
+    rank, code = min(failed, key=_order_of_blame)
     if code == WRONG_INPUT:
         return Outcome(WRONG_INPUT, abrupt=True)
-    if code == -signal.SIGUSR1:  # sent before it had begun: there is nothing to save
+    # It was asked to stop before it had begun to listen: there is nothing to save.
+    if code == -signal.SIGUSR1:
         return Outcome(STOPPED, abrupt=True)
     host = socket.gethostname()
     text = f"rank {rank} failed with exit code {code} (host {host}); all ranks stopped"
     if code < 0:
-        name = signal_name(-code)
         ended = "killed" if code == -signal.SIGKILL else "ended"
+        name = signal_name(-code)
         text = f"rank {rank} (host {host}) was {ended} ({name}); all ranks stopped; rerun to resume"
     return Outcome(FAILED, text, last=signals.stopping, abrupt=True)
+
+
+def _order_of_blame(failed: Tuple[int, int]) -> Tuple[bool, bool, bool, Tuple[int, int]]:
+    """Return the place of a rank, with its exit code, among several that failed.
+
+    First one that complained or was killed, then those that lost a peer by it, then those asked to
+    stop.
+    """
+    _, code = failed
+    is_quiet = code != WRONG_INPUT
+    was_asked = code == -signal.SIGUSR1
+    follows = code >= 0 or code == -signal.SIGTERM
+    return is_quiet, was_asked, follows, failed

@@ -1,30 +1,40 @@
 """A replica's micro batches through its stages, by the schedules of torch.distributed.pipelining.
 
-Shapes are given, never inferred, because inference runs a stray forward pass that moves running statistics. Schedules
-get numbers in the place of images, so that each micro batch is fetched when its stage needs it. No
-DistributedDataParallel and no zero-bubble schedules: docs/parallel.md has the reasons.
+Shapes are given, never inferred, because inference runs a stray forward pass that moves running
+statistics. Schedules get numbers in the place of images, so that each micro batch is fetched when
+its stage needs it. No DistributedDataParallel and no zero-bubble schedules: docs/parallel.md has
+the reasons.
 
-Sources: GPipe, Huang et al., 1811.06965; 1F1B, Narayanan et al., 2006.09503; interleaved, 2104.04473.
+Sources: GPipe, Huang et al., 1811.06965; 1F1B, Narayanan et al., 2006.09503; interleaved,
+2104.04473.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Optional, Sequence
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from parallel.work import Boundary, Work
 
-_AHEAD = 4
+_AHEAD = 4  # micro batches whose messages are received before they are needed
+_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+_Messages = Dict[int, List[dist.Work]]  # number of a micro batch -> its messages
 
 
 class Pipeline:
     """The stages of one process in its replica's pipeline, for images of one size.
 
-    Gradients are bit for bit those of `SingleProcess`: the same micro batches are added up in the same order.
+    Gradients are bit for bit those of `SingleProcess`: the same micro batches are added up in the
+    same order.
     """
 
     def __init__(
@@ -39,57 +49,108 @@ class Pipeline:
     ):
         """
         Args:
-            parts: by its number in the model, each part that this process computes: one, or several under
-                the interleaved schedule.
+            parts: by its number in the model, each part that this process computes: one, or several
+                under the interleaved schedule.
             boundaries: what enters each of the model's parts, and what leaves the last.
             schedule: "gpipe", "1f1b" or "interleaved"; None: `predict`, not `train`.
             micro_batches: of a training step.
             group: the processes of the replica, ordered by stage.
+            device: of this process.
         """
+        # Torch's stages, which read shapes from examples and would else compute to learn them.
         training = schedule is not None
-        examples = [  # without memory: only their shapes, strides and dtypes are read
-            torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=training and number > 0)
-            for number, (shape, dtype) in enumerate(boundaries)
-        ]
+        examples = _examples(boundaries, training)
+        stage_class = _TrainingStage if training else PipelineStage
         self._stages = []
         for own_number, (number, part) in enumerate(sorted(parts.items())):
-            shapes = {"input_args": examples[number], "output_args": examples[number + 1]}
-            stage = _TrainingStage if training else PipelineStage
-            self._stages.append(stage(part, number, len(boundaries) - 1, device, group=group, **shapes))
-            self._stages[-1].own_number = own_number
-        kind = _SCHEDULES[schedule or ("interleaved" if len(parts) > 1 else "gpipe")]
-        stages = self._stages if kind is ScheduleInterleaved1F1B else self._stages[0]
-        self._schedule = kind(stages, micro_batches, loss_fn=self._loss if training else None, scale_grads=False)
+            stage = stage_class(
+                part,
+                number,
+                len(boundaries) - 1,
+                device,
+                input_args=examples[number],
+                output_args=examples[number + 1],
+                group=group,
+            )
+            stage.own_number = own_number
+            self._stages.append(stage)
         if training and device.type == "cpu" and len(parts) == 1:
             self._stages[0].ahead = _AHEAD
+        if schedule is None:
+            schedule = "interleaved" if len(parts) > 1 else "gpipe"
+        # Torch's interleaved schedule takes all stages of a process, the others their only one.
+        self._schedule = _SCHEDULES[schedule](
+            self._stages if schedule == "interleaved" else self._stages[0],
+            micro_batches,
+            loss_fn=self._loss if training else None,
+            scale_grads=False,
+        )
         self._numbers = torch.arange(micro_batches)
         self._work: Optional[Work] = None
 
     def train(self, work: Work) -> None:
-        """Forward and backward passes of all micro batches of a step, as far as they are this process's."""
+        """Compute this process's part of the forward and backward passes of a step.
+
+        Args:
+            work: the step.
+        """
         self._work = work
         for stage in self._stages:
             stage.work = work
         self._schedule.step(target=self._numbers, return_outputs=False)
 
     def predict(self, images: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """Logits of a micro batch on the last stage, None elsewhere. The next one follows while others compute.
+        """Compute the logits of a micro batch. The next one follows while others compute.
 
-        Args: images: on the first stage, None elsewhere.
+        Args:
+            images: on the first stage, None elsewhere.
+
+        Returns:
+            The logits on the last stage, None elsewhere.
         """
         with torch.no_grad():
-            return self._schedule.step(*(() if images is None else (images,)))
+            if images is None:
+                return self._schedule.step()
+            return self._schedule.step(images)
 
     def _loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """Return the loss of micro batch `number`, int64 []."""
         return self._work.loss(int(number), logits)
 
 
-class _TrainingStage(PipelineStage):
-    """Torch's stage, but it fetches its images itself, reports what it does to `work`, and receives ahead.
+def _examples(boundaries: Sequence[Boundary], training: bool) -> List[torch.Tensor]:
+    """Return a tensor without memory for each boundary, for its shape, strides and dtype."""
+    examples = []
+    for number, (shape, dtype) in enumerate(boundaries):
+        needs_gradient = training and number > 0
+        example = torch.empty(
+            tuple(shape),
+            dtype=dtype,
+            device="meta",
+            requires_grad=needs_gradient,
+        )
+        examples.append(example)
+    return examples
 
-    With gloo a sender's thread wakes up to send what is received, on a core that computes, for 3 to 5 ms a micro batch.
-    So the messages of the next `ahead` micro batches are received before. Not with NCCL, whose messages come in the
-    order of their calls, nor for several parts on a device, whose messages cross.
+
+class _TrainingStage(PipelineStage):
+    """Torch's stage, which also fetches its images, reports to `work`, and receives ahead.
+
+    With gloo a sender's thread wakes up to send what is received, on a core that computes, for 3 to
+    5 ms a micro batch. So the messages of the next `ahead` micro batches are received before. Not
+    with NCCL, whose messages come in the order of their calls, nor for several parts on a device,
+    whose messages cross.
+
+    Torch's schedules have no hooks for any of this, so the methods are overridden that they call
+    for each micro batch. This relies on the following, which torch does not promise: schedules ask
+    `get_fwd_recv_ops` and `get_bwd_recv_ops` for what they wait for before a pass, may be given
+    nothing, and call `clear_runtime_states` between two steps; a stage has a buffer of its own for
+    each micro batch's messages. Tried with torch 2.14. Were it to change, gradients would differ
+    from a single process's, which tests/engines/test_distributed.py compares bit for bit, or ranks
+    would wait in vain.
+
+    work: the step.
+    own_number: of this part among the process's own.
     """
 
     work: Work
@@ -97,19 +158,30 @@ class _TrainingStage(PipelineStage):
     ahead = 0
 
     def get_fwd_recv_ops(self, fwd_chunk_id):
-        return self._receive(super().get_fwd_recv_ops, fwd_chunk_id, self._coming[0])
+        """Return the messages to wait for before the forward pass of micro batch `fwd_chunk_id`."""
+        forward, _ = self._coming
+        return self._receive(super().get_fwd_recv_ops, fwd_chunk_id, forward)
 
     def get_bwd_recv_ops(self, bwd_chunk_id):
-        return self._receive(super().get_bwd_recv_ops, bwd_chunk_id, self._coming[1])
+        """Return the messages to await before the backward pass of micro batch `bwd_chunk_id`."""
+        _, backward = self._coming
+        return self._receive(super().get_bwd_recv_ops, bwd_chunk_id, backward)
 
     def clear_runtime_states(self):
         super().clear_runtime_states()
-        self._coming: tuple = ({}, {})  # forward, backward: number of a micro batch -> its messages
+        self._coming: Tuple[_Messages, _Messages] = ({}, {})  # forward, backward
 
-    def _receive(self, operations: Callable, number: int, coming: Dict[int, list]) -> list:
-        """Messages that the schedule waits for before micro batch `number`: none where this class waits itself."""
+    def _receive(self, operations: Callable, number: int, coming: _Messages) -> list:
+        """Return the messages that the schedule waits for: none where this class waits itself.
+
+        Args:
+            operations: returns the messages of a micro batch.
+            number: of the micro batch that is computed next.
+            coming: of this pass, written.
+        """
         if not self.ahead:
             return operations(number)
+        # A message that was received ahead is not asked for again.
         for each in range(number, min(number + self.ahead, self.chunks)):
             if each not in coming:
                 wanted = operations(each)
@@ -117,22 +189,29 @@ class _TrainingStage(PipelineStage):
         return []
 
     def forward_one_chunk(self, fwd_chunk_id, args, *rest, **named):
+        """Compute the forward pass of micro batch `fwd_chunk_id`.
+
+        The first stage's `args` are numbers, not images.
+        """
         if self.is_first:
             with self.work.span("load", fwd_chunk_id):
                 args = (self.work.images(fwd_chunk_id),)
-        for message in self._coming[0].get(fwd_chunk_id, ()):
+        forward, _ = self._coming
+        for message in forward.get(fwd_chunk_id, ()):
             message.wait()
         self.work.before_forward(fwd_chunk_id)
         with self.work.span("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, *rest, **named)
 
     def backward_one_chunk(self, bwd_chunk_id, *rest, last_backward=False, **named):
-        for message in self._coming[1].get(bwd_chunk_id, ()):
+        """Compute the backward pass of micro batch `bwd_chunk_id`.
+
+        `last_backward`: no other of this part follows.
+        """
+        _, backward = self._coming
+        for message in backward.get(bwd_chunk_id, ()):
             message.wait()
         self.work.before_backward(self.own_number, last_backward)
         with self.work.span("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *rest, last_backward=last_backward, **named)
         self.work.after_backward(self.own_number, last_backward)
-
-
-_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

@@ -1,4 +1,4 @@
-"""Rendezvous of the launchers of all hosts: who is there, where the ranks connect, and how they ended."""
+"""Rendezvous of all hosts' launchers: who is there, where ranks connect, how they ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Union
 
 from parallel.board import LONGEST, Board, MastersBoard, Outcome
 from parallel.hosts import Hosts, listen
@@ -20,6 +20,7 @@ _TOGETHER_SECONDS = 600.0  # for all hosts to come
 _SILENT_SECONDS = 30.0  # until the missing ones are named
 _SETTLE_SECONDS = 15.0  # after a failure, for all hosts to report how they ended
 _HURRY_SECONDS = 8.0  # after a second signal, for the others to hear of it and to end their ranks
+_READ_SECONDS = 5.0  # for the others to read how all ended
 _EXIT_SECONDS = 60.0  # after a success or a stop: ranks of one host may end before those of another
 _LEAST_SILENCE = 5.0  # launchers poll once a second
 _STORE_TIMEOUT = timedelta(seconds=15)
@@ -35,167 +36,301 @@ class MasterLost(Exception):
 
 
 class Others:
-    """The launchers of the other hosts, through a board that the master serves at --master; none on a single host."""
+    """The launchers of the other hosts, through a board that the master serves at --master.
 
-    def __init__(self, hosts: Hosts, shape: str, signals: Signals, silence: float, secret: str, elastic: bool = False):
-        """Args: silence: seconds after which a launcher counts as lost. secret: see `parallel/board.py`. elastic: a
-        host that was lost may come back.
+    None on a single host.
 
-        returned: this one has. lost_master: its ranks ended since there was no way to the master.
+    hosts: of the run.
+    returned: this launcher has returned to a run that began with an earlier one of its host.
+    lost_master: the ranks of this host ended since there was no way to the master.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        shape: str,
+        signals: Signals,
+        silence: float,
+        secret: str,
+        elastic: bool = False,
+    ):
         """
-        self.hosts, self._shape, self._signals = hosts, shape[:LONGEST], signals
+        Args:
+            hosts: of the run.
+            shape: what this host starts, in words.
+            signals: of this launcher.
+            silence: seconds after which a launcher counts as lost.
+            secret: see `parallel/board.py`.
+            elastic: a host that was lost may come back.
+        """
+        self.hosts = hosts
+        self.returned = False
+        self.lost_master = False
+        self._shape = shape[:LONGEST]
+        self._signals = signals
         self._silence = max(silence, _LEAST_SILENCE)
+        self._elastic = elastic
         self._attempt = 0
-        self._board = (Board if hosts.this else MastersBoard)(hosts, secret)
-        self._elastic, self.returned, self.lost_master = elastic, False, False
-        if elastic and isinstance(self._board, MastersBoard):
-            self._board.succeeded = self._silence
+        # The master has the board itself, the others see it.
+        self._board: Union[Board, MastersBoard]
+        if hosts.this == 0:
+            self._board = MastersBoard(hosts, secret)
+            if elastic:
+                self._board.succeeded = self._silence
+        else:
+            self._board = Board(hosts, secret)
         if not secret and hosts.this == 0 and hosts.number > 1:
-            remedy = "on a network that you do not trust set the same secret on all hosts"
-            print(f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; {remedy}", file=sys.stderr)
+            print(
+                f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; "
+                "on a network that you do not trust set the same secret on all hosts",
+                file=sys.stderr,
+            )
 
     @property
     def address(self) -> str:
-        """The master's; known once the hosts have gathered."""
+        """Return the master's address; known once the hosts have gathered."""
         return self._board.address
 
     def gather(self, attempt: int) -> int:
-        """Waits for all hosts; returns the port of the store for the ranks of this attempt, at the master.
+        """Wait for all hosts.
 
-        Raises UserError: the hosts do not come together. Stopped: by a signal. MasterLost: after the first attempt.
+        Args:
+            attempt: to run, from 0.
+
+        Returns:
+            The port of the store for the ranks of this attempt, at the master.
+
+        Raises:
+            UserError: the hosts do not come together.
+            Stopped: by a signal.
+            MasterLost: after the first attempt.
         """
+        # Say what this host starts, and where the ranks meet if this is the master.
         self._look_again()
-        self._attempt, entries = attempt, {"shape": self._shape}
+        self._attempt = attempt
+        entries: Dict[str, object] = {"shape": self._shape}
         if self.hosts.this == 0:
             entries["port"] = self._serve_ranks()
         self._board.write(attempt, **entries)
+        # All hosts must have come, and start the same.
         self._await_hosts()
+        self._check_shapes()
+        return self._written("port")[0]
+
+    def _check_shapes(self) -> None:
+        """Check that all hosts start the same. Raises UserError."""
         shapes = self._written("shape")
         for host, shape in sorted(shapes.items()):
             if shape != shapes[0]:
                 self._leave(shapes)
-                fault = f"host 0 starts {shapes[0]}, but host {host} {shape}"
-                raise UserError(f"{fault}; give all hosts the same --replicas and --stages")
-        return self._written("port")[0]
+                raise UserError(
+                    f"host 0 starts {shapes[0]}, but host {host} {shape}; "
+                    "give all hosts the same --replicas and --stages"
+                )
 
     def news(self) -> Optional[Outcome]:
-        """Outcome that another host reports when its ranks are gone while ours may wait for them; else None."""
+        """Return the outcome of another host whose ranks are gone while ours may wait for them."""
         for outcome in self._written("end").values():
             if outcome.abrupt:
                 return dataclasses.replace(outcome, abrupt=False)
         try:
             self._check_master()
         except MasterLost as lost:
-            self.lost_master = self._board.gone = (
-                True  # which ends its questions: this launcher may come back as another
-            )
+            self.lost_master = True
+            # This ends the board's questions: this launcher may come back as another.
+            self._board.gone = True
             return Outcome(FAILED, f"{lost}; all ranks here are gone, too", last=True)
         return None
 
     def finished(self) -> bool:
-        """Whether the ranks of another host have ended without a failure."""
-        return any(outcome.code in (DONE, STOPPED) for outcome in self._written("end").values())
+        """Return whether the ranks of another host have ended without a failure."""
+        outcomes = self._written("end").values()
+        return any(outcome.code in (DONE, STOPPED) for outcome in outcomes)
 
     def all_silent(self) -> bool:
-        """Whether no launcher of another host is left."""
-        return all(self._silent(host) for host in range(self.hosts.number) if host != self.hosts.this)
+        """Return whether no launcher of another host is left."""
+        hosts = range(self.hosts.number)
+        return all(self._silent(host) for host in hosts if host != self.hosts.this)
 
     def settle(self, mine: Outcome) -> Outcome:
-        """Agree with all hosts on the end of the ranks: all return the same code, each its own line."""
-        first = not any(outcome.abrupt for outcome in self._written("end").values())
-        reported = dataclasses.replace(mine, line=mine.line[:LONGEST], abrupt=mine.abrupt and first)
+        """Agree with all hosts on the end of the ranks.
+
+        Args:
+            mine: of this host.
+
+        Returns:
+            An outcome with the same code on all hosts, and each host's own line.
+        """
+        # Report the end. Only the first abrupt one is reported as such: the others follow from it.
+        is_first = not any(outcome.abrupt for outcome in self._written("end").values())
+        reported = dataclasses.replace(
+            mine,
+            line=mine.line[:LONGEST],
+            abrupt=mine.abrupt and is_first,
+        )
         self._board.write(self._attempt, end=reported)
+        # Wait for the ends of all hosts that are still there.
         hosts = range(self.hosts.number)
+        limit = _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS
         try:
-            self._wait_for("end", hosts, _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS)
+            self._wait_for("end", hosts, limit)
             ended = self._written("end")
-            last = any(each.last for each in (mine, *ended.values())) or any(self._silent(host) for host in hosts)
+            is_last = mine.last or any(outcome.last for outcome in ended.values())
+            is_last = is_last or any(self._silent(host) for host in hosts)
             self._leave(ended)
         except MasterLost:
             return dataclasses.replace(mine, last=True)
+        # The worst code is that of all.
         codes = {mine.code, *(outcome.code for outcome in ended.values())}
-        return Outcome(next((code for code in (WRONG_INPUT, FAILED, STOPPED) if code in codes), DONE), mine.line, last)
+        code = next((code for code in (WRONG_INPUT, FAILED, STOPPED) if code in codes), DONE)
+        return Outcome(code, mine.line, is_last)
 
     def _serve_ranks(self) -> int:
-        """Port of a new store, which listens at the master's address and nowhere else."""
+        """Create a new store, which listens at the master's address and nowhere else.
+
+        Return its port.
+
+        Torch's store listens at all addresses, but takes the descriptor of a socket that listens,
+        and closes it. Tried with torch 2.14.1. Were that to change, ranks would not find the store,
+        and say so.
+        """
         from torch.distributed import TCPStore
 
+        # A thread of the board makes the master listen, or finds that it cannot.
         while not self.address:
             if self._board.error:
                 raise self._board.error
             self._look_again()
         listening = listen(Hosts(master=self.address))
-        address, port = listening.getsockname()[:2]
+        address, port, *_ = listening.getsockname()
         self._ranks_store = TCPStore(
-            address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listening.detach()
+            address,
+            port,
+            is_master=True,
+            timeout=_STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
         return port
 
     def _await_hosts(self) -> None:
-        """Waits until this host's entries are on the board, and those of all others."""
-        board, hosts, start, named = self._board, self.hosts, time.monotonic(), False
+        """Wait until this host's entries are on the board, and those of all others.
+
+        Raises UserError, Stopped or MasterLost; see `gather`.
+        """
+        start = time.monotonic()
+        is_named = False
         while True:
-            there, waited = self._written("who"), time.monotonic() - start
-            joined = hosts.this in there
-            if self._elastic and joined and there[hosts.this] != board.who:
-                joined = False  # the one before it is not yet silent for long enough
-            if joined or self._attempt:
-                self._check_master()
-            elif waited > REACH_SECONDS or board.refused or board.gone:
-                remedy = "that --node-rank 0 was started and that --master and POD_TOKEN are the same on all hosts"
-                fault = f"cannot reach the master {hosts.place} ({board.fault or 'no answer'})"
-                raise UserError(f"{fault}; check the firewall, {remedy}")
-            if joined and there[hosts.this] != board.who:
-                raise UserError(f"another host has said --node-rank {hosts.this} already; number the hosts from 0")
-            missing = [host for host in range(hosts.number) if host not in there or (host == hosts.this and not joined)]
+            waited = time.monotonic() - start
+            joined = self._has_joined(waited)
+            missing = self._missing(joined)
             if not missing:
-                self.returned = self._written("returned").get(hosts.this, False)
+                self.returned = self._written("returned").get(self.hosts.this, False)
                 return
-            ranks = ", ".join(map(str, missing))
-            which = f"{len(missing)} of {hosts.number} hosts at {hosts.place} (--node-rank {ranks})"
-            if waited > _TOGETHER_SECONDS:
-                text = f"waited {_TOGETHER_SECONDS:.0f} s in vain for {which}; start all hosts, or lower --nnodes"
-                raise UserError(text) if self._attempt == 0 else MasterLost(text)
-            if self._attempt and all(self._silent(host) for host in missing):
-                raise MasterLost(f"have heard nothing for {self._silence:g} s of {which}")
-            if joined and waited > _SILENT_SECONDS and not named:
+            # Wait on, as long as there is time; once tell the user for whom.
+            which = (
+                f"{len(missing)} of {self.hosts.number} hosts at {self.hosts.place} "
+                f"(--node-rank {', '.join(map(str, missing))})"
+            )
+            self._check_time(which, missing, waited)
+            if joined and waited > _SILENT_SECONDS and not is_named:
                 print(f"waiting for {which}", file=sys.stderr, flush=True)
-                named = True
+                is_named = True
             self._look_again()
 
+    def _has_joined(self, waited: float) -> bool:
+        """Return whether this launcher's entries are on the board, after so many seconds.
+
+        Raises:
+            UserError: the master is not reached, or another launcher says that it is this host.
+            MasterLost: it is gone.
+        """
+        name = self._written("who").get(self.hosts.this)
+        is_known = name is not None
+        is_own = name == self._board.who
+        # In an elastic run an earlier launcher of this host is not yet silent for long enough.
+        joined = is_own or (is_known and not self._elastic)
+        if joined or self._attempt:
+            self._check_master()
+        elif waited > REACH_SECONDS or self._board.refused or self._board.gone:
+            raise UserError(
+                f"cannot reach the master {self.hosts.place} ({self._board.fault or 'no answer'}); "
+                "check the firewall, that --node-rank 0 was started "
+                "and that --master and POD_TOKEN are the same on all hosts"
+            )
+        if joined and not is_own:
+            raise UserError(f"another host has said --node-rank {self.hosts.this} already; number the hosts from 0")
+        return joined
+
+    def _missing(self, joined: bool) -> List[int]:
+        """Return the hosts that are not on the board; `joined`: whether this one is."""
+        there = self._written("who")
+        missing = []
+        for host in range(self.hosts.number):
+            is_there = joined if host == self.hosts.this else host in there
+            if not is_there:
+                missing.append(host)
+        return missing
+
+    def _check_time(self, which: str, missing: Sequence[int], waited: float) -> None:
+        """Check that there is time left to wait for hosts.
+
+        Args:
+            which: the hosts, in words.
+            missing: their numbers.
+            waited: seconds.
+
+        Raises:
+            UserError, MasterLost: there is none, in the first attempt or a later one.
+        """
+        if waited > _TOGETHER_SECONDS:
+            text = f"waited {_TOGETHER_SECONDS:.0f} s in vain for {which}; start all hosts, or lower --nnodes"
+            raise UserError(text) if self._attempt == 0 else MasterLost(text)
+        if self._attempt and all(self._silent(host) for host in missing):
+            raise MasterLost(f"have heard nothing for {self._silence:g} s of {which}")
+
     def _leave(self, readers: Iterable[int]) -> None:
-        """Report that this host has read what it needs; the master, from which all read, waits for the others."""
+        """Report that this host has read what it needs.
+
+        The master, from which all read, waits for the others.
+        """
         self._board.write(self._attempt, read=True)
-        self._wait_for("read", readers if self.hosts.this == 0 else [self.hosts.this], 5.0)
+        hosts = readers if self.hosts.this == 0 else [self.hosts.this]
+        self._wait_for("read", hosts, _READ_SECONDS)
 
     def _wait_for(self, name: str, hosts: Iterable[int], seconds: float) -> None:
-        """Returns when every host has written that or is silent, or the time is up, or a signal comes meanwhile."""
-        start, stopping = time.monotonic(), self._signals.stopping
+        """Wait until every host has written an entry or is silent.
+
+        The wait also ends when the time is up, or a signal comes meanwhile.
+        """
+        start = time.monotonic()
+        stopping = self._signals.stopping
         while any(host not in self._written(name) and not self._silent(host) for host in hosts):
             self._check_master()
-            # Without a word of this one the others would wait for its ranks, or end with another code.
+            # Without a word of this one the others would wait for it, or end with another code.
             limit = min(seconds, _HURRY_SECONDS) if self._signals.hurry else seconds
             if self._signals.stopping != stopping or time.monotonic() > start + limit:
                 return
             time.sleep(_LOOK_SECONDS)
 
     def _written(self, name: str) -> Dict[int, Any]:
-        """The entries of that name in this attempt, by host."""
-        entries = self._board.read(self._attempt)
-        return {host: found[name] for host, found in entries.items() if name in found}
+        """Return the entries of that name in this attempt, by host."""
+        hosts = self._board.read(self._attempt)
+        return {host: entries[name] for host, entries in hosts.items() if name in entries}
 
     def _silent(self, host: int) -> bool:
-        """Whether the launcher of a host counts as lost."""
+        """Return whether the launcher of a host counts as lost."""
         return host != self.hosts.this and self._board.silent(host) > self._silence
 
     def _check_master(self) -> None:
-        """Raises MasterLost."""
+        """Check that there is a way to the master. Raises MasterLost."""
         name = f"the launcher at the master {self.hosts.place}"
         if self._board.gone:
             raise MasterLost(f"{name} is gone")
         if self._silent(0):
-            fault = f"{name} has said nothing for {self._silence:g} s"
-            raise MasterLost(f"{fault}: it is stopped, or its host or the way there is gone")
+            raise MasterLost(
+                f"{name} has said nothing for {self._silence:g} s: it is stopped, or its host or the way there is gone"
+            )
 
     def _look_again(self) -> None:
         """Wait a moment. Raises Stopped if a signal has come."""

@@ -1,4 +1,4 @@
-"""The launcher's part in an elastic run: a replica whose processes end is buried, and started anew to be taken in."""
+"""The launcher's part in an elastic run: it starts a replica anew whose processes end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, Dict, Sequence, Set, Tuple
+from typing import Callable, Dict, Optional, Sequence, Set, Tuple
 
 from parallel.generations import Generations, Member
 from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
@@ -26,160 +27,250 @@ Ranks = Dict[int, subprocess.Popen]  # by their number in the world
 
 
 def kill(ranks: Ranks, number: int) -> None:
-    """Sends a signal to the ranks with all their children, also to children that a dead rank has left behind."""
+    """Send a signal to ranks and their children, also to those that a dead rank has left.
+
+    Args:
+        ranks: each the leader of a process group.
+        number: of the signal.
+    """
     for rank in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, number)
 
 
 def signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    """Return the name of the signal with this `number`; real-time signals have none."""
+    if number in set(signal.Signals):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+@dataclass
+class _Replica:
+    """A replica of this host.
+
+    life: in which it is.
+    begun: when it was started last.
+    starts: how often, in its first life.
+    pause: seconds that its next start waits if it ends soon.
+    due: when it is started again; None while it runs, or if it stays away.
+    """
+
+    begun: float
+    due: Optional[float] = None
+    life: int = 0
+    starts: int = 1
+    pause: float = 0.0
 
 
 class Replacements:
     """The replicas of this host's ranks, whose processes are all here."""
 
     def __init__(
-        self, ranks: Ranks, place: Tuple[str, int], stages: int, start: Callable[[int, int], None], numbers: range
+        self,
+        ranks: Ranks,
+        place: Tuple[str, int],
+        stages: int,
+        start: Callable[[int, int], None],
+        numbers: range,
     ):
-        """Args: ranks: running, by number; kept up to date here. place: of their store. start: of a rank, in its
-        replica's life. numbers: of this host's ranks; those that do not run have been lost with the host."""
-        from torch.distributed import TCPStore
+        """
+        Args:
+            ranks: running, by number; kept up to date here.
+            place: host and port of their store.
+            stages: of a replica.
+            start: starts a rank, in its replica's life.
+            numbers: of this host's ranks; those that do not run have been lost with the host.
+        """
+        from parallel.joining import connect  # loads torch
 
-        store = TCPStore(*place, None, False, _STORE_LIMIT, wait_for_workers=False)
-        self._generations = Generations(store, stages)
-        self._ranks, self._stages, self._start = ranks, stages, start
+        host, port = place
+        self._generations = Generations(connect(host, port, _STORE_LIMIT), stages)
+        self._ranks = ranks
+        self._stages = stages
+        self._start = start
+        # Replicas whose ranks do not run are started at the first look.
         now = time.monotonic()
-        self._lives = {rank // stages: 0 for rank in numbers}
-        self._begun, self._pauses = dict.fromkeys(self._lives, now), dict.fromkeys(self._lives, 0.0)
-        self._starts = dict.fromkeys(self._lives, 1)  # in the first life
-        self._due = {rank // stages: now for rank in numbers if rank not in ranks}  # when a replica is started again
+        self._replicas: Dict[int, _Replica] = {}
+        for rank in numbers:
+            replica = self._replicas.setdefault(rank // stages, _Replica(begun=now))
+            if rank not in ranks:
+                replica.due = now
         self._members: Set[Member] = set()  # of this host, that ever were taken in
         self._next_look = 0.0
         self._closing = False
-        self._asked = False  # all hosts to stop
+        self._has_asked = False  # all hosts to stop
         self._is_to_stop = False
 
     @property
     def waiting(self) -> bool:
-        """Whether replicas are to be started again later."""
-        return bool(self._due)
+        """Return whether replicas are to be started again later."""
+        return any(replica.due is not None for replica in self._replicas.values())
 
     @property
     def closing(self) -> bool:
-        """Whether the run was about to end at the last look: no replica is started any more."""
+        """Return whether the run was about to end at the last look.
+
+        Then no replica is started any more.
+        """
         return self._closing
 
     @property
     def nothing_to_save(self) -> bool:
-        """Whether a run that is to stop can end as it is: it is saved, or its first generation cannot have met."""
+        """Return whether a run that is to stop can end as it is.
+
+        It can if it is saved, or cannot have begun to train.
+        """
         return self._generations.is_saved() or not self._generations.has_met()
 
     @property
     def is_to_stop(self) -> bool:
-        """Whether a host's launcher had been asked to stop the run at the last look."""
+        """Return whether a host's launcher had been asked to stop the run at the last look."""
         return self._is_to_stop
 
     def ask_all_to_stop(self) -> None:
         """Let the launchers of all hosts know that the run is to stop."""
-        if not self._asked:
+        if not self._has_asked:
             self._generations.ask_to_stop()
-        self._asked = True
+        self._has_asked = True
 
     def look(self, closing: bool = False) -> None:
         """Start what is due, and end replicas that were left out.
 
-        Args: closing: the run is to stop, or ranks of another host have ended without a failure. From then on no
-        replica is started, and those that are starting, or wait to be taken in, are ended: they have nothing to save,
-        and nobody would take them in.
+        Args:
+            closing: the run is to stop, or ranks of another host have ended without a failure. From
+                then on no replica is started, and those that are starting, or wait to be taken in,
+                are ended: they have nothing to save, and nobody would take them in.
         """
         now = time.monotonic()
-        self._closing = closing or any(rank.poll() in (DONE, STOPPED) for rank in self._ranks.values())
+        codes = [rank.poll() for rank in self._ranks.values()]
+        self._closing = closing or DONE in codes or STOPPED in codes
         if self._closing:
-            self._due.clear()
+            for replica in self._replicas.values():
+                replica.due = None
+        # The store is asked only now and then.
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
-        for replica in [replica for replica, due in self._due.items() if due <= now]:
-            del self._due[replica]
-            self._begin(replica, now)
+        for number, replica in self._replicas.items():
+            if replica.due is not None and replica.due <= now:
+                self._begin(number, now)
         self._generations.catch_up()
         self._is_to_stop = self._generations.is_to_stop()
-        current = set(self._generations.members)
-        self._members |= {member for member in current if member.replica in self._lives}
-        for replica in self._lives:
-            member = self._member(replica)
-            if member in current or not current:
+        self._end_those_left_out(set(self._generations.members))
+
+    def _end_those_left_out(self, members: Set[Member]) -> None:
+        """End replicas that are not members of the newest generation, and that nobody waits for."""
+        self._members |= {member for member in members if member.replica in self._replicas}
+        # The first generation has not been founded: whoever starts is welcome.
+        if not members:
+            return
+        for number in self._replicas:
+            member = self._member(number)
+            if member in members:
                 continue
-            if self._closing and any(rank in self._ranks for rank in self._numbers(replica)):
-                self._remove(replica)
-                self._generations.bury(member)  # it may have been taken in since this host looked
+            # It is starting, waits to be taken in, was left out, or does not run.
+            is_running = any(rank in self._ranks for rank in self._numbers(number))
+            if self._closing and is_running:
+                self._remove(number)
+                # It may have been taken in since this host looked.
+                self._generations.bury(member)
             elif member in self._members:
-                self._kill(replica)
+                self._kill(number)
 
     def replace(self, failed: Sequence[Tuple[int, int]]) -> bool:
-        """End the replicas of ranks that have failed; return whether the run goes on without them.
+        """End the replicas of ranks that have failed; they are started again later.
 
-        Args: failed: rank and exit code of each.
+        Args:
+            failed: rank and exit code of each.
+
+        Returns:
+            Whether the run goes on without them.
         """
-        if any(code == WRONG_INPUT and not self._lives[rank // self._stages] for rank, code in failed):
+        if self._is_own_fault(failed):
             return False
-        if any(code == FAILED for _, code in failed):
-            time.sleep(_TOGETHER_SECONDS)
-            if all(rank.poll() not in (None, DONE, STOPPED) for rank in self._ranks.values()):
-                return False
+        # End what is left of their replicas, of which others may wait for a process.
         goes_on = True
-        for replica in sorted({rank // self._stages for rank, _ in failed}):
-            self._remove(replica)
-            if self._generations.has_begun(self._member(replica)):
-                self._generations.bury(self._member(replica))
-            else:
+        for number in sorted({rank // self._stages for rank, _ in failed}):
+            self._remove(number)
+            member = self._member(number)
+            if self._generations.has_begun(member):
+                self._generations.bury(member)
+            elif self._closing or self._replicas[number].starts >= _MOST_STARTS:
                 # Nobody has met it, and nobody can train without it.
-                goes_on &= self._starts[replica] < _MOST_STARTS and not self._closing
+                goes_on = False
         if not goes_on or (self._generations.is_founded() and not self._generations.living()):
             return False
         if not self._closing:
             for rank, code in failed:
-                self._again(rank, code)
+                self._plan_start(rank, code)
         return True
 
-    def _begin(self, replica: int, now: float) -> None:
+    def _is_own_fault(self, failed: Sequence[Tuple[int, int]]) -> bool:
+        """Return whether the run's own fault has ended these ranks: others would fail alike."""
+        for rank, code in failed:
+            if code == WRONG_INPUT and not self._replicas[rank // self._stages].life:
+                return True
+        if all(code != FAILED for _, code in failed):
+            return False
+        # A fault of all ranks ends all of them within a moment.
+        time.sleep(_TOGETHER_SECONDS)
+        return all(rank.poll() not in (None, DONE, STOPPED) for rank in self._ranks.values())
+
+    def _begin(self, number: int, now: float) -> None:
         """Start a replica again: in its first life if nobody has met it, else in a new one."""
-        if self._generations.has_begun(self._member(replica)):
-            self._lives[replica] = self._generations.next_life(replica)
+        replica = self._replicas[number]
+        replica.due = None
+        if self._generations.has_begun(self._member(number)):
+            replica.life = self._generations.next_life(number)
         else:
-            self._starts[replica] += 1
-        self._begun[replica] = now
-        for rank in self._numbers(replica):
-            self._start(rank, self._lives[replica])
+            replica.starts += 1
+        replica.begun = now
+        for rank in self._numbers(number):
+            self._start(rank, replica.life)
 
-    def _again(self, rank: int, code: int) -> None:
-        replica, now = rank // self._stages, time.monotonic()
-        name = f"rank {rank} (host {socket.gethostname()})"
-        ended = f"{name} was ended by signal {signal_name(-code)}" if code < 0 else f"{name} ended with {code}"
+    def _plan_start(self, rank: int, code: int) -> None:
+        """Say when the replica of a rank is started again, and tell the user.
+
+        With code 2 it stays away.
+        """
+        now = time.monotonic()
+        number = rank // self._stages
+        replica = self._replicas[number]
+        ended = f"ended with {code}" if code >= 0 else f"was ended by signal {signal_name(-code)}"
+        line = f"rank {rank} (host {socket.gethostname()}) {ended}: replica {number}"
         if code == WRONG_INPUT:
-            print(f"{ended}: replica {replica} stays away, the others go on", file=sys.stderr, flush=True)
+            print(f"{line} stays away, the others go on", file=sys.stderr, flush=True)
             return
-        short = now - self._begun[replica] < _SHORT_SECONDS
-        self._due.setdefault(replica, now + (self._pauses[replica] if short else 0.0))
-        self._pauses[replica] = min(_LONGEST_PAUSE, max(2.0, 2 * self._pauses[replica])) if short else 0.0
-        others = "the others go on" if self._generations.has_begun(self._member(replica)) else "the others wait"
-        print(f"{ended}: replica {replica} is started anew, {others}", file=sys.stderr, flush=True)
+        is_short = now - replica.begun < _SHORT_SECONDS
+        pause = replica.pause if is_short else 0.0
+        if replica.due is None:
+            replica.due = now + pause
+        # After each short life the next one begins later.
+        replica.pause = min(_LONGEST_PAUSE, max(2.0, 2 * replica.pause)) if is_short else 0.0
+        others = "the others wait"
+        if self._generations.has_begun(self._member(number)):
+            others = "the others go on"
+        print(f"{line} is started anew, {others}", file=sys.stderr, flush=True)
 
-    def _member(self, replica: int) -> Member:
-        return Member(replica, self._lives[replica])
+    def _member(self, number: int) -> Member:
+        """Return a replica in its present life."""
+        return Member(number, self._replicas[number].life)
 
-    def _remove(self, replica: int) -> None:
+    def _remove(self, number: int) -> None:
         """Kill a replica; how it ended is not looked at."""
-        self._kill(replica)
-        for rank in self._numbers(replica):
+        self._kill(number)
+        for rank in self._numbers(number):
             self._ranks.pop(rank, None)
 
-    def _kill(self, replica: int) -> None:
-        own = {rank: self._ranks[rank] for rank in self._numbers(replica) if rank in self._ranks}
+    def _kill(self, number: int) -> None:
+        """Kill the ranks of a replica, and wait for their end."""
+        own = {rank: self._ranks[rank] for rank in self._numbers(number) if rank in self._ranks}
         kill(own, signal.SIGKILL)
         for process in own.values():
             process.wait()
 
-    def _numbers(self, replica: int) -> range:
-        return range(replica * self._stages, (replica + 1) * self._stages)
+    def _numbers(self, number: int) -> range:
+        """Return the ranks of a replica."""
+        first = number * self._stages
+        return range(first, first + self._stages)

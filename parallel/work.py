@@ -1,4 +1,7 @@
-"""Interface between a schedule and the step that it computes; the schedule of a process that computes all stages."""
+"""Interface between a schedule and the step that it computes.
+
+The schedule of a process that computes all stages.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,16 @@ class Boundary(NamedTuple):
 
 
 class Work(Protocol):
-    """One step in pieces, which a schedule calls. Micro batches are numbered from 0 within the replica's share.
+    """One step in pieces, which a schedule calls.
 
-    images(number): the first stage's input; called once for each micro batch, in order. loss(number, logits): the last
-    stage's loss [], to be differentiated; also once each, in order. before_forward(number): the layers that follow
-    compute that micro batch. before_backward(part, last), after_backward(part, last): around the backward pass of a
-    micro batch through the process's own part, which leaves gradients in its parameters; `last`: no other follows.
+    Micro batches are numbered from 0 within the replica's share.
+
+    images(number): the first stage's input; called once for each micro batch, in order.
+    loss(number, logits): the last stage's loss [], to be differentiated; also once each, in order.
+    before_forward(number): the layers that follow compute that micro batch.
+    before_backward(part, last), after_backward(part, last): around the backward pass of a micro
+        batch through the process's own part, which leaves gradients in its parameters; `last`: no
+        other follows.
     span(kind, number): a context for the timeline.
     """
 
@@ -37,10 +44,16 @@ class SingleProcess:
     """One process that computes every stage: micro batch by micro batch, forward and backward."""
 
     def __init__(self, model: nn.Module, micro_batches: int):
-        self._model, self._micro_batches = model, micro_batches
+        """
+        Args:
+            model: all stages.
+            micro_batches: of a step.
+        """
+        self._model = model
+        self._micro_batches = micro_batches
 
     def train(self, work: Work) -> None:
-        """Forward and backward passes of all micro batches of a step."""
+        """Compute the forward and backward passes of a step, given as `work`."""
         for number in range(self._micro_batches):
             last = number == self._micro_batches - 1
             with work.span("load", number):

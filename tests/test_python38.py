@@ -16,7 +16,7 @@ ON_IPU = (
     "parallel/launchers.py",
     "engines/base.py", "engines/factory.py", "engines/ipu_", "train.py", "evaluate.py", "tools/launch.py",
     "tools/plan.py", "tools/planning/", "parallel/costs.py", "parallel/exchange.py", "parallel/dense.py",
-    "parallel/topk.py", "parallel/processes.py",
+    "parallel/topk.py", "parallel/processes.py", "parallel/joining.py", "parallel/watch.py", "parallel/ending.py",
 )  # fmt: skip
 
 

@@ -127,9 +127,9 @@ def fail(message, code):
     if str(message):
         print(message, file=sys.stderr, flush=True)
     elif code != STOPPED:  # after a stop all ranks have taken leave of each other
-        processes = _connected()
-        if processes is not None:
-            processes.leave_quietly(code)
+        ending = _connected()
+        if ending is not None:
+            ending.leave_quietly(code)
         time.sleep(2.0)
     return code
 
@@ -142,11 +142,11 @@ def finish(main):
     except SystemExit as exit:  # argparse's
         code = exit.code
     except Exception as error:
-        processes = _connected()
-        if processes is None:
+        ending = _connected()
+        if ending is None:
             raise
         code = FAILED
-        processes.leave_if_peer_lost(error, code)
+        ending.leave_if_peer_lost(error, code)
         traceback.print_exc()
     not_written = one_line()(sys.stdout.flush)()
     code = code or not_written or DONE
@@ -209,6 +209,6 @@ def _open_streams():
 
 
 def _connected():
-    """The module parallel.processes while this process is one of several ranks, else None."""
-    processes = sys.modules.get("parallel.processes")
-    return processes if processes and processes.connected() else None
+    """The module parallel.ending while this process is one of several ranks, else None."""
+    ending = sys.modules.get("parallel.ending")
+    return ending if ending and ending.connected() else None

@@ -101,7 +101,7 @@ def test_a_rank_that_dies_or_falls_silent_is_named_and_takes_the_others_with_it(
     ],
 )
 def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, port, fault):
-    monkeypatch.setattr("parallel.processes._RENDEZVOUS_SECONDS", 0.2)
+    monkeypatch.setattr("parallel.joining.RENDEZVOUS_SECONDS", 0.2)
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(ConfigError, match=f"^{fault}"):
@@ -123,8 +123,8 @@ def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, p
 )
 def test_a_rank_that_waits_for_others_says_for_whom_where_and_until_when(monkeypatch, capsys, rank, world, said):
     place = addresses()
-    monkeypatch.setattr("parallel.processes._RENDEZVOUS_SECONDS", 3.0)
-    monkeypatch.setattr("parallel.processes._SILENT_SECONDS", 0.6)
+    monkeypatch.setattr("parallel.joining.RENDEZVOUS_SECONDS", 3.0)
+    monkeypatch.setattr("parallel.joining._SILENT_SECONDS", 0.6)
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="did not meet all"):

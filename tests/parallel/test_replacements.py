@@ -93,7 +93,7 @@ def test_all_ranks_of_a_replica_end_and_begin_again_with_one_that_was_killed(hos
 def test_a_replica_that_dies_again_and_again_begins_later_and_later(host):
     for life in range(3):
         assert host.replacements.replace([host.end(2, KILLED)])
-        host.replacements._due = {1: host.replacements._due[1] - (0.0, 2.0, 4.0)[life]}
+        host.replacements._replicas[1].due -= (0.0, 2.0, 4.0)[life]
         host.replacements.look()
         assert host.lives[-1] == (3, life + 1)
     host.replacements.replace([host.end(2, KILLED)])
