@@ -178,17 +178,25 @@ def in_steps(epochs: float | None, steps: int | None, images: int | None, per_ep
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
-    """The learning rate at the end of the warm-up, for the recipe's global batch.
-
-    A rate for a reference batch grows linearly (Goyal et al., 1706.02677) or as the root (Krizhevsky, 1404.5997).
-    """
+    """The learning rate at the end of the warm-up, for the recipe's global batch."""
     schedule = recipe.schedule
     if schedule.peak_per_image is not None:
         return schedule.peak_per_image * recipe.batch.global_
     if schedule.batch_rule == "none":
         return schedule.peak
-    ratio = recipe.batch.global_ / schedule.reference_batch
-    return schedule.peak * (ratio if schedule.batch_rule == "linear" else math.sqrt(ratio))
+    return schedule.peak * rate_factor(schedule.batch_rule, recipe.batch.global_ / schedule.reference_batch)
+
+
+def rate_factor(rule: str, ratio: float) -> float:
+    """Return the factor on a learning rate for a batch that is `ratio` times the one which the rate is meant for.
+
+    Args:
+        rule: none, sqrt (Krizhevsky, 1404.5997) or linear (Goyal et al., 1706.02677).
+        ratio: above 0.
+    """
+    if rule == "none":
+        return 1.0
+    return ratio if rule == "linear" else math.sqrt(ratio)
 
 
 def training_image_size(recipe: Recipe, epoch: int) -> int:

@@ -54,6 +54,9 @@ class BatchSection(Section):
     the end of an epoch if the noise scale is larger; batches are multiples of batch.global, which remains the unit of
     steps, rates and warm-ups; null keeps batch.global"""
     largest: Optional[int] = Field(None, gt=0, description="the largest batch of batch.schedule=noise")
+    rate_rule: Literal["none", "sqrt", "linear"] = "none"
+    """how the learning rate follows a batch of `schedule` above batch.global: not at all, with the square root of their
+    ratio, or with the ratio; sqrt suits optimizers that normalise the gradient, linear suits sgd"""
 
     @field_validator("micro", mode="before")
     @classmethod
@@ -71,6 +74,8 @@ class BatchSection(Section):
             yield f"{fault} largest, the bound of the batch; give both or neither"
         if largest is not None and largest < 2 * self.global_:
             yield f"largest {largest} is less than twice global {self.global_}, so the batch cannot grow"
+        if pairs is None and self.rate_rule != "none":
+            yield f"rate_rule {self.rate_rule} has no effect without schedule; give one, or remove it"
         if isinstance(pairs, list):
             check_pairs(pairs, "images", "batch")
             for _, batch in pairs:

@@ -1,11 +1,23 @@
-"""What would a run cost with other batches? From its gradient noise scale (docs/batch.md):
+"""What would a run cost with other batches, and which is the largest that pays? See docs/batch.md.
+
+From its gradient noise scale, which costs nothing:
 
     python -m tools.batch RUN [--batches 768,1536] [--machine NAME|FILE] [--replicas N] [--picture FILE.png] [--json]
 
 RUN is a run folder whose log has a noise scale. Prints the critical batch along the run, and for each batch the updates
 and images to where the run came; on a machine that is known by published figures or was measured by `tools.doctor` also
-the time. With --json the last line is one JSON object. Exit codes: 0 done, 1 the picture cannot be written, 2 the input
-is wrong.
+the time.
+
+Measured by short branches from its checkpoints, which takes a tenth of the run unless --share says otherwise:
+
+    python -m tools.batch RUN --branch [--share 0.1] [--points 3] [--output FOLDER] [--picture FILE.png] [--json]
+                          [section.key=value ...]
+
+Prints the cost beforehand, and in the end the critical batch at each checkpoint and a `batch.schedule` to be pasted.
+The same command goes on where it was cut off.
+
+With --json the last line is one JSON object. Exit codes: 0 done, 1 the picture cannot be written or a branch failed, 2
+the input is wrong, 75 stopped by a signal: the same command goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +31,8 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import argparse
+import functools
 import textwrap
 from pathlib import Path
 from typing import Iterator, List, Optional, Sequence
@@ -26,24 +40,36 @@ from typing import Iterator, List, Optional, Sequence
 from recipe import loading
 from recipe.batch import planned
 from recipe.division import count
-from recipe.errors import DONE
+from recipe.errors import DONE, FAILED, STOPPED
 from recipe.files import writing
 from recipe.json_text import json_text
 from tools import output
-from tools.arguments import whole
+from tools.arguments import whole, within
+from tools.branching import decision, report, session, source
+from tools.branching import plan as plans
 from tools.formats import duration
 from tools.planning import batches, machine
 from tools.planning.batches import Cost, Interval
-from training.command import Parser, naming, one_line
+from tools.training_process import StopRequest
+from training.command import Parser, fail, naming, one_line
 from training.metrics import read_events
 
 _WIDTH = 100  # of a line of text
+_SHARE = 0.1
+_POINTS = 3
 
 
 @one_line()
-def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Runs the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = session.TRAINER) -> int:
+    """Runs the command; returns its exit code. Args: trainer: what trains a branch, as Python is given it."""
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    _check_options(parser, options)
+    return _branch(options, trainer) if options.branch else _predict(options)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    """Prints what the noise scale predicts; returns the exit code."""
     recipe = loading.load(options.run / "config.yaml")
     own, place = recipe.batch.global_, machine.load(options.machine) if options.machine else None
     events = read_events(options.run).get("train", [])
@@ -72,16 +98,90 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return DONE
 
 
+def _branch(options: argparse.Namespace, trainer: Sequence[str]) -> int:
+    """Measures the critical batch by branches of the run; returns the exit code."""
+    folder = options.output or options.run / "branches"
+    wanted = {"points": options.points, "share": options.share}
+    stop = StopRequest()
+    with stop:
+        # What is to be trained: as an earlier session has stored it, or planned now.
+        origin = source.read(options.run, options.overrides)
+        plan = session.stored(folder, wanted, origin.recipe) or _planned(origin, options)
+        recipes = {each: source.branch_recipe(origin, plan, each, folder / each.name) for each in plan.branches()}
+        session.store(folder, wanted, origin.recipe, plan)
+        print("\n".join(report.announcement(origin, plan)), flush=True)
+        # The branches that have not ended yet.
+        say = functools.partial(print, flush=True)
+        try:
+            losses = session.train(origin, plan, recipes, folder, stop=stop, say=say, trainer=trainer)
+        except session.Stopped as error:
+            return fail(f"{error}: the branches that have ended are kept; the same command goes on", STOPPED)
+        except session.BranchFailed as error:
+            return fail(f"{error}; fix this, then rerun the same command: it goes on", FAILED)
+    # What they show.
+    points = decision.judge(plan, losses)
+    growth = decision.growth(plan, points, origin.recipe)
+    print("\n".join(report.lines(plan, points, growth)))
+    if options.picture:
+        with writing(options.picture):
+            report.draw(plan, points, growth, options.picture)
+        print(f"picture: {options.picture}")
+    if options.json:
+        print(json_text(report.as_data(origin, plan, points, growth)))
+    return DONE
+
+
+def _planned(origin: source.Source, options: argparse.Namespace) -> plans.Plan:
+    """The branches from the checkpoints that the run has. Raises ConfigError with the place."""
+    from training.checkpoint import CheckpointFolder  # loads torch
+
+    place = origin.folder / "checkpoints"
+    manifests = CheckpointFolder(place, keep_last=2, keep_best=True).manifests(functools.partial(print, flush=True))
+    steps = [manifest.step for manifest in manifests]
+
+    def make(steps: Sequence[int]) -> plans.Plan:
+        return plans.make(
+            steps,
+            points=options.points,
+            share=options.share,
+            batch=origin.recipe.batch.global_,
+            per_epoch=origin.per_epoch,
+            total=origin.total,
+        )
+
+    return naming(place, make, steps)
+
+
+def _check_options(parser: Parser, options: argparse.Namespace) -> None:
+    """Ends the command for options that belong to the other of its two ways."""
+    predicting = ("batches", "machine", "replicas")
+    branching = ("share", "points", "output", "overrides")
+    for name in predicting if options.branch else branching:
+        if getattr(options, name) not in (None, []):
+            shown = "section.key=value" if name == "overrides" else f"--{name}"
+            parser.error(f"{shown} goes {'without' if options.branch else 'with'} --branch")
+    options.share = options.share or _SHARE
+    options.points = options.points or _POINTS
+
+
 def _parser() -> Parser:
-    parser = Parser(prog="python -m tools.batch", description="Predict what other batches would cost a run.")
+    parser = Parser(prog="python -m tools.batch", description="Predict or measure what other batches would cost a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, e.g. runs/quickstart")
     images = "images in an update (default: a quarter to 16 times the run's)"
     parser.add_argument("--batches", type=_numbers, metavar="N,N...", help=images)
     known = f"one of {', '.join(machine.names())}, or a file by tools.doctor"
     parser.add_argument("--machine", metavar="NAME|FILE", help=known)
     parser.add_argument("--replicas", type=whole, metavar="N", help="on that machine (default: the run's)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the critical batch, and updates over images")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the critical batch along the run")
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    measured = parser.add_argument_group("measured by branches")
+    measured.add_argument("--branch", action="store_true", help="train short branches from the run's checkpoints")
+    cost = f"of the run's images that all branches may take ({_SHARE})"
+    measured.add_argument("--share", type=within(1e-6, 10, float), metavar="F", help=cost)
+    measured.add_argument("--points", type=within(1, 100), metavar="N", help=f"checkpoints to branch from ({_POINTS})")
+    measured.add_argument("--output", type=Path, metavar="FOLDER", help="of the branches (default: RUN/branches)")
+    overrides = "laid over the run's recipe in all branches"
+    measured.add_argument("overrides", nargs="*", metavar="section.key=value", help=overrides)
     return parser
 
 

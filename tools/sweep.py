@@ -26,7 +26,8 @@ from tools.arguments import whole
 from tools.sweeping.candidates import load_candidates, survey
 from tools.sweeping.definition import read
 from tools.sweeping.folder import SweepFolder
-from tools.sweeping.scheduler import Scheduler, StopRequest
+from tools.sweeping.scheduler import Scheduler
+from tools.training_process import StopRequest
 from training.command import Parser, fail, one_line
 
 _AGAIN = "rerun the same command: it goes on where it was"

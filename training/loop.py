@@ -20,7 +20,7 @@ from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
 from parallel.generations import Regroup
 from recipe import cores, loading
-from recipe.batch import Lengths, in_steps
+from recipe.batch import Lengths, in_steps, rate_factor
 from recipe.config import Recipe
 from recipe.course import Course, Update
 from recipe.division import count
@@ -138,7 +138,7 @@ class Trainer:
         last = done == self.lengths.total
         log = last or update.reaches(self.recipe.log.every_steps)
         with self.recordings.update(step):
-            result = self.engine.train_step(micro_batches, step, self._rate(step), measure=log, update=update)
+            result = self.engine.train_step(micro_batches, step, self._rate_of(update), measure=log, update=update)
         if self.memory is not None:
             self.memory.check(self.engine)
         self._loss += result.loss * update.steps
@@ -181,6 +181,10 @@ class Trainer:
         if stop and not last:
             self._stop(stop, f"saved at step {done}; the same command resumes")
 
+    def _rate_of(self, update: Update) -> float:
+        """Return the learning rate of an update, which may follow its batch where that grows (`batch.rate_rule`)."""
+        return self._rate(update.step) * rate_factor(self.recipe.batch.rate_rule, update.steps)
+
     def _stop_between_generations(self) -> None:
         """End an elastic run that was asked to stop before this generation has begun: a step of it may take long, as
         replicas were lost. Raises Stopped, once what the generations before have learned is saved."""
@@ -218,7 +222,7 @@ class Trainer:
             "epoch": self._epochs(done),
             "loss": self._loss.item() / steps * (steps * recipe.batch.global_ / images),  # unreadable images added 0
             "top1": self._correct.item() / images,
-            "lr": self._rate(update.step),
+            "lr": self._rate_of(update),
             **({"batch": update.steps * recipe.batch.global_} if recipe.batch.schedule else {}),
             # None where the update is made on a device that does not report them.
             **{f"{kind}_norm": getattr(result.norms, kind).item() for kind in _NORMS if result.norms is not None},

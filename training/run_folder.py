@@ -36,7 +36,7 @@ _FREE = {
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
 
-_LOCK, _CONFIG, _ENVIRONMENT, DECISIONS = "lock", "config.yaml", "environment.json", "decisions.json"
+_LOCK, CONFIG, _ENVIRONMENT, DECISIONS = "lock", "config.yaml", "environment.json", "decisions.json"
 
 
 class RunFolder:
@@ -58,7 +58,7 @@ class RunFolder:
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         if not _has_begun(self.path):  # an earlier start, after which nothing was trained, may have had another recipe
             (self.path / DECISIONS).unlink(missing_ok=True)
-            write_text(self.path / _CONFIG, loading.dump(recipe))
+            write_text(self.path / CONFIG, loading.dump(recipe))
         _write_starts(self.path, [*starts(self.path), describe_environment()])
 
     def finished(self) -> Optional[dict]:
@@ -104,7 +104,7 @@ def check_owner(recipe: Recipe) -> None:
     path, remedy = Path(output_folder(recipe)), "choose another folder by run.output=FOLDER"
     if not path.is_dir() or not {entry.name for entry in path.iterdir()} - {_LOCK, "config.yaml.tmp"}:
         return
-    if not (path / _CONFIG).exists():
+    if not (path / CONFIG).exists():
         raise ConfigError(f"{path} holds files that are no run; {remedy}")
     if recipe.run.resume == "never":
         raise ConfigError(f"{path} already holds a run and run.resume is never; {remedy}")
@@ -137,7 +137,7 @@ def _write_starts(folder: Path, entries: Sequence[dict]) -> None:
 def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
     """Return the recipe of the run begun in this one's folder, if any. Raises ConfigError if it cannot be read."""
     path = Path(output_folder(recipe))
-    return loading.load(path / _CONFIG) if _has_begun(path) and (path / _CONFIG).exists() else None
+    return loading.load(path / CONFIG) if _has_begun(path) and (path / CONFIG).exists() else None
 
 
 def _has_begun(path: Path) -> bool:

@@ -4,7 +4,7 @@ import pytest
 
 from data.digits import DigitsSource
 from recipe import batch, ipu_plan
-from recipe.batch import Lengths, divide, in_steps, lengths, peak_learning_rate, training_image_size
+from recipe.batch import Lengths, divide, in_steps, lengths, peak_learning_rate, rate_factor, training_image_size
 from recipe.config import Data, Recipe
 from recipe.course import Course
 from recipe.division import Batch, count
@@ -170,6 +170,11 @@ def test_an_epoch_holds_a_whole_batch(replicas, images, remedy):
     values = dict(part.split("=") for part in remedy.split())
     mended = recipe(int(values["batch.global"]), int(values.get("batch.micro", 3)), replicas=replicas)
     assert divide(mended).global_ <= images and lengths(mended, images).steps_per_epoch == 1
+
+
+def test_a_rate_follows_a_batch_not_at_all_by_the_root_or_linearly():
+    found = {rule: [rate_factor(rule, ratio) for ratio in (0.25, 1, 2.25)] for rule in ("none", "sqrt", "linear")}
+    assert found == {"none": [1, 1, 1], "sqrt": [0.5, 1, 1.5], "linear": [0.25, 1, 2.25]}
 
 
 @pytest.mark.parametrize(

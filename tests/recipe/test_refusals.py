@@ -21,6 +21,7 @@ WITHIN_A_SECTION = [
     ("batch.schedule=[]", "pairs"),
     ("batch.schedule=[[10,64]]", "begin at 0"),
     ("batch.schedule=[[0,64],[500,100]]", "100 is not a multiple of global 64"),
+    ("batch.rate_rule=sqrt", "rate_rule sqrt has no effect without schedule; give one, or remove it"),
     ("parallel.split=[blocks.3.0]", "split names 1 cut points but 1 stages need 0; name them, or give split=auto"),
     ("parallel.stages=2 parallel.schedule=interleaved parallel.split=[b]", "2 stages x 2 virtual need 3"),
     ("parallel.schedule=interleaved", "needs stages of 2 or more"),

@@ -33,6 +33,21 @@ def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_ch
     assert [event["file"][-5:] for event in start.events("checkpoint")] == ["06.pt", "12.pt"]
 
 
+@pytest.mark.parametrize("rule", ["none", "sqrt", "linear"])
+def test_the_rate_follows_a_batch_that_grows_by_its_rule(start, rule):
+    """That of the images seen, as above, for an update of one step; then updates of two steps, and of three."""
+    engine = ScriptedEngine()
+    schedule = "batch.schedule=[[0, 24], [72, 48], [168, 72]]"
+    events = start(engine, schedule, f"batch.rate_rule={rule}", "log.every_steps=1")
+    updates = [(0, 1), (1, 1), (2, 1), (3, 2), (5, 1), (6, 1), (7, 3), (10, 2)]  # 6 and 12 are ends of epochs
+    assert engine.steps == [step for step, _ in updates]
+    final = 3e-5
+    rates = [0.0, 1.5, *(final + (3 - final) * (1 - t / 10) ** 2 for t in range(10))]
+    factor = {"none": lambda steps: 1, "sqrt": lambda steps: steps**0.5, "linear": lambda steps: steps}[rule]
+    assert engine.rates == pytest.approx([rates[step] * factor(steps) for step, steps in updates], rel=1e-12)
+    assert [event["lr"] for event in events if event["event"] == "train"] == engine.rates
+
+
 @pytest.mark.parametrize(
     ("overrides", "logged", "evaluated", "saved"),
     [

@@ -5,22 +5,14 @@ One thread watches all of them: Linux ends a child when the thread that started 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import shlex
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
-from parallel import launchers
-from parallel.parent_death import bound_to_parent
-from recipe import cores, credentials
+from recipe import cores
 from recipe.config import Recipe
 from recipe.division import count
 from recipe.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
@@ -28,84 +20,32 @@ from tools.reporting.run import in_use
 from tools.sweeping.candidates import Candidates, as_text
 from tools.sweeping.folder import SweepFolder
 from tools.sweeping.trials import COMPLETE, FAILED, IMPOSSIBLE, PRUNED, Progress, Record, progress
-from training.stopping import StopSignals
+from tools.training_process import StopRequest, TrainingProcess
 
 if TYPE_CHECKING:
     from tools.sweeping.study import Study
 
 _POLL_SECONDS = 0.2
 _MAX_STARTS = 3  # of a process that is killed from outside, before its trial has failed
-_MAX_LINE = 300  # characters of a log's last line that are reported
 _NOTHING = Progress()
-_SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 
 
 @dataclass(eq=False)
 class Trial:
-    """A trial that is under way: its process, once there is one, and how much of its metrics was read."""
+    """A trial that is under way, and how much of its metrics was read."""
 
     number: int
     recipe: Recipe
-    command: List[str]
-    log: Path  # the process's output is appended to it
-    process: Optional[subprocess.Popen] = None
-    starts: int = 0  # of processes
+    process: TrainingProcess
     reported: int = 0  # evaluations that the study has
     pruned: bool = False
-    _log_start: int = 0
     _metrics_status: Optional[Tuple[int, int]] = None
-
-    def start(self, threads: int) -> None:
-        """Starts a process. Args: threads: of OpenMP, unless the environment sets them."""
-        with open(self.log, "ab") as stream:
-            stream.write(f"$ {shlex.join(self.command)}\n".encode("utf-8", "surrogateescape"))
-            self._log_start = stream.tell()
-            stream.flush()
-            self.process = subprocess.Popen(
-                bound_to_parent(self.command),
-                stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(threads), **launchers.without(os.environ), **credentials.environment()},
-                start_new_session=True,  # a terminal's Ctrl-C is for the sweep alone
-            )  # fmt: skip
-        self.starts += 1
-
-    def stop(self, at_once: bool = False) -> None:
-        """Lets the process finish its step, save and end; or kills it with all that it has started."""
-        if self.process is not None and not at_once:
-            self.process.terminate()
-        elif self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-    def last_line(self) -> str:
-        """The last line of the process's output, or nothing."""
-        with open(self.log, "rb") as stream:
-            stream.seek(self._log_start)
-            return stream.read().decode("utf-8", "replace").strip().split("\n")[-1].strip()[:_MAX_LINE]
 
     def new_metrics(self, metrics: Path) -> bool:
         """Whether metrics.jsonl has changed since the last call."""
         status = metrics.stat() if metrics.exists() else None
         before, self._metrics_status = self._metrics_status, status and (status.st_size, status.st_mtime_ns)
         return self._metrics_status != before
-
-
-class StopRequest(StopSignals):
-    """Within it, SIGTERM, SIGINT and SIGUSR1 are noted: the first lets trials save and end, the second kills them; but
-    SIGUSR1 never kills: SLURM may send it to a sweep and its trials alike, as it does to runs."""
-
-    def __init__(self) -> None:
-        super().__init__(self._note)
-        self.name = ""  # of the first signal
-        self.at_once = False  # a second one came
-        self._since = 0.0
-
-    def _note(self, number: int, frame: Optional[FrameType]) -> None:
-        if not self.name:
-            self.name, self._since = signal.Signals(number).name, time.monotonic()
-        elif number != signal.SIGUSR1 and time.monotonic() - self._since > _SAME_SECONDS:
-            self.at_once = True
 
 
 @dataclass(eq=False)
@@ -147,17 +87,17 @@ class Scheduler:
                     why = self.request.name or "the input is wrong"
                     self.changed(f"{why}: the trials that run finish their step, save and end", None)
                     for trial in self._running:
-                        trial.stop()
+                        trial.process.stop()
                 if not self._running:
                     break
                 for trial in list(self._running):
                     if self.request.at_once:
-                        trial.stop(at_once=True)
+                        trial.process.stop(at_once=True)
                     self._watch(trial)
                 time.sleep(_POLL_SECONDS)
         finally:
             for trial in self._running:
-                trial.stop(at_once=True)
+                trial.process.stop(at_once=True)
         if self._input_fault:
             raise UserError(self._input_fault)
         if not self.request.name:
@@ -179,27 +119,27 @@ class Scheduler:
             return self._end(number, IMPOSSIBLE, reason=str(error))
         place = str(self.candidates.sweep.recipe.resolve())
         command = [sys.executable, "-u", *self.trainer, "--config", place, *overrides]
-        self._running.append(Trial(number, recipe, command, self.folder.log(number)))
+        self._running.append(Trial(number, recipe, TrainingProcess(command, self.folder.log(number))))
         text = " ".join(f"{name}={as_text(value)}" for name, value in parameters.items())
         self.changed(f"trial {number} {verb}: {text}", None)
 
     def _watch(self, trial: Trial) -> None:
         """Look at a trial once: what it has reached, whether its process runs, and what its end means."""
         run = self.folder.trial(trial.number)
-        code = None if trial.process is None else trial.process.poll()
+        code = trial.process.poll()
         if trial.new_metrics(run / "metrics.jsonl") or code is not None:
             reached = progress(run, self._metric, trial.recipe)
             if not trial.pruned and self._report(trial, reached):
                 trial.pruned = True
-                trial.stop()
+                trial.process.stop()
             if code is not None:
                 return self._process_ended(trial, code, reached)
-            if trial.process is None and (trial.pruned or reached.ended):
+            if not trial.process.is_there and (trial.pruned or reached.ended):
                 return self._conclude(trial, reached)
-        if trial.process is None and self._ending():
+        if not trial.process.is_there and self._ending():
             self._running.remove(trial)
-        elif trial.process is None and not in_use(run):
-            trial.start(self._threads)
+        elif not trial.process.is_there and not in_use(run):
+            trial.process.start(self._threads)
 
     def _report(self, trial: Trial, reached: Progress) -> bool:
         """Report new evaluations to the study; returns whether to prune the trial: never by the last evaluation of a
@@ -221,14 +161,14 @@ class Scheduler:
             self._conclude(trial, reached)
         elif self._ending() and (code == STOPPED or code < 0):
             self._running.remove(trial)  # goes on when the same command is given again
-        elif code == STOPPED or (code < 0 and trial.starts < _MAX_STARTS):
+        elif code == STOPPED or (code < 0 and trial.process.starts < _MAX_STARTS):
             why = signalled if code < 0 else "was stopped from outside"
             self.changed(f"trial {trial.number} {why}; it goes on from its last checkpoint", None)
-            trial.process = None
+            trial.process.forget()
         elif code < 0:
             self._end(trial.number, FAILED, reached, f"{signalled} {_MAX_STARTS} times")
         else:
-            line = trial.last_line()
+            line = trial.process.last_line()
             if code == WRONG_INPUT and line and all(each.state != COMPLETE for each in self.study.records()):
                 return self._refused(trial, reached, line)
             line = line or f"{self.folder.log(trial.number)} is empty"

@@ -1,0 +1,58 @@
+"""A run to branch from, as its folder shows it: 20 epochs of 59 steps of 24 digits, of which some were saved."""
+
+import json
+
+import pytest
+import torch
+
+from recipe import loading
+from recipe.json_text import json_text
+from tests.conftest import QUICKSTART, TINY
+from tools.branching import session
+from training.checkpoint import CheckpointFolder
+
+BATCH, PER_EPOCH, EPOCHS = 24, 59, 20
+TOTAL = PER_EPOCH * EPOCHS
+RATE = 3000.0  # images a second
+PAUSE = 2.0  # seconds of an evaluation
+RECIPE = (*TINY, f"run.epochs={EPOCHS}", "schedule.warmup_epochs=2", "schedule.peak=2", "checkpoint.keep_last=1000")
+PROGRESSION = {"images_digest": "a-b", "rounding": 3, "seconds": 9.0, "loss": 4.0, "steps_in_window": 2}
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """make_run(*overrides, saved=..., topology=...): the folder of a run with checkpoints of those epochs."""
+
+    def made(*overrides, saved=range(1, EPOCHS + 1), name="run", **topology):
+        folder = tmp_path / name
+        folder.mkdir()
+        recipe = loading.load(QUICKSTART, [*RECIPE, f"run.output={folder}", *overrides])
+        (folder / "config.yaml").write_text(loading.dump(recipe))
+        lines = []
+        seconds = 0.0
+        for epoch in range(1, EPOCHS + 1):
+            seconds += PER_EPOCH * BATCH / RATE + PAUSE
+            event = {"step": epoch * PER_EPOCH, "epoch": float(epoch)}
+            pace = {"images_per_second": RATE, "data_wait": 0.1, "seconds": seconds}
+            lines += [{"event": "train", **event, **pace, "skipped_steps": 0}, {"event": "eval", **event, "loss": 1.0}]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        starts = [{"step": 0, "replicas": 1, "stages": 1, **topology}]
+        (folder / "environment.json").write_text(json_text({"starts": starts}))
+        checkpoints = CheckpointFolder(folder / "checkpoints", 1000, True)
+        for epoch in saved:
+            step = epoch * PER_EPOCH
+            content = {
+                "recipe": loading.dump(recipe),
+                "engine": {"weights": {"w": torch.full((3,), float(step))}},
+                "progression": {"step": step, **PROGRESSION},
+                "classes": list("0123456789"),
+            }
+            checkpoints.save(step, content, None)
+        return folder
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(session, "_POLL_SECONDS", 0.01)

@@ -1,0 +1,132 @@
+"""The critical batch at each checkpoint, from the losses of the branches, and the batch.schedule that follows.
+
+A branch has recovered if its loss is that of the first branch within the tolerance. The critical batch is the largest
+up to which all batches have, by either rule of the rate.
+
+Source: Merrill et al., 2505.23971, branched training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from recipe.config import Recipe
+from recipe.course import Course
+from recipe.errors import UserError
+from tools.branching.plan import RULES, Branch, Plan
+from tools.planning import workload
+
+LEAST_TOLERANCE = 0.04  # of the loss: see docs/batch.md
+_SPREADS = 2.0  # in a tolerance
+
+
+class Result(NamedTuple):
+    """One branch. excess: of its loss over that of the first branch, relative to it; recovered: whether within the
+    tolerance."""
+
+    branch: Branch
+    loss: float
+    excess: float
+    recovered: bool
+
+
+class Point(NamedTuple):
+    """A checkpoint.
+
+    loss: of the first branch. spread: the largest difference of its loss to that of another order, relative to it.
+    tolerance: of an excess. results: by rule, by rising batch. multiples: the largest that recovered, by rule.
+    """
+
+    step: int
+    loss: float
+    spread: float
+    tolerance: float
+    results: Dict[str, List[Result]]
+    multiples: Dict[str, int]
+
+    @property
+    def multiple(self) -> int:
+        """The critical batch over the run's batch."""
+        return max(self.multiples.values())
+
+
+class Growth(NamedTuple):
+    """A batch that grows along the curve. rule: of the rate. pairs: of batch.schedule. updates: of a whole run."""
+
+    rule: str
+    pairs: List[Tuple[int, int]]
+    updates: int
+
+
+def judge(plan: Plan, losses: Mapping[Branch, float]) -> List[Point]:
+    """Return what the branches have shown at each checkpoint.
+
+    Args: losses: validation loss of each branch at its end; NaN or infinite where it diverged.
+
+    Raises UserError: a branch with the run's own batch diverged.
+    """
+    return [_judge_point(plan, step, losses) for step in plan.points]
+
+
+def _judge_point(plan: Plan, step: int, losses: Mapping[Branch, float]) -> Point:
+    first, *others = (losses[branch] for branch in plan.first_branches(step))
+    if not all(map(math.isfinite, (first, *others))):
+        fault = f"a branch with the run's own batch from step {step} has no finite loss"
+        raise UserError(f"{fault}; branch a run with a lower schedule.peak")
+    spread = max(abs(other / first - 1) for other in others)
+    tolerance = max(LEAST_TOLERANCE, _SPREADS * spread)
+    results = {}
+    multiples = {}
+    for rule in RULES:
+        branches = [Branch(step, multiple, rule) for multiple in plan.multiples]
+        results[rule] = [_result(branch, losses[branch], first, tolerance) for branch in branches]
+        multiples[rule] = _largest_recovered(results[rule])
+    return Point(step, first, spread, tolerance, results, multiples)
+
+
+def _result(branch: Branch, loss: float, first: float, tolerance: float) -> Result:
+    excess = loss / first - 1 if math.isfinite(loss) else math.inf
+    return Result(branch, loss, excess, excess <= tolerance)
+
+
+def _largest_recovered(results: Sequence[Result]) -> int:
+    """Return the multiple up to which all have recovered; 1 if the first has not."""
+    largest = 1
+    for result in results:
+        if not result.recovered:
+            break
+        largest = result.branch.multiple
+    return largest
+
+
+def critical(plan: Plan, points: Sequence[Point]) -> float:
+    """Return the critical batch of the whole run, in images: the geometric mean over its checkpoints."""
+    logarithms = [math.log(point.multiple) for point in points]
+    return plan.batch * math.exp(sum(logarithms) / len(logarithms))
+
+
+def is_bound(plan: Plan, points: Sequence[Point]) -> bool:
+    """Return whether a checkpoint's critical batch is the largest that was tried, so that it may be larger."""
+    return any(point.multiple == plan.largest for point in points)
+
+
+def growth(plan: Plan, points: Sequence[Point], recipe: Recipe) -> Optional[Growth]:
+    """Return the schedule with the fewest updates, by either rule; None where no batch recovered all along.
+
+    From each checkpoint on it has the critical batch there, but nowhere a larger one than later: batches do not shrink.
+
+    Args: recipe: of the run.
+    """
+    found = []
+    for rule in RULES:
+        pairs = [(0, plan.batch)]
+        for number, point in enumerate(points):
+            batch = plan.batch * min(later.multiples[rule] for later in points[number:])
+            if batch > pairs[-1][1]:
+                pairs.append((point.step * plan.batch, batch))
+        changed = workload.changed(recipe, "batch", schedule=[list(pair) for pair in pairs])
+        updates = sum(1 for _ in Course(changed, plan.per_epoch, plan.total).updates())
+        found.append(Growth(rule, pairs, updates))
+    best = min(found, key=lambda each: each.updates)
+    return best if len(best.pairs) > 1 else None

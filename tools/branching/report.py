@@ -1,0 +1,160 @@
+"""What a branched run shows, as lines, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional, Sequence
+
+from recipe.batch import rate_factor
+from recipe.division import count
+from recipe.section import as_yaml
+from tools import output
+from tools.branching import decision
+from tools.branching.decision import Growth, Point
+from tools.branching.plan import RULES, Plan, share_for
+from tools.branching.source import Source
+from tools.formats import percent
+from training.monitor import duration
+
+_MOST_DRAWN = 0.5  # of an excess: larger ones are drawn there
+_STYLES = dict(zip(RULES, ("o-", "s--")))
+
+
+def announcement(source: Source, plan: Plan) -> Iterator[str]:
+    """Yield the lines that tell, before anything is trained, what will be and what it costs."""
+    branches = len(plan.branches())
+    each = f"of {plan.steps * plan.batch:,} images each, with up to {plan.largest} x {plan.batch:,} images an update"
+    yield f"branches   {branches} from {count(len(plan.points), 'checkpoint')}, {each}"
+    share = f"{percent(plan.share, 1)} of the run's"
+    pace = f"at its {source.images_per_second:,.0f} images a second"
+    scored = "" if source.pause is None else " and evaluations"
+    yield (
+        f"cost       {plan.images:,} images, {share}; about {duration(source.seconds(plan))} {pace}{scored}, "
+        f"without the starts of {branches} processes"
+    )
+
+
+def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iterator[str]:
+    """Yield a table of all branches, the critical batch of the run, and the schedule to be pasted."""
+    batches = "".join(f"{f'{multiple} x':>9}" for multiple in plan.multiples)
+    yield f"{'step':>9} {'epoch':>7} {'spread':>7} {'tolerance':>9}  {'rate by':<7}{batches}  critical"
+    for point in points:
+        for rule in RULES:
+            excesses = "".join(f"{_excess(result.excess):>9}" for result in point.results[rule])
+            place = f"{point.step:9,} {point.step / plan.per_epoch:7.3g}"
+            limits = f"{percent(point.spread, 1):>7} {percent(point.tolerance, 1):>9}"
+            yield f"{place} {limits}  {rule:<7}{excesses}  {_batch(plan, point.multiples[rule])}"
+    bound = ">= " if decision.is_bound(plan, points) else ""
+    yield f"critical   {bound}{decision.critical(plan, points):,.0f} images over the whole run"
+    if bound:
+        more = 2 * plan.largest
+        share = share_for(plan, more) + 0.005
+        yield f"           {plan.largest} x recovered; --share {share:.2f} --output FOLDER tries {more} x"
+    if growth is None:
+        yield "schedule   none: at the last checkpoint twice the batch has not recovered"
+        return
+    yield f"schedule   {growth.updates:,} updates instead of {plan.total:,}; to be pasted into the recipe:"
+    yield "batch:"
+    yield f"  schedule: {as_yaml([list(pair) for pair in growth.pairs])}"
+    yield f"  rate_rule: {growth.rule}"
+
+
+def as_data(source: Source, plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Dict[str, Any]:
+    """Return everything as one object, which depends on the run and its branches alone."""
+    return {
+        "batch": plan.batch,
+        "cost": {
+            "branches": len(plan.branches()),
+            "images": plan.images,
+            "share": plan.share,
+            "seconds": source.seconds(plan),
+        },
+        "critical_batch": decision.critical(plan, points),
+        "is_bound": decision.is_bound(plan, points),
+        "points": [_point_data(source, plan, point) for point in points],
+        "schedule": None if growth is None else growth._asdict(),
+    }
+
+
+def _point_data(source: Source, plan: Plan, point: Point) -> Dict[str, Any]:
+    rate = source.rate(point.step)
+    rules: Dict[str, Any] = {}
+    for rule in RULES:
+        branches = [
+            {
+                "multiple": result.branch.multiple,
+                "batch": result.branch.multiple * plan.batch,
+                "rate": rate * rate_factor(rule, result.branch.multiple),
+                "loss": result.loss,
+                "excess": result.excess,
+                "recovered": result.recovered,
+            }
+            for result in point.results[rule]
+        ]
+        rules[rule] = {"critical_batch": plan.batch * point.multiples[rule], "branches": branches}
+    return {
+        "step": point.step,
+        "images": point.step * plan.batch,
+        "epoch": point.step / plan.per_epoch,
+        "rate": rate,
+        "loss": point.loss,
+        "spread": point.spread,
+        "tolerance": point.tolerance,
+        "critical_batch": plan.batch * point.multiple,
+        "rules": rules,
+    }
+
+
+def draw(plan: Plan, points: Sequence[Point], growth: Optional[Growth], path: Path) -> None:
+    """Draw the critical batch along the run, and the losses of all branches by their batch.
+
+    Raises ConfigError: `path` names no kind of picture.
+    """
+    figure = output.figure(path, (10, 4.2))
+    left, right = figure.subplots(1, 2)
+    _draw_curve(left, plan, points, growth)
+    _draw_losses(right, plan, points)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_curve(axis: Any, plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> None:
+    epochs = [point.step / plan.per_epoch for point in points]
+    for number, rule in enumerate(RULES):
+        batches = [plan.batch * point.multiples[rule] for point in points]
+        axis.plot(epochs, batches, _STYLES[rule], color=f"C{number}", label=f"rate by {rule}")
+    if growth is not None:
+        images = plan.batch * plan.per_epoch
+        starts = [first / images for first, _ in growth.pairs]
+        batches = [batch for _, batch in growth.pairs]
+        end = plan.total / plan.per_epoch
+        axis.step([*starts, end], [*batches, batches[-1]], where="post", color="grey", label="schedule")
+    axis.axhline(plan.batch, color="grey", ls="--", lw=0.8)
+    axis.set(xlabel="epoch", ylabel="images", title="critical batch; dashed: the run's batch")
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.legend(fontsize=8)
+
+
+def _draw_losses(axis: Any, plan: Plan, points: Sequence[Point]) -> None:
+    batches = [plan.batch * multiple for multiple in plan.multiples]
+    for number, point in enumerate(points):
+        for rule, style in _STYLES.items():
+            drawn = [100 * min(result.excess, _MOST_DRAWN) for result in point.results[rule]]
+            label = f"epoch {point.step / plan.per_epoch:.3g}, {rule}"
+            axis.plot(batches, drawn, style, color=f"C{number}", label=label)
+        axis.axhline(100 * point.tolerance, color=f"C{number}", ls=":", lw=0.8)
+    axis.set(xlabel="images in an update", ylabel="%", title="loss above the first branch's; dotted: tolerances")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
+    axis.legend(fontsize=7)
+
+
+def _excess(value: float) -> str:
+    return f"{100 * value:+.1f} %" if math.isfinite(value) else "diverged"
+
+
+def _batch(plan: Plan, multiple: int) -> str:
+    return f"{'>= ' if multiple == plan.largest else ''}{plan.batch * multiple:,}"

@@ -1,0 +1,131 @@
+"""The run that branches are taken from, as its folder shows it, and the recipes of its branches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Optional, Sequence
+
+from optim import schedule
+from recipe import batch as arithmetic
+from recipe import loading
+from recipe.config import Recipe
+from recipe.errors import ConfigError, UserError
+from tools.branching.plan import Branch, Plan
+from tools.reporting import run as reading
+from tools.sweeping.candidates import as_text
+
+_NEVER = "1e6"  # epochs between evaluations and checkpoints, besides those at the last step
+_LINES = 10  # of a branch's log
+_QUIET = (
+    *("log.noise_scale=false", "log.trust_ratios=false", "log.tensorboard=false", "log.wandb=false"),
+    *("log.mlflow=false", "log.trace=0", "log.profile=0", "log.memory=false"),
+)
+
+
+class Source(NamedTuple):
+    """A run to branch from.
+
+    per_epoch, total: steps of an epoch and of the whole run. replicas, stages: processes of its newest session.
+    images_per_second: in training, over all sessions. pause: seconds of an evaluation with a checkpoint; None where it
+    has had none.
+    """
+
+    folder: Path
+    recipe: Recipe
+    per_epoch: int
+    total: int
+    replicas: int
+    stages: int
+    images_per_second: float
+    pause: Optional[float]
+
+    def rate(self, step: int) -> float:
+        """Return the run's learning rate at a step."""
+        lengths = arithmetic.lengths(self.recipe, self.per_epoch * self.recipe.batch.global_)
+        return schedule.create(self.recipe, lengths)(step)
+
+    def seconds(self, plan: Plan) -> float:
+        """Return how long the branches take at the run's own pace, without the time in which processes start."""
+        return plan.images / self.images_per_second + len(plan.branches()) * (self.pause or 0.0)
+
+
+def read(folder: Path, overrides: Sequence[str]) -> Source:
+    """Read a run's folder.
+
+    Args:
+        folder: of the run, which need not be finished.
+        overrides: laid over its recipe in all branches.
+
+    Raises:
+        ConfigError: the recipe cannot be branched. UserError: there is no run, or its log has no line yet.
+    """
+    place = folder / "config.yaml"
+    recipe = loading.load(place, overrides)
+    if recipe.batch.schedule is not None:
+        raise ConfigError(f"{place}: batch.schedule: its batch grows by itself; branch a run with a constant batch")
+    run = reading.read(folder)
+    per_epoch = reading.steps_per_epoch(run)
+    total = reading.total_steps(run)
+    size = recipe.batch.global_
+    times = reading.session_times(run.metrics, run.starts, size)
+    training = sum(each.computing + each.waiting for each in times)
+    if not (per_epoch and total and training):
+        raise UserError(f"{folder}: its log has no lines of training yet; let it train for an epoch or more")
+    # Sessions that lost work have trained more images than the log shows; the pace is that of what was kept.
+    logged = int(max(run.metrics.train["step"]))
+    evaluations = len(run.metrics.evaluation)
+    pause = sum(each.rest for each in times) / evaluations if evaluations else None
+    newest = run.starts[-1] if run.starts else {}
+    return Source(
+        folder=folder,
+        recipe=recipe,
+        per_epoch=round(per_epoch),
+        total=total,
+        replicas=newest.get("replicas", 1),
+        stages=newest.get("stages", 1),
+        images_per_second=logged * size / training,
+        pause=pause,
+    )
+
+
+def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> Recipe:
+    """Return the recipe of a branch: that of the run, but for its length, its rates, its batch and its draws.
+
+    The rate begins with the run's at the checkpoint, follows the batch by the branch's rule, and falls linearly to 0:
+    so all branches end without the noise that a larger rate leaves in the weights, and their losses show how far they
+    came. It has no early end by a large loss: a branch that diverges takes the images that were announced.
+
+    Args: folder: of the branch's run.
+
+    Raises ConfigError: the run's other sections do not go with a batch that grows.
+    """
+    size = plan.batch
+    end = branch.step + plan.steps
+    # Polynomial decay of power 1 over the whole length, of which the branch is the end.
+    peak = source.rate(branch.step) * end / plan.steps
+    overrides = [
+        f"run.name={as_text(branch.name)}",
+        f"run.output={as_text(str(folder))}",
+        f"run.steps={end}",
+        f"run.seed={source.recipe.run.seed + branch.order}",
+        "run.resume=auto",
+        "run.loss_limit=1e30",
+        "precision.max_skipped_steps=1000000000",
+        "schedule.name=polynomial",
+        "schedule.power=1",
+        "schedule.final_ratio=0",
+        f"schedule.peak={peak!r}",
+        "schedule.batch_rule=none",
+        "schedule.reference_batch=null",
+        "schedule.warmup_steps=0",
+        f"evaluation.every_epochs={_NEVER}",
+        f"checkpoint.every_epochs={_NEVER}",
+        f"log.every_steps={max(1, plan.steps // _LINES)}",
+        *_QUIET,
+    ]
+    if branch.rule:
+        pairs = [[0, size], [branch.step * size, branch.multiple * size]]
+        overrides += [f"batch.schedule={as_text(pairs)}", f"batch.rate_rule={branch.rule}"]
+    recipe = loading.loads(loading.dump(source.recipe), str(source.folder / "config.yaml"), overrides)
+    arithmetic.divide(recipe, source.replicas)
+    return recipe
