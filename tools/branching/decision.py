@@ -62,9 +62,12 @@ class Growth(NamedTuple):
 def judge(plan: Plan, losses: Mapping[Branch, float]) -> List[Point]:
     """Return what the branches have shown at each checkpoint.
 
-    Args: losses: validation loss of each branch at its end; NaN or infinite where it diverged.
+    Args:
+        plan: of the branches.
+        losses: validation loss of each branch at its end; NaN or infinite where it diverged.
 
-    Raises UserError: a branch with the run's own batch diverged.
+    Raises:
+        UserError: a branch with the run's own batch diverged.
     """
     return [_judge_point(plan, step, losses) for step in plan.points]
 
@@ -101,13 +104,19 @@ def _largest_recovered(results: Sequence[Result]) -> int:
 
 
 def critical(plan: Plan, points: Sequence[Point]) -> float:
-    """Return the critical batch of the whole run, in images: the geometric mean over its checkpoints."""
+    """Return the critical batch of the whole run, in images: the geometric mean over its checkpoints.
+
+    Args: plan: of the branches. points: of all checkpoints.
+    """
     logarithms = [math.log(point.multiple) for point in points]
     return plan.batch * math.exp(sum(logarithms) / len(logarithms))
 
 
 def is_bound(plan: Plan, points: Sequence[Point]) -> bool:
-    """Return whether a checkpoint's critical batch is the largest that was tried, so that it may be larger."""
+    """Return whether the critical batch may be larger: at a checkpoint the largest that was tried has recovered.
+
+    Args: plan: of the branches. points: of all checkpoints.
+    """
     return any(point.multiple == plan.largest for point in points)
 
 
@@ -116,15 +125,20 @@ def growth(plan: Plan, points: Sequence[Point], recipe: Recipe) -> Optional[Grow
 
     From each checkpoint on it has the critical batch there, but nowhere a larger one than later: batches do not shrink.
 
-    Args: recipe: of the run.
+    Args:
+        plan: of the branches.
+        points: of all checkpoints.
+        recipe: of the run.
     """
     found = []
     for rule in RULES:
+        # A pair for each checkpoint from which on a larger batch is borne.
         pairs = [(0, plan.batch)]
         for number, point in enumerate(points):
             batch = plan.batch * min(later.multiples[rule] for later in points[number:])
             if batch > pairs[-1][1]:
                 pairs.append((point.step * plan.batch, batch))
+        # Updates also end where epochs end, so they are counted.
         changed = workload.changed(recipe, "batch", schedule=[list(pair) for pair in pairs])
         updates = sum(1 for _ in Course(changed, plan.per_epoch, plan.total).updates())
         found.append(Growth(rule, pairs, updates))

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
     @property
     def multiples(self) -> List[int]:
-        """2, 4, 8 ... up to the largest multiple of the batch."""
+        """The multiples of the batch that are tried: 2, 4, 8 ... up to the largest."""
         return _multiples(self.largest)
 
     def branches(self) -> List[Branch]:
@@ -65,7 +65,8 @@ class Plan(NamedTuple):
         return found
 
     def first_branches(self, step: int) -> List[Branch]:
-        """Return the branches from a checkpoint that have the run's own batch, in several orders."""
+        """Return the branches from a checkpoint with the run's own batch, in several orders. Args: step: of the
+        checkpoint."""
         return [Branch(step, 1, order=order) for order in range(ORDERS)]
 
     @property
@@ -98,6 +99,7 @@ def make(saved: Sequence[int], *, points: int, share: float, batch: int, per_epo
         remedy = "train with checkpoint.keep_last=1000, which keeps all (it may be given when a run resumes)"
         raise ConfigError(f"{found}; {remedy}" + (f", or give --points {len(usable)}" if usable else ""))
     chosen = [usable[int((number + 0.5) / points * len(usable))] for number in range(points)]
+    # As large a multiple as the share allows with the shortest branches; what is left over makes them longer.
     largest = 1
     steps = 0
     while 2 * largest * _UPDATES_PER_EPOCH <= per_epoch:
@@ -108,7 +110,7 @@ def make(saved: Sequence[int], *, points: int, share: float, batch: int, per_epo
         steps = affordable
     if largest == 1:
         raise ConfigError(_too_short(points, share, per_epoch, total))
-    return Plan(batch, per_epoch, total, chosen, largest, steps)
+    return Plan(batch=batch, per_epoch=per_epoch, total=total, points=chosen, largest=largest, steps=steps)
 
 
 def share_for(plan: Plan, largest: int) -> float:

@@ -22,7 +22,10 @@ _STYLES = dict(zip(RULES, ("o-", "s--")))
 
 
 def announcement(source: Source, plan: Plan) -> Iterator[str]:
-    """Yield the lines that tell, before anything is trained, what will be and what it costs."""
+    """Yield the lines that tell, before anything is trained, what will be and what it costs.
+
+    Args: source: the run. plan: of its branches.
+    """
     branches = len(plan.branches())
     each = f"of {plan.steps * plan.batch:,} images each, with up to {plan.largest} x {plan.batch:,} images an update"
     yield f"branches   {branches} from {count(len(plan.points), 'checkpoint')}, {each}"
@@ -36,7 +39,14 @@ def announcement(source: Source, plan: Plan) -> Iterator[str]:
 
 
 def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iterator[str]:
-    """Yield a table of all branches, the critical batch of the run, and the schedule to be pasted."""
+    """Yield a table of all branches, the critical batch of the run, and the schedule to be pasted.
+
+    Args:
+        plan: of the branches.
+        points: of all checkpoints.
+        growth: the schedule; None where there is none.
+    """
+    # A row for each checkpoint and rule.
     batches = "".join(f"{f'{multiple} x':>9}" for multiple in plan.multiples)
     yield f"{'step':>9} {'epoch':>7} {'spread':>7} {'tolerance':>9}  {'rate by':<7}{batches}  critical"
     for point in points:
@@ -45,6 +55,7 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
             place = f"{point.step:9,} {point.step / plan.per_epoch:7.3g}"
             limits = f"{percent(point.spread, 1):>7} {percent(point.tolerance, 1):>9}"
             yield f"{place} {limits}  {rule:<7}{excesses}  {_batch(plan, point.multiples[rule])}"
+    # What follows from them.
     bound = ">= " if decision.is_bound(plan, points) else ""
     yield f"critical   {bound}{decision.critical(plan, points):,.0f} images over the whole run"
     if bound:
@@ -61,7 +72,10 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
 
 
 def as_data(source: Source, plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Dict[str, Any]:
-    """Return everything as one object, which depends on the run and its branches alone."""
+    """Return everything as one object, which depends on the run and its branches alone.
+
+    Args: source: the run. Others as of `lines`.
+    """
     return {
         "batch": plan.batch,
         "cost": {
@@ -108,6 +122,8 @@ def _point_data(source: Source, plan: Plan, point: Point) -> Dict[str, Any]:
 
 def draw(plan: Plan, points: Sequence[Point], growth: Optional[Growth], path: Path) -> None:
     """Draw the critical batch along the run, and the losses of all branches by their batch.
+
+    Args: path: of the picture. Others as of `lines`.
 
     Raises ConfigError: `path` names no kind of picture.
     """

@@ -29,7 +29,8 @@ from training.run_folder import first_difference
 _ROOT = Path(__file__).resolve().parent.parent.parent
 TRAINER = (str(_ROOT / "train.py"),)
 _LAUNCHER = (str(_ROOT / "tools" / "launch.py"),)
-_PLAN, _RECIPE = "plan.json", "recipe.yaml"
+_PLAN = "plan.json"
+_RECIPE = "recipe.yaml"
 _POLL_SECONDS = 0.1
 
 
@@ -63,16 +64,18 @@ def stored(output: Path, wanted: Mapping[str, float], recipe: Recipe) -> Optiona
         plan = Plan(**content["plan"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{output / _PLAN}: damaged or not readable; {remedy}") from None
-    changed = [f"{key} is {before.get(key)} there, {value} here" for key, value in wanted.items()]
-    changed = [text for text, (key, value) in zip(changed, wanted.items()) if before.get(key) != value]
-    difference = changed[0] if changed else first_difference(loading.load(output / _RECIPE), recipe)
+    difference = ""
+    for key, value in wanted.items():
+        if before.get(key) != value:
+            difference = f"{key} is {before.get(key)} there, {value} here"
+    difference = difference or first_difference(loading.load(output / _RECIPE), recipe)
     if difference:
         raise CheckpointError(f"{output} belongs to other branches: {difference}; {remedy}")
     return plan
 
 
 def store(output: Path, wanted: Mapping[str, float], recipe: Recipe, plan: Plan) -> None:
-    """Store a plan, so that `stored` returns it."""
+    """Store a plan, so that `stored` returns it. Args: as of `stored`; plan: of the branches. Raises OSError."""
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / _RECIPE, loading.dump(recipe))
     write_text(output / _PLAN, json_text({"options": dict(wanted), "plan": plan._asdict()}, indent=1) + "\n")

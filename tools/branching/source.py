@@ -40,12 +40,15 @@ class Source(NamedTuple):
     pause: Optional[float]
 
     def rate(self, step: int) -> float:
-        """Return the run's learning rate at a step."""
+        """Return the run's learning rate at a step, from 0."""
         lengths = arithmetic.lengths(self.recipe, self.per_epoch * self.recipe.batch.global_)
         return schedule.create(self.recipe, lengths)(step)
 
     def seconds(self, plan: Plan) -> float:
-        """Return how long the branches take at the run's own pace, without the time in which processes start."""
+        """Return the seconds that the branches take at the run's own pace, without those in which processes start.
+
+        Args: plan: of the branches.
+        """
         return plan.images / self.images_per_second + len(plan.branches()) * (self.pause or 0.0)
 
 
@@ -59,10 +62,12 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
     Raises:
         ConfigError: the recipe cannot be branched. UserError: there is no run, or its log has no line yet.
     """
+    # What it is: a recipe that branches can be made of.
     place = folder / "config.yaml"
     recipe = loading.load(place, overrides)
     if recipe.batch.schedule is not None:
         raise ConfigError(f"{place}: batch.schedule: its batch grows by itself; branch a run with a constant batch")
+    # How far it came, and at which pace.
     run = reading.read(folder)
     per_epoch = reading.steps_per_epoch(run)
     total = reading.total_steps(run)
@@ -95,9 +100,14 @@ def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> R
     so all branches end without the noise that a larger rate leaves in the weights, and their losses show how far they
     came. It has no early end by a large loss: a branch that diverges takes the images that were announced.
 
-    Args: folder: of the branch's run.
+    Args:
+        source: the run.
+        plan: of the branches.
+        branch: one of them.
+        folder: of the branch's run.
 
-    Raises ConfigError: the run's other sections do not go with a batch that grows.
+    Raises:
+        ConfigError: the run's other sections do not go with a batch that grows.
     """
     size = plan.batch
     end = branch.step + plan.steps
