@@ -19,6 +19,7 @@ from benchmarks import (
     CACHE,
     RESULTS,
     claims,
+    drawn_photographs,
     gpu_calls,
     gpu_checks,
     gpu_files,
@@ -29,7 +30,6 @@ from benchmarks import (
     gpu_suite,
     gpu_training,
     packages,
-    photographs,
     ranks,
 )
 from benchmarks.gpu_calls import Call, Section
@@ -56,9 +56,9 @@ SLOW = ("memory", "B4, eager", "JPEG to update")
 @pytest.fixture
 def few_photographs(monkeypatch, tmp_path):
     """Six photographs, two of each class."""
-    paths = [tmp_path / "files" / photographs.CLASSES[number % 3] / f"{number}.jpg" for number in range(6)]
-    monkeypatch.setattr(photographs, "FOLDER", tmp_path / "files")
-    monkeypatch.setattr(photographs, "photographs", lambda: photographs.make(paths))
+    paths = [tmp_path / "files" / drawn_photographs.CLASSES[number % 3] / f"{number}.jpg" for number in range(6)]
+    monkeypatch.setattr(drawn_photographs, "FOLDER", tmp_path / "files")
+    monkeypatch.setattr(drawn_photographs, "photographs", lambda: drawn_photographs.make(paths))
 
 
 ONE_AT_A_TIME = threading.Lock()
