@@ -6,6 +6,7 @@ float32, and made again in float64, which has them all, only where the result sh
 
 from __future__ import annotations
 
+import math
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
@@ -52,7 +53,9 @@ def norm(tensor: torch.Tensor) -> torch.Tensor:
     """Return the Euclidean norm of a tensor, float64 []; to float32 rounding, whatever its finite values are."""
     if asks(tensor.device):
         found = torch.linalg.vector_norm(tensor, dtype=torch.float32).double()
-        if not spoiled(found * found):
+        # As `spoiled`, by numbers of Python: five operations of torch on one element take longer than the norm.
+        square = found.item() ** 2
+        if SMALLEST <= square < math.inf:
             return found
     return torch.linalg.vector_norm(tensor, dtype=torch.float64)
 
