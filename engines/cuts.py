@@ -13,7 +13,7 @@ from engines.devices import memory_of
 from engines.stage import blocks_to_recompute
 from models import balance, costs, shapes
 from models.balance import split_names
-from models.stages import BlockList
+from models.base import BlockList
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.checks import bound_to_cut

@@ -25,8 +25,8 @@ from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_model
+from models.base import BlockList
 from models.normalization import norm_parameters
-from models.stages import BlockList
 from optim import factory
 from optim.averaging import WeightAverage
 from optim.half_weights import WeightState

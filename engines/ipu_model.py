@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from data.mixing import Mixing
+from models.base import BlockList
 from models.families import build
 from models.preprocess import Preprocess
-from models.stages import BlockList
 from models.stochastic import Draws
 from recipe.config import Recipe
 

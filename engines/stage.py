@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from models.base import BlockList
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
-from models.stages import BlockList
 from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
 from recipe.errors import ConfigError, first_line

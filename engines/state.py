@@ -6,7 +6,7 @@ from typing import Dict, Iterable, List, Sequence, Set, Tuple
 
 import torch
 
-from models.stages import BlockList
+from models.base import BlockList
 from parallel.processes import Processes
 
 

@@ -14,11 +14,11 @@ from engines import cache, cuts
 from engines.devices import compute_dtype, device_of, name_of, set_switches, timed
 from engines.stage import Stage, blocks_to_recompute, boundaries, sent
 from models import shapes
+from models.base import BlockList
 from models.families import build
 from models.kernels import patching
 from models.native import library
 from models.native import patching as native
-from models.stages import BlockList
 from parallel.processes import Processes
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from models.balance import BlockCost
-from models.stages import BlockList
+from models.base import BlockList
 
 _IN_TURN = 3  # micro batches that a measurement sends forward before the first goes backward
 

@@ -11,10 +11,10 @@ from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet
 from torch import nn
 
+from models.base import FAMILIES, BlockList, Family
 from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
 from models.preprocess import Preprocess
 from models.shapes import CHANNEL_DIVISOR, HEAD_CHANNELS, STAGES, STEM_CHANNELS, groups_of
-from models.stages import FAMILIES, BlockList, Family
 from models.stochastic import Draws, Dropout, DropPath
 from recipe import network
 from recipe.errors import ConfigError
@@ -36,106 +36,159 @@ class EfficientNetFamily(Family):
 
     @staticmethod
     def build(model: network.EfficientNet, seed: int) -> BlockList:
-        """See `Family.build`. Initial weights follow timm's rules, but the classifier's are smaller than timm's where
-        there are fewer than 1,000 classes. Raises ConfigError: channels do not divide into a norm's groups."""
+        """Build the network of the section `model` with initial weights drawn by `seed`: see `Family.build`.
+
+        Weights follow timm's rules, but the classifier's are smaller than timm's where there are fewer than 1,000
+        classes.
+
+        Raises:
+            ConfigError: channels do not divide into a norm's groups.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(key("weights", seed) >> 1)
-            theirs = _timm_model(model)
+            timms = _timm_model(model)
         with torch.no_grad():
             # timm, like the authors, draws them between -1 and 1 over the root of the classes. With ten classes the
             # first loss is then 5 instead of 2.3, and SGD never recovers.
-            theirs.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
+            timms.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
+
         draws = Draws(seed)
-        inner = [(f"blocks.{i}.{j}", block) for i, stage in enumerate(theirs.blocks) for j, block in enumerate(stage)]
-        for name, block in inner:  # ours in the place of timm's stochastic depth, which draws from torch's generator
-            rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
-            if rate:
-                block.drop_path = DropPath(rate, name, draws)
-        first = [("preprocess", Preprocess(model.mean, model.std)), ("stem", _Stem(theirs))]
-        head = Head(theirs, Dropout(model.dropout, "head", draws, theirs.num_features))
-        result = BlockList([*first, *inner, ("head", head)])
+        blocks = [("preprocess", Preprocess(model.mean, model.std)), ("stem", _Stem(timms))]
+        for stage_number, stage in enumerate(timms.blocks):
+            for number, block in enumerate(stage):
+                name = f"blocks.{stage_number}.{number}"
+                _use_our_drop_path(block, name, draws)
+                blocks.append((name, block))
+        dropout = Dropout(model.dropout, "head", draws, per_row=timms.num_features)
+        blocks.append(("head", Head(timms, dropout)))
+        result = BlockList(blocks)
         result.draws = draws
         return result
 
     @staticmethod
     def timm_name(name: str) -> str:
-        """See `Family.timm_name`: timm's EfficientNet has no `stem` and `head`."""
+        """Return timm's `name` of a parameter or buffer: timm's EfficientNet has no `stem` and `head`."""
         return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
 
     @staticmethod
     def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
-        """Width, depth, groups, expansion and norm of an EfficientNet of B0 to B7: see `Family.keys_of`."""
+        """Return width, depth, groups, expansion and norm of an EfficientNet of B0 to B7.
+
+        Args:
+            shapes: name of a parameter or buffer, ours or timm's -> its shape.
+
+        Returns:
+            Keys of the section with their values: without width and depth where they are those of no such model, and
+            none where the weights are of no EfficientNet.
+        """
         known = {timm_name(name): shape for name, shape in shapes.items()}
-        wide, grouped = known.get("blocks.1.0.conv_pw.weight"), known.get("blocks.1.0.conv_dw.weight")
-        if any(shape is None or len(shape) != 4 or 0 in shape for shape in (wide, grouped)):
-            return {}
-        batch = any(name.endswith("running_mean") for name in known)
-        found = {"group_size": grouped[1], "expansion": wide[0] // wide[1], **({"norm": "batch"} if batch else {})}
-        blocks = {tuple(name.split(".")[1:3]) for name in known if name.startswith("blocks.")}
-        repeats = [sum(stage == str(number) for stage, _ in blocks) for number in range(len(STAGES))]
-        stem, head = (known.get(f"{name}.weight", (0,))[0] for name in ("conv_stem", "conv_head"))
-        for scale in network.SCALES.values():
-            rounded = functools.partial(round_channels, multiplier=scale["width"], divisor=CHANNEL_DIVISOR)
-            depths = [math.ceil(stage.repeats * scale["depth"]) for stage in STAGES]
-            if (depths, rounded(STEM_CHANNELS), rounded(HEAD_CHANNELS)) == (repeats, stem, head):
-                return {"width": scale["width"], "depth": scale["depth"], **found}
-        return found
+        expansion = known.get("blocks.1.0.conv_pw.weight")
+        convolution = known.get("blocks.1.0.conv_dw.weight")
+        for shape in (expansion, convolution):
+            if shape is None or len(shape) != 4 or 0 in shape:
+                return {}
+        keys = {"group_size": convolution[1], "expansion": expansion[0] // expansion[1]}
+        if any(name.endswith("running_mean") for name in known):
+            keys["norm"] = "batch"
+        return {**_scale_of(known), **keys}
 
 
-build, timm_name = EfficientNetFamily.build, EfficientNetFamily.timm_name
+build = EfficientNetFamily.build
+timm_name = EfficientNetFamily.timm_name
+
+
+def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
+    """Return width and depth of the model of B0 to B7 that has as many blocks and channels; {} if none has.
+
+    Args:
+        shapes: timm's name of a parameter -> its shape.
+    """
+    blocks = {tuple(name.split(".")[1:3]) for name in shapes if name.startswith("blocks.")}
+    repeats = [sum(stage == str(number) for stage, _ in blocks) for number in range(len(STAGES))]
+    stem_channels = shapes.get("conv_stem.weight", (0,))[0]
+    head_channels = shapes.get("conv_head.weight", (0,))[0]
+    for scale in network.SCALES.values():
+        rounded = functools.partial(round_channels, multiplier=scale["width"], divisor=CHANNEL_DIVISOR)
+        same_depth = repeats == [math.ceil(stage.repeats * scale["depth"]) for stage in STAGES]
+        if same_depth and (rounded(STEM_CHANNELS), rounded(HEAD_CHANNELS)) == (stem_channels, head_channels):
+            return {"width": scale["width"], "depth": scale["depth"]}
+    return {}
+
+
+def _use_our_drop_path(block: nn.Module, name: str, draws: Draws) -> None:
+    """Replace timm's stochastic depth, which draws from torch's generator, in the block called `name`."""
+    rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
+    if rate:
+        block.drop_path = DropPath(rate, name, draws)
 
 
 class _Stem(nn.Module):
-    def __init__(self, theirs: EfficientNet):
+    """The first convolution and its normalisation: [N, 3, H, W] -> [N, C, ceil(H / 2), ceil(W / 2)]."""
+
+    def __init__(self, timms: EfficientNet):
         super().__init__()
-        self.conv_stem, self.bn1 = theirs.conv_stem, theirs.bn1
+        self.conv_stem = timms.conv_stem
+        self.bn1 = timms.bn1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the first block's input for `x`, the preprocessed images."""
         return self.bn1(self.conv_stem(x))
 
 
 class Head(nn.Module):
-    """The last convolution, means over pixels, dropout and the classifier: [N, C, H, W] -> [N, classes]."""
+    """The last convolution, means over pixels, dropout and the classifier: [N, C, H, W] -> [N, classes].
 
-    def __init__(self, theirs: EfficientNet, dropout: Dropout):
+    Args:
+        timms: whose layers these are.
+        dropout: of the means.
+    """
+
+    def __init__(self, timms: EfficientNet, dropout: Dropout):
         super().__init__()
-        self.conv_head, self.bn2 = theirs.conv_head, theirs.bn2
-        self.dropout, self.classifier = dropout, theirs.classifier
+        self.conv_head = timms.conv_head
+        self.bn2 = timms.bn2
+        self.dropout = dropout
+        self.classifier = timms.classifier
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, [N, classes], for `x`, the last block's output."""
         return self.classifier(self.dropout(self.pooled(x)))
 
     def pooled(self, x: torch.Tensor) -> torch.Tensor:
-        """Means over pixels, [N, features]."""
+        """Return means over pixels, [N, features], of what the convolution makes of `x`."""
         return self.bn2(self.conv_head(x)).mean((2, 3))
 
 
 def _timm_model(model: network.EfficientNet) -> EfficientNet:
+    """Build timm's EfficientNet of a section, with our normalisation layers and a group size for each block."""
     rounded = functools.partial(round_channels, multiplier=model.width, divisor=CHANNEL_DIVISOR)
-    arguments = decode_arch_def([[stage.describe(model.expansion)] for stage in STAGES], model.depth)
+    stages = decode_arch_def([[stage.describe(model.expansion)] for stage in STAGES], model.depth)
     # Each block has its own group size: timm takes one for all, and refuses channels that it does not divide.
     channels = rounded(STEM_CHANNELS)
-    for block in (block for stage in arguments for block in stage):
-        expanded = round_channels(channels * block.get("exp_ratio", 1.0), divisor=8)
-        block["group_size"] = expanded // groups_of(expanded, model.group_size)
-        channels = rounded(block["out_chs"])
+    for stage in stages:
+        for block in stage:
+            expanded = round_channels(channels * block.get("exp_ratio", 1.0), divisor=8)
+            block["group_size"] = expanded // groups_of(expanded, model.group_size)
+            channels = rounded(block["out_chs"])
     return EfficientNet(
-        block_args=arguments,
+        block_args=stages,
         num_classes=model.classes,
         num_features=rounded(HEAD_CHANNELS),
         stem_size=STEM_CHANNELS,
         round_chs_fn=rounded,
         pad_type="same" if model.padding == "same" else "",
         act_layer=nn.SiLU,
+        # A function: of a functools.partial timm takes the keywords only.
         norm_layer=lambda channels, **options: _norm(model, channels, **options),
         drop_path_rate=model.drop_path,
     )
 
 
 def _norm(model: network.EfficientNet, channels: int, apply_act: bool = True, **_: object) -> nn.Module:
-    groups = 1 if model.norm == "layer" else model.norm_groups
+    """Make a normalisation layer of a section, as timm calls it: with options of its own, which are ignored."""
     if model.norm == "batch":
         return BatchNormAct(channels, model.norm_eps, model.norm_momentum, apply_act)
+    groups = 1 if model.norm == "layer" else model.norm_groups
     if channels % groups:
         raise ConfigError(
             f"model.norm_groups {groups} does not divide a layer of {channels} channels; "

@@ -1,15 +1,15 @@
-"""The network that a recipe names. A family is a file that registers itself in `FAMILIES`; that below comes along."""
+"""The model that a recipe names. A family is a file that registers itself in `FAMILIES`; ours is imported here."""
 
 from models import efficientnet  # noqa: F401  (registers itself)
-from models.stages import FAMILIES, BlockList
+from models.base import FAMILIES, BlockList
 from recipe.config import Model
 
 
 def build(section: Model, seed: int) -> BlockList:
-    """See `Family.build`."""
+    """Build the model of a recipe's `section` with initial weights drawn by `seed`: see `Family.build`."""
     return FAMILIES.of(section).build(section, seed)
 
 
 def timm_name(section: Model, name: str) -> str:
-    """See `Family.timm_name`."""
+    """Return timm's name of the parameter `name` of the section's model: see `Family.timm_name`."""
     return FAMILIES.of(section).timm_name(name)

@@ -16,7 +16,16 @@ class GroupNormAct(nn.GroupNorm):
     """Group normalisation over [N, C, H, W], scale and (with `shift`) bias per channel, then SiLU or nothing.
 
     Statistics are float32 also for half-precision input. Not for channels-last input on the CPU, whose variance torch
-    takes as a difference of squares. Source: Wu and He, 1803.08494. The G16 recipe uses 4 groups and eps 1e-3.
+    takes as a difference of squares. The G16 recipe uses 4 groups and eps 1e-3.
+
+    Args:
+        channels: C.
+        groups: of channels; divides C.
+        eps: added to the variance.
+        apply_act: apply SiLU.
+        shift: have a bias.
+
+    Source: Wu and He, 1803.08494.
     """
 
     def __init__(self, channels: int, groups: int, eps: float, apply_act: bool = True, shift: bool = True):
@@ -26,6 +35,7 @@ class GroupNormAct(nn.GroupNorm):
             self.bias = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised and activated `x`, [N, C, H, W]."""
         x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
         return _silu(x) if self.apply_act else x
 
@@ -49,12 +59,20 @@ class BatchNormAct(_FullPrecisionBuffers):
     half precision, and there is no `num_batches_tracked`. Every forward pass in training moves the running statistics
     (unbiased variance) by `momentum` towards the batch's.
 
+    Args:
+        channels: C.
+        eps: added to the variance.
+        momentum: the batch's share in the running statistics after a pass, 0 to 1.
+        apply_act: apply SiLU.
+
     Source: Ioffe and Szegedy, 1502.03167.
     """
 
     def __init__(self, channels: int, eps: float, momentum: float, apply_act: bool = True):
         super().__init__()
-        self.eps, self.momentum, self.apply_act = eps, momentum, apply_act
+        self.eps = eps
+        self.momentum = momentum
+        self.apply_act = apply_act
         self.moves_statistics = True  # False where a pass is computed for the second time
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
@@ -62,11 +80,19 @@ class BatchNormAct(_FullPrecisionBuffers):
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises ValueError, torch's, for one value per channel in training: it would have no variance."""
-        weight, bias = (parameter.to(self.running_mean.dtype) for parameter in (self.weight, self.bias))
-        mean, variance = self.running_mean, self.running_var
+        """Return the normalised and activated `x`, [N, C, H, W].
+
+        Raises:
+            ValueError: torch's, for one value per channel in training: it would have no variance.
+        """
+        weight = self.weight.to(self.running_mean.dtype)
+        bias = self.bias.to(self.running_mean.dtype)
+        mean = self.running_mean
+        variance = self.running_var
         if not self.moves_statistics:
-            mean, variance = mean.clone(), variance.clone()
+            # batch_norm writes into what it is given.
+            mean = mean.clone()
+            variance = variance.clone()
         x = F.batch_norm(x, mean, variance, weight, bias, self.training, self.momentum, self.eps)
         return _silu(x) if self.apply_act else x
 
@@ -82,6 +108,12 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
 
     `proxy_shift` and `proxy_scale`, [C], are learnt and start at 0; gradients reach weight and bias through the
     moments too. The moments and their use are float32: in float16 sums over pixels in their gradients would overflow.
+
+    Args:
+        channels: C.
+        groups: of channels; divides C.
+        eps: added to the variance of a group.
+        proxy_eps: added to the variance of a proxy.
 
     Source: Labatie et al., 2106.03743; used by Masters et al., 2106.03640. As in the authors' code (graphcore/examples
     v3.0.0, proxy_norm.py), a layer without activation has no proxy and no bias. Our choices: moments by Gauss-Hermite
@@ -99,19 +131,24 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
         self.register_buffer("shares", torch.tensor((shares / shares.sum()).tolist()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised, activated and again normalised `x`, [N, C, H, W]."""
         mean, variance = self.moments()
         scale = (variance + self.proxy_eps).rsqrt()
+        shift = -mean * scale
         z = super().forward(x)
-        return torch.addcmul((-mean * scale).view(-1, 1, 1), z, scale.view(-1, 1, 1)).to(z.dtype)
+        return torch.addcmul(shift.view(-1, 1, 1), z, scale.view(-1, 1, 1)).to(z.dtype)
 
     def moments(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Mean and variance of each channel's proxy after SiLU, [C] each, float32."""
-        learnt = self.weight, self.bias, self.proxy_shift, self.proxy_scale
+        """Return mean and variance of each channel's proxy after SiLU, [C] each, float32."""
+        learnt = (self.weight, self.bias, self.proxy_shift, self.proxy_scale)
         weight, bias, shift, scale = (parameter.to(self.nodes.dtype)[:, None] for parameter in learnt)
-        z = F.silu(weight * (shift + (1 + scale) * self.nodes) + bias)
+        # The proxy at the nodes of the quadrature, [C, nodes].
+        y = shift + (1 + scale) * self.nodes
+        z = F.silu(weight * y + bias)
         # A sum and no matrix product: that may be rounded to 10 bits (TF32).
         mean = (z * self.shares).sum(1)
-        return mean, ((z - mean[:, None]).square() * self.shares).sum(1)
+        deviation = z - mean[:, None]
+        return mean, (deviation.square() * self.shares).sum(1)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -123,6 +160,9 @@ NORMS = (GroupNormAct, BatchNormAct)
 
 
 def norm_parameters(model: nn.Module) -> List[str]:
-    """Names of the parameters that belong to normalisation layers, those of the proxy among them."""
-    norms = [(prefix, module) for prefix, module in model.named_modules() if isinstance(module, NORMS)]
-    return [f"{prefix}.{name}" for prefix, norm in norms for name, _ in norm.named_parameters(recurse=False)]
+    """Return names of the parameters of `model` that belong to normalisation layers, those of the proxy among them."""
+    names = []
+    for prefix, module in model.named_modules():
+        if isinstance(module, NORMS):
+            names += [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
+    return names

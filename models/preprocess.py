@@ -9,10 +9,13 @@ from torch import nn
 
 
 class Preprocess(nn.Module):
-    """(image / 255 - mean) / std, computed in float32, returned in `dtype`.
+    """Compute (image / 255 - mean) / std in float32 and return it in `dtype`.
 
     Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W] in
-    `memory_format`. Mean and standard deviation are of RGB in [0, 1]; they belong to the recipe, not to the state dict.
+    `memory_format`.
+
+    Args:
+        mean, std: of RGB in [0, 1], three numbers each; they belong to the recipe, not to the state dict.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
@@ -25,15 +28,17 @@ class Preprocess(nn.Module):
         self.register_buffer("shift", torch.tensor(shift).view(3, 1, 1), persistent=False)
 
     def _apply(self, function, recurse=True):
-        """Moves with the model to a device, but keeps float32 constants: they are applied before the cast."""
+        """Move with the model to a device, but keep float32 constants: they are applied before the cast."""
         self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.scale.device)).dtype
-        scale, shift = self.scale, self.shift
+        scale = self.scale
+        shift = self.shift
         super()._apply(function)
         self.scale = scale.to(self.scale.device)
         self.shift = shift.to(self.shift.device)
         return self
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the network's input for `images`, [N, 3, H, W]."""
         if images.device.type != "cpu":
             return self.in_one_pass(images)
         # Loaders leave channels last in memory, as decoders do: where planes are wanted, the same pass makes them.
@@ -41,6 +46,9 @@ class Preprocess(nn.Module):
         return torch.addcmul(self.shift, images, self.scale).to(self.dtype)
 
     def in_one_pass(self, images: torch.Tensor) -> torch.Tensor:
-        """The same: with `out` a GPU casts as it computes, and moves 3 bytes a pixel, not 19. No CPU does."""
+        """Return the same for `images`, [N, 3, H, W], by one kernel.
+
+        With `out` a GPU casts as it computes, and moves 3 bytes a pixel, not 19. No CPU does.
+        """
         out = torch.empty_like(images, dtype=self.dtype, memory_format=self.memory_format)
         return torch.addcmul(self.shift, images, self.scale, out=out)

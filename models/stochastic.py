@@ -20,43 +20,97 @@ class Draws:
 
     On a host each mask is drawn when it is needed. A GPU draws, by the same integers, all masks of some micro batches
     when the first is needed; the host sends it their keys without waiting.
+
+    Args:
+        seed: the run's.
     """
 
     def __init__(self, seed: int):
-        self.seed, self.step, self.micro_batch = seed, 0, 0
+        self.seed = seed
+        self.step = 0
+        self.micro_batch = 0
         self.layers: List[_Dropping] = []
         self._plan: Optional[_Plan] = None
-        self._drawn: Tuple[tuple, torch.Tensor] = ((), torch.empty(0))  # for which micro batches; masks by the plan
+        self._ahead = _Ahead()
 
     def mask(self, layer: _Dropping, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """The mask of a layer for the current micro batch of so many rows, in `like`'s dtype and device."""
+        """Return the mask of `layer` for the current micro batch.
+
+        Args:
+            layer: one of `layers`.
+            rows: of the micro batch.
+            like: a tensor whose dtype and device the mask has.
+
+        Returns:
+            [rows x per_row of the layer]: see `keep_mask`.
+        """
         if like.device.type not in _ON_DEVICE:
             return self.keep_mask(layer.name, layer.rate, rows * layer.per_row, like)
-        plan, kind = self._plan, (rows, like.dtype, like.device)
+
+        # A micro batch of another size, dtype or device, or a new layer, has another plan.
+        kind = _Kind(rows, like.dtype, like.device)
+        plan = self._plan
         if plan is None or plan.kind != kind or (layer.name, layer.rate) not in plan.starts:
-            plan = self._plan = _Plan.of(kind, self.layers)
-            self._drawn = ((), torch.empty(0))
+            plan = _Plan.of(kind, self.layers)
+            self._plan = plan
+            self._ahead = _Ahead()
+
+        # The first mask that is asked for in AHEAD micro batches draws all masks of all of them.
         number, place = divmod(self.micro_batch, AHEAD)
-        if self._drawn[0] != (self.step, number):
-            names = [("model", self.seed, self.step, number * AHEAD + each) for each in range(AHEAD)]
-            keys = [[key(*name, layer.name) for layer in self.layers] for name in names]
-            self._drawn = (self.step, number), plan.draw(keys)
+        if (self._ahead.step, self._ahead.number) != (self.step, number):
+            self._ahead = _Ahead(self.step, number, plan.draw(self._keys(number)))
         start = plan.starts[layer.name, layer.rate]
-        return self._drawn[1][place, start : start + rows * layer.per_row]
+        return self._ahead.masks[place, start : start + rows * layer.per_row]
+
+    def _keys(self, number: int) -> List[List[int]]:
+        """Return keys of draws, [AHEAD][layers], for the micro batches from AHEAD x `number` on."""
+        micro_batches = range(number * AHEAD, (number + 1) * AHEAD)
+        return [
+            [key("model", self.seed, self.step, micro_batch, layer.name) for layer in self.layers]
+            for micro_batch in micro_batches
+        ]
 
     def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
-        """`count` values, 0 with probability `rate` and else 1 / (1 - rate), in `like`'s dtype and device."""
-        # Drawn on the host: a few numbers are cheaper there than ten kernel launches on a device.
+        """Draw a mask on the host, where a few numbers are cheaper than ten kernel launches on a device.
+
+        Args:
+            name: the block's.
+            rate: the probability of 0, less than 1.
+            count: elements of the mask.
+            like: a tensor whose dtype and device the mask has.
+
+        Returns:
+            [count], 0 where an activation is dropped and else 1 / (1 - rate).
+        """
         draw = key("model", self.seed, self.step, self.micro_batch, name)
         kept = bits32(draw, np.arange(count, dtype=np.uint64)) >= int(rate * 2**32)
         mask = torch.from_numpy(kept.astype(np.float32) / (1 - rate))
         return mask.to(like.device, like.dtype, non_blocking=True)
 
 
+class _Kind(NamedTuple):
+    """What a plan of masks is made for."""
+
+    rows: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Ahead(NamedTuple):
+    """Masks that a device has drawn: of the micro batches AHEAD x number, ... of a step; by default of none.
+
+    masks: [AHEAD, elements of the plan].
+    """
+
+    step: int = -1
+    number: int = -1
+    masks: torch.Tensor = torch.empty(0)
+
+
 class _Plan(NamedTuple):
     """How the masks of all layers lie behind one another, on a device. Its tensors have a number for each element."""
 
-    kind: tuple  # rows, dtype, device
+    kind: _Kind
     starts: Dict[Tuple[str, float], int]  # first element of a layer's mask, by name and rate
     layer: torch.Tensor  # int64
     counter: torch.Tensor  # int64, within the layer's mask
@@ -64,24 +118,48 @@ class _Plan(NamedTuple):
     scale: torch.Tensor  # of what is kept, in the masks' dtype
 
     @classmethod
-    def of(cls, kind: Tuple[int, torch.dtype, torch.device], layers: Sequence[_Dropping]) -> _Plan:
-        rows, dtype, device = kind
-        starts, parts, start = {}, [], 0
-        for number, layer in enumerate(layers):
-            count = -(-rows * layer.per_row // _ALIGNED) * _ALIGNED
-            same = (number, int(layer.rate * 2**32), np.float32(1) / np.float32(1 - layer.rate))
-            parts.append([np.arange(count), *(np.full(count, value) for value in same)])
-            starts[layer.name, layer.rate], start = start, start + count
-        counter, layer, threshold, scale = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts))
-        return cls(kind, starts, *(each.to(device) for each in (layer, counter, threshold)), scale.to(device, dtype))
+    def of(cls, kind: _Kind, layers: Sequence[_Dropping]) -> _Plan:
+        """Plan the masks of `layers`, in their order, for micro batches of one `kind`."""
+        counts = [-(-kind.rows * layer.per_row // _ALIGNED) * _ALIGNED for layer in layers]
+        starts = {}
+        start = 0
+        for layer, count in zip(layers, counts):
+            starts[layer.name, layer.rate] = start
+            start += count
+        counters = [np.arange(count) for count in counts]
+        thresholds = [int(layer.rate * 2**32) for layer in layers]
+        scales = [np.float32(1) / np.float32(1 - layer.rate) for layer in layers]
+
+        def repeated(numbers: Sequence) -> torch.Tensor:
+            return torch.from_numpy(np.repeat(numbers, counts))
+
+        return cls(
+            kind=kind,
+            starts=starts,
+            layer=repeated(range(len(layers))).to(kind.device),
+            counter=torch.from_numpy(np.concatenate(counters)).to(kind.device),
+            threshold=repeated(thresholds).to(kind.device),
+            scale=repeated(scales).to(kind.device, kind.dtype),
+        )
 
     def draw(self, keys: List[List[int]]) -> torch.Tensor:
-        """The masks of some micro batches, [micro batches, elements], from the key of each layer."""
-        halves = np.array(keys, np.uint64) >> np.array([[[0]], [[32]]], np.uint64) & np.uint64(MASK32)
+        """Draw the masks of some micro batches.
+
+        Args:
+            keys: of 64 bits, [micro batches][layers].
+
+        Returns:
+            [micro batches, elements].
+        """
+        # Torch has no unsigned integers of 64 bits to compute with, so a key goes to the device as two halves.
+        wide = np.array(keys, np.uint64)
+        halves = np.stack([wide & np.uint64(MASK32), wide >> np.uint64(32)])
         halves = torch.from_numpy(halves.astype(np.int64))
-        halves = halves.pin_memory() if torch.cuda.is_available() else halves
+        if torch.cuda.is_available():
+            halves = halves.pin_memory()  # else the copy would wait for the device
         low, high = halves.to(self.layer.device, non_blocking=True).index_select(2, self.layer)
-        bits = mix32((mix32(low ^ self.counter) + high) & MASK32)  # bits32, of a key for each element
+        # bits32 of recipe/randomness.py, of a key for each element.
+        bits = mix32((mix32(low ^ self.counter) + high) & MASK32)
         return torch.where(bits >= self.threshold, self.scale, 0.0)
 
 
@@ -94,23 +172,29 @@ class _Dropping(nn.Module):
 
     def __init__(self, rate: float, name: str, draws: Draws, per_row: int = 1):
         super().__init__()
-        self.rate, self.name, self.draws, self.per_row = rate, name, draws, per_row
+        self.rate = rate
+        self.name = name
+        self.draws = draws
+        self.per_row = per_row
         self.mask: Optional[torch.Tensor] = None
         draws.layers.append(self)
 
     def draw(self, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """The mask of a pass of so many rows, in `like`'s dtype and device."""
+        """Return the mask of a pass of so many `rows`, in the dtype and on the device of `like`."""
         return self.draws.mask(self, rows, like)
 
     def current(self, x: torch.Tensor) -> Optional[torch.Tensor]:
-        """The mask for x, [N x per_row]; None where nothing is dropped."""
+        """Return the mask for `x`, [N x per_row]; None where nothing is dropped."""
         if self.mask is not None:  # first: compiled, layers of all rates are then one program
             return self.mask
         return self.draw(len(x), x) if self.training and self.rate else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` times its mask."""
         mask = self.current(x)
-        return x if mask is None else x * mask.view(len(x), self.per_row, *[1] * (x.dim() - 2))
+        if mask is None:
+            return x
+        return x * mask.view(len(x), self.per_row, *[1] * (x.dim() - 2))
 
 
 class Dropout(_Dropping):

@@ -14,8 +14,8 @@ from safetensors.torch import load, save
 from data.loader import EvaluationBatches
 from data.sources import SOURCES
 from engines import state
+from models.base import BlockList
 from models.families import build, timm_name
-from models.stages import BlockList
 from recipe import loading
 from recipe.config import Recipe
 from recipe.errors import DONE, FAILED, DataError

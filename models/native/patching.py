@@ -7,7 +7,7 @@ from typing import List
 import torch
 from torch import nn
 
-from models.stages import BlockList
+from models.base import BlockList
 
 
 def patch(model: BlockList) -> List[str]:

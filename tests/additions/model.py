@@ -6,9 +6,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from models.base import FAMILIES, BlockList, Family
 from models.preprocess import Preprocess
 from models.shapes import SHAPES, BlockShape
-from models.stages import FAMILIES, BlockList, Family
 from models.stochastic import Draws
 from recipe.config import Model
 

@@ -9,9 +9,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from models import shapes
 from models.balance import BlockCost
+from models.base import BlockList
 from models.costs import measure, median
 from models.efficientnet import build
-from models.stages import BlockList
 from recipe.config import Model
 
 OLD = torch.__version__.startswith("2.0.")  # keeps copies that later versions do without

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from models.base import BlockList
 from models.native.block import NativeHead, NativeInverted, NativeSeparable
 from models.native.layers import GroupConv2d, NativeGroupNormAct, NativeProxyNormAct, Pointwise
 from models.native.patching import patch
 from models.normalization import GroupNormAct, norm_parameters
 from models.preprocess import Preprocess
-from models.stages import BlockList
 from models.stochastic import Draws
 from tests.models.native.exact import assert_no_worse
 from tests.models.native.test_block import assert_same, model_of
