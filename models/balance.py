@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Container, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 
 class BlockCost(NamedTuple):
-    """Costs of one block for one micro batch: seconds where measured, multiply-adds where counted; and bytes.
+    """Costs of one block for one micro batch.
 
-    saved: what autograd keeps for the backward pass, the block's input among it where it is needed, parameters and
-    buffers not. output: the block's. parameters: their number.
+    forward, backward: seconds where measured, multiply-adds where counted.
+    saved: bytes that autograd keeps for the backward pass, the block's input among it where it is needed, parameters
+        and buffers not.
+    output: bytes of the block's output.
+    parameters: their number.
     """
 
     forward: float
@@ -24,9 +27,10 @@ class BlockCost(NamedTuple):
 class Cut(NamedTuple):
     """A cut of a model into stages, and what follows from it, per stage.
 
-    cuts: the names of the blocks that open the stages after the first, as `split_names` takes them. seconds: of one
-    micro batch, forward and backward; multiply-adds where the costs were counted. bytes: activations in flight and
-    state of the parameters. memory: bytes of a device, as given to `balance`.
+    cuts: the names of the blocks that open the stages after the first, as `split_names` takes them.
+    seconds: of one micro batch, forward and backward; multiply-adds where the costs were counted.
+    bytes: activations in flight and state of the parameters.
+    memory: bytes of a device, as given to `balance`.
     """
 
     cuts: List[str]
@@ -42,18 +46,40 @@ class Cut(NamedTuple):
 
     @property
     def fits(self) -> bool:
+        """Whether every stage fits into the memory of a device."""
         return self.memory is None or max(self.bytes) <= self.memory
 
     def describe(self, origin: str = "measured") -> str:
-        """One line for the terminal. Args: origin: of the costs, "measured" or "counted"."""
+        """Return one line for the terminal.
+
+        Args:
+            origin: of the costs, "measured" or "counted".
+        """
         total = math.fsum(self.seconds) or 1.0
         shares = " + ".join(f"{100 * seconds / total:.0f}" for seconds in self.seconds)
-        memory = " + ".join(f"{size / 1e6:,.0f}" for size in self.bytes)
+        megabytes = " + ".join(f"{size / 1e6:,.0f}" for size in self.bytes)
         line = (
             f"split [{', '.join(self.cuts)}] ({origin}): stages take {shares} % of the time, "
-            f"{100 * self.imbalance:.1f} % from even; memory {memory} MB"
+            f"{100 * self.imbalance:.1f} % from even; memory {megabytes} MB"
         )
-        return line if self.fits else f"{line}: no cut fits into {self.memory / 1e6:,.0f} MB, this one needs least"
+        if self.fits:
+            return line
+        return f"{line}: no cut fits into {self.memory / 1e6:,.0f} MB, this one needs least"
+
+
+class _Span(NamedTuple):
+    """A stage that a cut may have: its number, its first block, and the block behind its last."""
+
+    stage: int
+    first: int
+    end: int
+
+
+class _StageCost(NamedTuple):
+    """Costs of a span: seconds of one micro batch, forward and backward, and bytes."""
+
+    seconds: float
+    bytes: int
 
 
 def balance(
@@ -66,7 +92,7 @@ def balance(
     memory: Optional[int] = None,
     phases: bool = False,
 ) -> Cut:
-    """The cut into `stages` whose slowest stage is the fastest, among those that fit into the devices' memory.
+    """Return the cut into `stages` whose slowest stage is the fastest, among those that fit into the devices' memory.
 
     Exact, by dynamic programming over the blocks. Of equally fast cuts the one whose largest stage needs least memory
     is taken; where no cut fits, the one that needs least, and then the fastest of these. No stage is without
@@ -74,104 +100,169 @@ def balance(
     only the input is in flight (but for the images); its saved bytes are there once.
 
     Args:
-        costs: block's name -> cost, in running order. stages: of one replica, over all devices.
+        costs: block's name -> cost, in running order.
+        stages: of one replica, over all devices.
         in_flight: per stage, the micro batches whose activations it holds at once.
         recompute: names of the blocks that are recomputed in the backward pass: their forward pass is paid twice.
-        bytes_per_parameter: weight, gradient and slots of the optimizer. memory: bytes of one device.
+        bytes_per_parameter: weight, gradient and slots of the optimizer.
+        memory: bytes of one device.
         phases: whether all forward passes come before all backward passes, as in GPipe. A step then takes as long as
             the slowest forward and the slowest backward phase: from the cut above, borders are moved as long as that
             sum falls, which is not exact, but never worse.
 
-    Raises ValueError: more stages than blocks with parameters.
+    Raises:
+        ValueError: there are more stages than blocks with parameters.
 
     Source: of the schedules, Huang et al., 1811.06965 (GPipe) and Narayanan et al., 1806.03377 (1F1B).
     """
     assert stages >= 1 and len(in_flight) == stages, f"{len(in_flight)} counts in flight for {stages} stages"
-    names, values = list(costs), list(costs.values())
-    able = sum(cost.parameters > 0 for cost in values)
-    if stages > able:
-        raise ValueError(f"{stages} stages are more than the {able} blocks that have parameters")
-    again = [name in recompute for name in names]
-    inputs = [0, *(cost.output for cost in values)]
-    seconds = [cost.forward * (1 + twice) + cost.backward for cost, twice in zip(values, again)]
-    kept = [inputs[block] if twice else cost.saved for block, (cost, twice) in enumerate(zip(values, again))]
-    transient = [cost.saved if twice else 0 for cost, twice in zip(values, again)]
-    parameters = [cost.parameters for cost in values]
-    # A stage as (its number, its first block, the block behind its last) -> seconds, bytes.
-    every = {}
-    for start, end in itertools.combinations(range(len(values) + 1), 2):
-        part = slice(start, end)
-        if any(parameters[part]):
-            state = round(bytes_per_parameter * sum(parameters[part])) + max(transient[part])
-            for stage, flying in enumerate(in_flight):
-                every[stage, start, end] = (math.fsum(seconds[part]), flying * sum(kept[part]) + state)
-    fitting = {part: cost for part, cost in every.items() if memory is None or cost[1] <= memory}
-    edges = _best_edges(fitting, stages, len(values), order=(0, 1)) or _best_edges(every, stages, len(values), (1, 0))
+    names = list(costs)
+    with_parameters = sum(cost.parameters > 0 for cost in costs.values())
+    if stages > with_parameters:
+        raise ValueError(f"{stages} stages are more than the {with_parameters} blocks that have parameters")
+
+    # The fastest of the cuts that fit; if none does, the one that needs least memory.
+    spans = _span_costs(costs, in_flight, recompute, bytes_per_parameter)
+    fitting = {span: cost for span, cost in spans.items() if memory is None or cost.bytes <= memory}
+    edges = _best_edges(fitting, stages, len(names), order=("seconds", "bytes"))
+    allowed = fitting
+    if edges is None:
+        edges = _best_edges(spans, stages, len(names), order=("bytes", "seconds"))
+        allowed = spans
+    assert edges is not None  # there are enough blocks with parameters
+
     if phases:
-        forward = [cost.forward for cost in values]
-        backward = [whole - cost.forward for whole, cost in zip(seconds, values)]
-        edges = _moved(edges, forward, backward, fitting if fitting.keys() >= set(_parts(edges)) else every)
-    slowness, sizes = zip(*(every[part] for part in _parts(edges)))
-    return Cut([names[edge] for edge in edges[1:-1]], list(slowness), list(sizes), memory)
+        forward = [cost.forward for cost in costs.values()]
+        backward = [_seconds(name, cost, recompute) - cost.forward for name, cost in costs.items()]
+        edges = _move_edges(edges, forward, backward, allowed)
+
+    chosen = [spans[span] for span in _spans(edges)]
+    return Cut(
+        cuts=[names[edge] for edge in edges[1:-1]],
+        seconds=[cost.seconds for cost in chosen],
+        bytes=[cost.bytes for cost in chosen],
+        memory=memory,
+    )
 
 
 def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
-    """`names` as consecutive lists, a new one opening at each name in `cuts`.
+    """Return `names` as consecutive lists, a new one opening at each name in `cuts`.
 
-    Raises ValueError: a cut is no block, is the first block, or is out of order.
+    Raises:
+        ValueError: a cut is no block, is the first block, or is out of order.
     """
     for cut in cuts:
         if cut not in names:
             raise ValueError(f"{cut} is not a block; the blocks are {', '.join(names)}")
     positions = [list(names).index(cut) for cut in cuts]
-    stages = [list(names[start:end]) for start, end in zip([0, *positions], [*positions, len(names)])]
+    edges = [0, *positions, len(names)]
+    stages = [list(names[start:end]) for start, end in zip(edges, edges[1:])]
     if not all(stages):
         raise ValueError(f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run")
     return stages
 
 
-def _parts(edges: Sequence[int]) -> List[Tuple[int, int, int]]:
-    """The stages between edges: number, first block, block behind the last."""
-    return list(zip(itertools.count(), edges, edges[1:]))
+def _seconds(name: str, cost: BlockCost, recompute: Container[str]) -> float:
+    """Return seconds of a block, forward and backward, its second forward pass among them if it has one."""
+    forward_passes = 2 if name in recompute else 1
+    return cost.forward * forward_passes + cost.backward
+
+
+def _span_costs(
+    costs: Dict[str, BlockCost], in_flight: Sequence[int], recompute: Container[str], bytes_per_parameter: float
+) -> Dict[_Span, _StageCost]:
+    """Return the cost of every stage that a cut may have: one with parameters. Arguments as of `balance`."""
+    seconds = [_seconds(name, cost, recompute) for name, cost in costs.items()]
+    parameters = [cost.parameters for cost in costs.values()]
+    # Bytes of each block for each micro batch in flight, and those that are there once, while it is recomputed.
+    kept = []
+    transient = []
+    input_bytes = 0  # the first block's are images, which are there anyway
+    for name, cost in costs.items():
+        kept.append(input_bytes if name in recompute else cost.saved)
+        transient.append(cost.saved if name in recompute else 0)
+        input_bytes = cost.output
+
+    spans = {}
+    for first, end in itertools.combinations(range(len(costs) + 1), 2):
+        blocks = slice(first, end)
+        if not any(parameters[blocks]):
+            continue
+        span_seconds = math.fsum(seconds[blocks])
+        state = round(bytes_per_parameter * sum(parameters[blocks])) + max(transient[blocks])
+        for stage, micro_batches in enumerate(in_flight):
+            span_bytes = micro_batches * sum(kept[blocks]) + state
+            spans[_Span(stage, first, end)] = _StageCost(span_seconds, span_bytes)
+    return spans
+
+
+def _spans(edges: Sequence[int]) -> List[_Span]:
+    """Return the stages between `edges`, numbers of blocks."""
+    return [_Span(stage, first, end) for stage, (first, end) in enumerate(zip(edges, edges[1:]))]
 
 
 def _best_edges(
-    parts: Dict[Tuple[int, int, int], Tuple[float, int]], stages: int, blocks: int, order: Tuple[int, int]
+    spans: Dict[_Span, _StageCost], stages: int, blocks: int, order: Tuple[str, str]
 ) -> Optional[List[int]]:
-    """The edges 0, ..., `blocks` of consecutive `parts` with the least largest cost of kind order[0], then order[1].
+    """Return the edges 0, ..., `blocks` of the cut whose largest cost of kind order[0], then order[1], is least.
 
     In two rounds: the best beginning of a cut by both kinds need not begin the best cut, as a later stage may be slower
-    anyway. None if there is no way.
+    anyway. The second round has only the spans whose cost of the first kind is at most the least that was found.
+
+    Args:
+        spans: the stages that a cut may have.
+        stages: their number.
+        blocks: their number.
+        order: fields of `_StageCost`.
+
+    Returns:
+        The edges; None if no such spans follow one another from the first block to the last.
     """
+    edges = None
     for kind in order:
-        # (stages made, block behind them) -> (largest cost up to there, edges so far)
+        # (stages so far, block behind them) -> (largest cost up to there, edges so far)
         best: Dict[Tuple[int, int], Tuple[float, List[int]]] = {(0, 0): (-math.inf, [0])}
-        for (stage, start, end), cost in sorted(parts.items()):
-            if (stage, start) in best:
-                largest, edges = best[stage, start]
-                found = (max(largest, cost[kind]), [*edges, end])
-                best[stage + 1, end] = min(best.get((stage + 1, end), found), found)
+        for span, cost in sorted(spans.items()):
+            if (span.stage, span.first) not in best:
+                continue
+            largest, edges_before = best[span.stage, span.first]
+            candidate = (max(largest, getattr(cost, kind)), [*edges_before, span.end])
+            place = (span.stage + 1, span.end)
+            best[place] = min(best.get(place, candidate), candidate)
         if (stages, blocks) not in best:
             return None
         limit, edges = best[stages, blocks]
-        parts = {part: cost for part, cost in parts.items() if cost[kind] <= limit}
+        spans = {span: cost for span, cost in spans.items() if getattr(cost, kind) <= limit}
     return edges
 
 
-def _moved(edges: List[int], forward: Sequence[float], backward: Sequence[float], allowed: Container) -> List[int]:
-    """`edges` after moving them by one or two blocks as long as that lowers max(forward) + max(backward)."""
+def _move_edges(
+    edges: List[int], forward: Sequence[float], backward: Sequence[float], allowed: Container[_Span]
+) -> List[int]:
+    """Move edges by one or two blocks as long as that lowers the slowest forward plus the slowest backward phase.
+
+    Args:
+        edges: numbers of blocks, 0 and that behind the last among them.
+        forward, backward: seconds of each block.
+        allowed: the stages that the cut may have.
+    """
 
     def slowness(edges: Sequence[int]) -> float:
-        stages = [slice(*ends) for ends in zip(edges, edges[1:])]
-        return sum(max(math.fsum(phase[stage]) for stage in stages) for phase in (forward, backward))
+        stages = [slice(span.first, span.end) for span in _spans(edges)]
+        slowest_forward = max(math.fsum(forward[stage]) for stage in stages)
+        slowest_backward = max(math.fsum(backward[stage]) for stage in stages)
+        return slowest_forward + slowest_backward
 
     while True:
-        moves = [
-            [*edges[:place], edges[place] + step, *edges[place + 1 :]]
-            for place in range(1, len(edges) - 1)
-            for step in (-2, -1, 1, 2)
-        ]
-        best = min([edges, *(moved for moved in moves if all(part in allowed for part in _parts(moved)))], key=slowness)
+        moves = [moved for moved in _neighbours(edges) if all(span in allowed for span in _spans(moved))]
+        best = min([edges, *moves], key=slowness)
         if slowness(best) >= slowness(edges):
             return edges
         edges = best
+
+
+def _neighbours(edges: List[int]) -> Iterator[List[int]]:
+    """Yield `edges` with one of the inner ones moved by one or two blocks."""
+    for place in range(1, len(edges) - 1):
+        for step in (-2, -1, 1, 2):
+            yield [*edges[:place], edges[place] + step, *edges[place + 1 :]]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import statistics
 import time
-from typing import Dict, Iterator, Sequence, Tuple
+from typing import Dict, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -18,64 +17,113 @@ from models.base import BlockList
 _IN_TURN = 3  # micro batches that a measurement sends forward before the first goes backward
 
 
+class _Seconds(NamedTuple):
+    """Times of one block."""
+
+    forward: float
+    backward: float
+
+
+class _Sizes(NamedTuple):
+    """Bytes and parameters of one block: see `BlockCost`."""
+
+    saved: int
+    output: int
+    parameters: int
+
+
+class _Pass(NamedTuple):
+    """A block's forward pass, from which a backward pass can start."""
+
+    name: str
+    block: nn.Module
+    input: torch.Tensor
+    output: torch.Tensor
+
+
 def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Dict[str, BlockCost]:
-    """Seconds and bytes of each block for one micro batch of images, uint8 [micro, 3, H, W], timed in training mode.
+    """Measure seconds and bytes of each block for one micro batch, in training mode.
 
     Passes go as in a pipeline: several micro batches forward, block after block, then all of them backward, so that a
     block's input and what it saved are not in the caches. Takes the minimum over repetitions; the first pass warms up.
     Gradients are computed, not added up. Measures a copy: the model keeps its running statistics and training flags.
+
+    Args:
+        model: on the device that is measured.
+        images: a micro batch, uint8 [micro, 3, H, W].
+        repetitions: of the passes.
+
+    Returns:
+        Block's name -> cost, in running order.
     """
     model = copy.deepcopy(model).train()
     blocks = {name: model.block(name) for name in model.names}
-    times = dict.fromkeys(blocks, (math.inf, math.inf))
-    sizes = {}
     with torch.enable_grad():
-        x = images
-        for name, block in blocks.items():
-            with _saved_bytes(block) as saved:
-                output = block(x)
-            parameters = sum(parameter.numel() for parameter in block.parameters())
-            sizes[name] = (sum(saved.values()), output.numel() * output.element_size(), parameters)
-            x = output.detach().requires_grad_(output.requires_grad)
-        for _ in range(repetitions):
-            for name, seconds in _timed(blocks, images).items():
-                times[name] = tuple(map(min, times[name], seconds))
-    return {name: BlockCost(*times[name], *sizes[name]) for name in blocks}
+        sizes = _measure_sizes(blocks, images)
+        rounds = [_measure_seconds(blocks, images) for _ in range(repetitions)]
+    costs = {}
+    for name in blocks:
+        forward = min(seconds[name].forward for seconds in rounds)
+        backward = min(seconds[name].backward for seconds in rounds)
+        costs[name] = BlockCost(forward, backward, *sizes[name])
+    return costs
 
 
 def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
-    """Median times of each block over what several processes have measured."""
-    found = {}
+    """Return each block's cost with its median times over what several processes have `measured`."""
+    costs = {}
     for name, cost in measured[0].items():
-        forward, backward = (statistics.median(each[name][phase] for each in measured) for phase in (0, 1))
-        found[name] = cost._replace(forward=forward, backward=backward)
-    return found
+        forward = statistics.median(costs_of_process[name].forward for costs_of_process in measured)
+        backward = statistics.median(costs_of_process[name].backward for costs_of_process in measured)
+        costs[name] = cost._replace(forward=forward, backward=backward)
+    return costs
 
 
-def _timed(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, Tuple[float, float]]:
-    """Seconds of each block's forward and backward pass. No `.grad` is touched."""
-    seconds = {name: [0.0, 0.0] for name in blocks}
+def _measure_sizes(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, _Sizes]:
+    """Measure what each block saves and makes in one forward pass, which warms up."""
+    sizes = {}
+    x = images
+    for name, block in blocks.items():
+        with _saved_bytes(block) as saved:
+            output = block(x)
+        sizes[name] = _Sizes(
+            saved=sum(saved.values()),
+            output=output.numel() * output.element_size(),
+            parameters=sum(parameter.numel() for parameter in block.parameters()),
+        )
+        x = output.detach().requires_grad_(output.requires_grad)
+    return sizes
+
+
+def _measure_seconds(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, _Seconds]:
+    """Time each block's forward and backward pass. No `.grad` is touched."""
+    forward = dict.fromkeys(blocks, 0.0)
+    backward = dict.fromkeys(blocks, 0.0)
+    # Forward, micro batch after micro batch. Each block has an input of its own, where its backward pass ends.
     passes = []
     for _ in range(_IN_TURN):
         x = images
         for name, block in blocks.items():
             started = _now(x.device)
             output = block(x)
-            seconds[name][0] += _now(x.device) - started
-            passes.append((name, block, x, output))
+            forward[name] += _now(x.device) - started
+            passes.append(_Pass(name, block, x, output))
             x = output.detach().requires_grad_(output.requires_grad)
+    # Backward, the last first; what a pass has saved is freed after it.
     while passes:
-        name, block, x, output = passes.pop()
-        if output.requires_grad:
-            wanted = [tensor for tensor in (x, *block.parameters()) if tensor.requires_grad]
-            gradient = output.detach()  # any values of a likely size
-            started = _now(x.device)
-            torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-            seconds[name][1] += _now(x.device) - started
-    return {name: (forward / _IN_TURN, backward / _IN_TURN) for name, (forward, backward) in seconds.items()}
+        last = passes.pop()
+        if not last.output.requires_grad:
+            continue
+        wanted = [tensor for tensor in (last.input, *last.block.parameters()) if tensor.requires_grad]
+        gradient = last.output.detach()  # any values of a likely size
+        started = _now(last.input.device)
+        torch.autograd.grad(last.output, wanted, gradient, allow_unused=True)
+        backward[last.name] += _now(last.input.device) - started
+    return {name: _Seconds(forward[name] / _IN_TURN, backward[name] / _IN_TURN) for name in blocks}
 
 
 def _now(device: torch.device) -> float:
+    """Return seconds on a clock when `device` has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -86,14 +134,17 @@ def _saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
     """Collect what autograd saves: storage -> bytes; parameters and buffers are left out."""
     sizes: Dict[int, int] = {}
     alive = [*block.parameters(), *block.buffers()]
-    own = {tensor.untyped_storage()._cdata for tensor in alive}
+    own_storages = {tensor.untyped_storage()._cdata for tensor in alive}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in own_storages:
             alive.append(tensor.detach())  # a storage that is freed may give its place, and so its key, to another
             sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield sizes

@@ -23,8 +23,9 @@ class Stage(NamedTuple):
     separable: bool = False
 
     def describe(self, expansion: int) -> str:
-        """In timm's notation."""
-        kind, factor = ("ds", 1) if self.separable else ("ir", expansion)
+        """Return the row in timm's notation, with `expansion` where there is one."""
+        kind = "ds" if self.separable else "ir"
+        factor = 1 if self.separable else expansion
         return f"{kind}_r{self.repeats}_k{self.kernel}_s{self.stride}_e{factor}_c{self.channels}_se{SQUEEZE:g}"
 
 
@@ -64,108 +65,188 @@ SHAPES: Registry[Callable[[Model, int], Dict[str, BlockShape]]] = Registry("the 
 
 
 def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
-    """Block's name -> shape, in running order, for images of `image_size` pixels a side."""
+    """Return the blocks of the section `model`, in running order, for images of `image_size` pixels a side."""
     return SHAPES.of(model)(model, image_size)
 
 
-@SHAPES.implements(EfficientNet)
-def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
-    found = {"preprocess": BlockShape(0, 0, 0, 0, 3 * image_size**2)}
-    channels, layers = _divisible(STEM_CHANNELS * model.width), _Layers(model)
-    size = layers.convolution(3, channels, image_size, kernel=3, stride=2)
-    layers.normalisation(channels, size)
-    found["stem"] = layers.block(channels, size)
-    for number, stage in enumerate(STAGES):
-        for repeat in range(math.ceil(stage.repeats * model.depth)):
-            layers = _Layers(model)
-            stride = stage.stride if repeat == 0 else 1
-            given, channels = channels, _divisible(stage.channels * model.width)
-            expansion = 1 if stage.separable else model.expansion
-            expanded = _divisible(given * expansion)
-            if not stage.separable:
-                layers.convolution(given, expanded, size)
-                layers.normalisation(expanded, size)
-            groups = groups_of(expanded, model.group_size)
-            size = layers.convolution(expanded, expanded, size, stage.kernel, stride, groups)
-            layers.normalisation(expanded, size)
-            layers.squeeze(expanded, round(expanded * SQUEEZE / expansion), size)
-            layers.convolution(expanded, channels, size)
-            layers.normalisation(channels, size, activated=False)
-            drops = model.drop_path and given == channels and stride == 1 and len(found) > 2
-            layers.saved += bool(drops)  # the factor of the image
-            found[f"blocks.{number}.{repeat}"] = layers.block(channels, size)
-    layers, features = _Layers(model), _divisible(HEAD_CHANNELS * model.width)
-    layers.convolution(channels, features, size)
-    layers.normalisation(features, size)
-    layers.convolution(features, model.classes, 1)  # the classifier, behind a mean over the pixels
-    layers.vectors += model.classes
-    layers.saved += features if model.dropout else 0  # the factors
-    found["head"] = layers.block(model.classes, 1)
-    return found
-
-
 def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str, BlockCost]:
-    """Multiply-adds (without normalisations and activations) and bytes, `itemsize` an activation, of each block."""
+    """Count what each block costs.
+
+    Args:
+        model: its section.
+        image_size: pixels a side.
+        micro: images of a micro batch.
+        itemsize: bytes of an activation.
+
+    Returns:
+        Block's name -> cost, in running order: multiply-adds, without normalisations and activations, and bytes.
+    """
     found = {}
     for name, shape in blocks(model, image_size).items():
-        forward, saved = micro * shape.multiply_adds, micro * shape.saved * itemsize + 4 * shape.saved_once
-        output = micro * shape.output * itemsize
-        found[name] = BlockCost(forward, forward * _BACKWARD, saved, output, shape.parameters)
+        forward = micro * shape.multiply_adds
+        found[name] = BlockCost(
+            forward=forward,
+            backward=forward * _BACKWARD,
+            saved=micro * shape.saved * itemsize + 4 * shape.saved_once,
+            output=micro * shape.output * itemsize,
+            parameters=shape.parameters,
+        )
     return found
 
 
 def groups_of(channels: int, group_size: int) -> int:
-    """Groups of a spatial convolution: channels // group_size, at least one, lowered until it divides `channels`."""
+    """Return the groups of a spatial convolution, at least one.
+
+    channels // group_size, lowered until it divides `channels`.
+    """
     return next(groups for groups in range(max(channels // group_size, 1), 0, -1) if channels % groups == 0)
 
 
+@SHAPES.implements(EfficientNet)
+def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
+    """Return the blocks of models/efficientnet.py as numbers: see `blocks`."""
+    images = 3 * image_size**2
+    found = {"preprocess": BlockShape(multiply_adds=0, parameters=0, vectors=0, saved=0, output=images)}
+
+    stem = _Layers(model)
+    channels = _divisible(STEM_CHANNELS * model.width)
+    size = stem.convolution(3, channels, image_size, kernel=3, stride=2)
+    stem.normalisation(channels, size)
+    found["stem"] = stem.block(channels, size)
+
+    for number, stage in enumerate(STAGES):
+        out_channels = _divisible(stage.channels * model.width)
+        for repeat in range(math.ceil(stage.repeats * model.depth)):
+            stride = stage.stride if repeat == 0 else 1
+            layers = _Layers(model)
+            # The very first block drops nothing: rates rise from 0.
+            if model.drop_path and channels == out_channels and stride == 1 and len(found) > 2:
+                layers.saved += 1  # the factor of the image
+            size = layers.inverted_bottleneck(stage, channels, out_channels, size, stride)
+            channels = out_channels
+            found[f"blocks.{number}.{repeat}"] = layers.block(channels, size)
+
+    head = _Layers(model)
+    features = _divisible(HEAD_CHANNELS * model.width)
+    head.convolution(channels, features, size)
+    head.normalisation(features, size)
+    head.convolution(features, model.classes, 1)  # the classifier, behind a mean over the pixels
+    head.vectors += model.classes
+    if model.dropout:
+        head.saved += features  # the factors
+    found["head"] = head.block(model.classes, 1)
+    return found
+
+
 def _divisible(value: float) -> int:
-    """The nearest multiple of 8 that is not below nine tenths of the value."""
+    """Return the nearest multiple of 8 that is not below nine tenths of `value`."""
     result = max(CHANNEL_DIVISOR, int(value + CHANNEL_DIVISOR / 2) // CHANNEL_DIVISOR * CHANNEL_DIVISOR)
     return result + CHANNEL_DIVISOR if result < 0.9 * value else result
 
 
 class _Layers:
-    """Adds up the layers of one block."""
+    """Adds up the layers of one block, for one image. Its numbers are those of `BlockShape`.
+
+    matrices: of the parameters, those that are no vectors.
+    """
 
     def __init__(self, model: EfficientNet):
         self._model = model
-        self.multiply_adds = self.matrices = self.vectors = self.saved = self.once = self.layers = 0
+        self.multiply_adds = 0
+        self.matrices = 0
+        self.vectors = 0
+        self.saved = 0
+        self.saved_once = 0
+        self.layers = 0
+
+    def inverted_bottleneck(self, stage: Stage, channels: int, out_channels: int, size: int, stride: int) -> int:
+        """Add timm's block of a row of the table.
+
+        Args:
+            stage: the row.
+            channels, out_channels: of input and output.
+            size: pixels a side of the input.
+            stride: of the spatial convolution.
+
+        Returns:
+            Pixels a side of the output.
+        """
+        expansion = 1 if stage.separable else self._model.expansion
+        expanded = _divisible(channels * expansion)
+        if not stage.separable:
+            self.convolution(channels, expanded, size)
+            self.normalisation(expanded, size)
+        groups = groups_of(expanded, self._model.group_size)
+        size = self.convolution(expanded, expanded, size, kernel=stage.kernel, stride=stride, groups=groups)
+        self.normalisation(expanded, size)
+        self.squeeze(expanded, round(expanded * SQUEEZE / expansion), size)
+        self.convolution(expanded, out_channels, size)
+        self.normalisation(out_channels, size, activated=False)
+        return size
 
     def convolution(self, channels: int, out: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> int:
-        """[channels, size, size] -> [out, side, side]; the side. Keeps its input, padded where it is."""
+        """Add a convolution [channels, size, size] -> [out, side, side], and return the side.
+
+        It keeps its input, padded where it is.
+        """
         side = -(-size // stride)
         weights = out * channels // groups * kernel**2
         self.multiply_adds += weights * side**2
         self.matrices += weights
         self.layers += 1
         # At stride 2, TensorFlow's padding is uneven, so torch pads a copy; otherwise the kernel pads.
-        padded = stride > 1 and self._model.padding == "same"
-        self.saved += channels * ((max((side - 1) * stride + kernel, size) if padded else size) ** 2)
+        if stride > 1 and self._model.padding == "same":
+            size = max((side - 1) * stride + kernel, size)
+        self.saved += channels * size**2
         return side
 
     def normalisation(self, channels: int, size: int, activated: bool = True) -> None:
-        """Keeps its input and, with an activation, that one's input; proxy normalisation keeps its own, too."""
+        """Add a normalisation of [channels, size, size], `activated` or not.
+
+        It keeps its input and, with an activation, that one's input; proxy normalisation keeps its own, too.
+        """
         model = self._model
+        elements = channels * size**2
         proxy = model.proxy_norm and activated
-        self.vectors += channels * ((4 if proxy else 2) - (model.proxy_norm and not activated))
-        self.saved += channels * size**2 * (1 + activated + proxy)
-        self.once += _PROXY * channels * proxy
+
+        # Weight and bias; a proxy's shift and scale. With proxy normalisation, what has no activation has no bias.
+        vectors = 4 if proxy else 2
+        if model.proxy_norm and not activated:
+            vectors = 1
+        self.vectors += vectors * channels
+
+        self.saved += elements
+        if activated:
+            self.saved += elements
+        if proxy:
+            self.saved += elements
+            self.saved_once += _PROXY * channels
         if model.norm == "batch":
-            self.once += _STATISTICS * channels
+            self.saved_once += _STATISTICS * channels
         else:
-            self.saved += _STATISTICS * (1 if model.norm == "layer" else model.norm_groups)
+            groups = 1 if model.norm == "layer" else model.norm_groups
+            self.saved += _STATISTICS * groups
 
     def squeeze(self, channels: int, reduced: int, size: int) -> None:
-        """Keeps what it scales, and a few vectors."""
-        self.multiply_adds += 2 * channels * reduced
-        self.matrices += 2 * channels * reduced
+        """Add squeeze and excitation of [channels, size, size] by way of `reduced` numbers.
+
+        It keeps what it scales, and a few vectors.
+        """
+        matrices = 2 * channels * reduced
+        self.multiply_adds += matrices
+        self.matrices += matrices
         self.layers += 2
         self.vectors += channels + reduced
         self.saved += channels * size**2 + 2 * channels + 2 * reduced
 
     def block(self, channels: int, size: int) -> BlockShape:
-        """All of it, with an output of [channels, size, size]."""
-        parameters = self.matrices + self.vectors
-        output = channels * size**2
-        return BlockShape(self.multiply_adds, parameters, self.vectors, self.saved, output, self.once, self.layers)
+        """Return all of it as a block whose output is [channels, size, size]."""
+        return BlockShape(
+            multiply_adds=self.multiply_adds,
+            parameters=self.matrices + self.vectors,
+            vectors=self.vectors,
+            saved=self.saved,
+            output=channels * size**2,
+            saved_once=self.saved_once,
+            layers=self.layers,
+        )
