@@ -1,106 +1,215 @@
 """Triton kernels of grouped convolution: `group_conv.py` launches them.
 
-A tile is [groups, pixels, channels of a group]: pixels of one line of an image. Lines are scalars, so what concerns
-them is computed once a tile. Weights come packed, [groups, k, k, out, in]: each group's matrix at each point of the
-kernel is contiguous. In their own layout a matrix's elements are k^2 apart: each program would load them one by one, 72
-to 200 loads where 9 to 25 do, and most from several lines of the cache. Sums are float32 and added in an order that
-depends on shapes alone, without atomics, so results repeat bit for bit.
+A tile is [GROUPS, PIXELS, GROUP]: groups, pixels of one line of an image, and channels of a group.
+Lines are scalars, so what concerns them is computed once a tile. Weights come packed, [groups, k,
+k, out, in]: each group's matrix at each point of the kernel is contiguous. In their own layout a
+matrix's elements are k^2 apart: each program would load them one by one, 72 to 200 loads where 9 to
+25 do, and most from several lines of the cache. Sums are float32 and added in an order that depends
+on shapes alone, without atomics, so results repeat bit for bit.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-# The kernels are compiled once whatever these sizes are: of `channels` alone it is worth knowing that 16 divides them.
+# The kernels are compiled once whatever these sizes are: of `channels` alone it is worth knowing
+# that 16 divides them.
 _SIZES = ["blocks", "tiles", "height", "width", "out_height", "out_width", "top", "left"]
 _SIZES += ["all_blocks", "blocks_each"]
 
 
+class _Images(NamedTuple):
+    """Sizes of a tensor [N, C, H, W]."""
+
+    channels: tl.tensor
+    height: tl.tensor
+    width: tl.tensor
+
+
+class _Program(NamedTuple):
+    """A program's channels, and what remains of its number."""
+
+    number: tl.tensor  # of the program among those of its groups
+    group: tl.tensor  # [GROUPS], numbers of the groups
+    channel: tl.tensor  # [GROUPS, GROUP], numbers of the channels
+
+
+class _Tile(NamedTuple):
+    """Numbers of a program's tile in its line, of its block of lines, and of its image."""
+
+    tile: tl.tensor
+    block: tl.tensor
+    image: tl.tensor
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def output(
-    x, weight, y, means, squares, blocks, tiles, channels, height, width, out_height, out_width, top, left,
-    LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
-    STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr, REVERSED: tl.constexpr,
-):  # fmt: skip
-    """y for some groups, PIXELS columns and LINES lines. A line of x is read KERNEL times, not KERNEL^2.
+    # Tensors.
+    x,  # [N, C, height, width]
+    weight,  # [groups, k, k, out, in]
+    y,  # [N, C, out_height, out_width], written
+    means,  # [N, C, chunks], written: mean of the tile's part of y, as it is stored; or None
+    squares,  # like means, written: sum of squared differences from it; or None
+    # Sizes.
+    blocks,  # of lines, of an image
+    tiles,  # of a line
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    top,  # lines of padding before the image
+    left,  # columns of padding before the image
+    # Constants.
+    LINES: tl.constexpr,
+    PIXELS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    REVERSED: tl.constexpr,
+):
+    """Compute y for some groups, PIXELS columns and LINES lines.
 
-    means, squares: unless None, [N, C, chunks], for the statistics of the tile's channels, of y as it is stored.
-    REVERSED: the kernel is taken from its last point to its first and its matrices are transposed, as the gradient of
-    the input of a convolution with stride 1 wants.
+    A line of x is read KERNEL times, not KERNEL^2.
+
+    REVERSED: the kernel is taken from its last point to its first and its matrices are transposed,
+    as the gradient of the input of a convolution with stride 1 wants.
     """
-    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
-    tile, block, image = _tile(program, tiles, blocks)
-    column, row = tile * PIXELS + tl.arange(0, PIXELS), block * LINES
-    first_row, first_column = row * STRIDE - top, column * STRIDE - left
-    at = x + _places(image, channel, first_row, first_column, channels, height, width, CHANNELS_LAST)
-    row_step, column_step = _steps(channels, width, CHANNELS_LAST)
-    extents = _extents(first_row, height, width, (LINES - 1) * STRIDE + KERNEL)
+    program = _program(channels, GROUPS, GROUP)
+    tile = _tile(program.number, tiles, blocks)
+    column = tile.tile * PIXELS + tl.arange(0, PIXELS)
+    row = tile.block * LINES
+    # Lines of x that the lines of y reach, and their first columns.
+    x_sizes = _Images(channels, height, width)
+    first_row = row * STRIDE - top
+    first_column = column * STRIDE - left
+    at = x + _places(
+        x_sizes,
+        tile.image,
+        program.channel,
+        row=first_row,
+        column=first_column,
+        CHANNELS_LAST=CHANNELS_LAST,
+    )
+    row_step, column_step = _steps(x_sizes, CHANNELS_LAST)
+    extents = _extents(x_sizes, first_row, (LINES - 1) * STRIDE + KERNEL)
     sums = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * LINES
-    step: tl.constexpr = -GROUP * GROUP if REVERSED else GROUP * GROUP
-    # The product wants [in, out]. Loading that takes fewer instructions than transposing what was loaded if x is
-    # channels-last, and more if it is not; with stride 2 it would spill registers.
+    # The product wants [in, out]. Loading that takes fewer instructions than transposing what was
+    # loaded if x is channels-last, and more if it is not; with stride 2 it would spill registers.
     loaded: tl.constexpr = CHANNELS_LAST and STRIDE == 1
-    matrix = _matrix(weight, group, KERNEL, GROUP, loaded and not REVERSED)
+    matrix = _matrix(weight, program.group, KERNEL, GROUP, TRANSPOSED=loaded and not REVERSED)
+    step: tl.constexpr = -GROUP * GROUP if REVERSED else GROUP * GROUP
     if REVERSED:
         matrix += (KERNEL * KERNEL - 1) * GROUP * GROUP
+    # Column after column of the kernel: its matrices and the lines are loaded, then all lines of y
+    # are served.
     for kx in range(KERNEL):
         weights = ()
         for ky in tl.static_range(KERNEL):
-            each = tl.load(matrix + step * (ky * KERNEL))
-            weights += (each if loaded or REVERSED else tl.trans(each, 0, 2, 1),)
+            point_weights = tl.load(matrix + step * (ky * KERNEL))
+            weights += (point_weights if loaded or REVERSED else tl.trans(point_weights, 0, 2, 1),)
         lines = _load(at, first_column + kx, row_step, extents)
         totals = ()
         for line in tl.static_range(LINES):
             total = sums[line]
             for ky in tl.static_range(KERNEL):
-                total = tl.dot(lines[line * STRIDE + ky], weights[ky], total, input_precision="ieee")
+                values = lines[line * STRIDE + ky]
+                total = tl.dot(values, weights[ky], total, input_precision="ieee")
             totals += (total,)
         sums = totals
         at += column_step
         matrix += step
-    at = y + _places(image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
-    row_step, _ = _steps(channels, out_width, CHANNELS_LAST)
-    extents = _extents(row, out_height, out_width, LINES)
+    y_sizes = _Images(channels, out_height, out_width)
+    at = y + _places(
+        y_sizes,
+        tile.image,
+        program.channel,
+        row=row,
+        column=column,
+        CHANNELS_LAST=CHANNELS_LAST,
+    )
+    row_step, _ = _steps(y_sizes, CHANNELS_LAST)
+    extents = _extents(y_sizes, row, LINES)
     for line in tl.static_range(LINES):
         _store(at, sums[line], column, extents[line])
         at += row_step
     if means is not None:
         # From sums of differences from the first line's mean, and of their squares.
-        inside = tl.minimum(PIXELS, out_width - tile * PIXELS)
+        inside = tl.minimum(PIXELS, out_width - tile.tile * PIXELS)
         origin = tl.sum(_stored(sums[0], 0.0, column, extents[0], y), 1) * (1.0 / inside)
-        total, squared = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * 2
+        total = tl.zeros((GROUPS, PIXELS, GROUP), tl.float32)
+        squared = tl.zeros((GROUPS, PIXELS, GROUP), tl.float32)
         for line in tl.static_range(LINES):
             centred = _stored(sums[line], origin[:, None, :], column, extents[line], y)
             total += centred
             squared += centred * centred
         count = inside * tl.minimum(LINES, out_height - row)
         shift = tl.sum(total, 1) * (1.0 / count)
-        place = (image.to(tl.int64) * channels + channel) * (blocks * tiles) + block * tiles + tile
+        channel_place = tile.image.to(tl.int64) * channels + program.channel
+        place = channel_place * (blocks * tiles) + tile.block * tiles + tile.tile
         tl.store(means + place, origin + shift)
         tl.store(squares + place, tl.maximum(tl.sum(squared, 1) - shift * shift * count, 0.0))
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def strided_input_gradient(
-    dy, weight, dx, blocks, tiles, channels, height, width, out_height, out_width, top, left,
-    LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
-    STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-):  # fmt: skip
-    """dx for some groups, STRIDE PIXELS columns and STRIDE LINES lines.
+    # Tensors.
+    dy,  # [N, C, out_height, out_width]
+    weight,  # [groups, k, k, out, in]
+    dx,  # [N, C, height, width], written
+    # Sizes: see output; blocks and tiles are those of dx, of STRIDE LINES lines and STRIDE PIXELS
+    # columns.
+    blocks,
+    tiles,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    top,
+    left,
+    # Constants.
+    LINES: tl.constexpr,
+    PIXELS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):
+    """Compute dx for some groups, STRIDE PIXELS columns and STRIDE LINES lines.
 
-    Row r of x is under row ky of the kernel for row (r + top - ky) / STRIDE of y, where that is whole: with
-    r + top = STRIDE m + phase and ky = STRIDE tap + phase it is m - tap. So all phases read the same lines of dy.
+    Row r of x is under row ky of the kernel for row (r + top - ky) / STRIDE of y, where that is
+    whole: with r + top = STRIDE m + phase and ky = STRIDE tap + phase it is m - tap. So all phases
+    read the same lines of dy.
     """
     TAPS: tl.constexpr = (KERNEL + STRIDE - 1) // STRIDE
-    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
-    tile, row, image = _tile(program, tiles, blocks)
-    column, row = left // STRIDE + tile * PIXELS + tl.arange(0, PIXELS), top // STRIDE + row * LINES
-    first_row, first_column = row - (TAPS - 1), column - (TAPS - 1)
-    at = dy + _places(image, channel, first_row, first_column, channels, out_height, out_width, CHANNELS_LAST)
-    row_step, column_step = _steps(channels, out_width, CHANNELS_LAST)
-    extents = _extents(first_row, out_height, out_width, LINES + TAPS - 1)
+    program = _program(channels, GROUPS, GROUP)
+    tile = _tile(program.number, tiles, blocks)
+    column = left // STRIDE + tile.tile * PIXELS + tl.arange(0, PIXELS)
+    row = top // STRIDE + tile.block * LINES
+    # Lines of dy that reach the lines of dx, and their first columns.
+    y_sizes = _Images(channels, out_height, out_width)
+    first_row = row - (TAPS - 1)
+    first_column = column - (TAPS - 1)
+    at = dy + _places(
+        y_sizes,
+        tile.image,
+        program.channel,
+        row=first_row,
+        column=first_column,
+        CHANNELS_LAST=CHANNELS_LAST,
+    )
+    row_step, column_step = _steps(y_sizes, CHANNELS_LAST)
+    extents = _extents(y_sizes, first_row, LINES + TAPS - 1)
+    # Lines by phases of lines by phases of columns.
     sums = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * (LINES * STRIDE * STRIDE)
-    matrix = _matrix(weight, group, KERNEL, GROUP, False)
+    matrix = _matrix(weight, program.group, KERNEL, GROUP, TRANSPOSED=False)
     for step in tl.static_range(TAPS):
+        # Columns of the kernel whose tap is the last but `step`, one for each phase.
         weights = ()
         for ky in tl.static_range(KERNEL):
             for phase in tl.static_range(STRIDE):
@@ -116,44 +225,100 @@ def strided_input_gradient(
                 for before in tl.static_range(STRIDE):
                     total = sums[(line * STRIDE + above) * STRIDE + before]
                     for tap in tl.static_range(TAPS):
-                        if tap * STRIDE + above < KERNEL and (TAPS - 1 - step) * STRIDE + before < KERNEL:
+                        row_exists = tap * STRIDE + above < KERNEL
+                        column_exists = (TAPS - 1 - step) * STRIDE + before < KERNEL
+                        if row_exists and column_exists:
                             values = lines[line - tap + TAPS - 1]
                             matrices = weights[(tap * STRIDE + above) * STRIDE + before]
                             total = tl.dot(values, matrices, total, input_precision="ieee")
                     totals += (total,)
         sums = totals
         at += column_step
-    row, column = row * STRIDE - top, column * STRIDE - left
-    at = dx + _places(image, channel, row, column, channels, height, width, CHANNELS_LAST)
-    row_step, column_step = _steps(channels, width, CHANNELS_LAST)
-    extents = _extents(row, height, width, LINES * STRIDE)
+    x_sizes = _Images(channels, height, width)
+    row = row * STRIDE - top
+    column = column * STRIDE - left
+    at = dx + _places(
+        x_sizes,
+        tile.image,
+        program.channel,
+        row=row,
+        column=column,
+        CHANNELS_LAST=CHANNELS_LAST,
+    )
+    row_step, column_step = _steps(x_sizes, CHANNELS_LAST)
+    extents = _extents(x_sizes, row, LINES * STRIDE)
     for line in tl.static_range(LINES * STRIDE):
         for phase in tl.static_range(STRIDE):
-            _store(at + phase * column_step, sums[line * STRIDE + phase], column + phase, extents[line])
+            values = sums[line * STRIDE + phase]
+            _store(at + phase * column_step, values, column + phase, extents[line])
         at += row_step
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def weight_gradient(
-    x, dy, sums, blocks, tiles, channels, height, width, out_height, out_width, top, left, all_blocks, blocks_each,
-    LINES: tl.constexpr, PIXELS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
-    STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-):  # fmt: skip
-    """Sums over `blocks_each` blocks of LINES lines for some groups and one column of the kernel.
+    # Tensors.
+    x,  # [N, C, height, width]
+    dy,  # [N, C, out_height, out_width]
+    sums,  # [parts, groups, k, k, out, in], written
+    # Sizes: see output.
+    blocks,
+    tiles,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    top,
+    left,
+    all_blocks,  # of all images
+    blocks_each,  # of a part
+    # Constants.
+    LINES: tl.constexpr,
+    PIXELS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):
+    """Add up over `blocks_each` blocks of LINES lines, of some groups and one column of the kernel.
 
-    A round's tiles are loaded before those of the round before are multiplied: a warp has little else to do while it
-    waits for them.
+    A round's tiles are loaded before those of the round before are multiplied: a warp has little
+    else to do while it waits for them.
     """
-    program, group, channel = _channels(tl.program_id(0), channels, GROUPS, GROUP)
-    kx, part = (program % KERNEL).to(tl.int32), (program // KERNEL).to(tl.int32)
-    first, end = part * blocks_each * tiles, tl.minimum(part * blocks_each + blocks_each, all_blocks) * tiles
+    program = _program(channels, GROUPS, GROUP)
+    kx = (program.number % KERNEL).to(tl.int32)
+    part = (program.number // KERNEL).to(tl.int32)
+    first = part * blocks_each * tiles
+    end = tl.minimum(part * blocks_each + blocks_each, all_blocks) * tiles
     sizes = (blocks, tiles, channels, height, width, out_height, out_width, top, left)
     products = (tl.zeros((GROUPS, GROUP, GROUP), tl.float32),) * KERNEL
-    gradients, lines = _round(x, dy, first, kx, channel, sizes, LINES, PIXELS, KERNEL, STRIDE, CHANNELS_LAST)
+    gradients, lines = _round(
+        x,
+        dy,
+        first,
+        kx=kx,
+        channel=program.channel,
+        sizes=sizes,
+        LINES=LINES,
+        PIXELS=PIXELS,
+        KERNEL=KERNEL,
+        STRIDE=STRIDE,
+        CHANNELS_LAST=CHANNELS_LAST,
+    )
     for number in range(first, end):
-        following = tl.minimum(number + 1, end - 1)
         next_gradients, next_lines = _round(
-            x, dy, following, kx, channel, sizes, LINES, PIXELS, KERNEL, STRIDE, CHANNELS_LAST
+            x,
+            dy,
+            tl.minimum(number + 1, end - 1),
+            kx=kx,
+            channel=program.channel,
+            sizes=sizes,
+            LINES=LINES,
+            PIXELS=PIXELS,
+            KERNEL=KERNEL,
+            STRIDE=STRIDE,
+            CHANNELS_LAST=CHANNELS_LAST,
         )
         totals = ()
         for ky in tl.static_range(KERNEL):
@@ -162,19 +327,31 @@ def weight_gradient(
                 gradient = tl.trans(gradients[line], 0, 2, 1)
                 total = tl.dot(gradient, lines[line * STRIDE + ky], total, input_precision="ieee")
             totals += (total,)
-        products, gradients, lines = totals, next_gradients, next_lines
-    at = _matrix(sums + part.to(tl.int64) * channels * GROUP * KERNEL * KERNEL, group, KERNEL, GROUP, False)
+        products = totals
+        gradients = next_gradients
+        lines = next_lines
+    part_sums = sums + part.to(tl.int64) * channels * GROUP * KERNEL * KERNEL
+    at = _matrix(part_sums, program.group, KERNEL, GROUP, TRANSPOSED=False)
     for ky in tl.static_range(KERNEL):
         tl.store(at + (ky * KERNEL + kx) * GROUP * GROUP, products[ky])
 
 
 @triton.jit(do_not_specialize=["parts"])
 def add_parts(
-    sums, gradient, parts, elements, PARTS: tl.constexpr, ELEMENTS: tl.constexpr, POINTS: tl.constexpr,
-    GROUP: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-):  # fmt: skip
-    """ELEMENTS of the weights' gradient, from sums, [parts, groups, POINTS, out, in]: read in their order, PARTS at a
-    time. gradient: [groups, out, in, POINTS], or [groups, out, POINTS, in] if CHANNELS_LAST."""
+    # Tensors.
+    sums,  # [parts, groups, POINTS, out, in]
+    gradient,  # [groups, out, in, POINTS], or [groups, out, POINTS, in] if CHANNELS_LAST; written
+    # Sizes.
+    parts,
+    elements,  # of the gradient
+    # Constants.
+    PARTS: tl.constexpr,  # at a time
+    ELEMENTS: tl.constexpr,
+    POINTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):
+    """Add up ELEMENTS of the weights' gradient; sums are read in their order."""
     place = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     known = place < elements
     part = tl.arange(0, PARTS)
@@ -183,8 +360,10 @@ def add_parts(
     for first in range(0, parts, PARTS):
         totals += tl.load(at, mask=(first + part < parts)[:, None] & known[None, :], other=0.0)
         at += PARTS * elements
-    inner, outer = place % GROUP, place // GROUP % GROUP
-    point, group = place // (GROUP * GROUP) % POINTS, place // (GROUP * GROUP * POINTS)
+    inner = place % GROUP
+    outer = place // GROUP % GROUP
+    point = place // (GROUP * GROUP) % POINTS
+    group = place // (GROUP * GROUP * POINTS)
     if CHANNELS_LAST:
         target = ((group * GROUP + outer) * POINTS + point) * GROUP + inner
     else:
@@ -192,104 +371,161 @@ def add_parts(
     tl.store(gradient + target, tl.sum(totals, 0).to(gradient.dtype.element_ty), mask=known)
 
 
+# ---- Where programs are.
+
+
 @triton.jit
-def _channels(program, channels, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """What remains of a program's number, and its channels, [GROUPS, GROUP]: programs that run together read what lies
-    together in a channels-last tensor."""
+def _program(channels, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """Return the _Program.
+
+    Programs that run together read what lies together in a channels-last tensor.
+    """
+    program = tl.program_id(0).to(tl.uint32)
     packs = (channels // (GROUPS * GROUP)).to(tl.uint32)
-    program = program.to(tl.uint32)
     group = (program % packs).to(tl.int32) * GROUPS + tl.arange(0, GROUPS)
-    return program // packs, group, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    channel = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return _Program(program // packs, group, channel)
 
 
 @triton.jit
-def _tile(program, tiles, blocks):
-    """Number of a program's tile in its line, of its block of lines, and of its image."""
-    tiles, blocks = tiles.to(tl.uint32), blocks.to(tl.uint32)
-    block = program // tiles
-    return (program % tiles).to(tl.int32), (block % blocks).to(tl.int32), (block // blocks).to(tl.int32)
+def _tile(number, tiles, blocks):
+    """Return the _Tile of which `number`, uint32, is the number among all images' tiles."""
+    tiles = tiles.to(tl.uint32)
+    blocks = blocks.to(tl.uint32)
+    block = number // tiles
+    return _Tile(
+        tile=(number % tiles).to(tl.int32),
+        block=(block % blocks).to(tl.int32),
+        image=(block // blocks).to(tl.int32),
+    )
 
 
 @triton.jit
-def _round(
-    x, dy, number, kx, channel, sizes,
-    LINES: tl.constexpr, PIXELS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-):  # fmt: skip
-    """Tiles of LINES lines of dy, and of the lines of x that they reach through column kx of the kernel."""
-    blocks, tiles, channels, height, width, out_height, out_width, top, left = sizes
-    tile, block, image = _tile(number.to(tl.uint32), tiles, blocks)
-    column, row = tile * PIXELS + tl.arange(0, PIXELS), block * LINES
-    y_step, _ = _steps(channels, out_width, CHANNELS_LAST)
-    at = dy + _places(image, channel, row, column, channels, out_height, out_width, CHANNELS_LAST)
-    gradients = _load(at, column, y_step, _extents(row, out_height, out_width, LINES))
-    x_step, _ = _steps(channels, width, CHANNELS_LAST)
-    row, column = row * STRIDE - top, column * STRIDE - left + kx
-    at = x + _places(image, channel, row, column, channels, height, width, CHANNELS_LAST)
-    return gradients, _load(at, column, x_step, _extents(row, height, width, (LINES - 1) * STRIDE + KERNEL))
-
-
-@triton.jit
-def _places(image, channel, row, column, channels, height, width, CHANNELS_LAST: tl.constexpr):
-    """Elements from the start of [N, C, H, W] to each of a tile, 64 bits."""
-    start = image.to(tl.int64) * (channels * height * width)
-    channel, column = channel[:, None, :], column[None, :, None]
+def _places(images, image, channel, row, column, CHANNELS_LAST: tl.constexpr):
+    """Return elements from the start of a tensor to each of a tile, 64 bits. images: its sizes."""
+    start = image.to(tl.int64) * (images.channels * images.height * images.width)
+    channel = channel[:, None, :]
+    column = column[None, :, None]
     if CHANNELS_LAST:
-        return start + ((row * width + column) * channels + channel)
+        return start + ((row * images.width + column) * images.channels + channel)
     else:
-        return start + ((channel * height + row) * width + column)
+        return start + ((channel * images.height + row) * images.width + column)
 
 
 @triton.jit
-def _steps(channels, width, CHANNELS_LAST: tl.constexpr):
-    """Elements from a line to the next, and from a pixel to the next."""
+def _steps(images, CHANNELS_LAST: tl.constexpr):
+    """Return elements from a line to the next, and from a pixel to the next. images: sizes."""
     if CHANNELS_LAST:
-        return width * channels, channels
+        return images.width * images.channels, images.channels
     else:
-        return width, 1
+        return images.width, 1
 
 
 @triton.jit
-def _extents(row, height, width, LINES: tl.constexpr):
-    """Columns that each line from `row` on has: none outside the image."""
+def _extents(images, row, LINES: tl.constexpr):
+    """Return how many columns each line from `row` on has: none outside the image.
+
+    images: sizes.
+    """
     extents = ()
     for line in tl.static_range(LINES):
-        extents += (tl.where((row + line >= 0) & (row + line < height), width, 0),)
+        inside = (row + line >= 0) & (row + line < images.height)
+        extents += (tl.where(inside, images.width, 0),)
     return extents
 
 
 @triton.jit
+def _matrix(weight, group, KERNEL: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return pointers to the groups' matrices at the first point of the kernel.
+
+    They are [groups, out, in], or [groups, in, out] if TRANSPOSED.
+    """
+    row = tl.arange(0, GROUP)[None, :, None]
+    column = tl.arange(0, GROUP)[None, None, :]
+    first_row = group[:, None, None] * (KERNEL * KERNEL * GROUP)
+    if TRANSPOSED:
+        return weight + (first_row + column) * GROUP + row
+    else:
+        return weight + (first_row + row) * GROUP + column
+
+
+# ---- Loads and stores.
+
+
+@triton.jit
+def _round(
+    x,
+    dy,
+    number,  # of the tile
+    kx,  # the column of the kernel
+    channel,  # [GROUPS, GROUP]
+    sizes,  # the kernel's, in their order
+    LINES: tl.constexpr,
+    PIXELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):
+    """Load tiles of LINES lines of dy, and of the lines of x that they reach through column kx."""
+    blocks, tiles, channels, height, width, out_height, out_width, top, left = sizes
+    tile = _tile(number.to(tl.uint32), tiles, blocks)
+    column = tile.tile * PIXELS + tl.arange(0, PIXELS)
+    row = tile.block * LINES
+    y_sizes = _Images(channels, out_height, out_width)
+    y_step, _ = _steps(y_sizes, CHANNELS_LAST)
+    at = dy + _places(
+        y_sizes,
+        tile.image,
+        channel,
+        row=row,
+        column=column,
+        CHANNELS_LAST=CHANNELS_LAST,
+    )
+    gradients = _load(at, column, y_step, _extents(y_sizes, row, LINES))
+    x_sizes = _Images(channels, height, width)
+    x_step, _ = _steps(x_sizes, CHANNELS_LAST)
+    row = row * STRIDE - top
+    column = column * STRIDE - left + kx
+    at = x + _places(
+        x_sizes,
+        tile.image,
+        channel,
+        row=row,
+        column=column,
+        CHANNELS_LAST=CHANNELS_LAST,
+    )
+    extents = _extents(x_sizes, row, (LINES - 1) * STRIDE + KERNEL)
+    return gradients, _load(at, column, x_step, extents)
+
+
+@triton.jit
 def _inside(column, extent):
+    """Return whether columns, [PIXELS], are in a line of so many columns."""
     return column.to(tl.uint32) < extent.to(tl.uint32)
 
 
 @triton.jit
 def _load(at, column, row_step, extents):
-    """Tiles of neighbouring lines, [GROUPS, PIXELS, GROUP], 0 outside the image. All are under way before the first is
-    needed."""
+    """Load tiles of neighbouring lines, [GROUPS, PIXELS, GROUP], 0 outside the image.
+
+    All are under way before the first is needed.
+    """
     lines = ()
     for line in tl.static_range(len(extents)):
-        lines += (tl.load(at, mask=_inside(column, extents[line])[None, :, None], other=0.0),)
+        mask = _inside(column, extents[line])[None, :, None]
+        lines += (tl.load(at, mask=mask, other=0.0),)
         at += row_step
     return lines
 
 
 @triton.jit
 def _store(at, values, column, extent):
-    """A tile, [GROUPS, PIXELS, GROUP]."""
+    """Store a tile, [GROUPS, PIXELS, GROUP]."""
     tl.store(at, values.to(at.dtype.element_ty), mask=_inside(column, extent)[None, :, None])
 
 
 @triton.jit
 def _stored(values, less, column, extent, y):
-    """The values as y has them, less those of `less`; 0 outside the image."""
+    """Return the values as y has them, less those of `less`; 0 outside the image."""
     values = values.to(y.dtype.element_ty).to(tl.float32) - less
     return tl.where(_inside(column, extent)[None, :, None], values, 0.0)
-
-
-@triton.jit
-def _matrix(weight, group, KERNEL: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Pointers to the groups' matrices at the first point of the kernel: [groups, out, in], or [groups, in, out]."""
-    row, column = tl.arange(0, GROUP)[None, :, None], tl.arange(0, GROUP)[None, None, :]
-    if TRANSPOSED:
-        row, column = column, row
-    return weight + (group[:, None, None] * (KERNEL * KERNEL * GROUP) + row) * GROUP + column

@@ -1,13 +1,14 @@
-"""Group normalisation with SiLU as Triton kernels, for contiguous and for channels-last activations.
+"""Group normalisation with SiLU as Triton kernels, contiguous and channels-last.
 
-Forward reads x twice and writes y, backward reads x and dy twice and writes dx; only x is kept. Three kernels forward
-and three backward: sums, what they are over a group, and the result. They are in `group_norm_kernels.py`.
+Forward reads x twice and writes y, backward reads x and dy twice and writes dx; only x is kept.
+Three kernels forward and three backward: sums, what they are over a group, and the result. They are
+in `group_norm_kernels.py`.
 """
 
 from __future__ import annotations
 
 import copy as copying
-from typing import Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 import triton
@@ -18,49 +19,72 @@ from models.kernels import group_norm_kernels as kernels
 from models.kernels.operators import operator
 from models.normalization import GroupNormAct, ProxyNormAct
 
-# Elements of a program and of each of its tiles, one after the other, and warps: the fastest of those tried on an H200
-# (docs/gpu.md). With smaller tiles more warps fit; in longer programs what is done once for each channel weighs less.
-_SUMMED = (2**15, 2**10, 4)  # that are added up
-_MAPPED = (2**14, 2**12, 8)  # each of which gives one
-# Neighbouring channels of a channels-last tile: 128 bytes in half precision, a line of the cache, or half of that where
-# fewer lanes have no channel then.
-_ROWS = (64, 32)
-_MERGED = 4096  # partial sums that are merged at a time
-_WARPS = 8  # of what merges
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class _Sizes(NamedTuple):
+    """Elements of a program and of each of its tiles, one after the other, and warps."""
+
+    program: int
+    tile: int
+    warps: int
+
+
+# The fastest of those tried on an H200 (docs/gpu.md). With smaller tiles more warps fit; in longer
+# programs what is done once for each channel weighs less.
+_SUMMED = _Sizes(program=2**15, tile=2**10, warps=4)  # elements that are added up
+_MAPPED = _Sizes(program=2**14, tile=2**12, warps=8)  # elements each of which gives one
+# Neighbouring channels of a channels-last tile: 128 bytes in half precision, a line of the cache,
+# or half of that where fewer lanes have no channel then.
+_ROWS = (64, 32)
+_MERGED = 4096  # partial sums that are merged at a time
+_WARPS = 8  # of what merges
+
+
 def replaces(module: nn.Module) -> bool:
-    """Whether `FusedGroupNormAct.of` takes the module."""
+    """Return whether `fuse` takes the `module`."""
     return type(module) in (GroupNormAct, ProxyNormAct)
 
 
 class FusedGroupNormAct(GroupNormAct):
-    """GroupNormAct by our kernels: [N, C, H, W], float16, bfloat16 or float32; output in x's dtype and memory format.
+    """GroupNormAct by our kernels: [N, C, H, W], float16, bfloat16 or float32.
 
-    Mean and variance are merged from those of tiles (Chan, Golub and LeVeque, 1979). Other layouts of x become
-    contiguous. Gradients are not differentiable again.
+    Output in x's dtype and memory format.
+
+    Mean and variance are merged from those of tiles (Chan, Golub and LeVeque, 1979). Other layouts
+    of x become contiguous. Gradients are not differentiable again.
     """
 
     @classmethod
     def of(cls, norm: GroupNormAct) -> FusedGroupNormAct:
-        """A layer with the Parameters, buffers and settings of `norm`."""
+        """Return a layer with the Parameters, buffers and settings of `norm`."""
         assert replaces(norm), f"no kernels for {type(norm).__name__}"
         fused = copying.copy(norm)
         fused.__class__ = _FusedProxyNormAct if isinstance(norm, ProxyNormAct) else cls
         return fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised and activated `x`, [N, C, H, W]."""
         assert x.shape[1] == self.num_channels, f"{x.shape[1]} channels, not {self.num_channels}"
         return self.added(x, None, None)
 
     def added(
-        self, x: torch.Tensor, kept: Optional[torch.Tensor], residual: Optional[torch.Tensor], copied: bool = False
+        self,
+        x: torch.Tensor,
+        kept: Optional[torch.Tensor],
+        residual: Optional[torch.Tensor],
+        copied: bool = False,
     ) -> torch.Tensor:
-        """The layer's output times `kept`, [N], plus `residual`, of x's shape, dtype and layout, rounded once. copied:
-        the residual's gradient is a tensor that nobody else has."""
-        settings = (self.num_groups, self.eps, self.apply_act, copied)
-        return GroupNormActFunction.apply(x, self.weight, self.bias, kept, residual, *settings)
+        """Return the layer's output times `kept`, plus `residual`, rounded once.
+
+        Args:
+            x: [N, C, H, W].
+            kept: [N], or None.
+            residual: of x's shape, dtype and layout, or None.
+            copied: whether the residual's gradient is a tensor that nobody else has.
+        """
+        settings = _Settings(self.num_groups, self.eps, self.apply_act, copied)
+        return _GroupNormAct.apply(x, self.weight, self.bias, kept, residual, settings)
 
 
 fuse = FusedGroupNormAct.of
@@ -71,98 +95,180 @@ class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
 
 
 class Tiles:
-    """How x, [N, C, H, W], is divided: `rows` channels by `strip` pixels are a program's, which takes tile after tile;
-    `chunks` strips are an image's plane.
+    """How x is divided among programs, and launches of kernels over it.
 
-    aligned: a power of two, up to 8, that divides the contiguous length: elements that a thread loads at once.
+    `rows` channels by `strip` pixels are a program's, which takes tile after tile; `chunks` strips
+    are an image's plane. aligned: a power of two, up to 8, that divides the contiguous length:
+    elements that a thread loads at once.
+
+    Args:
+        x: [N, C, H, W], in one of the two layouts.
+        groups: of the normalisation.
     """
 
     def __init__(self, x: torch.Tensor, groups: int):
         self.images, self.channels, height, width = x.shape
-        self.groups, self.size, self.pixels = groups, self.channels // groups, height * width
+        self.groups = groups
+        self.size = self.channels // groups
+        self.pixels = height * width
         self.device = x.device
         self.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         self.memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+
+        channels_power = triton.next_power_of_2(self.channels)
         if self.channels_last:
             self.rows = min(_ROWS, key=lambda rows: triton.cdiv(self.channels, rows) * rows)
-            self.rows = min(self.rows, triton.next_power_of_2(self.channels))
+            self.rows = min(self.rows, channels_power)
+            contiguous = self.channels
         else:
-            self.rows = min(triton.next_power_of_2(self.channels), max(1, _SUMMED[1] // self._pixels))
+            self.rows = min(channels_power, max(1, _SUMMED.tile // self._pixels_power))
+            contiguous = self.pixels
         self.strip = self._strip(_SUMMED)
         self.chunks = triton.cdiv(self.pixels, self.strip)
-        length = self.channels if self.channels_last else self.pixels
-        self.aligned = min(length & -length, 8)
+        self.aligned = min(contiguous & -contiguous, 8)
 
     @property
-    def _pixels(self) -> int:
+    def _pixels_power(self) -> int:
         return triton.next_power_of_2(self.pixels)
 
-    def _strip(self, sizes: Tuple[int, int, int]) -> int:
-        """Pixels of a program."""
-        return min(self._pixels, sizes[0] // self.rows)
+    def _strip(self, sizes: _Sizes) -> int:
+        """Return the pixels of a program."""
+        return min(self._pixels_power, sizes.program // self.rows)
 
     def sums(self, numbers: int) -> torch.Tensor:
-        """Memory for so many numbers of each channel, of each tile: [numbers, N, C, chunks], float32."""
+        """Make memory for so many `numbers` of each channel and strip: [numbers, N, C, chunks]."""
         shape = (numbers, self.images, self.channels, self.chunks)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def of_groups(self) -> torch.Tensor:
-        """Memory for two numbers of each image and group: [2, N, groups], float32."""
+        """Make memory for two numbers of each image and group: [2, N, groups], float32."""
         return torch.empty((2, self.images, self.groups), dtype=torch.float32, device=self.device)
 
-    def sum(self, kernel, *arguments, **constants) -> None:
-        """For kernels that add up what is in a strip."""
-        self._run(kernel, _SUMMED, *arguments, **constants)
+    def sum(self, kernel, **arguments) -> None:
+        """Launch a `kernel` that adds up what is in a strip.
 
-    def map(self, kernel, *arguments, **constants) -> None:
-        """For kernels that write a tensor like x."""
-        self._run(kernel, _MAPPED, *arguments, **constants)
+        Other arguments: the kernel's own, without sizes.
+        """
+        self._run(kernel, _SUMMED, arguments)
 
-    def _run(self, kernel, sizes: Tuple[int, int, int], *arguments, **constants) -> None:
-        """The grid has one dimension, the only one that may be longer than 65,535."""
+    def map(self, kernel, **arguments) -> None:
+        """Launch a `kernel` that writes a tensor like x.
+
+        Other arguments: the kernel's own, without sizes.
+        """
+        self._run(kernel, _MAPPED, arguments)
+
+    def _run(self, kernel, sizes: _Sizes, arguments: Dict[str, Any]) -> None:
         strip = self._strip(sizes)
-        columns = min(strip, sizes[1] // self.rows)
-        programs = self.images * triton.cdiv(self.channels, self.rows) * triton.cdiv(self.pixels, strip)
-        kernel[(programs,)](
-            *arguments, size=self.size, channels=self.channels, pixels=self.pixels, CHANNELS_LAST=self.channels_last,
-            ALIGNED=self.aligned, ROWS=self.rows, COLUMNS=columns, STEPS=strip // columns, num_warps=sizes[2],
-            **constants,
-        )  # fmt: skip
+        columns = min(strip, sizes.tile // self.rows)
+        blocks = triton.cdiv(self.channels, self.rows)
+        strips = triton.cdiv(self.pixels, strip)
+        # The grid has one dimension, the only one that may be longer than 65,535.
+        kernel[(self.images * blocks * strips,)](
+            **arguments,
+            size=self.size,
+            channels=self.channels,
+            pixels=self.pixels,
+            CHANNELS_LAST=self.channels_last,
+            ALIGNED=self.aligned,
+            ROWS=self.rows,
+            COLUMNS=columns,
+            STEPS=strip // columns,
+            num_warps=sizes.warps,
+        )
 
 
 def statistics(x: torch.Tensor, tiles: Tiles, eps: float) -> torch.Tensor:
-    """Mean, and one over the standard deviation, of each image's groups, from those of tiles: [2, N, groups]."""
+    """Compute moments of each image's groups, from those of tiles.
+
+    Args:
+        x: [N, C, H, W].
+        tiles: of x.
+        eps: added to the variance.
+
+    Returns:
+        [2, N, groups], float32: mean, and one over the standard deviation.
+    """
     partial = tiles.sums(2)
-    tiles.sum(kernels.tile_statistics, x, partial[0], partial[1])
-    return merge_statistics(partial, tiles, eps, (1, tiles.pixels), (1, tiles.strip))
+    tiles.sum(kernels.tile_statistics, x=x, means=partial[0], squares=partial[1])
+    return merge_statistics(partial, tiles, eps, size=(1, tiles.pixels), part=(1, tiles.strip))
 
 
 def merge_statistics(
     partial: torch.Tensor, tiles: Tiles, eps: float, size: Tuple[int, int], part: Tuple[int, int]
 ) -> torch.Tensor:
-    """The same from partial, [2, N, C, chunks]: mean, and sum of squared differences from it, of each part of a
-    channel's plane. Args: size, part: lines and columns of the plane, and of its parts."""
+    """Merge the moments of parts of an image to those of its groups.
+
+    Args:
+        partial: [2, N, C, chunks], float32: mean, and sum of squared differences from it, of each
+            part of a channel's plane.
+        tiles: of the images.
+        eps: added to the variance.
+        size: lines and columns of the plane.
+        part: lines and columns of its parts.
+
+    Returns:
+        [2, N, groups], float32: mean, and one over the standard deviation.
+    """
     result = tiles.of_groups()
-    block = min(triton.next_power_of_2(tiles.size * partial.shape[-1]), _MERGED)
     kernels.merge_statistics[(tiles.images * tiles.groups,)](
-        partial[0], partial[1], *result, tiles.size, *size, eps, *part, block, num_warps=_WARPS
+        means=partial[0],
+        squares=partial[1],
+        mean=result[0],
+        scale=result[1],
+        size=tiles.size,
+        height=size[0],
+        width=size[1],
+        eps=eps,
+        LINES=part[0],
+        COLUMNS=part[1],
+        BLOCK=min(triton.next_power_of_2(tiles.size * partial.shape[-1]), _MERGED),
+        num_warps=_WARPS,
     )
     return result
 
 
-def merge_gradients(sums, tiles: Tiles, weight, by_group, dweight, dbias) -> None:
-    """Of sums, [2, N, C, chunks]: dbias and dweight, [C], the sums over images, and by_group, [2, N, groups] or None,
-    those over a group's channels times their weights."""
+def _merge_gradients(
+    sums: torch.Tensor,
+    tiles: Tiles,
+    weight: torch.Tensor,
+    *,
+    by_group: Optional[torch.Tensor],
+    dweight: torch.Tensor,
+    dbias: Optional[torch.Tensor],
+) -> None:
+    """Write gradients of weight and bias, and what the gradient of the input needs of each group.
+
+    Args:
+        sums: [2, N, C, chunks], as `kernels.sum_gradients` writes them.
+        tiles: of the images.
+        weight: [C].
+        by_group: [2, N, groups], written: sums over a group's channels times their weights; or
+            None.
+        dweight, dbias: [C], written: sums over images; dbias or None.
+    """
     block = min(triton.next_power_of_2(max(tiles.images, tiles.size) * tiles.chunks), _MERGED)
-    programs = tiles.channels + (0 if by_group is None else tiles.images * tiles.groups)
+    programs = tiles.channels
+    if by_group is not None:
+        programs += tiles.images * tiles.groups
     kernels.merge_gradients[(programs,)](
-        sums, sums.stride(0), weight, by_group, dweight, dbias, tiles.images, tiles.size, tiles.channels, tiles.chunks,
-        BLOCK=block, num_warps=min(_WARPS, max(1, block // 256)),
-    )  # fmt: skip
+        sums=sums,
+        weight=weight,
+        by_group=by_group,
+        dweight=dweight,
+        dbias=dbias,
+        stride=sums.stride(0),
+        images=tiles.images,
+        size=tiles.size,
+        channels=tiles.channels,
+        chunks=tiles.chunks,
+        BLOCK=block,
+        num_warps=min(_WARPS, max(1, block // 256)),
+    )
 
 
 def in_place_layout(x: torch.Tensor) -> torch.Tensor:
-    """x in one of the two layouts that kernels take: contiguous unless it is channels-last."""
+    """Return `x` in a layout that kernels take: contiguous unless it is channels-last."""
     return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
 
 
@@ -172,68 +278,158 @@ def _like_output(x, weight, bias, kept, residual, groups, eps, apply_act):
 
 
 @operator(
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? kept, Tensor? residual, int groups, float eps, bool apply_act) "
-    "-> (Tensor, Tensor)",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? kept, Tensor? residual, "
+    "int groups, float eps, bool apply_act) -> (Tensor, Tensor)",
     _like_output,
 )
 def _output(x, weight, bias, kept, residual, groups: int, eps: float, apply_act: bool):
-    """The layer's output, and its groups' moments: [2, N, groups]."""
+    """Return the layer's output, and its groups' moments: [2, N, groups]."""
     x = in_place_layout(x)
-    tiles, y = Tiles(x, groups), torch.empty_like(x)
+    y = torch.empty_like(x)
+    tiles = Tiles(x, groups)
     if residual is not None:
         residual = residual.contiguous(memory_format=tiles.memory_format)
-    mean, scale = moments = statistics(x, tiles, eps)
-    tiles.map(kernels.normalise, x, y, weight, bias, mean, scale, kept, residual, SILU=apply_act)
+    moments = statistics(x, tiles, eps)
+    tiles.map(
+        kernels.normalise,
+        x=x,
+        y=y,
+        weight=weight,
+        bias=bias,
+        mean=moments[0],
+        scale=moments[1],
+        kept=kept,
+        residual=residual,
+        SILU=apply_act,
+    )
     return y, moments
 
 
 def _like_gradients(dy, x, weight, bias, kept, moments, groups, apply_act, wanted, copied):
-    dx, dy = (
-        torch.empty_like(in_place_layout(x)) if there else x.new_empty(0) for there in (wanted, wanted and copied)
-    )
-    return dx, torch.empty_like(weight), torch.empty_like(weight if bias is None else bias), dy
+    dx = torch.empty_like(in_place_layout(x)) if wanted else x.new_empty(0)
+    copy = torch.empty_like(in_place_layout(x)) if wanted and copied else x.new_empty(0)
+    dbias = torch.empty_like(weight if bias is None else bias)
+    return dx, torch.empty_like(weight), dbias, copy
 
 
 @operator(
-    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? kept, Tensor moments, int groups, bool apply_act, "
-    "bool wanted, bool copied) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? kept, Tensor moments, "
+    "int groups, bool apply_act, bool wanted, bool copied) -> (Tensor, Tensor, Tensor, Tensor)",
     _like_gradients,
 )
-def _gradients(dy, x, weight, bias, kept, moments, groups: int, apply_act: bool, wanted: bool, copied: bool):
-    """Of x, empty unless it is wanted, of weight and of bias, which is undefined where there is none; and a copy of dy,
-    empty unless both are wanted."""
+def _gradients(
+    dy,
+    x,
+    weight,
+    bias,
+    kept,
+    moments,
+    groups: int,
+    apply_act: bool,
+    wanted: bool,
+    copied: bool,
+):
+    """Return gradients of x, empty unless it is wanted, of weight and of bias, and a copy of dy.
+
+    That of the bias is undefined where there is none. The copy is empty unless it and x's gradient
+    are wanted.
+    """
     x = in_place_layout(x)
     tiles = Tiles(x, groups)
-    given, sums = (x, dy.contiguous(memory_format=tiles.memory_format), weight, bias, *moments, kept), tiles.sums(2)
-    dx, dweight = torch.empty_like(x) if wanted else None, torch.empty_like(weight)
-    copy = torch.empty_like(x) if wanted and copied else None
+    normalised = {
+        "x": x,
+        "dy": dy.contiguous(memory_format=tiles.memory_format),
+        "weight": weight,
+        "bias": bias,
+        "mean": moments[0],
+        "scale": moments[1],
+        "kept": kept,
+        "SILU": apply_act,
+    }
+    # Sums over strips, then over images and over groups.
+    sums = tiles.sums(2)
+    tiles.sum(kernels.sum_gradients, **normalised, sums=sums, stride=sums.stride(0))
+    dweight = torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    tiles.sum(kernels.sum_gradients, *given, sums, sums.stride(0), SILU=apply_act)
     by_group = tiles.of_groups() if wanted else None
-    merge_gradients(sums, tiles, weight, by_group, dweight, dbias)
+    _merge_gradients(sums, tiles, weight, by_group=by_group, dweight=dweight, dbias=dbias)
+
+    # The input's gradient. An operator returns tensors only: empty or undefined ones for None.
+    dx = x.new_empty(0)
+    copy = x.new_empty(0)
     if wanted:
-        tiles.map(kernels.input_gradient, *given, *by_group, dx, copy, SILU=apply_act)
-    dx, copy = (x.new_empty(0) if each is None else each for each in (dx, copy))
-    return dx, dweight, torch.empty_like(weight) if dbias is None else dbias, copy
+        dx = torch.empty_like(x)
+        dresidual = None
+        if copied:
+            copy = torch.empty_like(x)
+            dresidual = copy
+        tiles.map(
+            kernels.input_gradient,
+            **normalised,
+            shifts=by_group[0],
+            scales=by_group[1],
+            dx=dx,
+            dresidual=dresidual,
+        )
+    if dbias is None:
+        dbias = torch.empty_like(weight)
+    return dx, dweight, dbias, copy
 
 
-class GroupNormActFunction(torch.autograd.Function):
+class _Settings(NamedTuple):
+    """Arguments of `_GroupNormAct` that are no tensors; copied: see `FusedGroupNormAct.added`."""
+
+    groups: int
+    eps: float
+    apply_act: bool
+    copied: bool
+
+
+class _GroupNormAct(torch.autograd.Function):
+    """The layer as a function of x, weight, bias, kept and residual."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, kept, residual, groups: int, eps: float, apply_act: bool, copied: bool):
+    def forward(ctx, x, weight, bias, kept, residual, settings: _Settings):
+        """Return the layer's output for `x`."""
         assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
-        y, moments = _output(x, weight, bias, kept, residual, groups, eps, apply_act)
+        y, moments = _output(
+            x=x,
+            weight=weight,
+            bias=bias,
+            kept=kept,
+            residual=residual,
+            groups=settings.groups,
+            eps=settings.eps,
+            apply_act=settings.apply_act,
+        )
         ctx.save_for_backward(x, weight, bias, kept, moments)
-        ctx.groups, ctx.apply_act, ctx.copied = groups, apply_act, copied
+        ctx.settings = settings
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
+        """Return gradients from that of the output, `dy`."""
         x, weight, bias, kept, moments = ctx.saved_tensors
-        wanted, settings = ctx.needs_input_grad[0], (ctx.groups, ctx.apply_act)
-        dx, dweight, dbias, copy = _gradients(dy, x, weight, bias, kept, moments, *settings, wanted, ctx.copied)
+        copied = ctx.settings.copied
+        wanted = ctx.needs_input_grad[0]
+        dx, dweight, dbias, copy = _gradients(
+            dy=dy,
+            x=x,
+            weight=weight,
+            bias=bias,
+            kept=kept,
+            moments=moments,
+            groups=ctx.settings.groups,
+            apply_act=ctx.settings.apply_act,
+            wanted=wanted,
+            copied=copied,
+        )
         dresidual = None
         if ctx.needs_input_grad[4]:
-            dresidual = copy if wanted and ctx.copied else dy.clone() if ctx.copied else dy
+            dresidual = dy
+            if copied:
+                dresidual = copy if wanted else dy.clone()
+        dx = dx if wanted else None
         dbias = None if bias is None else dbias
-        return dx if wanted else None, dweight, dbias, None, dresidual, None, None, None, None
+        return dx, dweight, dbias, None, dresidual, None

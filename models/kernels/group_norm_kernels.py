@@ -1,167 +1,79 @@
-"""Triton kernels of group normalisation: `group_norm.py` and `squeeze.py` launch them.
+"""Triton kernels of group normalisation: `group_norm.py` launches them.
 
-A tile is [ROWS, COLUMNS], channels by pixels of one image, in either layout. Kernels over tiles take one each; kernels
-over groups take all tiles of one image's group, one after the other, twice. All arithmetic is float32. Sums are added
-in an order that depends on shapes alone, without atomics, so results repeat bit for bit.
+Kernels over strips take one each, tile after tile (`tile_functions.py`); kernels over groups take
+all strips of one image's group, one after the other, twice. All arithmetic is float32. Sums are
+added in an order that depends on shapes alone, without atomics, so results repeat bit for bit.
 """
-
-import math
 
 import triton
 import triton.language as tl
 
-# The interpreter knows no instruction of a GPU.
-_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-_LOG2_E = tl.constexpr(math.log2(math.e))
-_STAGES = tl.constexpr(4)  # tiles of a loop that are under way
+from models.kernels.tile_functions import (
+    STAGES,
+    coefficients_of,
+    load,
+    load_tile,
+    sigmoid,
+    silu_slope,
+    store_tile,
+    strip_of,
+    subtrahends_of,
+    tile_at,
+)
 
-
-@triton.jit
-def sigmoid(z):
-    """1 / (1 + exp(-z)): compiled with a power and a reciprocal that are off by 2 ulp and 1 ulp at most (PTX) and take
-    what is below 2^-126 for 0; a division, and a power that does not, take more instructions."""
-    if _COMPILED:
-        below = 1 + tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [z * -_LOG2_E], tl.float32, True, 1)
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], tl.float32, True, 1)
-    else:
-        return tl.sigmoid(z)
-
-
-@triton.jit
-def slope(share, activation):
-    """Derivative of SiLU at z. share: sigmoid(z). activation: z times that."""
-    return share + (activation - activation * share)
-
-
-@triton.jit
-def with_factor(channels, pixels, CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr):
-    """Both, so that the compiler knows of the contiguous one's factor: else it would load, and store, each element by
-    itself."""
-    if CHANNELS_LAST:
-        return channels // ALIGNED * ALIGNED, pixels
-    else:
-        return channels, pixels // ALIGNED * ALIGNED
-
-
-@triton.jit
-def tile_at(
-    image, first_channel, known, first_pixel, end, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile's first element's offset, int64; from there the offsets of its elements, and the mask of those whose
-    channel is `known`, [ROWS], and whose pixel is before `end`: both [ROWS, COLUMNS]."""
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    channels, pixels = with_factor(channels, pixels, CHANNELS_LAST, ALIGNED)
-    if CHANNELS_LAST:
-        start = (image * pixels + first_pixel) * channels + first_channel
-        inside = rows[:, None] + columns[None, :] * channels
-    else:
-        start = (image * channels + first_channel) * pixels + first_pixel
-        inside = rows[:, None] * pixels + columns[None, :]
-    return start, inside, known[:, None] & (first_pixel + columns < end)[None, :]
-
-
-@triton.jit
-def strip(
-    channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """The program's strip: its image, first channel, first pixel and the pixel behind its last; its channels, whether
-    they exist, and their places in [N, C, chunks], all [ROWS]."""
-    channels, pixels = with_factor(channels, pixels, CHANNELS_LAST, ALIGNED)
-    chunks, blocks = tl.cdiv(pixels, STEPS * COLUMNS), tl.cdiv(channels, ROWS)
-    program = tl.program_id(0)
-    if CHANNELS_LAST:  # neighbours in memory run together
-        block, chunk = program % blocks, program // blocks % chunks
-    else:
-        block, chunk = program // chunks % blocks, program % chunks
-    image = (program // chunks // blocks).to(tl.int64)
-    first, channel = chunk * (STEPS * COLUMNS), block * ROWS + tl.arange(0, ROWS)
-    place = (image * channels + channel) * chunks + chunk
-    return image, block * ROWS, first, tl.minimum(first + STEPS * COLUMNS, pixels), channel, channel < channels, place
-
-
-@triton.jit
-def load(pointers, mask):
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def affine(scale, weight, bias, channel, known):
-    """Of each channel, [ROWS]: its weight times `scale`, one over the standard deviation, and its bias."""
-    factor = scale * load(weight + channel, known)
-    return factor, tl.zeros_like(factor) if bias is None else load(bias + channel, known)
-
-
-@triton.jit
-def of_groups(mean, scale, image, channel, known, size, channels):
-    """Of each channel, [ROWS]: its group's place in [N, groups], mean and scale."""
-    group = image * (channels // size) + channel // size
-    return group, load(mean + group, known), load(scale + group, known)
-
-
-@triton.jit
-def gradient_of(dy, dresidual, z, own_kept, place, mask, SILU: tl.constexpr):
-    """The gradient of what SiLU is given, 0 outside the mask. place: of the tile in dy; dresidual gets a copy of dy
-    there unless it is None. own_kept: what the image's branch is multiplied by, or None."""
-    gradient = load(dy + place, mask)
-    if dresidual is not None:
-        tl.store(dresidual + place, gradient.to(dresidual.dtype.element_ty), mask=mask)
-    if own_kept is not None:
-        gradient *= own_kept
-    if SILU:
-        share = sigmoid(z)
-        gradient *= slope(share, z * share)
-    return gradient
-
-
-@triton.jit
-def of_gradients(shifts, scales, group, known, own_scale, elements):
-    """What x's gradient has less than the gradient of what SiLU is given times `affine`'s factor: a number, and one for
-    each standard deviation from the mean; of each channel, [ROWS].
-
-    shifts, scales: sums over each group, [N, groups], of that gradient times the weight, and of that times the
-    normalised values.
-    """
-    shift, along = load(shifts + group, known), load(scales + group, known)
-    return shift / elements * own_scale, along / elements * own_scale * own_scale
-
-
-# Over strips: each loop goes over tiles of its pixels -----------------------------------------------------------------
+# ---- Statistics.
 
 
 @triton.jit
 def tile_statistics(
-    x, means, squares, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Of each channel of the strip: the mean, and the sum of squared differences from it. size: as all are given.
+    # Tensors.
+    x,  # [N, C, H, W]
+    means,  # [N, C, chunks], written
+    squares,  # like means, written
+    # Sizes.
+    size,  # of a group, like all kernels over strips have it
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Compute mean, and sum of squared differences from it, of each channel of the strip.
 
-    From sums of differences from the first tile's mean, and of their squares: what a large mean would take is gone.
+    From sums of differences from the first tile's mean, and of their squares: what a large mean
+    would take is gone.
     """
-    image, first_channel, first, end, _, known, place = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    start, inside, mask = tile_at(
-        image, first_channel, known, first, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-    )
-    origin = tl.sum(load(x + start + inside, mask), 1) / tl.minimum(COLUMNS, end - first)
-    sums, products = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        centred = tl.where(mask, load(x + start + inside, mask) - origin[:, None], 0.0)
+    count = strip.end - strip.first_pixel
+    tile = tile_at(strip, strip.first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+    origin = tl.sum(load_tile(x, tile), 1) / tl.minimum(COLUMNS, count)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    products = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        values = load_tile(x, tile)
+        centred = tl.where(tile.mask, values - origin[:, None], 0.0)
         sums += centred
         products += centred * centred
-    shift = tl.sum(sums, 1) / (end - first)
-    tl.store(means + place, origin + shift, mask=known)
-    tl.store(squares + place, tl.maximum(tl.sum(products, 1) - shift * shift * (end - first), 0.0), mask=known)
+    shift = tl.sum(sums, 1) / count
+    tl.store(means + strip.place, origin + shift, mask=strip.known)
+    squared = tl.maximum(tl.sum(products, 1) - shift * shift * count, 0.0)
+    tl.store(squares + strip.place, squared, mask=strip.known)
 
 
 @triton.jit
 def values_of(part, height, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """How many values of its channel a part of an image has: LINES by COLUMNS pixels, less at the edges."""
+    """Return how many pixels a `part` of an image has: LINES by COLUMNS, less at the edges."""
     tiles = tl.cdiv(width, COLUMNS)
     chunk = part % (tl.cdiv(height, LINES) * tiles)
     lines = tl.minimum(LINES, height - chunk // tiles * LINES)
@@ -170,11 +82,25 @@ def values_of(part, height, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def merge_statistics(
-    means, squares, mean, scale, size, height, width, eps,
-    LINES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of one image and group: its partial statistics, `size` channels of each part, are neighbours in memory. An image
-    of height x width pixels is divided into parts of LINES x COLUMNS."""
+    # Tensors.
+    means,  # [N, C, parts of an image]
+    squares,  # like means: sums of squared differences from them
+    mean,  # [N, groups], written
+    scale,  # [N, groups], written: one over the standard deviation
+    # Sizes.
+    size,  # channels of a group
+    height,
+    width,
+    eps,
+    # Constants.
+    LINES: tl.constexpr,  # of a part of an image
+    COLUMNS: tl.constexpr,  # of a part of an image
+    BLOCK: tl.constexpr,  # parts at a time
+):
+    """Merge the statistics of one image and group.
+
+    Those of its parts, `size` channels of each, are neighbours in memory.
+    """
     group = tl.program_id(0).to(tl.int64)
     parts = size * tl.cdiv(height, LINES) * tl.cdiv(width, COLUMNS)
     means += group * parts
@@ -186,85 +112,171 @@ def merge_statistics(
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
         count = values_of(part, height, width, LINES, COLUMNS)
-        sums += tl.where(part < parts, count * (load(means + part, part < parts) - origin), 0.0)
+        centred = load(means + part, part < parts) - origin
+        sums += tl.where(part < parts, count * centred, 0.0)
     from_origin = tl.sum(sums, 0) / elements
+    # Now that the mean is known: squared differences from it.
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
         count = values_of(part, height, width, LINES, COLUMNS)
         centred = load(means + part, part < parts) - origin - from_origin
-        sums += tl.where(part < parts, load(squares + part, part < parts) + count * centred * centred, 0.0)
+        squared = load(squares + part, part < parts) + count * centred * centred
+        sums += tl.where(part < parts, squared, 0.0)
     tl.store(mean + group, origin + from_origin)
     tl.store(scale + group, tl.rsqrt(tl.sum(sums, 0) / elements + eps))
 
 
+# ---- The layer.
+
+
 @triton.jit
 def normalise(
-    x, y, weight, bias, mean, scale, kept, residual, size, channels, pixels, SILU: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """SiLU of what is normalised by the statistics of its groups, or that, times the image's `kept`, plus `residual`;
-    either may be None."""
-    image, first_channel, first, end, channel, known, _ = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    # Tensors.
+    x,  # [N, C, H, W]
+    y,  # like x, written
+    weight,  # [C]
+    bias,  # [C], or None
+    mean,  # [N, groups]
+    scale,  # [N, groups]: one over the standard deviation
+    kept,  # [N], or None
+    residual,  # like x, or None
+    # Sizes.
+    size,  # channels of a group
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    SILU: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Compute SiLU of the normalised x, or that, times the image's `kept`, plus `residual`."""
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
-    factor, shift = affine(own_scale, weight, bias, channel, known)
-    own_kept = None if kept is None else tl.load(kept + image).to(tl.float32)
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        z = (load(x + start + inside, mask) - own_mean[:, None]) * factor[:, None] + shift[:, None]
+    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    image_kept = None if kept is None else tl.load(kept + strip.image).to(tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        centred = load_tile(x, tile) - norm.mean
+        z = centred * norm.factor + norm.shift
         if SILU:
             z *= sigmoid(z)
-        if own_kept is not None:
-            z *= own_kept
+        if image_kept is not None:
+            z *= image_kept
         if residual is not None:
-            z += load(residual + start + inside, mask)
-        tl.store(y + start + inside, z.to(y.dtype.element_ty), mask=mask)
+            z += load_tile(residual, tile)
+        store_tile(y, tile, z)
+
+
+# ---- Gradients.
+
+
+@triton.jit
+def gradient_of(gradient, z, image_kept, SILU: tl.constexpr):
+    """Return the gradient of what SiLU is given, [ROWS, COLUMNS], 0 where `gradient` is.
+
+    gradient: of the layer's output. z: what SiLU is given. image_kept: what the image's branch is
+    multiplied by, or None.
+    """
+    if image_kept is not None:
+        gradient *= image_kept
+    if SILU:
+        share = sigmoid(z)
+        gradient *= silu_slope(share, z * share)
+    return gradient
 
 
 @triton.jit
 def sum_gradients(
-    x, dy, weight, bias, mean, scale, kept, sums, stride, size, channels, pixels, SILU: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Of each channel of the strip: what it adds to the gradient of the bias and, `stride` elements on, to that of the
-    weight."""
-    image, first_channel, first, end, channel, known, place = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    # Tensors.
+    x,  # [N, C, H, W]
+    dy,  # like x
+    weight,  # [C]
+    bias,  # [C], or None
+    mean,  # [N, groups]
+    scale,  # [N, groups]: one over the standard deviation
+    kept,  # [N], or None
+    sums,  # [2, N, C, chunks], written
+    # Strides and sizes.
+    stride,  # of the first dimension of sums
+    size,  # channels of a group
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    SILU: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Compute what each channel of the strip adds to the gradients of the bias and of the weight.
+
+    They are sums[0] and sums[1].
+    """
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
-    factor, shift = affine(own_scale, weight, bias, channel, known)
-    own_kept = None if kept is None else tl.load(kept + image).to(tl.float32)
-    shifts, scales = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        centred = load(x + start + inside, mask) - own_mean[:, None]
-        z = centred * factor[:, None] + shift[:, None]
-        gradient = gradient_of(dy, None, z, own_kept, start + inside, mask, SILU)
+    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    image_kept = None if kept is None else tl.load(kept + strip.image).to(tl.float32)
+    shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
+    scales = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        centred = load_tile(x, tile) - norm.mean
+        z = centred * norm.factor + norm.shift
+        gradient = gradient_of(load_tile(dy, tile), z, image_kept, SILU)
         shifts += gradient
         scales += gradient * centred
-    tl.store(sums + place, tl.sum(shifts, 1), mask=known)
-    tl.store(sums + place + stride, tl.sum(scales, 1) * own_scale, mask=known)
+    tl.store(sums + strip.place, tl.sum(shifts, 1), mask=strip.known)
+    tl.store(sums + strip.place + stride, tl.sum(scales, 1) * norm.scale, mask=strip.known)
 
 
 @triton.jit
 def merge_gradients(
-    sums, stride, weight, by_group, dweight, dbias, images, size, channels, chunks, BLOCK: tl.constexpr
+    # Tensors.
+    sums,  # [2, N, C, chunks], as sum_gradients stores them
+    weight,  # [C]
+    by_group,  # [2, N, groups], written; or None
+    dweight,  # [C], written
+    dbias,  # [C], written; or None
+    # Strides and sizes.
+    stride,  # of the first dimension of sums
+    images,
+    size,  # channels of a group
+    channels,
+    chunks,
+    # Constants.
+    BLOCK: tl.constexpr,  # parts at a time
 ):
-    """Add up what `sum_gradients` stored, [2, N, C, chunks]: a program for each channel over images and chunks, which
-    gives the gradients of bias and weight; and, unless by_group is None, one for each image and group over the group's
-    channels, times their weights, [2, N, groups]."""
+    """Add up what `sum_gradients` stored.
+
+    A program for each channel adds over images and chunks, which gives the gradients of bias and
+    weight. Unless by_group is None, one for each image and group adds over the group's channels,
+    times their weights.
+    """
     program = tl.program_id(0)
-    shifts, scales = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    shifts = tl.zeros([BLOCK], tl.float32)
+    scales = tl.zeros([BLOCK], tl.float32)
     if program < channels:
         for start in range(0, images * chunks, BLOCK):
             part = start + tl.arange(0, BLOCK)
-            place = ((part // chunks).to(tl.int64) * channels + program) * chunks + part % chunks
+            image = (part // chunks).to(tl.int64)
+            place = (image * channels + program) * chunks + part % chunks
             shifts += load(sums + place, part < images * chunks)
             scales += load(sums + stride + place, part < images * chunks)
         tl.store(dweight + program, tl.sum(scales, 0).to(dweight.dtype.element_ty))
@@ -276,32 +288,58 @@ def merge_gradients(
         weight += group % (channels // size) * size
         for start in range(0, size * chunks, BLOCK):
             part = start + tl.arange(0, BLOCK)
-            own = load(weight + part // chunks, part < size * chunks)
-            shifts += own * load(sums + first + part, part < size * chunks)
-            scales += own * load(sums + stride + first + part, part < size * chunks)
+            channel_weight = load(weight + part // chunks, part < size * chunks)
+            shifts += channel_weight * load(sums + first + part, part < size * chunks)
+            scales += channel_weight * load(sums + stride + first + part, part < size * chunks)
         tl.store(by_group + group, tl.sum(shifts, 0))
         tl.store(by_group + images * (channels // size) + group, tl.sum(scales, 0))
 
 
 @triton.jit
 def input_gradient(
-    x, dy, weight, bias, mean, scale, kept, shifts, scales, dx, dresidual, size, channels, pixels, SILU: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """x's gradient, and a copy of dy unless dresidual is None. shifts, scales: as `of_gradients` takes them."""
-    image, first_channel, first, end, channel, known, _ = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    # Tensors.
+    x,  # [N, C, H, W]
+    dy,  # like x
+    weight,  # [C]
+    bias,  # [C], or None
+    mean,  # [N, groups]
+    scale,  # [N, groups]: one over the standard deviation
+    kept,  # [N], or None
+    shifts,  # [N, groups]: see subtrahends_of
+    scales,  # [N, groups]
+    dx,  # like x, written
+    dresidual,  # like x, written: a copy of dy; or None
+    # Sizes.
+    size,  # channels of a group
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    SILU: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Compute x's gradient, dx, and a copy of dy."""
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    group, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
-    factor, shift = affine(own_scale, weight, bias, channel, known)
-    own_kept = None if kept is None else tl.load(kept + image).to(tl.float32)
-    group_shift, group_along = of_gradients(shifts, scales, group, known, own_scale, 1.0 * size * pixels)
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        centred = load(x + start + inside, mask) - own_mean[:, None]
-        z = centred * factor[:, None] + shift[:, None]
-        gradient = gradient_of(dy, dresidual, z, own_kept, start + inside, mask, SILU) * factor[:, None]
-        gradient -= group_shift[:, None] + centred * group_along[:, None]
-        tl.store(dx + start + inside, gradient.to(dx.dtype.element_ty), mask=mask)
+    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    image_kept = None if kept is None else tl.load(kept + strip.image).to(tl.float32)
+    less, less_along = subtrahends_of(strip, norm, shifts, scales, 1.0 * size * pixels)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        centred = load_tile(x, tile) - norm.mean
+        z = centred * norm.factor + norm.shift
+        gradient = load_tile(dy, tile)
+        if dresidual is not None:
+            store_tile(dresidual, tile, gradient)
+        gradient = gradient_of(gradient, z, image_kept, SILU) * norm.factor
+        gradient -= less + centred * less_along
+        store_tile(dx, tile, gradient)

@@ -1,9 +1,9 @@
-"""Our launches as operators of torch, for compilers, which then neither look into them nor into Triton."""
+"""Our launches as operators of torch, for compilers, which then do not look into them."""
 
 from __future__ import annotations
 
 import functools
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 
@@ -11,21 +11,32 @@ _NAMESPACE = "large_batch_efficientnet"
 
 
 def operator(schema: str, shapes: Callable) -> Callable[[Callable], Callable]:
-    """Makes a function of tensors an operator where torch.compile or torch.export reads the code that calls it.
-    Elsewhere it is called as it is: an operator's dispatch takes longer than the launches of a small layer.
+    """Make a function of tensors an operator where torch.compile or torch.export reads its caller.
 
-    Args: schema: of the operator, `(Tensor x, int groups) -> Tensor`; results are new tensors. shapes: takes the same
-    arguments, and returns tensors like the results without computing them.
+    Elsewhere it is called as it is: an operator's dispatch takes longer than the launches of a
+    small layer.
+
+    Args:
+        schema: of the operator, `(Tensor x, int groups) -> Tensor`; results are new tensors.
+        shapes: takes the same arguments by position, and returns tensors like the results without
+            computing them.
+
+    Returns:
+        A decorator.
     """
 
     def decorate(function: Callable) -> Callable:
-        name = f"{_NAMESPACE}::{function.__module__.rpartition('.')[2]}{function.__name__}"
-        found = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
-        found.register_fake(shapes)
+        """Return what calls `function`, or its operator."""
+        file = function.__module__.rpartition(".")[2]
+        name = f"{_NAMESPACE}::{file}{function.__name__}"
+        compiled = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        compiled.register_fake(shapes)
 
         @functools.wraps(function)
-        def call(*arguments):
-            return found(*arguments) if torch.compiler.is_compiling() else function(*arguments)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*arguments, **named)
+            return function(*arguments, **named)
 
         return call
 

@@ -1,4 +1,4 @@
-"""Put our Triton kernels in the place of a model's layers; loads the kernels' files when they are needed."""
+"""Put our Triton kernels in the place of a model's layers; their files are loaded then."""
 
 from __future__ import annotations
 
@@ -10,27 +10,37 @@ import torch
 from torch import nn
 
 # Files here with `replaces`, whether the kernel takes a module, and `fuse`, the layer in its place.
-# Squeeze comes first: it takes a normalisation that group_norm would take alone; block takes those that were taken.
+# Squeeze comes first: it takes a normalisation that group_norm would take alone; block takes those
+# that were taken.
 KERNELS = ("squeeze", "group_norm", "block", "group_conv")
 
 
 def available() -> bool:
-    """Whether Triton is installed, for NVIDIA's GPUs; it is not for macOS, Windows and Python 3.8."""
+    """Return whether Triton is installed, for NVIDIA's GPUs; macOS and Windows have none."""
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None
 
 
 def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
-    """Replace layers of `model` by fused ones with the same parameters; return their names.
+    """Replace layers of a model by fused ones with the same parameters.
 
-    Raises ImportError: Triton is missing, cannot be loaded, or is for other GPUs.
+    Args:
+        model: is changed.
+        kernels: names in KERNELS, in their order.
+
+    Returns:
+        Names of the layers that were replaced.
+
+    Raises:
+        ImportError: Triton is missing, cannot be loaded, or is for other GPUs.
     """
     if torch.version.hip:
         raise ImportError("our kernels are for NVIDIA's GPUs, this PyTorch is for ROCm")
+    files = [importlib.import_module(f"{__package__}.{name}") for name in kernels]
     replaced = []
-    for kernel in [importlib.import_module(f"{__package__}.{name}") for name in kernels]:
+    for file in files:
         for name, module in list(model.named_modules()):
-            if kernel.replaces(module):
+            if file.replaces(module):
                 parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, kernel.fuse(module))
+                setattr(model.get_submodule(parent), last, file.fuse(module))
                 replaced.append(name)
     return replaced

@@ -1,50 +1,76 @@
 """Triton kernels of normalisation, SiLU, and squeeze and excitation: `squeeze.py` launches them.
 
-Tiles, groups and their arithmetic are those of `group_norm_kernels.py`. Between pooling and gates are small kernels
-with a program for each image, and one that adds the parameters' gradients up over images in a fixed order. Weights of
-the two small layers are `reduce`, [rank, C], and `expand`, [C, rank]; RANK and BLOCK are numbers of them at a time.
+Strips, tiles and their arithmetic are those of `tile_functions.py`. Between pooling and gates are
+small kernels with a program for each image, and one that adds the parameters' gradients up over
+images in a fixed order. The two small layers are `reduce` and `expand`; RANK and BLOCK are numbers
+of their rows and channels at a time. For an image:
+
+    pooled = means of the activations over pixels, [C]
+    squeezed = reduce(pooled), [rank]
+    gates = sigmoid(expand(silu(squeezed))), [C]
 """
 
 import triton
 import triton.language as tl
 
-from models.kernels.group_norm_kernels import (
-    _STAGES,
-    affine,
+from models.kernels.tile_functions import (
+    STAGES,
+    coefficients_of,
     load,
-    of_gradients,
-    of_groups,
+    load_tile,
     sigmoid,
-    slope,
-    strip,
+    silu_slope,
+    store_tile,
+    strip_of,
+    subtrahends_of,
     tile_at,
 )
+
+# ---- Forward.
 
 
 @triton.jit
 def sum_activations(
-    x, weight, bias, mean, scale, sums, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Of each channel of the strip."""
-    image, first_channel, first, end, channel, known, place = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    # Tensors.
+    x,  # [N, C, H, W]
+    weight,  # [C]
+    bias,  # [C], or None
+    mean,  # [N, groups]
+    scale,  # [N, groups]: one over the standard deviation
+    sums,  # [N, C, chunks], written
+    # Sizes.
+    size,  # channels of a group
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Add up the activations of each channel of the strip: normalised x after SiLU."""
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
-    factor, shift = affine(own_scale, weight, bias, channel, known)
+    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        z = (load(x + start + inside, mask) - own_mean[:, None]) * factor[:, None] + shift[:, None]
-        total += tl.where(mask, z * sigmoid(z), 0.0)
-    tl.store(sums + place, tl.sum(total, 1), mask=known)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        centred = load_tile(x, tile) - norm.mean
+        z = centred * norm.factor + norm.shift
+        total += tl.where(tile.mask, z * sigmoid(z), 0.0)
+    tl.store(sums + strip.place, tl.sum(total, 1), mask=strip.known)
 
 
 @triton.jit
 def merged(sums, channel, known, chunks, CHUNKS: tl.constexpr):
-    """Sums of the channels' chunks. sums: of one image, [C, chunks]."""
+    """Return sums over the channels' chunks, CHUNKS at a time. sums: of one image, [C, chunks]."""
     total = tl.zeros([channel.shape[0], CHUNKS], tl.float32)
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
@@ -54,163 +80,281 @@ def merged(sums, channel, known, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def gate(
-    sums, reduce, reduce_bias, expand, expand_bias, pooled, squeezed, gates, channels, pixels, chunks, rank,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """An image's gates, [N, C]: sigmoid(expand(silu(squeezed))), squeezed = reduce(pooled), [N, rank]; pooled, [N, C],
-    are means over pixels."""
+    # Tensors.
+    sums,  # [N, C, chunks], as sum_activations stores them
+    reduce,  # [rank, C]
+    reduce_bias,  # [rank]
+    expand,  # [C, rank]
+    expand_bias,  # [C]
+    pooled,  # [N, C], written
+    squeezed,  # [N, rank], written
+    gates,  # [N, C], written
+    # Sizes.
+    channels,
+    pixels,
+    chunks,
+    rank,
+    # Constants.
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Compute an image's gates from the sums of its activations."""
     image = tl.program_id(0)
     hidden = tl.arange(0, RANK)
-    total = load(reduce_bias + hidden, hidden < rank)
+    known_hidden = hidden < rank
+    sums += image.to(tl.int64) * channels * chunks
+    # Means over pixels, and their product with `reduce`, block after block of channels.
+    total = load(reduce_bias + hidden, known_hidden)
     for first in range(0, channels, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         known = channel < channels
-        mean = merged(sums + image.to(tl.int64) * channels * chunks, channel, known, chunks, CHUNKS) / pixels
+        mean = merged(sums, channel, known, chunks, CHUNKS) / pixels
         tl.store(pooled + image * channels + channel, mean, mask=known)
-        mask = (hidden < rank)[:, None] & known[None, :]
-        total += tl.sum(load(reduce + hidden[:, None] * channels + channel[None, :], mask) * mean[None, :], 1)
-    tl.store(squeezed + image * rank + hidden, total, mask=hidden < rank)
+        mask = known_hidden[:, None] & known[None, :]
+        weights = load(reduce + hidden[:, None] * channels + channel[None, :], mask)
+        total += tl.sum(weights * mean[None, :], 1)
+    tl.store(squeezed + image * rank + hidden, total, mask=known_hidden)
+    # The product with `expand`.
     total *= sigmoid(total)
     for first in range(0, channels, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         known = channel < channels
-        mask = known[:, None] & (hidden < rank)[None, :]
-        z = tl.sum(load(expand + channel[:, None] * rank + hidden[None, :], mask) * total[None, :], 1)
+        mask = known[:, None] & known_hidden[None, :]
+        weights = load(expand + channel[:, None] * rank + hidden[None, :], mask)
+        z = tl.sum(weights * total[None, :], 1)
         z += load(expand_bias + channel, known)
         tl.store(gates + image * channels + channel, sigmoid(z), mask=known)
 
 
 @triton.jit
 def excite(
-    x, weight, bias, mean, scale, gates, y, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """The layer's output, from statistics and gates."""
-    image, first_channel, first, end, channel, known, _ = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    # Tensors.
+    x,  # [N, C, H, W]
+    weight,  # [C]
+    bias,  # [C], or None
+    mean,  # [N, groups]
+    scale,  # [N, groups]: one over the standard deviation
+    gates,  # [N, C]
+    y,  # like x, written
+    # Sizes.
+    size,  # channels of a group
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Compute the layer's output, from statistics and gates."""
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
-    factor, shift = affine(own_scale, weight, bias, channel, known)
-    own_gate = load(gates + image * channels + channel, known)
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        z = (load(x + start + inside, mask) - own_mean[:, None]) * factor[:, None] + shift[:, None]
-        z *= sigmoid(z) * own_gate[:, None]
-        tl.store(y + start + inside, z.to(y.dtype.element_ty), mask=mask)
+    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    channel_gate = load(gates + strip.image * channels + strip.channel, strip.known)[:, None]
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        centred = load_tile(x, tile) - norm.mean
+        z = centred * norm.factor + norm.shift
+        z *= sigmoid(z) * channel_gate
+        store_tile(y, tile, z)
+
+
+# ---- Backward.
 
 
 @triton.jit
 def sum_gradients(
-    x, weight, bias, mean, scale, dy, sums, stride, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Of each channel of the strip: dy times the activation; dy times its slope, and that times the normalised value;
-    the slope, and that times the normalised value. Each `stride` elements after the one before."""
-    image, first_channel, first, end, channel, known, place = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    # Tensors.
+    x,  # [N, C, H, W]
+    weight,  # [C]
+    bias,  # [C], or None
+    mean,  # [N, groups]
+    scale,  # [N, groups]: one over the standard deviation
+    dy,  # like x
+    sums,  # [5, N, C, chunks], written
+    # Strides and sizes.
+    stride,  # of the first dimension of sums
+    size,  # channels of a group
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Add up five numbers of each channel of the strip.
+
+    They are dy times the activation; dy times its slope, and that times the normalised value; the
+    slope, and that times the normalised value.
+    """
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    _, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
-    factor, shift = affine(own_scale, weight, bias, channel, known)
-    totals = (tl.zeros([ROWS, COLUMNS], tl.float32),) * 5
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        centred = load(x + start + inside, mask) - own_mean[:, None]
-        gradient = load(dy + start + inside, mask)
-        z = centred * factor[:, None] + shift[:, None]
+    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    activations = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gradients = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gradients_along = tl.zeros([ROWS, COLUMNS], tl.float32)
+    slopes = tl.zeros([ROWS, COLUMNS], tl.float32)
+    slopes_along = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        centred = load_tile(x, tile) - norm.mean
+        gradient = load_tile(dy, tile)
+        z = centred * norm.factor + norm.shift
         share = sigmoid(z)
         activation = z * share
-        own_slope = tl.where(mask, slope(share, activation), 0.0)
-        totals = (
-            totals[0] + gradient * activation,
-            totals[1] + gradient * own_slope,
-            totals[2] + gradient * own_slope * centred,
-            totals[3] + own_slope,
-            totals[4] + own_slope * centred,
-        )
-    sums += place
-    tl.store(sums, tl.sum(totals[0], 1), mask=known)
-    tl.store(sums + stride, tl.sum(totals[1], 1), mask=known)
-    tl.store(sums + 2 * stride, tl.sum(totals[2], 1) * own_scale, mask=known)
-    tl.store(sums + 3 * stride, tl.sum(totals[3], 1), mask=known)
-    tl.store(sums + 4 * stride, tl.sum(totals[4], 1) * own_scale, mask=known)
+        slope = tl.where(tile.mask, silu_slope(share, activation), 0.0)
+        activations += gradient * activation
+        gradients += gradient * slope
+        gradients_along += gradient * slope * centred
+        slopes += slope
+        slopes_along += slope * centred
+    sums += strip.place
+    tl.store(sums, tl.sum(activations, 1), mask=strip.known)
+    tl.store(sums + stride, tl.sum(gradients, 1), mask=strip.known)
+    tl.store(sums + 2 * stride, tl.sum(gradients_along, 1) * norm.scale, mask=strip.known)
+    tl.store(sums + 3 * stride, tl.sum(slopes, 1), mask=strip.known)
+    tl.store(sums + 4 * stride, tl.sum(slopes_along, 1) * norm.scale, mask=strip.known)
 
 
 @triton.jit
 def gate_gradients(
-    sums, stride, weight, reduce, expand, squeezed, gates, dexpanded, dsqueezed, dpooled, by_channel, by_group,
-    images, size, channels, pixels, chunks, rank, RANK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Of an image, from what `sum_gradients` stored: gradients of both small layers' results and of a pixel's share in
-    what is pooled; by_channel, [2, N, C], what it adds to the gradients of the normalisation's bias and weight; and
-    by_group, [2, N, groups], their sums over a group times its weights."""
+    # Tensors.
+    sums,  # [5, N, C, chunks], as sum_gradients stores them
+    weight,  # [C], of the normalisation
+    reduce,  # [rank, C]
+    expand,  # [C, rank]
+    squeezed,  # [N, rank]
+    gates,  # [N, C]
+    dexpanded,  # [N, C], written: gradient of what `expand` makes
+    dsqueezed,  # [N, rank], written: gradient of what `reduce` makes
+    dpooled,  # [N, C], written: gradient of a pixel's share in what is pooled
+    by_channel,  # [2, N, C], written: what an image adds to the gradients of bias and weight
+    by_group,  # [2, N, groups], written: their sums over a group times its weights
+    # Strides and sizes.
+    stride,  # of the first dimension of sums
+    images,
+    size,  # channels of a group
+    channels,
+    pixels,
+    chunks,
+    rank,
+    # Constants.
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Go back through an image's gates, to its groups."""
     image = tl.program_id(0)
     hidden = tl.arange(0, RANK)
     known_hidden = hidden < rank
     sums += image.to(tl.int64) * channels * chunks
+    # From the gates to what `reduce` makes.
     total = tl.zeros([RANK], tl.float32)
     for first in range(0, channels, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         known = channel < channels
-        own = load(gates + image * channels + channel, known)
-        gradient = merged(sums, channel, known, chunks, CHUNKS) * own * (1 - own)
+        channel_gate = load(gates + image * channels + channel, known)
+        gradient = merged(sums, channel, known, chunks, CHUNKS) * channel_gate * (1 - channel_gate)
         tl.store(dexpanded + image * channels + channel, gradient, mask=known)
         mask = known[:, None] & known_hidden[None, :]
-        total += tl.sum(load(expand + channel[:, None] * rank + hidden[None, :], mask) * gradient[:, None], 0)
+        weights = load(expand + channel[:, None] * rank + hidden[None, :], mask)
+        total += tl.sum(weights * gradient[:, None], 0)
     z = load(squeezed + image * rank + hidden, known_hidden)
     share = sigmoid(z)
-    total *= slope(share, z * share)
+    total *= silu_slope(share, z * share)
     tl.store(dsqueezed + image * rank + hidden, total, mask=known_hidden)
+    # From there to the means over pixels, and with these to all that reaches the normalisation.
     groups = channels // size
     for group in range(0, groups):
-        group_shift, group_along = 0.0, 0.0
+        group_shift = 0.0
+        group_along = 0.0
         for first in range(group * size, (group + 1) * size, BLOCK):
             channel = first + tl.arange(0, BLOCK)
             known = channel < (group + 1) * size
             mask = known_hidden[:, None] & known[None, :]
-            gradient = load(reduce + hidden[:, None] * channels + channel[None, :], mask) * total[:, None]
-            gradient = tl.sum(gradient, 0) / pixels
+            weights = load(reduce + hidden[:, None] * channels + channel[None, :], mask)
+            gradient = tl.sum(weights * total[:, None], 0) / pixels
             place = image * channels + channel
             tl.store(dpooled + place, gradient, mask=known)
-            own = load(gates + place, known)
-            shift = own * merged(sums + stride, channel, known, chunks, CHUNKS)
+            channel_gate = load(gates + place, known)
+            shift = channel_gate * merged(sums + stride, channel, known, chunks, CHUNKS)
             shift += gradient * merged(sums + 3 * stride, channel, known, chunks, CHUNKS)
-            along = own * merged(sums + 2 * stride, channel, known, chunks, CHUNKS)
+            along = channel_gate * merged(sums + 2 * stride, channel, known, chunks, CHUNKS)
             along += gradient * merged(sums + 4 * stride, channel, known, chunks, CHUNKS)
             tl.store(by_channel + place, shift, mask=known)
             tl.store(by_channel + images * channels + place, along, mask=known)
-            own_weight = load(weight + channel, known)
-            group_shift += tl.sum(shift * own_weight, 0)
-            group_along += tl.sum(along * own_weight, 0)
+            channel_weight = load(weight + channel, known)
+            group_shift += tl.sum(shift * channel_weight, 0)
+            group_along += tl.sum(along * channel_weight, 0)
         tl.store(by_group + image * groups + group, group_shift)
         tl.store(by_group + (images + image) * groups + group, group_along)
 
 
 @triton.jit
 def parameter_gradients(
-    by_channel, dexpanded, dsqueezed, pooled, squeezed,
-    dweight, dbias, dreduce, dreduce_bias, dexpand, dexpand_bias, images, channels, rank,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, IMAGES: tl.constexpr,
-):  # fmt: skip
-    """Sums over images, of BLOCK channels; the first program's, of the biases of `reduce`, too."""
-    channel, hidden = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, RANK)
-    known, known_hidden = channel < channels, hidden < rank
-    shifts, scales = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    expand_biases, reduce_biases = tl.zeros([BLOCK], tl.float32), tl.zeros([RANK], tl.float32)
-    expands, reduces = tl.zeros([BLOCK, RANK], tl.float32), tl.zeros([RANK, BLOCK], tl.float32)
+    # Tensors that are read: see gate_gradients.
+    by_channel,  # [2, N, C]
+    dexpanded,  # [N, C]
+    dsqueezed,  # [N, rank]
+    pooled,  # [N, C]
+    squeezed,  # [N, rank]
+    # Tensors that are written.
+    dweight,  # [C]
+    dbias,  # [C], or None
+    dreduce,  # [rank, C]
+    dreduce_bias,  # [rank]
+    dexpand,  # [C, rank]
+    dexpand_bias,  # [C]
+    # Sizes.
+    images,
+    channels,
+    rank,
+    # Constants.
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IMAGES: tl.constexpr,  # at a time
+):
+    """Add up gradients over images, of BLOCK channels; the first program adds dreduce_bias."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    hidden = tl.arange(0, RANK)
+    known = channel < channels
+    known_hidden = hidden < rank
+    shifts = tl.zeros([BLOCK], tl.float32)
+    scales = tl.zeros([BLOCK], tl.float32)
+    expand_biases = tl.zeros([BLOCK], tl.float32)
+    reduce_biases = tl.zeros([RANK], tl.float32)
+    expands = tl.zeros([BLOCK, RANK], tl.float32)
+    reduces = tl.zeros([RANK, BLOCK], tl.float32)
     for first in range(0, images, IMAGES):
         image = first + tl.arange(0, IMAGES)
+        # Of channels, [IMAGES, BLOCK].
         mask = (image < images)[:, None] & known[None, :]
         place = image[:, None] * channels + channel[None, :]
         shifts += tl.sum(load(by_channel + place, mask), 0)
         scales += tl.sum(load(by_channel + images * channels + place, mask), 0)
-        expanded, means = load(dexpanded + place, mask), load(pooled + place, mask)
+        expanded = load(dexpanded + place, mask)
+        means = load(pooled + place, mask)
+        # Of what `reduce` makes, [IMAGES, RANK].
         mask = (image < images)[:, None] & known_hidden[None, :]
         place = image[:, None] * rank + hidden[None, :]
-        z, gradient = load(squeezed + place, mask), load(dsqueezed + place, mask)
+        z = load(squeezed + place, mask)
+        gradient = load(dsqueezed + place, mask)
         expand_biases += tl.sum(expanded, 0)
         reduce_biases += tl.sum(gradient, 0)
         expands = tl.dot(tl.trans(expanded), z * sigmoid(z), expands, input_precision="ieee")
@@ -230,26 +374,53 @@ def parameter_gradients(
 
 @triton.jit
 def input_gradient(
-    x, weight, bias, mean, scale, dy, gates, pooled, shifts, scales, dx, size, channels, pixels,
-    CHANNELS_LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """As group_norm's, for the gradient that reaches the activations: dy by the gates, and that of the means."""
-    image, first_channel, first, end, channel, known, _ = strip(
-        channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS, STEPS
+    # Tensors.
+    x,  # [N, C, H, W]
+    weight,  # [C]
+    bias,  # [C], or None
+    mean,  # [N, groups]
+    scale,  # [N, groups]: one over the standard deviation
+    dy,  # like x
+    gates,  # [N, C]
+    dpooled,  # [N, C]: see gate_gradients
+    shifts,  # [N, groups]: see subtrahends_of
+    scales,  # [N, groups]
+    dx,  # like x, written
+    # Sizes.
+    size,  # channels of a group
+    channels,
+    pixels,
+    # Constants: see tile_functions.py.
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Compute x's gradient, dx, as group_norm's kernel does.
+
+    What reaches the activation is dy times the gates, plus the gradient of the means.
+    """
+    strip = strip_of(
+        channels,
+        pixels,
+        CHANNELS_LAST=CHANNELS_LAST,
+        ALIGNED=ALIGNED,
+        ROWS=ROWS,
+        PIXELS=STEPS * COLUMNS,
     )
-    group, own_mean, own_scale = of_groups(mean, scale, image, channel, known, size, channels)
-    factor, shift = affine(own_scale, weight, bias, channel, known)
-    group_shift, group_along = of_gradients(shifts, scales, group, known, own_scale, 1.0 * size * pixels)
-    own_gate = load(gates + image * channels + channel, known)
-    own_pooled = load(pooled + image * channels + channel, known)
-    for first_pixel in tl.range(first, end, COLUMNS, num_stages=_STAGES):
-        start, inside, mask = tile_at(
-            image, first_channel, known, first_pixel, end, channels, pixels, CHANNELS_LAST, ALIGNED, ROWS, COLUMNS
-        )
-        centred = load(x + start + inside, mask) - own_mean[:, None]
-        z = centred * factor[:, None] + shift[:, None]
+    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    less, less_along = subtrahends_of(strip, norm, shifts, scales, 1.0 * size * pixels)
+    place = strip.image * channels + strip.channel
+    channel_gate = load(gates + place, strip.known)[:, None]
+    channel_dpooled = load(dpooled + place, strip.known)[:, None]
+    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+        centred = load_tile(x, tile) - norm.mean
+        z = centred * norm.factor + norm.shift
         share = sigmoid(z)
-        gradient = load(dy + start + inside, mask) * own_gate[:, None] + own_pooled[:, None]
-        gradient *= slope(share, z * share) * factor[:, None]
-        gradient -= group_shift[:, None] + centred * group_along[:, None]
-        tl.store(dx + start + inside, gradient.to(dx.dtype.element_ty), mask=mask)
+        gradient = load_tile(dy, tile) * channel_gate
+        gradient += channel_dpooled
+        gradient *= silu_slope(share, z * share) * norm.factor
+        gradient -= less + centred * less_along
+        store_tile(dx, tile, gradient)

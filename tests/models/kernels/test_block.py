@@ -80,7 +80,7 @@ def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout)
 def test_all_kernels_together_are_timms_block(name, monkeypatch):
     """Without a residual, and with one. Statistics before squeeze and excitation come from the convolution."""
     merged, merge = [], squeeze.merge_statistics
-    monkeypatch.setattr(squeeze, "merge_statistics", lambda *given: merged.append(1) or merge(*given))
+    monkeypatch.setattr(squeeze, "merge_statistics", lambda *given, **named: merged.append(1) or merge(*given, **named))
     plain, fused = pair(name, kernels=KERNELS)
     x = drawn((2, fused.conv_pw.in_channels, 6, 5), layout=torch.channels_last)
     y = fused(x)

@@ -33,8 +33,9 @@ def divide(monkeypatch, way):
     """Tiles as they are hold an image of these tests whole; those of 64 elements, two of which are a strip, divide
     channels and pixels."""
     if way == "divided":
-        monkeypatch.setattr(group_norm, "_SUMMED", (128, 64, 1))
-        monkeypatch.setattr(group_norm, "_MAPPED", (128, 64, 1))
+        sizes = group_norm._Sizes(program=128, tile=64, warps=1)
+        monkeypatch.setattr(group_norm, "_SUMMED", sizes)
+        monkeypatch.setattr(group_norm, "_MAPPED", sizes)
         monkeypatch.setattr(group_norm, "_ROWS", (8, 4))
         monkeypatch.setattr(group_norm, "_MERGED", 4)
 

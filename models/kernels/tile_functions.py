@@ -1,0 +1,199 @@
+"""What the kernels in `group_norm_kernels.py` and `squeeze_kernels.py` are made of.
+
+A program computes a strip: some channels by some pixels of one image. It takes the strip's tiles,
+[ROWS, COLUMNS], channels by pixels, one after the other, in either layout. All arithmetic is
+float32.
+"""
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+STAGES = tl.constexpr(4)  # tiles of a loop that are under way
+
+# The interpreter knows no instruction of a GPU.
+_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class Strip(NamedTuple):
+    """A program's part of an image: ROWS channels by at most STEPS tiles of COLUMNS pixels."""
+
+    image: tl.tensor  # its number, int64
+    first_channel: tl.tensor
+    first_pixel: tl.tensor
+    end: tl.tensor  # the pixel behind the last
+    channel: tl.tensor  # [ROWS], numbers of the channels
+    known: tl.tensor  # [ROWS], whether there are such channels
+    place: tl.tensor  # [ROWS], in [N, C, chunks]
+    channels: tl.tensor  # of the image
+    pixels: tl.tensor  # of the image
+
+
+class Tile(NamedTuple):
+    """Where a tile is. Offsets are two numbers, as 32 bits hold the second, but not the first."""
+
+    start: tl.tensor  # elements before the tile, int64
+    inside: tl.tensor  # [ROWS, COLUMNS], elements from there
+    mask: tl.tensor  # [ROWS, COLUMNS], whether the strip has the channel and the pixel
+
+
+class Coefficients(NamedTuple):
+    """Numbers of a normalisation for each channel of a strip: y = (x - mean) * factor + shift."""
+
+    group: tl.tensor  # [ROWS], the group's place in [N, groups]
+    scale: tl.tensor  # [ROWS], one over the group's standard deviation
+    mean: tl.tensor  # [ROWS, 1], the group's
+    factor: tl.tensor  # [ROWS, 1], the channel's weight times `scale`
+    shift: tl.tensor  # [ROWS, 1], the channel's bias, or 0
+
+
+@triton.jit
+def load(pointers, mask):
+    """Load values as float32, 0 outside the mask."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_tile(x, tile):
+    """Load a tile of x, [ROWS, COLUMNS], as float32, 0 outside the mask."""
+    return load(x + tile.start + tile.inside, tile.mask)
+
+
+@triton.jit
+def store_tile(y, tile, values):
+    """Store a tile of y, rounded to its dtype."""
+    tl.store(y + tile.start + tile.inside, values.to(y.dtype.element_ty), mask=tile.mask)
+
+
+@triton.jit
+def strip_of(
+    # Sizes of the images.
+    channels,
+    pixels,
+    # Constants.
+    CHANNELS_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a factor of the contiguous size
+    ROWS: tl.constexpr,
+    PIXELS: tl.constexpr,  # of a whole strip
+):
+    """Return the program's Strip. ALIGNED: of `channels`, or of `pixels` if they are contiguous."""
+    # The compiler is to know the contiguous size's factor: else it would load, and store, each
+    # element by itself.
+    if CHANNELS_LAST:
+        channels = channels // ALIGNED * ALIGNED
+    else:
+        pixels = pixels // ALIGNED * ALIGNED
+    chunks = tl.cdiv(pixels, PIXELS)
+    blocks = tl.cdiv(channels, ROWS)
+    program = tl.program_id(0)
+    if CHANNELS_LAST:  # neighbours in memory run together
+        block = program % blocks
+        chunk = program // blocks % chunks
+    else:
+        block = program // chunks % blocks
+        chunk = program % chunks
+    image = (program // chunks // blocks).to(tl.int64)
+    first_pixel = chunk * PIXELS
+    channel = block * ROWS + tl.arange(0, ROWS)
+    return Strip(
+        image=image,
+        first_channel=block * ROWS,
+        first_pixel=first_pixel,
+        end=tl.minimum(first_pixel + PIXELS, pixels),
+        channel=channel,
+        known=channel < channels,
+        place=(image * channels + channel) * chunks + chunk,
+        channels=channels,
+        pixels=pixels,
+    )
+
+
+@triton.jit
+def tile_at(
+    strip,
+    first_pixel,
+    CHANNELS_LAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return the strip's Tile that begins at `first_pixel`."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    if CHANNELS_LAST:
+        start = (strip.image * strip.pixels + first_pixel) * strip.channels + strip.first_channel
+        inside = rows[:, None] + columns[None, :] * strip.channels
+    else:
+        start = (strip.image * strip.channels + strip.first_channel) * strip.pixels + first_pixel
+        inside = rows[:, None] * strip.pixels + columns[None, :]
+    before_end = first_pixel + columns < strip.end
+    return Tile(start, inside, mask=strip.known[:, None] & before_end[None, :])
+
+
+@triton.jit
+def coefficients_of(strip, size, moments, weight, bias):
+    """Return the Coefficients of a strip's channels.
+
+    size: channels of a group. moments: mean, and one over the standard deviation, [N, groups] each.
+    weight, bias: [C]; bias or None.
+    """
+    group = strip.image * (strip.channels // size) + strip.channel // size
+    mean = load(moments[0] + group, strip.known)
+    scale = load(moments[1] + group, strip.known)
+    factor = scale * load(weight + strip.channel, strip.known)
+    if bias is None:
+        shift = tl.zeros_like(factor)
+    else:
+        shift = load(bias + strip.channel, strip.known)
+    return Coefficients(group, scale, mean[:, None], factor[:, None], shift[:, None])
+
+
+@triton.jit
+def subtrahends_of(strip, norm, shifts, scales, elements):
+    """Return what is subtracted from x's gradient: a number, and one for each unit of x - mean.
+
+    Both are of each channel, [ROWS, 1]. They are subtracted from the gradient of what SiLU is given
+    times the factor of `norm`, Coefficients.
+
+    shifts, scales: sums over each group, [N, groups], of that gradient times the weight, and of
+    that times the normalised values. elements: of a group.
+    """
+    shift = load(shifts + norm.group, strip.known) / elements * norm.scale
+    along = load(scales + norm.group, strip.known) / elements * norm.scale * norm.scale
+    return shift[:, None], along[:, None]
+
+
+@triton.jit
+def sigmoid(z):
+    """Return 1 / (1 + exp(-z)).
+
+    Compiled with a power and a reciprocal that are off by 2 ulp and 1 ulp at most (PTX) and take
+    what is below 2^-126 for 0; a division, and a power that does not, take more instructions.
+    """
+    if _COMPILED:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            constraints="=f,f",
+            args=[z * -_LOG2_E],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            constraints="=f,f",
+            args=[1 + power],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.sigmoid(z)
+
+
+@triton.jit
+def silu_slope(share, activation):
+    """Return the derivative of SiLU at z. share: sigmoid(z). activation: z times that."""
+    return share + (activation - activation * share)
