@@ -1,1 +1,1 @@
-"""The model's layers on CPUs: C++ functions over channels-last activations, and what puts them into a model."""
+"""The model's layers on CPUs: C++ functions over channels-last activations, and their patching."""

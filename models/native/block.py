@@ -1,8 +1,12 @@
-"""timm's blocks by few functions over memory: of activations as wide as the expansion only three are ever stored.
+"""timm's blocks by few functions: of activations as wide as the expansion only three are stored.
 
-Forward writes what the expansion makes (`wide`), what the group convolution makes of it, normalised and activated as
-the convolution reads it, and what the gates leave of that, which the projection takes. Backward writes the gradients of
-the last and of the first; that of the second is computed as the convolution's gradients read it.
+Forward writes what the expansion makes (`wide`), what the group convolution makes of it, normalised
+and activated as the convolution reads it, and what the gates leave of that, which the projection
+takes. Backward writes the gradients of the last and of the first; that of the second is computed as
+the convolution's gradients read it.
+
+Tensors of the functions with gradients are channels-last: [N, C, H, W] for autograd, [N, H, W, C]
+for `library`.
 """
 
 from __future__ import annotations
@@ -35,33 +39,47 @@ from models.stochastic import DropPath
 
 
 class NativeSeparable(DepthwiseSeparableConv):
-    """timm's block of a group convolution, squeeze and excitation, and a projection."""
+    """timm's block of group convolution, squeeze and excitation, and projection."""
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Return whether the class may become that of the module, whose layers are ours already."""
-        return type(module) is DepthwiseSeparableConv and _fits(module, module.bn1, module.conv_pw, module.bn2)
+        """Return whether the class may become that of the `module`, with layers that are ours."""
+        if type(module) is not DepthwiseSeparableConv:
+            return False
+        return _fits(module, norm=module.bn1, projection=module.conv_pw, last=module.bn2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.conv_pw(_excited(x, None, self.conv_dw, self.bn1, self.se))
-        return self.bn2.added(inner, kept(self, x), x) if self.has_skip else self.bn2(inner)
+        """Return the block's output for `x`, [N, C, H, W]."""
+        inner = _excited(x, before=None, conv=self.conv_dw, norm=self.bn1, se=self.se)
+        inner = self.conv_pw(inner)
+        if not self.has_skip:
+            return self.bn2(inner)
+        return self.bn2.added(inner, kept(self, x), x)
 
 
 class NativeInverted(InvertedResidual):
-    """timm's block of an expansion, a group convolution, squeeze and excitation, and a projection."""
+    """timm's block of expansion, group convolution, squeeze and excitation, and projection."""
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Return whether the class may become that of the module, whose layers are ours already."""
-        if type(module) is not InvertedResidual or not _fits(module, module.bn2, module.conv_pwl, module.bn3):
-            return False
-        expands = type(module.conv_pw) is Pointwise and module.conv_pw.bias is None
-        return expands and type(module.bn1) is NativeGroupNormAct and module.bn1.apply_act
+        """Return whether the class may become that of the `module`, with layers that are ours."""
+        return (
+            type(module) is InvertedResidual
+            and _fits(module, norm=module.bn2, projection=module.conv_pwl, last=module.bn3)
+            and type(module.conv_pw) is Pointwise
+            and module.conv_pw.bias is None
+            and type(module.bn1) is NativeGroupNormAct
+            and module.bn1.apply_act
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's output for `x`, [N, C, H, W]."""
         wide, shortcut = _Expansion.apply(x, self.conv_pw.weight)
-        inner = self.conv_pwl(_excited(wide, self.bn1, self.conv_dw, self.bn2, self.se))
-        return self.bn3.added(inner, kept(self, x), shortcut) if self.has_skip else self.bn3(inner)
+        inner = _excited(wide, before=self.bn1, conv=self.conv_dw, norm=self.bn2, se=self.se)
+        inner = self.conv_pwl(inner)
+        if not self.has_skip:
+            return self.bn3(inner)
+        return self.bn3.added(inner, kept(self, x), shortcut)
 
 
 class NativeHead(Head):
@@ -69,7 +87,7 @@ class NativeHead(Head):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Return whether the class may become that of the module, whose layers are ours already."""
+        """Return whether the class may become that of the `module`, with layers that are ours."""
         return (
             type(module) is Head
             and type(module.conv_head) is Pointwise
@@ -78,12 +96,13 @@ class NativeHead(Head):
         )
 
     def pooled(self, x: torch.Tensor) -> torch.Tensor:
+        """Return means over pixels, [N, features], of what the convolution makes of `x`."""
         norm = self.bn2
-        return _PooledNormAct.apply(self.conv_head(x), norm.weight, norm.bias, norm.num_groups, norm.eps)
+        return _PooledNormAct.apply(self.conv_head(x), norm.weight, norm.bias, _settings(norm))
 
 
 def _fits(block: nn.Module, norm: nn.Module, projection: nn.Module, last: nn.Module) -> bool:
-    """Return whether a block's layers behind its convolution are those that `_excited` and `added` compute."""
+    """Return whether a block's layers behind its convolution are as our functions compute them."""
     return (
         squeezes(block)
         and getattr(block, "conv_s2d", None) is None
@@ -95,25 +114,52 @@ def _fits(block: nn.Module, norm: nn.Module, projection: nn.Module, last: nn.Mod
     )
 
 
+class _Settings(NamedTuple):
+    """Numbers of a normalisation, which no gradient reaches."""
+
+    groups: int
+    eps: float
+
+
+def _settings(norm: NativeGroupNormAct) -> _Settings:
+    return _Settings(norm.num_groups, norm.eps)
+
+
 def _excited(
     x: torch.Tensor,
+    *,
     before: Optional[NativeGroupNormAct],
     conv: nn.Module,
     norm: NativeGroupNormAct,
     se: SqueezeExcite,
 ) -> torch.Tensor:
-    """Return se(norm(conv(before(x)))), without what lies between where the convolution is ours."""
-    squeeze = _Squeeze(se.conv_reduce.weight, se.conv_reduce.bias, se.conv_expand.weight, se.conv_expand.bias)
-    settings = (norm.num_groups, norm.eps)
+    """Return se(norm(conv(before(x)))), without what lies between where the convolution is ours.
+
+    Args:
+        x: [N, C, H, W].
+        before: the normalisation of x, or None.
+        conv: the convolution.
+        norm: the normalisation behind it.
+        se: squeeze and excitation behind that.
+    """
+    squeeze = _Squeeze(
+        reduce=se.conv_reduce.weight,
+        reduce_bias=se.conv_reduce.bias,
+        expand=se.conv_expand.weight,
+        expand_bias=se.conv_expand.bias,
+    )
     if not isinstance(conv, GroupConv2d):
         y = conv(x if before is None else before(x))
-        return _ExcitedNorm.apply(y, settings, norm.weight, norm.bias, *squeeze)
-    weights = (None, None) if before is None else (before.weight, before.bias)
-    settings_before = None if before is None else (before.num_groups, before.eps)
-    geometry = conv.geometry(x.shape[2], x.shape[3])
-    return _ExcitedConv.apply(
-        x, geometry, settings_before, settings, *weights, conv.weight, norm.weight, norm.bias, *squeeze
+        return _ExcitedNorm.apply(y, _settings(norm), norm.weight, norm.bias, *squeeze)
+    settings = _ConvSettings(
+        geometry=conv.geometry(x.shape[2], x.shape[3]),
+        before=None if before is None else _settings(before),
+        behind=_settings(norm),
     )
+    weight_before = None if before is None else before.weight
+    bias_before = None if before is None else before.bias
+    parameters = (weight_before, bias_before, conv.weight, norm.weight, norm.bias, *squeeze)
+    return _ExcitedConv.apply(x, settings, *parameters)
 
 
 # ---- Squeeze and excitation. Its small products are torch's.
@@ -129,7 +175,7 @@ class _Squeeze(NamedTuple):
 
 
 class _Squeezed(NamedTuple):
-    """What the gates are made of: means over pixels, [N, C], what `reduce` makes of them, [N, rank], and gates."""
+    """Means over pixels, [N, C], what `reduce` makes of them, [N, rank], and the gates, [N, C]."""
 
     pooled: torch.Tensor
     reduced: torch.Tensor
@@ -137,10 +183,11 @@ class _Squeezed(NamedTuple):
 
 
 def _excite(y: torch.Tensor, norm: Norm, squeeze: _Squeeze) -> Tuple[torch.Tensor, _Squeezed]:
-    """Return y normalised, activated and gated, and what its gradients need."""
+    """Return y, [N, H, W, C], normalised, activated and gated, and what its gradients need."""
     excited, pooled = library.activated_and_pooled(y, norm)
     reduced = torch.addmm(squeeze.reduce_bias, pooled, squeeze.reduce.flatten(1).t())
-    gate = torch.addmm(squeeze.expand_bias, F.silu(reduced), squeeze.expand.flatten(1).t()).sigmoid_()
+    logits = torch.addmm(squeeze.expand_bias, F.silu(reduced), squeeze.expand.flatten(1).t())
+    gate = logits.sigmoid_()
     library.multiply_(excited, gate)
     return excited, _Squeezed(pooled, reduced, gate)
 
@@ -148,16 +195,30 @@ def _excite(y: torch.Tensor, norm: Norm, squeeze: _Squeeze) -> Tuple[torch.Tenso
 def _excite_gradients(
     y: torch.Tensor, norm: Norm, squeeze: _Squeeze, squeezed: _Squeezed, dy: torch.Tensor
 ) -> Tuple[Behind, Tuple[Optional[torch.Tensor], ...]]:
-    """Return what y's gradient is made of, and gradients of the normalisation's and of squeeze's parameters."""
+    """Compute the gradients of `_excite`, but for that of y, which whoever reads it computes.
+
+    Args:
+        y: [N, H, W, C].
+        norm: of y.
+        squeeze: the parameters.
+        squeezed: from `_excite`.
+        dy: like y, the gradient of what `_excite` returned.
+
+    Returns:
+        What y's gradient is computed from; and gradients of weight and bias of the normalisation
+        and of the parameters in `squeeze`, in this order.
+    """
     pooled, reduced, gate = squeezed
-    sums = library.gradient_sums(GATED, y, norm, dy)
+    sums = library.gradient_sums(GATED, y, norm, dy=dy)
     # Back through the two small layers, from the gates to the means over pixels.
     dlogits = sums[0] * gate * (1 - gate)
     sigmoid = reduced.sigmoid()
     dreduced = dlogits @ squeeze.expand.flatten(1) * sigmoid * (1 + reduced * (1 - sigmoid))
+    dpooled = dreduced @ squeeze.reduce.flatten(1)
     pixels = y.shape[1] * y.shape[2]
-    gates = Gate(gate, (dreduced @ squeeze.reduce.flatten(1)).div_(pixels))
-    dweight, dbias, by_group = library.merged_gradients(GATED, y, norm, sums, gates)
+    gates = Gate(gate, pooled=dpooled.div_(pixels))
+    # Then all that reaches the normalisation is known.
+    dweight, dbias, by_group = library.merged_gradients(GATED, y, norm, sums, gate=gates)
     dsqueeze = _Squeeze(
         reduce=(dreduced.t() @ pooled).view_as(squeeze.reduce),
         reduce_bias=dreduced.sum(0),
@@ -171,17 +232,23 @@ def _excite_gradients(
 
 
 class _Expansion(torch.autograd.Function):
-    """x by a convolution of 1 x 1, and x. The gradient of the second is added within the product for the first's."""
+    """x by a convolution of 1 x 1, and x.
+
+    The gradient of the second is added within the product for the first's.
+    """
 
     @staticmethod
     def forward(ctx, x, weight):
+        """Return the convolution of `x`, and `x`."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return channels_first(F.linear(pixels_last(x), weight.flatten(1))), x.view_as(x)
+        wide = F.linear(pixels_last(x), weight.flatten(1))
+        return channels_first(wide), x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dwide, dshortcut):
+        """Return gradients from those of the convolution, `dwide`, and of x itself, `dshortcut`."""
         x, weight = ctx.saved_tensors
         matrix = weight.flatten(1)  # [out, in]
         rows = pixels_last(dwide).flatten(0, 2)
@@ -195,10 +262,11 @@ class _Expansion(torch.autograd.Function):
 
 
 class _ExcitedNorm(torch.autograd.Function):
-    """Normalisation, SiLU, squeeze and excitation. settings: groups and eps."""
+    """Normalisation, SiLU, squeeze and excitation."""
 
     @staticmethod
-    def forward(ctx, y, settings: Tuple[int, float], weight, bias, *squeeze):
+    def forward(ctx, y, settings: _Settings, weight, bias, *squeeze):
+        """Return `y` normalised, activated and gated."""
         y = pixels_last(y)
         norm = Norm(library.group_moments(y, *settings), weight, bias)
         excited, squeezed = _excite(y, norm, _Squeeze(*squeeze))
@@ -208,71 +276,104 @@ class _ExcitedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
+        """Return gradients from that of the output, `dy`."""
         y, *rest = ctx.saved_tensors
-        norm, squeeze, squeezed = Norm(*rest[:3]), _Squeeze(*rest[3:7]), _Squeezed(*rest[7:])
+        norm = Norm(*rest[:3])
+        squeeze = _Squeeze(*rest[3:7])
+        squeezed = _Squeezed(*rest[7:])
         dy = pixels_last(dy)
         behind, gradients = _excite_gradients(y, norm, squeeze, squeezed, dy)
-        dx = library.input_gradient(GATED, y, norm, behind.by_group, dy, gate=behind.gate)
+        dx = library.input_gradient(GATED, y, norm, behind.by_group, dy=dy, gate=behind.gate)
         return (channels_first(dx), None, *gradients)
 
 
-class _ExcitedConv(torch.autograd.Function):
-    """Normalisation and SiLU, if any, a group convolution, normalisation, SiLU, squeeze and excitation.
+class _ConvSettings(NamedTuple):
+    """Numbers of a convolution and of the normalisations around it. The first may be None."""
 
-    settings_before, settings: groups and eps of the two normalisations.
+    geometry: Geometry
+    before: Optional[_Settings]
+    behind: _Settings
+
+
+class _ExcitedConv(torch.autograd.Function):
+    """Group convolution, normalisation, SiLU, squeeze and excitation.
+
+    parameters: weight and bias of the first normalisation, or None; weights of the convolution;
+    weight and bias of the second normalisation; those of squeeze and excitation, as in `_Squeeze`.
     """
 
     @staticmethod
-    def forward(
-        ctx, x, geometry: Geometry, settings_before, settings, weight_before, bias_before, conv, weight, bias, *squeeze
-    ):
+    def forward(ctx, x, settings: _ConvSettings, *parameters):
+        """Return what all layers make of `x`."""
+        weight_before, bias_before, conv, weight, bias, *squeeze = parameters
         x = pixels_last(x)
         before = None
-        if settings_before is not None:
-            before = Norm(library.group_moments(x, *settings_before), weight_before, bias_before)
-        groups, eps = settings
-        y, moments = library.convolution(x, conv, geometry, before, groups, eps)
+        if settings.before is not None:
+            before = Norm(library.group_moments(x, *settings.before), weight_before, bias_before)
+        y, moments = library.convolution(
+            x,
+            conv,
+            settings.geometry,
+            before=before,
+            groups=settings.behind.groups,
+            eps=settings.behind.eps,
+        )
         norm = Norm(moments, weight, bias)
         excited, squeezed = _excite(y, norm, _Squeeze(*squeeze))
-        ctx.geometry = geometry
-        ctx.save_for_backward(x, conv, y, *(before or (None, None, None)), *norm, *squeeze, *squeezed)
+        ctx.geometry = settings.geometry
+        before_tensors = before or (None, None, None)
+        ctx.save_for_backward(x, conv, y, *before_tensors, *norm, *squeeze, *squeezed)
         return channels_first(excited)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
+        """Return gradients from that of the output, `dy`."""
         x, conv, y, *rest = ctx.saved_tensors
         before = None if rest[0] is None else Norm(*rest[:3])
-        norm, squeeze, squeezed = Norm(*rest[3:6]), _Squeeze(*rest[6:10]), _Squeezed(*rest[10:])
+        norm = Norm(*rest[3:6])
+        squeeze = _Squeeze(*rest[6:10])
+        squeezed = _Squeezed(*rest[10:])
         dy = pixels_last(dy)
         behind, gradients = _excite_gradients(y, norm, squeeze, squeezed, dy)
-        dx, dconv, sums = library.convolution_gradients(x, conv, ctx.geometry, dy, before, behind)
+        dx, dconv, sums = library.convolution_gradients(
+            x,
+            conv,
+            ctx.geometry,
+            dy=dy,
+            before=before,
+            behind=behind,
+        )
         dweight_before = None
         dbias_before = None
         if before is not None:
             # dx is the gradient before the activation: what is left is a normalisation without one.
-            dweight_before, dbias_before, by_group = library.merged_gradients(PLAIN, x, before, sums)
-            library.input_gradient(LINEAR, x, before, by_group, dx, out=dx)
-        return (channels_first(dx), None, None, None, dweight_before, dbias_before, dconv, *gradients)
+            merged = library.merged_gradients(PLAIN, x, before, sums)
+            dweight_before, dbias_before, by_group = merged
+            library.input_gradient(LINEAR, x, before, by_group, dy=dx, out=dx)
+        return (channels_first(dx), None, dweight_before, dbias_before, dconv, *gradients)
 
 
 class _PooledNormAct(torch.autograd.Function):
     """Means over pixels, [N, C], of the normalised and activated x."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, groups: int, eps: float):
+    def forward(ctx, x, weight, bias, settings: _Settings):
+        """Return means of what the layers make of `x`."""
         x = pixels_last(x)
-        norm = Norm(library.group_moments(x, groups, eps), weight, bias)
+        norm = Norm(library.group_moments(x, *settings), weight, bias)
         ctx.save_for_backward(x, *norm)
         return library.pooled(x, norm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
+        """Return gradients from that of the output, `dy`."""
         x, *norm = ctx.saved_tensors
         norm = Norm(*norm)
-        gate = Gate(None, dy.contiguous() / (x.shape[1] * x.shape[2]))
+        pixels = x.shape[1] * x.shape[2]
+        gate = Gate(gate=None, pooled=dy.contiguous() / pixels)
         sums = library.gradient_sums(POOLED, x, norm)
-        dweight, dbias, by_group = library.merged_gradients(POOLED, x, norm, sums, gate)
+        dweight, dbias, by_group = library.merged_gradients(POOLED, x, norm, sums, gate=gate)
         dx = library.input_gradient(POOLED, x, norm, by_group, gate=gate)
-        return channels_first(dx), dweight, dbias, None, None
+        return channels_first(dx), dweight, dbias, None

@@ -1,8 +1,8 @@
-"""Single layers by our functions, with the parameters of those in whose place they are: float32, channels-last."""
+"""Single layers by our functions, with torch's or timm's parameters: float32, channels-last."""
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import NamedTuple, Optional
 
 import torch
 from timm.layers import Conv2dSame
@@ -21,7 +21,7 @@ class Pointwise(nn.Conv2d):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Return whether the class may become that of the module."""
+        """Return whether the class may become that of the `module`."""
         return (
             type(module) in (nn.Conv2d, Conv2dSame)
             and module.kernel_size == module.stride == (1, 1)
@@ -30,23 +30,40 @@ class Pointwise(nn.Conv2d):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return channels_first(F.linear(pixels_last(x), self.weight.flatten(1), self.bias))
+        """Return the convolution of `x`."""
+        y = F.linear(pixels_last(x), self.weight.flatten(1), self.bias)
+        return channels_first(y)
 
 
 class NativeGroupNormAct(GroupNormAct):
-    """GroupNormAct: [N, C, H, W] -> [N, C, H, W]. Only the input is kept. Gradients are not differentiable again."""
+    """GroupNormAct: [N, C, H, W] -> [N, C, H, W].
+
+    Only the input is kept. Gradients are not differentiable again.
+    """
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Return whether the class may become that of the module."""
+        """Return whether the class may become that of the `module`."""
         return type(module) is GroupNormAct
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised and activated `x`."""
         return self.added(x, None, None)
 
-    def added(self, x: torch.Tensor, kept: Optional[torch.Tensor], residual: Optional[torch.Tensor]) -> torch.Tensor:
-        """Return the layer's output times `kept`, [N], plus `residual`, of x's shape."""
-        settings = (self.num_groups, self.eps, self.apply_act)
+    def added(
+        self,
+        x: torch.Tensor,
+        kept: Optional[torch.Tensor],
+        residual: Optional[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the layer's output times `kept`, plus `residual`.
+
+        Args:
+            x: [N, C, H, W].
+            kept: [N], or None.
+            residual: like x, or None.
+        """
+        settings = _Settings(self.num_groups, self.eps, self.apply_act)
         return _GroupNormAct.apply(x, self.weight, self.bias, kept, residual, settings)
 
 
@@ -55,16 +72,22 @@ class NativeProxyNormAct(ProxyNormAct, NativeGroupNormAct):
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Return whether the class may become that of the module."""
+        """Return whether the class may become that of the `module`."""
         return type(module) is ProxyNormAct
 
 
 class GroupConv2d(nn.Conv2d):
-    """A Conv2d or Conv2dSame in groups of 16 channels: [N, C, H, W] -> [N, C, ceil(H / stride), ceil(W / stride)]."""
+    """A Conv2d or Conv2dSame in groups of 16 channels.
+
+    Input: [N, C, H, W]; output: [N, C, ceil(H / stride), ceil(W / stride)].
+    """
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
-        """Return whether the class may become that of the module, padded by half its kernel, or as TensorFlow does."""
+        """Return whether the class may become that of the `module`.
+
+        It is a Conv2d that is padded by half its kernel, or a Conv2dSame.
+        """
         if type(module) not in (nn.Conv2d, Conv2dSame):
             return False
         kernel = module.kernel_size[0]
@@ -82,50 +105,76 @@ class GroupConv2d(nn.Conv2d):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the convolution of `x`."""
         return _GroupConv.apply(x, self.weight, self.geometry(x.shape[2], x.shape[3]))
 
     def geometry(self, height: int, width: int) -> Geometry:
-        """Return the convolution's numbers for images of this size."""
-        kernel, stride = self.kernel_size[0], self.stride[0]
+        """Return the convolution's numbers for images of `height` lines and `width` columns."""
+        kernel = self.kernel_size[0]
+        stride = self.stride[0]
         pads_same = self.padding == (0, 0)  # a Conv2dSame
-        out, before = geometry((height, width), kernel, stride, pads_same)
-        return Geometry(kernel, stride, *before, *out)
+        out_size, padding = geometry((height, width), kernel, stride, pads_same)
+        return Geometry(
+            kernel=kernel,
+            stride=stride,
+            top=padding[0],
+            left=padding[1],
+            out_height=out_size[0],
+            out_width=out_size[1],
+        )
+
+
+class _Settings(NamedTuple):
+    """Arguments of `_GroupNormAct` that are no tensors."""
+
+    groups: int
+    eps: float
+    silu: bool
 
 
 class _GroupNormAct(torch.autograd.Function):
+    """The layer as a function of x, weight, bias, kept and residual."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, kept, residual, settings: Tuple[int, float, bool]):
-        groups, eps, silu = settings
+    def forward(ctx, x, weight, bias, kept, residual, settings: _Settings):
+        """Return the layer's output for `x`."""
         x = pixels_last(x)
-        moments = library.group_moments(x, groups, eps)
-        ctx.save_for_backward(x, kept, moments, weight, bias)
-        ctx.form = PLAIN if silu else LINEAR
+        norm = Norm(library.group_moments(x, settings.groups, settings.eps), weight, bias)
+        ctx.save_for_backward(x, kept, *norm)
+        ctx.form = PLAIN if settings.silu else LINEAR
         if residual is not None:
             residual = pixels_last(residual)
-        return channels_first(library.activated(x, Norm(moments, weight, bias), silu, kept, residual))
+        y = library.activated(x, norm, settings.silu, kept=kept, residual=residual)
+        return channels_first(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, kept, moments, weight, bias = ctx.saved_tensors
-        norm = Norm(moments, weight, bias)
+        """Return gradients from that of the output, `dy`."""
+        x, kept, *norm = ctx.saved_tensors
+        norm = Norm(*norm)
         dresidual = dy if ctx.needs_input_grad[4] else None
         dy = pixels_last(dy)
         if ctx.form == PLAIN:
+            # The gradient before the activation is stored: what is left is a normalisation without
+            # one.
             dx = torch.empty_like(x)
-            sums = library.gradient_sums(PLAIN, x, norm, dy, kept, dz=dx)
+            sums = library.gradient_sums(PLAIN, x, norm, dy=dy, kept=kept, dz=dx)
             dweight, dbias, by_group = library.merged_gradients(PLAIN, x, norm, sums)
-            library.input_gradient(LINEAR, x, norm, by_group, dx, out=dx)
+            library.input_gradient(LINEAR, x, norm, by_group, dy=dx, out=dx)
         else:
-            sums = library.gradient_sums(LINEAR, x, norm, dy, kept)
+            sums = library.gradient_sums(LINEAR, x, norm, dy=dy, kept=kept)
             dweight, dbias, by_group = library.merged_gradients(LINEAR, x, norm, sums)
-            dx = library.input_gradient(LINEAR, x, norm, by_group, dy, kept)
+            dx = library.input_gradient(LINEAR, x, norm, by_group, dy=dy, kept=kept)
         return channels_first(dx), dweight, dbias, None, dresidual, None
 
 
 class _GroupConv(torch.autograd.Function):
+    """The layer as a function of x and weight."""
+
     @staticmethod
     def forward(ctx, x, weight, geometry: Geometry):
+        """Return the convolution of `x`."""
         x = pixels_last(x)
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
@@ -135,6 +184,7 @@ class _GroupConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
+        """Return gradients from that of the output, `dy`."""
         x, weight = ctx.saved_tensors
         dx, dweight, _ = library.convolution_gradients(x, weight, ctx.geometry, pixels_last(dy))
         return channels_first(dx), dweight, None

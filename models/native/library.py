@@ -1,7 +1,7 @@
-"""Our C++ functions for CPUs, on tensors: group normalisation with SiLU, pooling, gates, group convolutions.
+"""Our C++ functions for CPUs, on tensors: normalisation with SiLU, pooling, gates, convolutions.
 
-Activations are float32 [N, H, W, C], contiguous: `pixels_last` of a channels-last [N, C, H, W]. Functions compute on as
-many threads as torch does; their results do not depend on that number.
+Activations are float32 [N, H, W, C], contiguous: `pixels_last` of a channels-last [N, C, H, W].
+Functions compute on as many threads as torch does; their results do not depend on that number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import functools
 import sys
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -21,15 +21,22 @@ from recipe.errors import first_line, printable
 GROUP_SIZE = 16  # channels of a convolution's group
 LARGEST_KERNEL = 7
 
-# What reaches a normalisation from above, and so which sums its gradients need: `Form` in normalization.h, and the
-# same as PLAIN for a normalisation without activation.
+# What reaches a normalisation from above, and so which sums its gradients need: `Form` in
+# normalization.h.
 PLAIN, LINEAR, POOLED, GATED = range(4)
 _SUMS = {PLAIN: 2, LINEAR: 2, POOLED: 2, GATED: 5}
 
 _SOURCE = Path(__file__).parent / "library.cpp"
 _FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
 )
 _FUNCTIONS = (
     "group_moments_of",
@@ -45,27 +52,46 @@ _FUNCTIONS = (
 )
 
 
-def _structure(name: str, integers: str = "", pointers: str = "", threads: bool = False) -> Any:
-    """A C++ struct of 64-bit integers, then pointers, then the number of threads."""
-    fields: List[tuple] = [(each, ctypes.c_int64) for each in integers.split()]
-    fields += [(each, ctypes.c_void_p) for each in pointers.split()]
-    if threads:
-        fields.append(("threads", ctypes.c_int))
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+# The structs of normalization.h and convolution.h.
+_THREADS = ("threads", ctypes.c_int)
 
 
-_Shape = _structure("Shape", "images pixels channels groups", threads=True)
-_Normalization = _structure("Normalization", pointers="moments weight bias")
-_Incoming = _structure("Incoming", pointers="dy kept gate pooled")
-_Convolution = _structure(
-    "Convolution", "images height width channels out_height out_width kernel stride top left", threads=True
-)
+def _integers(*names: str) -> list:
+    """Return fields of 64 bits."""
+    return [(name, ctypes.c_int64) for name in names]
+
+
+def _pointers(*names: str) -> list:
+    """Return fields that point to float32."""
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [*_integers("images", "pixels", "channels", "groups"), _THREADS]
+
+
+class _Normalization(ctypes.Structure):
+    _fields_ = _pointers("moments", "weight", "bias")
+
+
+class _Incoming(ctypes.Structure):
+    _fields_ = _pointers("dy", "kept", "gate", "pooled")
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = [
+        *_integers("images", "height", "width", "channels"),
+        *_integers("out_height", "out_width"),
+        *_integers("kernel", "stride", "top", "left"),
+        _THREADS,
+    ]
 
 
 class Norm(NamedTuple):
     """A normalisation of some input.
 
-    moments: [N, groups, 2], of this input: mean, and one over the standard deviation. weight, bias: [C]; bias or None.
+    moments: [N, groups, 2], of this input: mean, and one over the standard deviation.
+    weight, bias: [C]; bias or None.
     """
 
     moments: torch.Tensor
@@ -74,18 +100,22 @@ class Norm(NamedTuple):
 
     @property
     def groups(self) -> int:
+        """Number of groups of channels."""
         return self.moments.shape[1]
 
 
 class Gate(NamedTuple):
-    """What reaches each pixel through gates and pooling: dy times `gate`, plus `pooled`, [N, C] each."""
+    """Numbers by which gates and pooling reach each pixel: dy * gate + pooled, [N, C] each."""
 
     gate: Optional[torch.Tensor]
     pooled: torch.Tensor
 
 
 class Behind(NamedTuple):
-    """What follows a convolution: its output, this output's normalisation and gates, and by_group of the gradients."""
+    """The layers behind a convolution: its output, and this output's normalisation and gates.
+
+    by_group: of this normalisation, from `merged_gradients`.
+    """
 
     output: torch.Tensor
     norm: Norm
@@ -105,13 +135,18 @@ class Geometry(NamedTuple):
 
 
 def fault() -> str:
-    """Return why there are no functions on this machine, in a line; "" where there are. May compile them first."""
+    """Return why there are no functions on this machine, in a line; "" where there are.
+
+    May compile them first.
+    """
     if sys.version_info < (3, 9):
         return "they are not tried on Python 3.8"
     try:
         _library()
     except OSError as error:
-        return printable(f"{error.filename}: {error.strerror}" if error.filename else first_line(error))
+        if error.filename:
+            return printable(f"{error.filename}: {error.strerror}")
+        return printable(first_line(error))
     except CompilerError as error:
         return printable(first_line(error))
     return ""
@@ -119,27 +154,43 @@ def fault() -> str:
 
 @functools.lru_cache(maxsize=None)
 def _library() -> ctypes.CDLL:
-    """Raises OSError, CompilerError."""
+    """Return the functions, compiled if they are not in the cache.
+
+    Raises OSError, CompilerError.
+    """
     return compilation.library(_SOURCE, _FUNCTIONS, _FLAGS)
 
 
 def pixels_last(x: torch.Tensor) -> torch.Tensor:
-    """Return [N, C, H, W] as a contiguous [N, H, W, C]; copied only where it is not channels-last."""
+    """Return `x`, [N, C, H, W], as a contiguous [N, H, W, C]; channels-last it is not copied."""
     return x.permute(0, 2, 3, 1).contiguous()
 
 
 def channels_first(x: torch.Tensor) -> torch.Tensor:
-    """Return [N, H, W, C] as a channels-last [N, C, H, W], without a copy."""
+    """Return `x`, [N, H, W, C], as a channels-last [N, C, H, W], without a copy."""
     return x.permute(0, 3, 1, 2)
 
 
 def group_moments(x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
-    """Return [N, groups, 2]: each group's mean, and one over the root of its variance plus eps.
+    """Compute mean of each group, and one over the root of its variance plus eps.
+
+    Args:
+        x: [N, H, W, C].
+        groups: of channels; divides C.
+        eps: added to the variance.
+
+    Returns:
+        [N, groups, 2].
 
     Source: Wu and He, 1803.08494; merged from strips of pixels as in Chan, Golub and LeVeque, 1983.
     """
     moments = torch.empty(len(x), groups, 2)
-    _library().group_moments_of(_shape(x, groups), _address(x), ctypes.c_float(eps), _address(moments))
+    _library().group_moments_of(
+        _shape(x, groups),
+        _address(x),
+        ctypes.c_float(eps),
+        _address(moments),
+    )
     return moments
 
 
@@ -150,7 +201,18 @@ def activated(
     kept: Optional[torch.Tensor] = None,
     residual: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Return x normalised, activated where `silu`, times `kept`, [N], plus `residual`, like x."""
+    """Normalise and activate, as a block's last layer.
+
+    Args:
+        x: [N, H, W, C].
+        norm: of x.
+        silu: apply SiLU.
+        kept: [N], what an image's branch is multiplied by, or None.
+        residual: like x, what is added then, or None.
+
+    Returns:
+        A tensor like x.
+    """
     y = torch.empty_like(x)
     _library().activate_of(
         _shape(x, norm.groups),
@@ -165,26 +227,31 @@ def activated(
 
 
 def activated_and_pooled(x: torch.Tensor, norm: Norm) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return x normalised and activated, and its means over pixels, [N, C]."""
+    """Return `x`, [N, H, W, C], normalised and activated, and means of that over pixels, [N, C]."""
     y = torch.empty_like(x)
     return y, _pool(x, norm, y)
 
 
 def pooled(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Return means over pixels, [N, C], of x normalised and activated, which is stored nowhere."""
+    """Return means over pixels, [N, C], of `x` normalised and activated, which is not stored."""
     return _pool(x, norm, None)
 
 
 def _pool(x: torch.Tensor, norm: Norm, y: Optional[torch.Tensor]) -> torch.Tensor:
+    """Return means over pixels, [N, C], of what is written to `y` unless that is None."""
     means = torch.empty(len(x), x.shape[-1])
     _library().activate_and_pool_of(
-        _shape(x, norm.groups), _address(x), _normalization(norm), _address(y), _address(means)
+        _shape(x, norm.groups),
+        _address(x),
+        _normalization(norm),
+        _address(y),
+        _address(means),
     )
     return means
 
 
 def multiply_(y: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiply y in place by `gate`, [N, C]."""
+    """Multiply `y`, [N, H, W, C], in place by `gate`, [N, C]."""
     _library().multiply_of(_shape(y, groups=1), _address(gate), _address(y))
 
 
@@ -196,9 +263,18 @@ def gradient_sums(
     kept: Optional[torch.Tensor] = None,
     dz: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Return sums over pixels that the gradients of a normalisation need, [2 or 5, N, C]: see normalization.h.
+    """Add up over pixels what the gradients of a normalisation need.
 
-    Args: dz: with PLAIN, memory for the gradient before the activation, of which `input_gradient` is LINEAR.
+    Args:
+        form: PLAIN, LINEAR, POOLED or GATED: what reaches the normalisation.
+        x: [N, H, W, C].
+        norm: of x.
+        dy: like x; None with POOLED.
+        kept: [N], what an image's branch was multiplied by, or None.
+        dz: like x, with PLAIN: memory for the gradient before the activation.
+
+    Returns:
+        [2 or 5, N, C]: see `Form` in normalization.h.
     """
     sums = torch.empty(_SUMS[form], len(x), x.shape[-1])
     _library().gradient_sums_of(
@@ -216,7 +292,19 @@ def gradient_sums(
 def merged_gradients(
     form: int, x: torch.Tensor, norm: Norm, sums: torch.Tensor, gate: Optional[Gate] = None
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], torch.Tensor]:
-    """Return gradients of weight and bias, [C], and what the input's gradient needs of each group, [N, groups, 2]."""
+    """Merge what `gradient_sums` returned.
+
+    Args:
+        form: PLAIN, LINEAR, POOLED or GATED: what reaches the normalisation.
+        x: [N, H, W, C].
+        norm: of x.
+        sums: [2 or 5, N, C].
+        gate: with POOLED and GATED.
+
+    Returns:
+        Gradients of weight and bias, [C] each, the second None where there is no bias; and what the
+        input's gradient needs of each group, [N, groups, 2].
+    """
     dweight = torch.empty_like(norm.weight)
     dbias = None if norm.bias is None else torch.empty_like(norm.bias)
     by_group = torch.empty_like(norm.moments)
@@ -243,7 +331,23 @@ def input_gradient(
     gate: Optional[Gate] = None,
     out: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Return the gradient of a normalisation's input. Args: out: memory for it; may be dy."""
+    """Compute the gradient of a normalisation's input.
+
+    Args:
+        form: LINEAR, POOLED or GATED. That of PLAIN is LINEAR, with the `dz` of `gradient_sums` as
+            `dy`.
+        x: [N, H, W, C].
+        norm: of x.
+        by_group: [N, groups, 2], from `merged_gradients`.
+        dy: like x; None with POOLED.
+        kept: [N], what an image's branch was multiplied by, or None.
+        gate: with POOLED and GATED.
+        out: memory for the result; may be dy.
+
+    Returns:
+        A tensor like x.
+    """
+    assert form != PLAIN, "the gradient of PLAIN is that of LINEAR, by its dz"
     dx = torch.empty_like(x) if out is None else out
     _library().input_gradient_of(
         _shape(x, norm.groups),
@@ -265,12 +369,17 @@ def convolution(
     groups: int = 0,
     eps: float = 0.0,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """Return a convolution of x, or of x normalised and activated, and the moments of its output.
+    """Convolve x, or x normalised and activated.
 
     Args:
+        x: [N, H, W, C].
         weight: [C, 16, k, k].
+        geometry: of the convolution.
         before: the normalisation of x, if any.
         groups, eps: of the normalisation behind; without groups there are no moments.
+
+    Returns:
+        [N, out_height, out_width, C]; and its moments, [N, groups, 2], or None.
     """
     packed = _packed(weight, backward=False)
     y = x.new_empty(len(x), geometry.out_height, geometry.out_width, x.shape[-1])
@@ -297,14 +406,21 @@ def convolution_gradients(
     before: Optional[Norm] = None,
     behind: Optional[Behind] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
-    """Return gradients of x (with `before`: of the normalised x, before its activation) and of the weights, and with
-    `before` the former's sums over pixels, [2, N, C], as `gradient_sums` makes them of PLAIN.
+    """Compute the gradients of a convolution.
 
     Args:
+        x: [N, H, W, C].
+        weight: [C, 16, k, k].
+        geometry: of the convolution.
         dy: the gradient of the output, or of what `behind` makes of it.
         before, behind: what surrounds the convolution: nothing, `behind`, or both.
+
+    Returns:
+        Gradients of x, and of the weights. With `before` the first is that of the normalised x,
+        before its activation; and the third result is its sums over pixels, [2, N, C], as
+        `gradient_sums` makes them of PLAIN. Else that is None.
     """
-    assert behind or not before, "with a normalisation before the convolution there is one behind it"
+    assert behind or not before, "a convolution with a normalisation before has one behind"
     packed = _packed(weight, backward=True)
     dx = torch.empty_like(x)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -328,15 +444,26 @@ def convolution_gradients(
 
 
 def _packed(weight: torch.Tensor, backward: bool) -> torch.Tensor:
-    """Weights of a group convolution, [C, 16, k, k], as its kernels read them, or as those of its gradient do."""
+    """Return weights, [C, 16, k, k], as the convolution reads them, or as its gradient does."""
     weight = weight.contiguous()
     packed = torch.empty_like(weight)
-    by = _Convolution(channels=len(weight), kernel=weight.shape[-1], stride=1, threads=torch.get_num_threads())
-    _library().pack_weights_of(ctypes.byref(by), _address(weight), int(backward), _address(packed))
+    sizes = _Convolution(
+        channels=len(weight),
+        kernel=weight.shape[-1],
+        stride=1,
+        threads=torch.get_num_threads(),
+    )
+    _library().pack_weights_of(
+        ctypes.byref(sizes),
+        _address(weight),
+        int(backward),
+        _address(packed),
+    )
     return packed
 
 
 def _shape(x: torch.Tensor, groups: int) -> Any:
+    """Return a pointer to the `Shape` of x, [N, H, W, C]."""
     images, height, width, channels = x.shape
     return ctypes.byref(
         _Shape(
@@ -350,6 +477,7 @@ def _shape(x: torch.Tensor, groups: int) -> Any:
 
 
 def _convolution(x: torch.Tensor, geometry: Geometry) -> Any:
+    """Return a pointer to the `Convolution` of x, [N, H, W, C]."""
     images, height, width, channels = x.shape
     return ctypes.byref(
         _Convolution(
@@ -364,18 +492,33 @@ def _convolution(x: torch.Tensor, geometry: Geometry) -> Any:
 
 
 def _normalization(norm: Norm) -> Any:
-    return ctypes.byref(_Normalization(_address(norm.moments), _address(norm.weight), _address(norm.bias)))
+    """Return a pointer to the `Normalization`."""
+    return ctypes.byref(
+        _Normalization(
+            moments=_address(norm.moments),
+            weight=_address(norm.weight),
+            bias=_address(norm.bias),
+        )
+    )
 
 
 def _incoming(
-    dy: Optional[torch.Tensor] = None, kept: Optional[torch.Tensor] = None, gate: Optional[Gate] = None
+    dy: Optional[torch.Tensor] = None,
+    kept: Optional[torch.Tensor] = None,
+    gate: Optional[Gate] = None,
 ) -> Any:
-    gates, pooled_gradient = gate or (None, None)
-    return ctypes.byref(_Incoming(_address(dy), _address(kept), _address(gates), _address(pooled_gradient)))
+    """Return a pointer to the `Incoming`."""
+    incoming = _Incoming(dy=_address(dy), kept=_address(kept))
+    if gate is not None:
+        incoming.gate = _address(gate.gate)
+        incoming.pooled = _address(gate.pooled)
+    return ctypes.byref(incoming)
 
 
 def _address(tensor: Optional[torch.Tensor]) -> Optional[ctypes.c_void_p]:
+    """Return where a contiguous float32 tensor lies; None for None."""
     if tensor is None:
         return None
-    assert tensor.dtype == torch.float32 and tensor.is_contiguous(), f"{tensor.dtype}, strides {tensor.stride()}"
+    plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
+    assert plain, f"{tensor.dtype}, strides {tensor.stride()}"
     return ctypes.c_void_p(tensor.data_ptr())

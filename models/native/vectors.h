@@ -42,12 +42,13 @@ inline Floats<COUNT> filled(float value) {
     return value - Floats<COUNT>{};
 }
 
-// e^rest for |rest| <= ln 2 / 2, off by less than 2e-9: Taylor's series to the seventh power, which is replaced by lower
-// ones that differ from it by a Chebyshev polynomial.
+// e^rest for |rest| <= ln 2 / 2, off by less than 2e-9: Taylor's series to the seventh power, which
+// is replaced by lower ones that differ from it by a Chebyshev polynomial.
 template <class Values>
 inline Values exponential_series(Values rest) {
     constexpr float LIMIT = 0.34657359f;  // ln 2 / 2
-    constexpr float SQUARE = LIMIT * LIMIT, SHARE = 1.0f / 5040;
+    constexpr float SQUARE = LIMIT * LIMIT;
+    constexpr float SHARE = 1.0f / 5040;
     constexpr float FIRST = 1.0f + SHARE * 0.109375f * SQUARE * SQUARE * SQUARE;
     constexpr float THIRD = 1.0f / 6 - SHARE * 0.875f * SQUARE * SQUARE;
     constexpr float FIFTH = 1.0f / 120 + SHARE * 1.75f * SQUARE;
@@ -60,20 +61,29 @@ inline Values exponential_series(Values rest) {
 }
 
 // x = power ln 2 + rest: the logarithm in two parts, as `power` times it would lose digits.
-constexpr float LOG2_E = 1.44269504f, LN2_MOST = 0.693359375f, LN2_REST = -2.12194440e-4f;
-constexpr float LEAST = -88.0f, MOST = 87.0f;  // beyond, e^-x is no number with an exponent of its own
+constexpr float LOG2_E = 1.44269504f;
+constexpr float LN2_MOST = 0.693359375f;
+constexpr float LN2_REST = -2.12194440e-4f;
 
-// 1 / (1 + e^-x), off by at most 3 units in the last place; beyond LEAST and MOST that of the limit; NaN of NaN.
+// Beyond these e^-x is no number with an exponent of its own.
+constexpr float LEAST = -88.0f;
+constexpr float MOST = 87.0f;
+
+// 1 / (1 + e^-x), off by at most 3 units in the last place; beyond LEAST and MOST that of the
+// limit; NaN of NaN.
 template <int COUNT>
 inline Floats<COUNT> sigmoid(Floats<COUNT> x) {
 #if defined(__AVX512F__)
     if constexpr (COUNT == 16) {
         // The second operand is taken where one is not a number.
-        const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(MOST), _mm512_max_ps(_mm512_set1_ps(LEAST), x));
-        const __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(-LOG2_E)), 0);
+        const __m512 above = _mm512_max_ps(_mm512_set1_ps(LEAST), x);
+        const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(MOST), above);
+        const __m512 power =
+            _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(-LOG2_E)), 0);
         const __m512 rest = -bounded - power * LN2_MOST - power * LN2_REST;
         const __m512 divisor = _mm512_scalef_ps(exponential_series(rest), power) + 1.0f;
-        // A division takes several times as long as this and a step of Newton's method, which squares its error, 2^-14.
+        // A division takes several times as long as this and a step of Newton's method, which
+        // squares its error, 2^-14.
         const __m512 guess = _mm512_rcp14_ps(divisor);
         return guess + guess * (1.0f - divisor * guess);
     }
@@ -87,7 +97,8 @@ inline Floats<COUNT> sigmoid(Floats<COUNT> x) {
     const Floats<COUNT> power = shifted - WHOLE;
     const Floats<COUNT> rest = -x - power * LN2_MOST - power * LN2_REST;
     // 2^power by its exponent's bits.
-    Integers bits, whole;
+    Integers bits;
+    Integers whole;
     const Floats<COUNT> origin = filled<COUNT>(WHOLE);
     std::memcpy(&bits, &shifted, sizeof bits);
     std::memcpy(&whole, &origin, sizeof whole);
@@ -103,11 +114,13 @@ inline Floats<COUNT> silu_slope(Floats<COUNT> x, Floats<COUNT> sigmoid) {
     return sigmoid * (x * (1.0f - sigmoid) + 1.0f);
 }
 
-// Calls work(Width<n>, first) for the numbers from 0 to count: for as many at once as possible.
+// A number of numbers, known as code is compiled.
 template <int COUNT>
 struct Width {
     static constexpr int count = COUNT;
 };
+
+// Calls work(Width<n>(), first) for the numbers from 0 to count: for as many at once as possible.
 template <class Work>
 inline void for_lanes(int64_t count, Work work) {
     int64_t first = 0;

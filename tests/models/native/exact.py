@@ -83,9 +83,13 @@ def form_results(form, given, groups):
     found = {}
     if form in (PLAIN, LINEAR):
         found["y"] = library.activated(x, norm, form == PLAIN, kept, residual)
-        sums = library.gradient_sums(form, x, norm, dy, kept)
+        dz = torch.empty_like(x) if form == PLAIN else None
+        sums = library.gradient_sums(form, x, norm, dy, kept, dz)
         dweight, dbias, by_group = library.merged_gradients(form, x, norm, sums)
-        found["dx"] = library.input_gradient(form, x, norm, by_group, dy, kept)
+        if form == PLAIN:
+            found["dx"] = library.input_gradient(LINEAR, x, norm, by_group, dz)
+        else:
+            found["dx"] = library.input_gradient(LINEAR, x, norm, by_group, dy, kept)
     elif form == POOLED:
         found["pooled"] = library.pooled(x, norm)
         by_pixel = Gate(None, by_pixel)
