@@ -1,4 +1,4 @@
-"""Where to cut a model so that its stages cost the same and fit: arithmetic on what its blocks cost. Needs no torch."""
+"""Where to cut a model so that its stages cost the same and fit into memory. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class BlockCost(NamedTuple):
     """Costs of one block for one micro batch.
 
     forward, backward: seconds where measured, multiply-adds where counted.
-    saved: bytes that autograd keeps for the backward pass, the block's input among it where it is needed, parameters
-        and buffers not.
+    saved: bytes that autograd keeps for the backward pass, the block's input among it where it is
+        needed, parameters and buffers not.
     output: bytes of the block's output.
     parameters: their number.
     """
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits into the memory of a device."""
+        """True if every stage fits into the memory of a device."""
         return self.memory is None or max(self.bytes) <= self.memory
 
     def describe(self, origin: str = "measured") -> str:
@@ -92,34 +92,38 @@ def balance(
     memory: Optional[int] = None,
     phases: bool = False,
 ) -> Cut:
-    """Return the cut into `stages` whose slowest stage is the fastest, among those that fit into the devices' memory.
+    """Return the cut whose slowest stage is the fastest, among those that fit into memory.
 
-    Exact, by dynamic programming over the blocks. Of equally fast cuts the one whose largest stage needs least memory
-    is taken; where no cut fits, the one that needs least, and then the fastest of these. No stage is without
-    parameters. A stage's memory is bytes_per_parameter x parameters + in_flight x saved bytes. Of a recomputed block
-    only the input is in flight (but for the images); its saved bytes are there once.
+    Exact, by dynamic programming over the blocks. Of equally fast cuts the one whose largest stage
+    needs least memory is taken; where no cut fits, the one that needs least, and then the fastest
+    of these. No stage is without parameters. A stage's memory is bytes_per_parameter x parameters +
+    in_flight x saved bytes. Of a recomputed block only the input is in flight (but for the images);
+    its saved bytes are there once.
 
     Args:
         costs: block's name -> cost, in running order.
         stages: of one replica, over all devices.
         in_flight: per stage, the micro batches whose activations it holds at once.
-        recompute: names of the blocks that are recomputed in the backward pass: their forward pass is paid twice.
+        recompute: names of the blocks that are recomputed in the backward pass: their forward pass
+            is paid twice.
         bytes_per_parameter: weight, gradient and slots of the optimizer.
         memory: bytes of one device.
-        phases: whether all forward passes come before all backward passes, as in GPipe. A step then takes as long as
-            the slowest forward and the slowest backward phase: from the cut above, borders are moved as long as that
-            sum falls, which is not exact, but never worse.
+        phases: whether all forward passes come before all backward passes, as in GPipe. A step then
+            takes as long as the slowest forward and the slowest backward phase: from the cut above,
+            borders are moved as long as that sum falls, which is not exact, but never worse.
 
     Raises:
         ValueError: there are more stages than blocks with parameters.
 
-    Source: of the schedules, Huang et al., 1811.06965 (GPipe) and Narayanan et al., 1806.03377 (1F1B).
+    Source: of the schedules, Huang et al., 1811.06965 (GPipe) and Narayanan et al., 1806.03377
+    (1F1B).
     """
-    assert stages >= 1 and len(in_flight) == stages, f"{len(in_flight)} counts in flight for {stages} stages"
+    assert stages >= 1
+    assert len(in_flight) == stages, f"{len(in_flight)} counts in flight for {stages} stages"
     names = list(costs)
-    with_parameters = sum(cost.parameters > 0 for cost in costs.values())
-    if stages > with_parameters:
-        raise ValueError(f"{stages} stages are more than the {with_parameters} blocks that have parameters")
+    able = sum(cost.parameters > 0 for cost in costs.values())
+    if stages > able:
+        raise ValueError(f"{stages} stages are more than the {able} blocks that have parameters")
 
     # The fastest of the cuts that fit; if none does, the one that needs least memory.
     spans = _span_costs(costs, in_flight, recompute, bytes_per_parameter)
@@ -158,23 +162,31 @@ def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
     edges = [0, *positions, len(names)]
     stages = [list(names[start:end]) for start, end in zip(edges, edges[1:])]
     if not all(stages):
-        raise ValueError(f"the cut points {', '.join(cuts)} leave a stage empty; order them as the blocks run")
+        given = ", ".join(cuts)
+        raise ValueError(f"the cut points {given} leave a stage empty; order them as the blocks run")
     return stages
 
 
 def _seconds(name: str, cost: BlockCost, recompute: Container[str]) -> float:
-    """Return seconds of a block, forward and backward, its second forward pass among them if it has one."""
+    """Return seconds of a block, forward and backward; twice forward if it is recomputed."""
     forward_passes = 2 if name in recompute else 1
     return cost.forward * forward_passes + cost.backward
 
 
 def _span_costs(
-    costs: Dict[str, BlockCost], in_flight: Sequence[int], recompute: Container[str], bytes_per_parameter: float
+    costs: Dict[str, BlockCost],
+    in_flight: Sequence[int],
+    recompute: Container[str],
+    bytes_per_parameter: float,
 ) -> Dict[_Span, _StageCost]:
-    """Return the cost of every stage that a cut may have: one with parameters. Arguments as of `balance`."""
+    """Return the cost of every stage that a cut may have: one with parameters.
+
+    Arguments as of `balance`.
+    """
     seconds = [_seconds(name, cost, recompute) for name, cost in costs.items()]
     parameters = [cost.parameters for cost in costs.values()]
-    # Bytes of each block for each micro batch in flight, and those that are there once, while it is recomputed.
+    # Bytes of each block for each micro batch in flight, and those that are there once, while it is
+    # recomputed.
     kept = []
     transient = []
     input_bytes = 0  # the first block's are images, which are there anyway
@@ -204,10 +216,11 @@ def _spans(edges: Sequence[int]) -> List[_Span]:
 def _best_edges(
     spans: Dict[_Span, _StageCost], stages: int, blocks: int, order: Tuple[str, str]
 ) -> Optional[List[int]]:
-    """Return the edges 0, ..., `blocks` of the cut whose largest cost of kind order[0], then order[1], is least.
+    """Return the edges of the cut whose largest cost of kind order[0], then order[1], is least.
 
-    In two rounds: the best beginning of a cut by both kinds need not begin the best cut, as a later stage may be slower
-    anyway. The second round has only the spans whose cost of the first kind is at most the least that was found.
+    In two rounds: the best beginning of a cut by both kinds need not begin the best cut, as a later
+    stage may be slower anyway. The second round has only the spans whose cost of the first kind is
+    at most the least that was found.
 
     Args:
         spans: the stages that a cut may have.
@@ -216,7 +229,8 @@ def _best_edges(
         order: fields of `_StageCost`.
 
     Returns:
-        The edges; None if no such spans follow one another from the first block to the last.
+        The edges 0, ..., `blocks`; None if no such spans follow one another from the first block to
+            the last.
     """
     edges = None
     for kind in order:
@@ -239,7 +253,9 @@ def _best_edges(
 def _move_edges(
     edges: List[int], forward: Sequence[float], backward: Sequence[float], allowed: Container[_Span]
 ) -> List[int]:
-    """Move edges by one or two blocks as long as that lowers the slowest forward plus the slowest backward phase.
+    """Move edges by one or two blocks as long as that makes a step of two phases faster.
+
+    It takes as long as the slowest forward and the slowest backward pass of a stage.
 
     Args:
         edges: numbers of blocks, 0 and that behind the last among them.
@@ -248,15 +264,19 @@ def _move_edges(
     """
 
     def slowness(edges: Sequence[int]) -> float:
+        """Return seconds of both phases of the cut at `edges`."""
         stages = [slice(span.first, span.end) for span in _spans(edges)]
         slowest_forward = max(math.fsum(forward[stage]) for stage in stages)
         slowest_backward = max(math.fsum(backward[stage]) for stage in stages)
         return slowest_forward + slowest_backward
 
     while True:
-        moves = [moved for moved in _neighbours(edges) if all(span in allowed for span in _spans(moved))]
-        best = min([edges, *moves], key=slowness)
-        if slowness(best) >= slowness(edges):
+        best = edges
+        for moved in _neighbours(edges):
+            possible = all(span in allowed for span in _spans(moved))
+            if possible and slowness(moved) < slowness(best):
+                best = moved
+        if best is edges:
             return edges
         edges = best
 

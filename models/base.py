@@ -1,4 +1,4 @@
-"""The interface of a model: a flat list of named blocks, what makes one (a family), and the registry of families."""
+"""The interface of a model: a flat list of named blocks, what makes one, and a registry of that."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from recipe.kinds import Registry
 
 
 class BlockList(nn.Module):
-    """Named blocks that run one after the other, e.g. `preprocess`, `stem`, `blocks.0.0`, ..., `head`.
+    """Named blocks that run one after the other: `preprocess`, `stem`, `blocks.0.0`, ..., `head`.
 
-    Each takes and returns one tensor, so a pipeline can cut the model between any two. Dots in a name nest modules, so
-    a parameter's name starts with its block's name and does not depend on which other blocks are present: a stage's
-    state dict is a part of the whole model's.
+    Each takes and returns one tensor, so a pipeline can cut the model between any two. Dots in a
+    name nest modules, so a parameter's name starts with its block's name and does not depend on
+    which other blocks are present: a stage's state dict is a part of the whole model's.
 
     Args:
         blocks: (name, block), in running order.
@@ -27,7 +27,7 @@ class BlockList(nn.Module):
         self.names = []
         for name, block in blocks:
             *path, last = name.split(".")
-            # An empty module for each component before the last, shared with the blocks that have it too.
+            # An empty module for each component before the last; blocks may share it.
             parent = self
             for component in path:
                 if component not in parent._modules:
@@ -52,10 +52,13 @@ class BlockList(nn.Module):
 
 
 class Family:
-    """A family of models, registered for its section class; `models.shapes.SHAPES` has its blocks as numbers.
+    """A family of models, registered for its section class.
 
-    anchors: names of a parameter that every model of the family has, ours and those of other programs. By these the
-    model is found in a file of another program, behind whatever prefix (`training.foreign`).
+    `models.shapes.SHAPES` has its blocks as numbers.
+
+    anchors: names of a parameter that every model of the family has, ours and those of other
+    programs. By these the model is found in a file of another program, behind whatever prefix
+    (`training.foreign`).
     """
 
     anchors: ClassVar[Tuple[str, ...]] = ()
@@ -64,22 +67,22 @@ class Family:
     def build(section: Model, seed: int) -> BlockList:
         """Build a model in training mode, float32.
 
-        The first block is a `Preprocess` called `preprocess`. `draws` of the list (`models.stochastic.Draws`) steers
-        random layers.
+        The first block is a `Preprocess` called `preprocess`. `draws` of the list
+        (`models.stochastic.Draws`) steers random layers.
 
         Args:
             section: the recipe's keys of the model.
             seed: all that initial weights depend on.
 
         Returns:
-            A model that takes images [N, 3, H, W], uint8, or float32 from 0 to 255 if mixed, and returns logits
-            [N, classes].
+            A model that takes images [N, 3, H, W], uint8, or float32 from 0 to 255 if mixed, and
+            returns logits [N, classes].
         """
         raise NotImplementedError
 
     @staticmethod
     def timm_name(name: str) -> str:
-        """Return the name of the parameter or buffer `name` in timm's files, where timm has such a model."""
+        """Return timm's `name` of a parameter or buffer, where timm has such a model."""
         return name
 
     @staticmethod

@@ -13,26 +13,46 @@ from models.stochastic import DropPath
 
 
 def kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """Return what each image's branch is multiplied by, [N]; None where none is dropped."""
+    """Return what each image's branch of `block` is multiplied by, [N]; None where none is dropped.
+
+    Args:
+        block: timm's.
+        x: its input, [N, C, H, W].
+    """
     return block.drop_path.current(x) if isinstance(block.drop_path, DropPath) else None
 
 
 def squeezes(block: nn.Module) -> bool:
-    """Return whether a block goes from its normalisation to squeeze and excitation, with SiLU and sigmoid."""
+    """Return whether `block` goes from its normalisation to timm's squeeze and excitation."""
     se = block.se
     if type(se) is not SqueezeExcite or type(block.aa) is not nn.Identity:
         return False
     return type(se.act1) is nn.SiLU and type(se.gate) in (Sigmoid, nn.Sigmoid)
 
 
-def geometry(size: Sequence[int], kernel: int, stride: int, pads_same: bool) -> Tuple[List[int], List[int]]:
-    """Return lines and columns of a convolution's output, and of the padding before its input.
+def geometry(
+    size: Sequence[int],
+    kernel: int,
+    stride: int,
+    pads_same: bool,
+) -> Tuple[List[int], List[int]]:
+    """Return the geometry of a convolution.
 
-    Args: size: lines and columns of the input. pads_same: padded as TensorFlow does, else by half the kernel.
+    Args:
+        size: lines and columns of the input.
+        kernel: lines, and columns, of the kernel.
+        stride: of lines and columns.
+        pads_same: padded as TensorFlow does, else by half the kernel.
+
+    Returns:
+        Lines and columns of the output, and of the padding before the input.
     """
-    out = [-(-side // stride) for side in size]
+    out_size = [-(-side // stride) for side in size]
     if not pads_same:
-        return out, [kernel // 2] * 2
-    # The total is the least; its odd one goes to the end.
-    totals = [max((made - 1) * stride + kernel - side, 0) for made, side in zip(out, size)]
-    return out, [total // 2 for total in totals]
+        return out_size, [kernel // 2] * 2
+    padding = []
+    for side, out_side in zip(size, out_size):
+        # The total is the least; its odd one goes to the end.
+        total = max((out_side - 1) * stride + kernel - side, 0)
+        padding.append(total // 2)
+    return out_size, padding

@@ -1,4 +1,4 @@
-"""Seconds and bytes of each block of a model, measured. shapes.py counts them, balance.py finds where to cut."""
+"""Seconds and bytes of each block of a model, measured; shapes.py counts them instead."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class _Pass(NamedTuple):
 def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Dict[str, BlockCost]:
     """Measure seconds and bytes of each block for one micro batch, in training mode.
 
-    Passes go as in a pipeline: several micro batches forward, block after block, then all of them backward, so that a
-    block's input and what it saved are not in the caches. Takes the minimum over repetitions; the first pass warms up.
-    Gradients are computed, not added up. Measures a copy: the model keeps its running statistics and training flags.
+    Passes go as in a pipeline: several micro batches forward, block after block, then all of them
+    backward, so that a block's input and what it saved are not in the caches. Takes the minimum
+    over repetitions; the first pass warms up. Gradients are computed, not added up. Measures a
+    copy: the model keeps its running statistics and training flags.
 
     Args:
         model: on the device that is measured.
@@ -70,13 +71,17 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
 
 
 def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
-    """Return each block's cost with its median times over what several processes have `measured`."""
-    costs = {}
+    """Return each block's cost with its median times over all processes.
+
+    Args:
+        measured: what each process has measured.
+    """
+    medians = {}
     for name, cost in measured[0].items():
-        forward = statistics.median(costs_of_process[name].forward for costs_of_process in measured)
-        backward = statistics.median(costs_of_process[name].backward for costs_of_process in measured)
-        costs[name] = cost._replace(forward=forward, backward=backward)
-    return costs
+        forward = statistics.median(costs[name].forward for costs in measured)
+        backward = statistics.median(costs[name].backward for costs in measured)
+        medians[name] = cost._replace(forward=forward, backward=backward)
+    return medians
 
 
 def _measure_sizes(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, _Sizes]:
@@ -99,7 +104,8 @@ def _measure_seconds(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict
     """Time each block's forward and backward pass. No `.grad` is touched."""
     forward = dict.fromkeys(blocks, 0.0)
     backward = dict.fromkeys(blocks, 0.0)
-    # Forward, micro batch after micro batch. Each block has an input of its own, where its backward pass ends.
+    # Forward, micro batch after micro batch. Each block has an input of its own, where its backward
+    # pass ends.
     passes = []
     for _ in range(_IN_TURN):
         x = images
@@ -114,7 +120,8 @@ def _measure_seconds(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict
         last = passes.pop()
         if not last.output.requires_grad:
             continue
-        wanted = [tensor for tensor in (last.input, *last.block.parameters()) if tensor.requires_grad]
+        inputs = [last.input, *last.block.parameters()]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
         gradient = last.output.detach()  # any values of a likely size
         started = _now(last.input.device)
         torch.autograd.grad(last.output, wanted, gradient, allow_unused=True)
@@ -137,13 +144,16 @@ def _saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
     own_storages = {tensor.untyped_storage()._cdata for tensor in alive}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        """Count the storage of a saved `tensor`."""
         storage = tensor.untyped_storage()
         if storage._cdata not in own_storages:
-            alive.append(tensor.detach())  # a storage that is freed may give its place, and so its key, to another
+            # A storage that is freed may give its place, and so its key, to another.
+            alive.append(tensor.detach())
             sizes[storage._cdata] = storage.nbytes()
         return tensor
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the saved `tensor` as it is."""
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -1,4 +1,4 @@
-"""EfficientNet with group convolutions (G16) as a flat list of named blocks, built from timm's model."""
+"""EfficientNet with group convolutions (G16) as a list of named blocks, built from timm's model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from recipe.randomness import key
 class EfficientNetFamily(Family):
     """Blocks: `preprocess`, `stem`, `blocks.STAGE.BLOCK`, `head`.
 
-    Parameters and buffers have timm's names behind the block's, so `timm_name` maps a state dict to timm's except for
-    `num_batches_tracked` and proxy normalisation. Depthwise with expansion 6 and batch normalisation, this is timm's
-    `efficientnet_bN` (padding torch, norm_eps 1e-5) or `tf_efficientnet_bN` (padding same, norm_eps 1e-3).
+    Parameters and buffers have timm's names behind the block's, so `timm_name` maps a state dict to
+    timm's except for `num_batches_tracked` and proxy normalisation. Depthwise with expansion 6 and
+    batch normalisation, this is timm's `efficientnet_bN` (padding torch, norm_eps 1e-5) or
+    `tf_efficientnet_bN` (padding same, norm_eps 1e-3).
 
     Source: Tan and Le, 1905.11946; groups of 16 at expansion 4: Masters et al., 2106.03640.
     """
@@ -36,10 +37,10 @@ class EfficientNetFamily(Family):
 
     @staticmethod
     def build(model: network.EfficientNet, seed: int) -> BlockList:
-        """Build the network of the section `model` with initial weights drawn by `seed`: see `Family.build`.
+        """Build the network of `model`, a section, with weights drawn by `seed`: see `Family`.
 
-        Weights follow timm's rules, but the classifier's are smaller than timm's where there are fewer than 1,000
-        classes.
+        Weights follow timm's rules, but the classifier's are smaller than timm's where there are
+        fewer than 1,000 classes.
 
         Raises:
             ConfigError: channels do not divide into a norm's groups.
@@ -48,8 +49,8 @@ class EfficientNetFamily(Family):
             torch.default_generator.manual_seed(key("weights", seed) >> 1)
             timms = _timm_model(model)
         with torch.no_grad():
-            # timm, like the authors, draws them between -1 and 1 over the root of the classes. With ten classes the
-            # first loss is then 5 instead of 2.3, and SGD never recovers.
+            # timm, like the authors, draws them between -1 and 1 over the root of the classes. With
+            # ten classes the first loss is then 5 instead of 2.3, and SGD never recovers.
             timms.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
 
         draws = Draws(seed)
@@ -67,7 +68,7 @@ class EfficientNetFamily(Family):
 
     @staticmethod
     def timm_name(name: str) -> str:
-        """Return timm's `name` of a parameter or buffer: timm's EfficientNet has no `stem` and `head`."""
+        """Return timm's `name` of a parameter or buffer: timm has no `stem` and `head`."""
         return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
 
     @staticmethod
@@ -78,8 +79,8 @@ class EfficientNetFamily(Family):
             shapes: name of a parameter or buffer, ours or timm's -> its shape.
 
         Returns:
-            Keys of the section with their values: without width and depth where they are those of no such model, and
-            none where the weights are of no EfficientNet.
+            Keys of the section with their values: without width and depth where they are those of
+            no such model, and none where the weights are of no EfficientNet.
         """
         known = {timm_name(name): shape for name, shape in shapes.items()}
         expansion = known.get("blocks.1.0.conv_pw.weight")
@@ -98,7 +99,7 @@ timm_name = EfficientNetFamily.timm_name
 
 
 def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
-    """Return width and depth of the model of B0 to B7 that has as many blocks and channels; {} if none has.
+    """Return width and depth of that of B0 to B7 with as many blocks and channels; {} if none has.
 
     Args:
         shapes: timm's name of a parameter -> its shape.
@@ -108,22 +109,28 @@ def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
     stem_channels = shapes.get("conv_stem.weight", (0,))[0]
     head_channels = shapes.get("conv_head.weight", (0,))[0]
     for scale in network.SCALES.values():
-        rounded = functools.partial(round_channels, multiplier=scale["width"], divisor=CHANNEL_DIVISOR)
-        same_depth = repeats == [math.ceil(stage.repeats * scale["depth"]) for stage in STAGES]
-        if same_depth and (rounded(STEM_CHANNELS), rounded(HEAD_CHANNELS)) == (stem_channels, head_channels):
-            return {"width": scale["width"], "depth": scale["depth"]}
+        width = scale["width"]
+        depth = scale["depth"]
+        same_depth = repeats == [math.ceil(stage.repeats * depth) for stage in STAGES]
+        same_stem = stem_channels == round_channels(STEM_CHANNELS, width, CHANNEL_DIVISOR)
+        same_head = head_channels == round_channels(HEAD_CHANNELS, width, CHANNEL_DIVISOR)
+        if same_depth and same_stem and same_head:
+            return {"width": width, "depth": depth}
     return {}
 
 
 def _use_our_drop_path(block: nn.Module, name: str, draws: Draws) -> None:
-    """Replace timm's stochastic depth, which draws from torch's generator, in the block called `name`."""
+    """Replace timm's stochastic depth, which draws from torch's generator, in a block."""
     rate = getattr(getattr(block, "drop_path", None), "drop_prob", None)
     if rate:
         block.drop_path = DropPath(rate, name, draws)
 
 
 class _Stem(nn.Module):
-    """The first convolution and its normalisation: [N, 3, H, W] -> [N, C, ceil(H / 2), ceil(W / 2)]."""
+    """The first convolution and its normalisation.
+
+    Input: [N, 3, H, W]; output: [N, C, ceil(H / 2), ceil(W / 2)].
+    """
 
     def __init__(self, timms: EfficientNet):
         super().__init__()
@@ -136,7 +143,9 @@ class _Stem(nn.Module):
 
 
 class Head(nn.Module):
-    """The last convolution, means over pixels, dropout and the classifier: [N, C, H, W] -> [N, classes].
+    """The last convolution, means over pixels, dropout and the classifier.
+
+    Input: [N, C, H, W]; output: [N, classes].
 
     Args:
         timms: whose layers these are.
@@ -160,10 +169,11 @@ class Head(nn.Module):
 
 
 def _timm_model(model: network.EfficientNet) -> EfficientNet:
-    """Build timm's EfficientNet of a section, with our normalisation layers and a group size for each block."""
+    """Build timm's EfficientNet of a section, with our normalisation layers."""
     rounded = functools.partial(round_channels, multiplier=model.width, divisor=CHANNEL_DIVISOR)
     stages = decode_arch_def([[stage.describe(model.expansion)] for stage in STAGES], model.depth)
-    # Each block has its own group size: timm takes one for all, and refuses channels that it does not divide.
+    # Each block has its own group size: timm takes one for all, and refuses channels that it does
+    # not divide.
     channels = rounded(STEM_CHANNELS)
     for stage in stages:
         for block in stage:
@@ -184,8 +194,13 @@ def _timm_model(model: network.EfficientNet) -> EfficientNet:
     )
 
 
-def _norm(model: network.EfficientNet, channels: int, apply_act: bool = True, **_: object) -> nn.Module:
-    """Make a normalisation layer of a section, as timm calls it: with options of its own, which are ignored."""
+def _norm(
+    model: network.EfficientNet,
+    channels: int,
+    apply_act: bool = True,
+    **_: object,
+) -> nn.Module:
+    """Make a normalisation layer of a section. Options of timm's own are ignored."""
     if model.norm == "batch":
         return BatchNormAct(channels, model.norm_eps, model.norm_momentum, apply_act)
     groups = 1 if model.norm == "layer" else model.norm_groups

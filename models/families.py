@@ -1,4 +1,7 @@
-"""The model that a recipe names. A family is a file that registers itself in `FAMILIES`; ours is imported here."""
+"""The model that a recipe names.
+
+A family is a file that registers itself in `FAMILIES`; ours is imported here.
+"""
 
 from models import efficientnet  # noqa: F401  (registers itself)
 from models.base import FAMILIES, BlockList
@@ -6,7 +9,7 @@ from recipe.config import Model
 
 
 def build(section: Model, seed: int) -> BlockList:
-    """Build the model of a recipe's `section` with initial weights drawn by `seed`: see `Family.build`."""
+    """Build the model of a `section` with weights drawn by `seed`: see `Family.build`."""
     return FAMILIES.of(section).build(section, seed)
 
 

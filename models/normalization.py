@@ -1,4 +1,4 @@
-"""Normalisation layers with their activation, as timm's blocks need them: group, layer (one group), batch, proxy."""
+"""Normalisation with activation for timm's blocks: group, layer (one group), batch, and proxy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-_NODES = 32  # at which a proxy's moments are taken: exact to 1e-10 where weight x (1 + proxy_scale) is 1, to 1e-4 at 3
+# Points at which a proxy's moments are taken: exact to 1e-10 where weight x (1 + proxy_scale) is 1,
+# to 1e-4 where it is 3.
+_NODES = 32
 
 
 class GroupNormAct(nn.GroupNorm):
-    """Group normalisation over [N, C, H, W], scale and (with `shift`) bias per channel, then SiLU or nothing.
+    """Group normalisation, scale and bias per channel, then SiLU or nothing; over [N, C, H, W].
 
-    Statistics are float32 also for half-precision input. Not for channels-last input on the CPU, whose variance torch
-    takes as a difference of squares. The G16 recipe uses 4 groups and eps 1e-3.
+    Statistics are float32 also for half-precision input. Not for channels-last input on the CPU,
+    whose variance torch takes as a difference of squares. The G16 recipe uses 4 groups and eps
+    1e-3.
 
     Args:
         channels: C.
@@ -28,7 +31,14 @@ class GroupNormAct(nn.GroupNorm):
     Source: Wu and He, 1803.08494.
     """
 
-    def __init__(self, channels: int, groups: int, eps: float, apply_act: bool = True, shift: bool = True):
+    def __init__(
+        self,
+        channels: int,
+        groups: int,
+        eps: float,
+        apply_act: bool = True,
+        shift: bool = True,
+    ):
         super().__init__(groups, channels, eps=eps)
         self.apply_act = apply_act
         if not shift:
@@ -41,7 +51,10 @@ class GroupNormAct(nn.GroupNorm):
 
 
 class _FullPrecisionBuffers(nn.Module):
-    """A layer whose buffers stay float32 when its model becomes half precision; in a float64 model they are float64."""
+    """A layer whose buffers stay float32 when its model becomes half precision.
+
+    In a float64 model they are float64.
+    """
 
     def _apply(self, function, recurse=True):
         before = dict(self._buffers)
@@ -53,11 +66,11 @@ class _FullPrecisionBuffers(nn.Module):
 
 
 class BatchNormAct(_FullPrecisionBuffers):
-    """Batch normalisation over N, H and W of [N, C, H, W], scale and bias per channel, then SiLU or nothing.
+    """Batch normalisation, scale and bias per channel, then SiLU or nothing; over [N, C, H, W].
 
-    Like torch's, but statistics, and scale and bias as they are applied, are float32 also where input and output are
-    half precision, and there is no `num_batches_tracked`. Every forward pass in training moves the running statistics
-    (unbiased variance) by `momentum` towards the batch's.
+    Like torch's, but statistics, and scale and bias as they are applied, are float32 also where
+    input and output are half precision, and there is no `num_batches_tracked`. Every forward pass
+    in training moves the running statistics (unbiased variance) by `momentum` towards the batch's.
 
     Args:
         channels: C.
@@ -93,21 +106,32 @@ class BatchNormAct(_FullPrecisionBuffers):
             # batch_norm writes into what it is given.
             mean = mean.clone()
             variance = variance.clone()
-        x = F.batch_norm(x, mean, variance, weight, bias, self.training, self.momentum, self.eps)
+        x = F.batch_norm(
+            x,
+            mean,
+            variance,
+            weight=weight,
+            bias=bias,
+            training=self.training,
+            momentum=self.momentum,
+            eps=self.eps,
+        )
         return _silu(x) if self.apply_act else x
 
 
 class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
-    """Group normalisation, scale and bias, SiLU, and then proxy normalisation; [N, C, H, W], output in x's dtype.
+    """Group normalisation, scale and bias, SiLU, and then proxy normalisation; over [N, C, H, W].
 
-    It takes off the mean and scale that a Gaussian Y in the place of a channel's normalised values would have:
+    It takes off the mean and scale that a Gaussian Y in the place of a channel's normalised values
+    would have:
 
         Y ~ N(proxy_shift, (1 + proxy_scale)^2)
         output = (silu(weight y + bias) - mean) / sqrt(variance + proxy_eps)
         mean, variance: those of silu(weight Y + bias)
 
-    `proxy_shift` and `proxy_scale`, [C], are learnt and start at 0; gradients reach weight and bias through the
-    moments too. The moments and their use are float32: in float16 sums over pixels in their gradients would overflow.
+    `proxy_shift` and `proxy_scale`, [C], are learnt and start at 0; gradients reach weight and bias
+    through the moments too. The moments and their use are float32: in float16 sums over pixels in
+    their gradients would overflow.
 
     Args:
         channels: C.
@@ -115,10 +139,10 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
         eps: added to the variance of a group.
         proxy_eps: added to the variance of a proxy.
 
-    Source: Labatie et al., 2106.03743; used by Masters et al., 2106.03640. As in the authors' code (graphcore/examples
-    v3.0.0, proxy_norm.py), a layer without activation has no proxy and no bias. Our choices: moments by Gauss-Hermite
-    quadrature instead of 200 quantiles, which are off by up to 1 %; and division by the standard deviation also in the
-    network's head.
+    Source: Labatie et al., 2106.03743; used by Masters et al., 2106.03640. As in the authors' code
+    (graphcore/examples v3.0.0, proxy_norm.py), a layer without activation has no proxy and no bias.
+    Our choices: moments by Gauss-Hermite quadrature instead of 200 quantiles, which are off by up
+    to 1 %; and division by the standard deviation also in the network's head.
     """
 
     def __init__(self, channels: int, groups: int, eps: float, proxy_eps: float):
@@ -127,8 +151,9 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
         self.proxy_shift = nn.Parameter(torch.zeros(channels))
         self.proxy_scale = nn.Parameter(torch.zeros(channels))
         nodes, shares = np.polynomial.hermite_e.hermegauss(_NODES)
+        shares = shares / shares.sum()
         self.register_buffer("nodes", torch.tensor(nodes.tolist()), persistent=False)
-        self.register_buffer("shares", torch.tensor((shares / shares.sum()).tolist()), persistent=False)
+        self.register_buffer("shares", torch.tensor(shares.tolist()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised, activated and again normalised `x`, [N, C, H, W]."""
@@ -140,8 +165,11 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
 
     def moments(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return mean and variance of each channel's proxy after SiLU, [C] each, float32."""
-        learnt = (self.weight, self.bias, self.proxy_shift, self.proxy_scale)
-        weight, bias, shift, scale = (parameter.to(self.nodes.dtype)[:, None] for parameter in learnt)
+        dtype = self.nodes.dtype
+        weight = self.weight.to(dtype)[:, None]
+        bias = self.bias.to(dtype)[:, None]
+        shift = self.proxy_shift.to(dtype)[:, None]
+        scale = self.proxy_scale.to(dtype)[:, None]
         # The proxy at the nodes of the quadrature, [C, nodes].
         y = shift + (1 + scale) * self.nodes
         z = F.silu(weight * y + bias)
@@ -160,7 +188,7 @@ NORMS = (GroupNormAct, BatchNormAct)
 
 
 def norm_parameters(model: nn.Module) -> List[str]:
-    """Return names of the parameters of `model` that belong to normalisation layers, those of the proxy among them."""
+    """Return names of the parameters of `model` that belong to normalisation layers."""
     names = []
     for prefix, module in model.named_modules():
         if isinstance(module, NORMS):

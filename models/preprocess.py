@@ -11,11 +11,12 @@ from torch import nn
 class Preprocess(nn.Module):
     """Compute (image / 255 - mean) / std in float32 and return it in `dtype`.
 
-    Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3, H, W] in
-    `memory_format`.
+    Input: [N, 3, H, W], uint8, or float32 from 0 to 255 as mixed images are; output: `dtype` [N, 3,
+    H, W] in `memory_format`.
 
     Args:
-        mean, std: of RGB in [0, 1], three numbers each; they belong to the recipe, not to the state dict.
+        mean, std: of RGB in [0, 1], three numbers each; they belong to the recipe, not to the state
+            dict.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
@@ -28,7 +29,7 @@ class Preprocess(nn.Module):
         self.register_buffer("shift", torch.tensor(shift).view(3, 1, 1), persistent=False)
 
     def _apply(self, function, recurse=True):
-        """Move with the model to a device, but keep float32 constants: they are applied before the cast."""
+        """Move with the model to a device, but keep float32 constants: the cast comes later."""
         self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.scale.device)).dtype
         scale = self.scale
         shift = self.shift
@@ -41,7 +42,8 @@ class Preprocess(nn.Module):
         """Return the network's input for `images`, [N, 3, H, W]."""
         if images.device.type != "cpu":
             return self.in_one_pass(images)
-        # Loaders leave channels last in memory, as decoders do: where planes are wanted, the same pass makes them.
+        # Loaders leave channels last in memory, as decoders do: where planes are wanted, the same
+        # pass makes them.
         images = images.to(torch.float32, memory_format=self.memory_format)
         return torch.addcmul(self.shift, images, self.scale).to(self.dtype)
 

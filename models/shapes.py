@@ -1,4 +1,7 @@
-"""The blocks of a model, here an EfficientNet, as numbers: parameters, multiply-adds, activations. Needs no torch."""
+"""The blocks of a model, here an EfficientNet, as numbers: parameters, multiply-adds, activations.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from recipe.config import Model
 from recipe.kinds import Registry
 from recipe.network import EfficientNet
 
-_BACKWARD = 2  # backward in forward passes, in multiply-adds: the gradients of input and weights cost one each
+# Multiply-adds of backward over those of forward: the gradients of input and weights cost one each.
+_BACKWARD = 2
 
 
 class Stage(NamedTuple):
-    """A row of EfficientNet-B0's table: `repeats` blocks, the first with `stride`; `separable`: without expansion."""
+    """A row of EfficientNet-B0's table: `repeats` blocks, the first with `stride`.
+
+    separable: without expansion.
+    """
 
     repeats: int
     kernel: int
@@ -24,9 +31,10 @@ class Stage(NamedTuple):
 
     def describe(self, expansion: int) -> str:
         """Return the row in timm's notation, with `expansion` where there is one."""
-        kind = "ds" if self.separable else "ir"
+        kind = "ds_" if self.separable else "ir_"
         factor = 1 if self.separable else expansion
-        return f"{kind}_r{self.repeats}_k{self.kernel}_s{self.stride}_e{factor}_c{self.channels}_se{SQUEEZE:g}"
+        row = f"r{self.repeats}_k{self.kernel}_s{self.stride}_e{factor}_c{self.channels}"
+        return f"{kind}{row}_se{SQUEEZE:g}"
 
 
 # Tan and Le, 1905.11946, table 1.
@@ -60,12 +68,17 @@ class BlockShape(NamedTuple):
     layers: int = 0  # parameters that are no vectors
 
 
-# By section class: block's name -> shape, in running order, for images of so many pixels a side.
-SHAPES: Registry[Callable[[Model, int], Dict[str, BlockShape]]] = Registry("the numbers of a model's blocks")
+# (section, pixels a side of an image) -> block's name -> shape, in running order.
+ShapesOf = Callable[[Model, int], Dict[str, BlockShape]]
+SHAPES: Registry[ShapesOf] = Registry("the numbers of a model's blocks")
 
 
 def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
-    """Return the blocks of the section `model`, in running order, for images of `image_size` pixels a side."""
+    """Return the blocks of the section `model` for images of `image_size` pixels a side.
+
+    Returns:
+        Block's name -> shape, in running order.
+    """
     return SHAPES.of(model)(model, image_size)
 
 
@@ -79,7 +92,8 @@ def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str,
         itemsize: bytes of an activation.
 
     Returns:
-        Block's name -> cost, in running order: multiply-adds, without normalisations and activations, and bytes.
+        Block's name -> cost, in running order: multiply-adds, without normalisations and
+        activations, and bytes.
     """
     found = {}
     for name, shape in blocks(model, image_size).items():
@@ -99,14 +113,24 @@ def groups_of(channels: int, group_size: int) -> int:
 
     channels // group_size, lowered until it divides `channels`.
     """
-    return next(groups for groups in range(max(channels // group_size, 1), 0, -1) if channels % groups == 0)
+    groups = max(channels // group_size, 1)
+    while channels % groups:
+        groups -= 1
+    return groups
 
 
 @SHAPES.implements(EfficientNet)
 def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
     """Return the blocks of models/efficientnet.py as numbers: see `blocks`."""
-    images = 3 * image_size**2
-    found = {"preprocess": BlockShape(multiply_adds=0, parameters=0, vectors=0, saved=0, output=images)}
+    found = {
+        "preprocess": BlockShape(
+            multiply_adds=0,
+            parameters=0,
+            vectors=0,
+            saved=0,
+            output=3 * image_size**2,
+        )
+    }
 
     stem = _Layers(model)
     channels = _divisible(STEM_CHANNELS * model.width)
@@ -140,7 +164,8 @@ def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]
 
 def _divisible(value: float) -> int:
     """Return the nearest multiple of 8 that is not below nine tenths of `value`."""
-    result = max(CHANNEL_DIVISOR, int(value + CHANNEL_DIVISOR / 2) // CHANNEL_DIVISOR * CHANNEL_DIVISOR)
+    nearest = int(value + CHANNEL_DIVISOR / 2) // CHANNEL_DIVISOR * CHANNEL_DIVISOR
+    result = max(CHANNEL_DIVISOR, nearest)
     return result + CHANNEL_DIVISOR if result < 0.9 * value else result
 
 
@@ -159,7 +184,14 @@ class _Layers:
         self.saved_once = 0
         self.layers = 0
 
-    def inverted_bottleneck(self, stage: Stage, channels: int, out_channels: int, size: int, stride: int) -> int:
+    def inverted_bottleneck(
+        self,
+        stage: Stage,
+        channels: int,
+        out_channels: int,
+        size: int,
+        stride: int,
+    ) -> int:
         """Add timm's block of a row of the table.
 
         Args:
@@ -177,14 +209,29 @@ class _Layers:
             self.convolution(channels, expanded, size)
             self.normalisation(expanded, size)
         groups = groups_of(expanded, self._model.group_size)
-        size = self.convolution(expanded, expanded, size, kernel=stage.kernel, stride=stride, groups=groups)
+        size = self.convolution(
+            expanded,
+            expanded,
+            size,
+            kernel=stage.kernel,
+            stride=stride,
+            groups=groups,
+        )
         self.normalisation(expanded, size)
         self.squeeze(expanded, round(expanded * SQUEEZE / expansion), size)
         self.convolution(expanded, out_channels, size)
         self.normalisation(out_channels, size, activated=False)
         return size
 
-    def convolution(self, channels: int, out: int, size: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> int:
+    def convolution(
+        self,
+        channels: int,
+        out: int,
+        size: int,
+        kernel: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+    ) -> int:
         """Add a convolution [channels, size, size] -> [out, side, side], and return the side.
 
         It keeps its input, padded where it is.
@@ -194,7 +241,8 @@ class _Layers:
         self.multiply_adds += weights * side**2
         self.matrices += weights
         self.layers += 1
-        # At stride 2, TensorFlow's padding is uneven, so torch pads a copy; otherwise the kernel pads.
+        # At stride 2, TensorFlow's padding is uneven, so torch pads a copy; otherwise the kernel
+        # pads.
         if stride > 1 and self._model.padding == "same":
             size = max((side - 1) * stride + kernel, size)
         self.saved += channels * size**2
@@ -203,13 +251,15 @@ class _Layers:
     def normalisation(self, channels: int, size: int, activated: bool = True) -> None:
         """Add a normalisation of [channels, size, size], `activated` or not.
 
-        It keeps its input and, with an activation, that one's input; proxy normalisation keeps its own, too.
+        It keeps its input and, with an activation, that one's input; proxy normalisation keeps its
+        own, too.
         """
         model = self._model
         elements = channels * size**2
         proxy = model.proxy_norm and activated
 
-        # Weight and bias; a proxy's shift and scale. With proxy normalisation, what has no activation has no bias.
+        # Weight and bias; a proxy's shift and scale. With proxy normalisation, what has no
+        # activation has no bias.
         vectors = 4 if proxy else 2
         if model.proxy_norm and not activated:
             vectors = 1

@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth, whose draws are a function of (seed, step, micro batch, block name)."""
+"""Dropout and stochastic depth: draws are a function of (seed, step, micro batch, block name)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from torch import nn
 
 from recipe.randomness import MASK32, bits32, key, mix32
 
-_ON_DEVICE = ("cuda", "meta")  # types of devices that draw themselves; meta stands for a GPU, where one is not at hand
-AHEAD = 8  # micro batches whose masks a device draws at once: about 30 kernels, however many masks they make
+# Types of devices that draw themselves; meta stands for a GPU, where one is not at hand.
+_ON_DEVICE = ("cuda", "meta")
+# Micro batches whose masks a device draws at once: about 30 kernels, however many masks they make.
+AHEAD = 8
 _ALIGNED = 16  # elements: compiled programs copy masks that begin elsewhere
 
 
 class Draws:
-    """The seed and the current micro batch, which the random layers of one model share; `layers` are these layers.
+    """The seed and the current micro batch, which the random layers of one model share.
 
-    On a host each mask is drawn when it is needed. A GPU draws, by the same integers, all masks of some micro batches
-    when the first is needed; the host sends it their keys without waiting.
+    `layers` are these layers.
+
+    On a host each mask is drawn when it is needed. A GPU draws, by the same integers, all masks of
+    some micro batches when the first is needed; the host sends it their keys without waiting.
 
     Args:
         seed: the run's.
@@ -71,7 +75,7 @@ class Draws:
         ]
 
     def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Draw a mask on the host, where a few numbers are cheaper than ten kernel launches on a device.
+        """Draw a mask on the host: a few numbers are cheaper there than ten kernel launches.
 
         Args:
             name: the block's.
@@ -89,7 +93,7 @@ class Draws:
 
 
 class _Kind(NamedTuple):
-    """What a plan of masks is made for."""
+    """The micro batches that a plan of masks is made for."""
 
     rows: int
     dtype: torch.dtype
@@ -97,8 +101,9 @@ class _Kind(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """Masks that a device has drawn: of the micro batches AHEAD x number, ... of a step; by default of none.
+    """Masks that a device has drawn; by default none.
 
+    step, number: they are those of the micro batches from AHEAD x number on.
     masks: [AHEAD, elements of the plan].
     """
 
@@ -108,7 +113,10 @@ class _Ahead(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How the masks of all layers lie behind one another, on a device. Its tensors have a number for each element."""
+    """How the masks of all layers lie behind one another, on a device.
+
+    Its tensors have a number for each element.
+    """
 
     kind: _Kind
     starts: Dict[Tuple[str, float], int]  # first element of a layer's mask, by name and rate
@@ -130,16 +138,18 @@ class _Plan(NamedTuple):
         thresholds = [int(layer.rate * 2**32) for layer in layers]
         scales = [np.float32(1) / np.float32(1 - layer.rate) for layer in layers]
 
-        def repeated(numbers: Sequence) -> torch.Tensor:
-            return torch.from_numpy(np.repeat(numbers, counts))
-
+        # From a number of each layer to one of each of its elements.
+        layer = torch.from_numpy(np.repeat(range(len(layers)), counts))
+        counter = torch.from_numpy(np.concatenate(counters))
+        threshold = torch.from_numpy(np.repeat(thresholds, counts))
+        scale = torch.from_numpy(np.repeat(scales, counts))
         return cls(
             kind=kind,
             starts=starts,
-            layer=repeated(range(len(layers))).to(kind.device),
-            counter=torch.from_numpy(np.concatenate(counters)).to(kind.device),
-            threshold=repeated(thresholds).to(kind.device),
-            scale=repeated(scales).to(kind.device, kind.dtype),
+            layer=layer.to(kind.device),
+            counter=counter.to(kind.device),
+            threshold=threshold.to(kind.device),
+            scale=scale.to(kind.device, kind.dtype),
         )
 
     def draw(self, keys: List[List[int]]) -> torch.Tensor:
@@ -151,7 +161,8 @@ class _Plan(NamedTuple):
         Returns:
             [micro batches, elements].
         """
-        # Torch has no unsigned integers of 64 bits to compute with, so a key goes to the device as two halves.
+        # Torch has no unsigned integers of 64 bits to compute with, so a key goes to the device as
+        # two halves.
         wide = np.array(keys, np.uint64)
         halves = np.stack([wide & np.uint64(MASK32), wide >> np.uint64(32)])
         halves = torch.from_numpy(halves.astype(np.int64))
@@ -164,10 +175,13 @@ class _Plan(NamedTuple):
 
 
 class _Dropping(nn.Module):
-    """A layer that drops a share `rate` in training, by `per_row` draws for each row; `name` is part of their key.
+    """A layer that drops a share `rate` in training, by `per_row` draws for each row.
 
-    `mask`, [N x per_row], is drawn ahead for the next pass: compiled code would take the numbers of step and micro
-    batch for constants, and be compiled anew for each. None: the pass draws by itself.
+    `name` is part of their key.
+
+    `mask`, [N x per_row], is drawn ahead for the next pass: compiled code would take the numbers of
+    step and micro batch for constants, and be compiled anew for each. None: the pass draws by
+    itself.
     """
 
     def __init__(self, rate: float, name: str, draws: Draws, per_row: int = 1):
@@ -198,11 +212,17 @@ class _Dropping(nn.Module):
 
 
 class Dropout(_Dropping):
-    """Zeroes single activations. Input and output: [N, per_row]. Source: Srivastava et al., JMLR 15 (2014)."""
+    """Zeroes single activations.
+
+    Input and output: [N, per_row]. Source: Srivastava et al., JMLR 15 (2014).
+    """
 
 
 class DropPath(_Dropping):
-    """Zeroes a residual branch per image. Input and output: [N, C, H, W]. Source: Huang et al., 1603.09382."""
+    """Zeroes a residual branch per image.
+
+    Input and output: [N, C, H, W]. Source: Huang et al., 1603.09382.
+    """
 
 
 RANDOM_LAYERS = (Dropout, DropPath)
