@@ -127,9 +127,10 @@ def balance(
 
     # The fastest of the cuts that fit; if none does, the one that needs least memory.
     spans = _span_costs(costs, in_flight, recompute, bytes_per_parameter)
-    fitting = {span: cost for span, cost in spans.items() if memory is None or cost.bytes <= memory}
-    edges = _best_edges(fitting, stages, len(names), order=("seconds", "bytes"))
-    allowed = fitting
+    allowed = spans
+    if memory is not None:
+        allowed = {span: cost for span, cost in spans.items() if cost.bytes <= memory}
+    edges = _best_edges(allowed, stages, len(names), order=("seconds", "bytes"))
     if edges is None:
         edges = _best_edges(spans, stages, len(names), order=("bytes", "seconds"))
         allowed = spans
@@ -137,7 +138,9 @@ def balance(
 
     if phases:
         forward = [cost.forward for cost in costs.values()]
-        backward = [_seconds(name, cost, recompute) - cost.forward for name, cost in costs.items()]
+        both = [_seconds(name, cost, recompute) for name, cost in costs.items()]
+        # What is computed again is computed in the backward phase.
+        backward = [whole - once for whole, once in zip(both, forward)]
         edges = _move_edges(edges, forward, backward, allowed)
 
     chosen = [spans[span] for span in _spans(edges)]
@@ -201,16 +204,18 @@ def _span_costs(
         if not any(parameters[blocks]):
             continue
         span_seconds = math.fsum(seconds[blocks])
-        state = round(bytes_per_parameter * sum(parameters[blocks])) + max(transient[blocks])
+        state = round(bytes_per_parameter * sum(parameters[blocks]))
+        once = state + max(transient[blocks])
         for stage, micro_batches in enumerate(in_flight):
-            span_bytes = micro_batches * sum(kept[blocks]) + state
+            span_bytes = micro_batches * sum(kept[blocks]) + once
             spans[_Span(stage, first, end)] = _StageCost(span_seconds, span_bytes)
     return spans
 
 
 def _spans(edges: Sequence[int]) -> List[_Span]:
     """Return the stages between `edges`, numbers of blocks."""
-    return [_Span(stage, first, end) for stage, (first, end) in enumerate(zip(edges, edges[1:]))]
+    pairs = zip(edges, edges[1:])
+    return [_Span(stage, first, end) for stage, (first, end) in enumerate(pairs)]
 
 
 def _best_edges(
@@ -235,7 +240,7 @@ def _best_edges(
     edges = None
     for kind in order:
         # (stages so far, block behind them) -> (largest cost up to there, edges so far)
-        best: Dict[Tuple[int, int], Tuple[float, List[int]]] = {(0, 0): (-math.inf, [0])}
+        best = {(0, 0): (-math.inf, [0])}
         for span, cost in sorted(spans.items()):
             if (span.stage, span.first) not in best:
                 continue
@@ -285,4 +290,6 @@ def _neighbours(edges: List[int]) -> Iterator[List[int]]:
     """Yield `edges` with one of the inner ones moved by one or two blocks."""
     for place in range(1, len(edges) - 1):
         for step in (-2, -1, 1, 2):
-            yield [*edges[:place], edges[place] + step, *edges[place + 1 :]]
+            moved = list(edges)
+            moved[place] += step
+            yield moved

@@ -25,9 +25,12 @@ def kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
 def squeezes(block: nn.Module) -> bool:
     """Return whether `block` goes from its normalisation to timm's squeeze and excitation."""
     se = block.se
-    if type(se) is not SqueezeExcite or type(block.aa) is not nn.Identity:
-        return False
-    return type(se.act1) is nn.SiLU and type(se.gate) in (Sigmoid, nn.Sigmoid)
+    return (
+        type(se) is SqueezeExcite
+        and type(se.act1) is nn.SiLU
+        and type(se.gate) in (Sigmoid, nn.Sigmoid)
+        and type(block.aa) is nn.Identity
+    )
 
 
 def geometry(

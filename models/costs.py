@@ -126,7 +126,13 @@ def _measure_seconds(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict
         started = _now(last.input.device)
         torch.autograd.grad(last.output, wanted, gradient, allow_unused=True)
         backward[last.name] += _now(last.input.device) - started
-    return {name: _Seconds(forward[name] / _IN_TURN, backward[name] / _IN_TURN) for name in blocks}
+    seconds = {}
+    for name in blocks:
+        seconds[name] = _Seconds(
+            forward=forward[name] / _IN_TURN,
+            backward=backward[name] / _IN_TURN,
+        )
+    return seconds
 
 
 def _now(device: torch.device) -> float:

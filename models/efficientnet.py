@@ -104,8 +104,10 @@ def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
     Args:
         shapes: timm's name of a parameter -> its shape.
     """
+    # Names of parameters begin with blocks.STAGE.BLOCK.
     blocks = {tuple(name.split(".")[1:3]) for name in shapes if name.startswith("blocks.")}
-    repeats = [sum(stage == str(number) for stage, _ in blocks) for number in range(len(STAGES))]
+    stages = [stage for stage, _ in blocks]
+    repeats = [stages.count(str(number)) for number in range(len(STAGES))]
     stem_channels = shapes.get("conv_stem.weight", (0,))[0]
     head_channels = shapes.get("conv_head.weight", (0,))[0]
     for scale in network.SCALES.values():

@@ -87,7 +87,8 @@ class Draws:
             [count], 0 where an activation is dropped and else 1 / (1 - rate).
         """
         draw = key("model", self.seed, self.step, self.micro_batch, name)
-        kept = bits32(draw, np.arange(count, dtype=np.uint64)) >= int(rate * 2**32)
+        counter = np.arange(count, dtype=np.uint64)
+        kept = bits32(draw, counter) >= int(rate * 2**32)
         mask = torch.from_numpy(kept.astype(np.float32) / (1 - rate))
         return mask.to(like.device, like.dtype, non_blocking=True)
 
@@ -128,12 +129,13 @@ class _Plan(NamedTuple):
     @classmethod
     def of(cls, kind: _Kind, layers: Sequence[_Dropping]) -> _Plan:
         """Plan the masks of `layers`, in their order, for micro batches of one `kind`."""
-        counts = [-(-kind.rows * layer.per_row // _ALIGNED) * _ALIGNED for layer in layers]
+        # Where each layer's mask begins. Its length is rounded up.
+        counts = []
         starts = {}
-        start = 0
-        for layer, count in zip(layers, counts):
-            starts[layer.name, layer.rate] = start
-            start += count
+        for layer in layers:
+            starts[layer.name, layer.rate] = sum(counts)
+            blocks = -(-kind.rows * layer.per_row // _ALIGNED)
+            counts.append(blocks * _ALIGNED)
         counters = [np.arange(count) for count in counts]
         thresholds = [int(layer.rate * 2**32) for layer in layers]
         scales = [np.float32(1) / np.float32(1 - layer.rate) for layer in layers]
@@ -164,7 +166,9 @@ class _Plan(NamedTuple):
         # Torch has no unsigned integers of 64 bits to compute with, so a key goes to the device as
         # two halves.
         wide = np.array(keys, np.uint64)
-        halves = np.stack([wide & np.uint64(MASK32), wide >> np.uint64(32)])
+        low_bits = wide & np.uint64(MASK32)
+        high_bits = wide >> np.uint64(32)
+        halves = np.stack([low_bits, high_bits])
         halves = torch.from_numpy(halves.astype(np.int64))
         if torch.cuda.is_available():
             halves = halves.pin_memory()  # else the copy would wait for the device
@@ -208,7 +212,8 @@ class _Dropping(nn.Module):
         mask = self.current(x)
         if mask is None:
             return x
-        return x * mask.view(len(x), self.per_row, *[1] * (x.dim() - 2))
+        ones = [1] * (x.dim() - 2)
+        return x * mask.view(len(x), self.per_row, *ones)
 
 
 class Dropout(_Dropping):

@@ -236,7 +236,8 @@ class _Launches:
 
     def partial(self, like: torch.Tensor, wanted: bool) -> torch.Tensor:
         """Make memory for statistics of parts of the output, [2, N, C, chunks], if `wanted`."""
-        chunks = math.prod(triton.cdiv(size, part) for size, part in zip(self.out_size, self.part))
+        lines, columns = self.part
+        chunks = triton.cdiv(self.out_size[0], lines) * triton.cdiv(self.out_size[1], columns)
         shape = (2, self.images, self.channels, chunks) if wanted else (0,)
         return torch.empty(shape, dtype=torch.float32, device=like.device)
 

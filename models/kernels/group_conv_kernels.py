@@ -133,13 +133,15 @@ def output(
     )
     row_step, _ = _steps(y_sizes, CHANNELS_LAST)
     extents = _extents(y_sizes, row, LINES)
+    # The result, and its statistics if they are wanted.
     for line in tl.static_range(LINES):
         _store(at, sums[line], column, extents[line])
         at += row_step
     if means is not None:
         # From sums of differences from the first line's mean, and of their squares.
         inside = tl.minimum(PIXELS, out_width - tile.tile * PIXELS)
-        origin = tl.sum(_stored(sums[0], 0.0, column, extents[0], y), 1) * (1.0 / inside)
+        first_line = _stored(sums[0], 0.0, column, extents[0], y)
+        origin = tl.sum(first_line, 1) * (1.0 / inside)
         total = tl.zeros((GROUPS, PIXELS, GROUP), tl.float32)
         squared = tl.zeros((GROUPS, PIXELS, GROUP), tl.float32)
         for line in tl.static_range(LINES):
@@ -150,8 +152,9 @@ def output(
         shift = tl.sum(total, 1) * (1.0 / count)
         channel_place = tile.image.to(tl.int64) * channels + program.channel
         place = channel_place * (blocks * tiles) + tile.block * tiles + tile.tile
+        squared_sum = tl.sum(squared, 1) - shift * shift * count
         tl.store(means + place, origin + shift)
-        tl.store(squares + place, tl.maximum(tl.sum(squared, 1) - shift * shift * count, 0.0))
+        tl.store(squares + place, tl.maximum(squared_sum, 0.0))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -225,9 +228,8 @@ def strided_input_gradient(
                 for before in tl.static_range(STRIDE):
                     total = sums[(line * STRIDE + above) * STRIDE + before]
                     for tap in tl.static_range(TAPS):
-                        row_exists = tap * STRIDE + above < KERNEL
-                        column_exists = (TAPS - 1 - step) * STRIDE + before < KERNEL
-                        if row_exists and column_exists:
+                        # In the condition: a variable would be a tensor, the branch one that runs.
+                        if tap * STRIDE + above < KERNEL and (TAPS - 1 - step) * STRIDE + before < KERNEL:
                             values = lines[line - tap + TAPS - 1]
                             matrices = weights[(tap * STRIDE + above) * STRIDE + before]
                             total = tl.dot(values, matrices, total, input_precision="ieee")
@@ -358,8 +360,10 @@ def add_parts(
     at = sums + part[:, None] * elements + place[None, :]
     totals = tl.zeros((PARTS, ELEMENTS), tl.float32)
     for first in range(0, parts, PARTS):
-        totals += tl.load(at, mask=(first + part < parts)[:, None] & known[None, :], other=0.0)
+        mask = (first + part < parts)[:, None] & known[None, :]
+        totals += tl.load(at, mask=mask, other=0.0)
         at += PARTS * elements
+    # Where an element goes: its numbers in [groups, POINTS, out, in].
     inner = place % GROUP
     outer = place // GROUP % GROUP
     point = place // (GROUP * GROUP) % POINTS
@@ -368,7 +372,8 @@ def add_parts(
         target = ((group * GROUP + outer) * POINTS + point) * GROUP + inner
     else:
         target = ((group * GROUP + outer) * GROUP + inner) * POINTS + point
-    tl.store(gradient + target, tl.sum(totals, 0).to(gradient.dtype.element_ty), mask=known)
+    total = tl.sum(totals, 0).to(gradient.dtype.element_ty)
+    tl.store(gradient + target, total, mask=known)
 
 
 # ---- Where programs are.
@@ -521,7 +526,8 @@ def _load(at, column, row_step, extents):
 @triton.jit
 def _store(at, values, column, extent):
     """Store a tile, [GROUPS, PIXELS, GROUP]."""
-    tl.store(at, values.to(at.dtype.element_ty), mask=_inside(column, extent)[None, :, None])
+    mask = _inside(column, extent)[None, :, None]
+    tl.store(at, values.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit

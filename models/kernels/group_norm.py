@@ -247,7 +247,9 @@ def _merge_gradients(
             None.
         dweight, dbias: [C], written: sums over images; dbias or None.
     """
-    block = min(triton.next_power_of_2(max(tiles.images, tiles.size) * tiles.chunks), _MERGED)
+    # Numbers of a channel over images, or of an image's group over channels.
+    numbers = max(tiles.images, tiles.size) * tiles.chunks
+    block = min(triton.next_power_of_2(numbers), _MERGED)
     programs = tiles.channels
     if by_group is not None:
         programs += tiles.images * tiles.groups

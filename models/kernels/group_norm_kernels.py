@@ -11,10 +11,12 @@ import triton.language as tl
 from models.kernels.tile_functions import (
     STAGES,
     coefficients_of,
+    image_factor,
     load,
     load_tile,
     sigmoid,
     silu_slope,
+    store_numbers,
     store_tile,
     strip_of,
     subtrahends_of,
@@ -56,28 +58,33 @@ def tile_statistics(
     )
     count = strip.end - strip.first_pixel
     tile = tile_at(strip, strip.first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-    origin = tl.sum(load_tile(x, tile), 1) / tl.minimum(COLUMNS, count)
+    tile_pixels = tl.minimum(COLUMNS, count)
+    origin = tl.sum(load_tile(x, tile), 1) / tile_pixels
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     products = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        values = load_tile(x, tile)
-        centred = tl.where(tile.mask, values - origin[:, None], 0.0)
+        centred = load_tile(x, tile) - origin[:, None]
+        centred = tl.where(tile.mask, centred, 0.0)
         sums += centred
         products += centred * centred
+    # From the origin to the mean.
     shift = tl.sum(sums, 1) / count
-    tl.store(means + strip.place, origin + shift, mask=strip.known)
-    squared = tl.maximum(tl.sum(products, 1) - shift * shift * count, 0.0)
-    tl.store(squares + strip.place, squared, mask=strip.known)
+    squared = tl.sum(products, 1) - shift * shift * count
+    store_numbers(means, strip, origin + shift)
+    store_numbers(squares, strip, tl.maximum(squared, 0.0))
 
 
 @triton.jit
 def values_of(part, height, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
     """Return how many pixels a `part` of an image has: LINES by COLUMNS, less at the edges."""
     tiles = tl.cdiv(width, COLUMNS)
-    chunk = part % (tl.cdiv(height, LINES) * tiles)
-    lines = tl.minimum(LINES, height - chunk // tiles * LINES)
-    return lines * tl.minimum(COLUMNS, width - chunk % tiles * COLUMNS)
+    chunks = tl.cdiv(height, LINES) * tiles
+    chunk = part % chunks
+    first_line = chunk // tiles * LINES
+    first_column = chunk % tiles * COLUMNS
+    lines = tl.minimum(LINES, height - first_line)
+    return lines * tl.minimum(COLUMNS, width - first_column)
 
 
 @triton.jit
@@ -111,20 +118,24 @@ def merge_statistics(
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
+        known = part < parts
         count = values_of(part, height, width, LINES, COLUMNS)
-        centred = load(means + part, part < parts) - origin
-        sums += tl.where(part < parts, count * centred, 0.0)
+        centred = load(means + part, known) - origin
+        sums += tl.where(known, count * centred, 0.0)
     from_origin = tl.sum(sums, 0) / elements
     # Now that the mean is known: squared differences from it.
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
+        known = part < parts
         count = values_of(part, height, width, LINES, COLUMNS)
-        centred = load(means + part, part < parts) - origin - from_origin
-        squared = load(squares + part, part < parts) + count * centred * centred
-        sums += tl.where(part < parts, squared, 0.0)
+        centred = load(means + part, known) - origin - from_origin
+        squared = load(squares + part, known)
+        squared += count * centred * centred
+        sums += tl.where(known, squared, 0.0)
+    variance = tl.sum(sums, 0) / elements
     tl.store(mean + group, origin + from_origin)
-    tl.store(scale + group, tl.rsqrt(tl.sum(sums, 0) / elements + eps))
+    tl.store(scale + group, tl.rsqrt(variance + eps))
 
 
 # ---- The layer.
@@ -162,8 +173,9 @@ def normalise(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    image_kept = None if kept is None else tl.load(kept + strip.image).to(tl.float32)
+    image_kept = image_factor(kept, strip.image)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
         centred = load_tile(x, tile) - norm.mean
@@ -231,8 +243,9 @@ def sum_gradients(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    image_kept = None if kept is None else tl.load(kept + strip.image).to(tl.float32)
+    image_kept = image_factor(kept, strip.image)
     shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
     scales = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
@@ -242,8 +255,8 @@ def sum_gradients(
         gradient = gradient_of(load_tile(dy, tile), z, image_kept, SILU)
         shifts += gradient
         scales += gradient * centred
-    tl.store(sums + strip.place, tl.sum(shifts, 1), mask=strip.known)
-    tl.store(sums + strip.place + stride, tl.sum(scales, 1) * norm.scale, mask=strip.known)
+    store_numbers(sums, strip, tl.sum(shifts, 1))
+    store_numbers(sums + stride, strip, tl.sum(scales, 1) * norm.scale)
 
 
 @triton.jit
@@ -273,26 +286,34 @@ def merge_gradients(
     shifts = tl.zeros([BLOCK], tl.float32)
     scales = tl.zeros([BLOCK], tl.float32)
     if program < channels:
-        for start in range(0, images * chunks, BLOCK):
+        # A channel's numbers are apart: those of an image are neighbours.
+        parts = images * chunks
+        for start in range(0, parts, BLOCK):
             part = start + tl.arange(0, BLOCK)
             image = (part // chunks).to(tl.int64)
             place = (image * channels + program) * chunks + part % chunks
-            shifts += load(sums + place, part < images * chunks)
-            scales += load(sums + stride + place, part < images * chunks)
-        tl.store(dweight + program, tl.sum(scales, 0).to(dweight.dtype.element_ty))
+            shifts += load(sums + place, part < parts)
+            scales += load(sums + stride + place, part < parts)
+        total = tl.sum(scales, 0)
+        tl.store(dweight + program, total.to(dweight.dtype.element_ty))
         if dbias is not None:
-            tl.store(dbias + program, tl.sum(shifts, 0).to(dbias.dtype.element_ty))
+            total = tl.sum(shifts, 0)
+            tl.store(dbias + program, total.to(dbias.dtype.element_ty))
     elif by_group is not None:
+        # Those of an image's group are neighbours.
         group = program - channels
-        first = group.to(tl.int64) * size * chunks
-        weight += group % (channels // size) * size
-        for start in range(0, size * chunks, BLOCK):
+        groups = channels // size
+        parts = size * chunks
+        sums += group.to(tl.int64) * parts
+        weight += group % groups * size
+        for start in range(0, parts, BLOCK):
             part = start + tl.arange(0, BLOCK)
-            channel_weight = load(weight + part // chunks, part < size * chunks)
-            shifts += channel_weight * load(sums + first + part, part < size * chunks)
-            scales += channel_weight * load(sums + stride + first + part, part < size * chunks)
+            known = part < parts
+            channel_weight = load(weight + part // chunks, known)
+            shifts += channel_weight * load(sums + part, known)
+            scales += channel_weight * load(sums + stride + part, known)
         tl.store(by_group + group, tl.sum(shifts, 0))
-        tl.store(by_group + images * (channels // size) + group, tl.sum(scales, 0))
+        tl.store(by_group + images * groups + group, tl.sum(scales, 0))
 
 
 @triton.jit
@@ -330,8 +351,9 @@ def input_gradient(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    image_kept = None if kept is None else tl.load(kept + strip.image).to(tl.float32)
+    image_kept = image_factor(kept, strip.image)
     less, less_along = subtrahends_of(strip, norm, shifts, scales, 1.0 * size * pixels)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)

@@ -20,6 +20,7 @@ from models.kernels.tile_functions import (
     load_tile,
     sigmoid,
     silu_slope,
+    store_numbers,
     store_tile,
     strip_of,
     subtrahends_of,
@@ -58,14 +59,16 @@ def sum_activations(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
         centred = load_tile(x, tile) - norm.mean
         z = centred * norm.factor + norm.shift
-        total += tl.where(tile.mask, z * sigmoid(z), 0.0)
-    tl.store(sums + strip.place, tl.sum(total, 1), mask=strip.known)
+        activation = z * sigmoid(z)
+        total += tl.where(tile.mask, activation, 0.0)
+    store_numbers(sums, strip, tl.sum(total, 1))
 
 
 @triton.jit
@@ -74,8 +77,21 @@ def merged(sums, channel, known, chunks, CHUNKS: tl.constexpr):
     total = tl.zeros([channel.shape[0], CHUNKS], tl.float32)
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
-        total += load(sums + channel[:, None] * chunks + chunk, known[:, None] & (chunk < chunks))
+        mask = known[:, None] & (chunk < chunks)
+        total += load(sums + channel[:, None] * chunks + chunk, mask)
     return tl.sum(total, 1)
+
+
+@triton.jit
+def channels_by_hidden(pointers, channel, hidden, rank):
+    """Return where elements of [C, rank] lie, as [channel, hidden]."""
+    return pointers + channel[:, None] * rank + hidden[None, :]
+
+
+@triton.jit
+def hidden_by_channels(pointers, hidden, channel, channels):
+    """Return where elements of [rank, C] lie, as [hidden, channel]."""
+    return pointers + hidden[:, None] * channels + channel[None, :]
 
 
 @triton.jit
@@ -112,7 +128,7 @@ def gate(
         mean = merged(sums, channel, known, chunks, CHUNKS) / pixels
         tl.store(pooled + image * channels + channel, mean, mask=known)
         mask = known_hidden[:, None] & known[None, :]
-        weights = load(reduce + hidden[:, None] * channels + channel[None, :], mask)
+        weights = load(hidden_by_channels(reduce, hidden, channel, channels), mask)
         total += tl.sum(weights * mean[None, :], 1)
     tl.store(squeezed + image * rank + hidden, total, mask=known_hidden)
     # The product with `expand`.
@@ -121,7 +137,7 @@ def gate(
         channel = first + tl.arange(0, BLOCK)
         known = channel < channels
         mask = known[:, None] & known_hidden[None, :]
-        weights = load(expand + channel[:, None] * rank + hidden[None, :], mask)
+        weights = load(channels_by_hidden(expand, channel, hidden, rank), mask)
         z = tl.sum(weights * total[None, :], 1)
         z += load(expand_bias + channel, known)
         tl.store(gates + image * channels + channel, sigmoid(z), mask=known)
@@ -157,8 +173,10 @@ def excite(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    channel_gate = load(gates + strip.image * channels + strip.channel, strip.known)[:, None]
+    gates += strip.image * channels
+    channel_gate = load(gates + strip.channel, strip.known)[:, None]
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
         centred = load_tile(x, tile) - norm.mean
@@ -205,6 +223,7 @@ def sum_gradients(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     activations = tl.zeros([ROWS, COLUMNS], tl.float32)
     gradients = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -224,12 +243,11 @@ def sum_gradients(
         gradients_along += gradient * slope * centred
         slopes += slope
         slopes_along += slope * centred
-    sums += strip.place
-    tl.store(sums, tl.sum(activations, 1), mask=strip.known)
-    tl.store(sums + stride, tl.sum(gradients, 1), mask=strip.known)
-    tl.store(sums + 2 * stride, tl.sum(gradients_along, 1) * norm.scale, mask=strip.known)
-    tl.store(sums + 3 * stride, tl.sum(slopes, 1), mask=strip.known)
-    tl.store(sums + 4 * stride, tl.sum(slopes_along, 1) * norm.scale, mask=strip.known)
+    store_numbers(sums, strip, tl.sum(activations, 1))
+    store_numbers(sums + stride, strip, tl.sum(gradients, 1))
+    store_numbers(sums + 2 * stride, strip, tl.sum(gradients_along, 1) * norm.scale)
+    store_numbers(sums + 3 * stride, strip, tl.sum(slopes, 1))
+    store_numbers(sums + 4 * stride, strip, tl.sum(slopes_along, 1) * norm.scale)
 
 
 @triton.jit
@@ -269,11 +287,13 @@ def gate_gradients(
     for first in range(0, channels, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         known = channel < channels
-        channel_gate = load(gates + image * channels + channel, known)
-        gradient = merged(sums, channel, known, chunks, CHUNKS) * channel_gate * (1 - channel_gate)
-        tl.store(dexpanded + image * channels + channel, gradient, mask=known)
+        place = image * channels + channel
+        channel_gate = load(gates + place, known)
+        gradient = merged(sums, channel, known, chunks, CHUNKS)
+        gradient = gradient * channel_gate * (1 - channel_gate)
+        tl.store(dexpanded + place, gradient, mask=known)
         mask = known[:, None] & known_hidden[None, :]
-        weights = load(expand + channel[:, None] * rank + hidden[None, :], mask)
+        weights = load(channels_by_hidden(expand, channel, hidden, rank), mask)
         total += tl.sum(weights * gradient[:, None], 0)
     z = load(squeezed + image * rank + hidden, known_hidden)
     share = sigmoid(z)
@@ -288,10 +308,11 @@ def gate_gradients(
             channel = first + tl.arange(0, BLOCK)
             known = channel < (group + 1) * size
             mask = known_hidden[:, None] & known[None, :]
-            weights = load(reduce + hidden[:, None] * channels + channel[None, :], mask)
+            weights = load(hidden_by_channels(reduce, hidden, channel, channels), mask)
             gradient = tl.sum(weights * total[:, None], 0) / pixels
             place = image * channels + channel
             tl.store(dpooled + place, gradient, mask=known)
+            # The gradients before the activation, by the gates and by the means.
             channel_gate = load(gates + place, known)
             shift = channel_gate * merged(sums + stride, channel, known, chunks, CHUNKS)
             shift += gradient * merged(sums + 3 * stride, channel, known, chunks, CHUNKS)
@@ -365,9 +386,11 @@ def parameter_gradients(
         tl.store(dbias + channel, shifts.to(kind), mask=known)
     tl.store(dexpand_bias + channel, expand_biases.to(kind), mask=known)
     mask = known[:, None] & known_hidden[None, :]
-    tl.store(dexpand + channel[:, None] * rank + hidden[None, :], expands.to(kind), mask=mask)
+    pointers = channels_by_hidden(dexpand, channel, hidden, rank)
+    tl.store(pointers, expands.to(kind), mask=mask)
     mask = known_hidden[:, None] & known[None, :]
-    tl.store(dreduce + hidden[:, None] * channels + channel[None, :], reduces.to(kind), mask=mask)
+    pointers = hidden_by_channels(dreduce, hidden, channel, channels)
+    tl.store(pointers, reduces.to(kind), mask=mask)
     if tl.program_id(0) == 0:
         tl.store(dreduce_bias + hidden, reduce_biases.to(kind), mask=known_hidden)
 
@@ -409,6 +432,7 @@ def input_gradient(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     less, less_along = subtrahends_of(strip, norm, shifts, scales, 1.0 * size * pixels)
     place = strip.image * channels + strip.channel

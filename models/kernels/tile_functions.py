@@ -3,6 +3,10 @@
 A program computes a strip: some channels by some pixels of one image. It takes the strip's tiles,
 [ROWS, COLUMNS], channels by pixels, one after the other, in either layout. All arithmetic is
 float32.
+
+What belongs together is a NamedTuple, as Triton has no other records whose interface is public. It
+takes tensors only: a constant that is stored in one is no constant any more. Tried with Triton 3.6
+and 3.8; without this the kernels would not compile (tests/test_gpu_compiler.py).
 """
 
 import math
@@ -65,7 +69,23 @@ def load_tile(x, tile):
 @triton.jit
 def store_tile(y, tile, values):
     """Store a tile of y, rounded to its dtype."""
-    tl.store(y + tile.start + tile.inside, values.to(y.dtype.element_ty), mask=tile.mask)
+    rounded = values.to(y.dtype.element_ty)
+    tl.store(y + tile.start + tile.inside, rounded, mask=tile.mask)
+
+
+@triton.jit
+def store_numbers(to, strip, numbers):
+    """Store a number of each channel of the strip, [ROWS]. to: [N, C, chunks]."""
+    tl.store(to + strip.place, numbers, mask=strip.known)
+
+
+@triton.jit
+def image_factor(kept, image):
+    """Return what the image's branch is multiplied by; None if `kept` is, [N] or None."""
+    if kept is None:
+        return None
+    else:
+        return tl.load(kept + image).to(tl.float32)
 
 
 @triton.jit
@@ -129,7 +149,8 @@ def tile_at(
         start = (strip.image * strip.channels + strip.first_channel) * strip.pixels + first_pixel
         inside = rows[:, None] * strip.pixels + columns[None, :]
     before_end = first_pixel + columns < strip.end
-    return Tile(start, inside, mask=strip.known[:, None] & before_end[None, :])
+    mask = strip.known[:, None] & before_end[None, :]
+    return Tile(start, inside, mask)
 
 
 @triton.jit
@@ -147,7 +168,13 @@ def coefficients_of(strip, size, moments, weight, bias):
         shift = tl.zeros_like(factor)
     else:
         shift = load(bias + strip.channel, strip.known)
-    return Coefficients(group, scale, mean[:, None], factor[:, None], shift[:, None])
+    return Coefficients(
+        group=group,
+        scale=scale,
+        mean=mean[:, None],
+        factor=factor[:, None],
+        shift=shift[:, None],
+    )
 
 
 @triton.jit
@@ -160,8 +187,10 @@ def subtrahends_of(strip, norm, shifts, scales, elements):
     shifts, scales: sums over each group, [N, groups], of that gradient times the weight, and of
     that times the normalised values. elements: of a group.
     """
-    shift = load(shifts + norm.group, strip.known) / elements * norm.scale
-    along = load(scales + norm.group, strip.known) / elements * norm.scale * norm.scale
+    shift = load(shifts + norm.group, strip.known) / elements
+    along = load(scales + norm.group, strip.known) / elements
+    shift = shift * norm.scale
+    along = along * norm.scale * norm.scale
     return shift[:, None], along[:, None]
 
 

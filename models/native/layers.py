@@ -106,7 +106,8 @@ class GroupConv2d(nn.Conv2d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the convolution of `x`."""
-        return _GroupConv.apply(x, self.weight, self.geometry(x.shape[2], x.shape[3]))
+        geometry = self.geometry(height=x.shape[2], width=x.shape[3])
+        return _GroupConv.apply(x, self.weight, geometry)
 
     def geometry(self, height: int, width: int) -> Geometry:
         """Return the convolution's numbers for images of `height` lines and `width` columns."""

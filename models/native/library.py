@@ -420,7 +420,8 @@ def convolution_gradients(
         before its activation; and the third result is its sums over pixels, [2, N, C], as
         `gradient_sums` makes them of PLAIN. Else that is None.
     """
-    assert behind or not before, "a convolution with a normalisation before has one behind"
+    one_sided = before is not None and behind is None
+    assert not one_sided, "with a normalisation before the convolution there is one behind it"
     packed = _packed(weight, backward=True)
     dx = torch.empty_like(x)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
