@@ -53,18 +53,28 @@ def measure(group: Group, device: torch.device) -> Link:
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     """Fit a link by non-negative least squares of the relative errors.
 
+    That is the weighted regression of seconds on bytes, each message's weight one over the square
+    of its seconds. Where a coefficient would be negative it is 0, and the other is fitted alone:
+    the problem is convex, so the best link lies on that bound.
+
     Args:
         sizes: bytes of each message.
-        seconds: that each took.
+        seconds: that each took, above 0.
     """
-    from scipy.optimize import nnls
-
-    # In seconds and microseconds a byte both unknowns are of similar size.
-    units = np.array([1.0, 1e-6])
-    columns = np.stack([np.ones(len(sizes)), np.array(sizes, float)], axis=1)
-    relative = columns * units / np.array(seconds)[:, None]
-    solution, _ = nnls(relative, np.ones(len(sizes)))
-    latency, seconds_per_byte = (solution * units).tolist()
+    x = np.array(sizes, float)
+    y = np.array(seconds)
+    weights = y**-2.0
+    mean_x = float(np.average(x, weights=weights))
+    mean_y = float(np.average(y, weights=weights))
+    spread = float((weights * (x - mean_x) ** 2).sum())
+    slope = float((weights * (x - mean_x) * (y - mean_y)).sum())
+    # Messages of one size do not tell latency and bytes apart: all is latency.
+    if spread == 0 or slope <= 0:
+        return Link(mean_y, 0.0)
+    seconds_per_byte = slope / spread
+    latency = mean_y - seconds_per_byte * mean_x
+    if latency < 0:
+        return Link(0.0, float((weights * x * y).sum() / (weights * x**2).sum()))
     return Link(latency, seconds_per_byte)
 
 

@@ -37,6 +37,20 @@ def test_no_link_nearby_fits_disturbed_times_better(times):
         assert error(*other) >= error(*found) - 1e-12
 
 
+@pytest.mark.parametrize(
+    ("times", "link"),
+    [
+        ((2.3e-3, 9e-4, 1.5e-3), Link(0.0010797714544323132, 9.863960761158571e-10)),
+        ((1.15e-4, 2.7e-3, 1.5e-2), Link(0.0, 3.576510059680058e-08)),
+        ((1.15e-3, 1.3e-3, 2.2e-3), Link(0.0010965364983192927, 4.048477086099929e-09)),
+        ((3e-3, 2e-3, 1e-3), Link(0.0013469387755102043, 0.0)),
+    ],
+)
+def test_disturbed_times_give_the_link_of_an_independent_solver(times, link):
+    """Stored results of scipy.optimize.nnls (1.17.1) for the same relative errors, in float64."""
+    assert probe.fit(SIZES[1:], times) == pytest.approx(link, rel=1e-9, abs=1e-18)
+
+
 def test_a_single_rank_has_no_link(monkeypatch):
     monkeypatch.setattr(distributed, "get_world_size", lambda group: 1)
     assert probe.measure(None, CPU) == Link(0.0, 0.0)
