@@ -12,7 +12,7 @@ if __name__ == "__main__":  # before the imports: see run
     run(__file__)
 
 from pathlib import Path
-from typing import List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 from recipe.errors import DONE
 from recipe.files import writing
@@ -20,44 +20,91 @@ from tools import output as outputs
 from training.command import Parser, one_line
 from training.metrics import read_events
 
-_PANELS = (("loss", "log"), ("top-1 accuracy", "linear"), ("learning rate", "linear"), ("norms", "log"))
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Key, title and scale of each panel.
+_PANELS = (
+    ("loss", "loss", "log"),
+    ("top1", "top-1 accuracy", "linear"),
+    ("lr", "learning rate", "linear"),
+    ("norms", "norms", "log"),
+)
+_NORM_STYLES = (("weight", "-"), ("gradient", "--"), ("update", ":"))
 
 
 def draw(folders: List[Path], output: Path) -> None:
-    """Loss, accuracy, learning rate and norms over epochs, a colour per run; training thin, evaluation bold."""
+    """Draw loss, accuracy, learning rate and norms over epochs, a colour per run.
+
+    Training is drawn thin, evaluation bold.
+
+    Args:
+        folders: of the runs.
+        output: the picture.
+
+    Raises:
+        UserError: a run cannot be read, or the name is that of no kind of picture.
+    """
     figure = outputs.figure(output, (11, 6.5))
-    axes = dict(zip(("loss", "top1", "lr", "norms"), figure.subplots(2, 2).flat))
+    keys = [key for key, _, _ in _PANELS]
+    panels = dict(zip(keys, figure.subplots(2, 2).flat))
     for number, folder in enumerate(folders):
-        events, colour = read_events(folder), f"C{number}"
-        train, evaluation = events.get("train", []), events.get("eval", [])
-        for key in ("loss", "top1", "lr"):
-            _line(axes[key], train, key, color=colour, lw=1, alpha=0.6, label=None if number else "training")
-        for key in ("loss", "top1"):
-            label = folder.name if len(folders) > 1 else "validation"
-            _line(axes[key], evaluation, key, color=colour, lw=2, label=label)
-        for name, style in (("weight", "-"), ("gradient", "--"), ("update", ":")):
-            _line(axes["norms"], train, f"{name}_norm", color=colour, ls=style, label=None if number else name)
-    for axis, (title, scale) in zip(axes.values(), _PANELS):
-        axis.set(title=title, xlabel="epoch", yscale=scale)
-        axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+        name = folder.name if len(folders) > 1 else "validation"
+        _draw_run(panels, folder, number, name)
+    for key, title, scale in _PANELS:
+        panel = panels[key]
+        panel.set(title=title, xlabel="epoch", yscale=scale)
+        panel.grid(alpha=0.3)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output):
         figure.savefig(output, dpi=110)
 
 
-def _line(axis, events: List[dict], key: str, **style) -> None:
-    found = [(event.get("epoch"), event.get(key)) for event in events]
-    points = [point for point in found if all(type(each) in (int, float) for each in point)]
-    # Of a single value a line shows nothing.
-    marker = "o" if len(points) == 1 else None
-    axis.plot([epoch for epoch, _ in points], [value for _, value in points], marker=marker, **style)
+def _draw_run(panels: Dict[str, Axes], folder: Path, number: int, name: str) -> None:
+    """Draw run `number`; its evaluation has the `name` in the legend."""
+    events = read_events(folder)
+    train = events.get("train", [])
+    evaluation = events.get("eval", [])
+    colour = f"C{number}"
+    # Styles mean the same in all runs: the first one explains them.
+    is_first = number == 0
+    for key in ("loss", "top1", "lr"):
+        label = "training" if is_first else None
+        _draw_line(panels[key], train, key, color=colour, lw=1, alpha=0.6, label=label)
+    for key in ("loss", "top1"):
+        _draw_line(panels[key], evaluation, key, color=colour, lw=2, label=name)
+    for norm, style in _NORM_STYLES:
+        label = norm if is_first else None
+        _draw_line(panels["norms"], train, f"{norm}_norm", color=colour, ls=style, label=label)
+
+
+def _draw_line(panel: Axes, events: List[dict], key: str, **style: Any) -> None:
+    """Draw a value of events over their epochs, without events that lack one of them."""
+    epochs = []
+    values = []
+    for event in events:
+        epoch = event.get("epoch")
+        value = event.get(key)
+        if type(epoch) in (int, float) and type(value) in (int, float):
+            epochs.append(epoch)
+            values.append(value)
+    # A line through a single value is invisible.
+    marker = "o" if len(values) == 1 else None
+    panel.plot(epochs, values, marker=marker, **style)
 
 
 @one_line()
 def main(arguments: Optional[List[str]] = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command.
+
+    Args:
+        arguments: of the command line; None: those of the process.
+
+    Returns:
+        The exit code.
+    """
     parser = Parser(prog="python -m tools.curves", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--output", type=Path, default=Path("curves.png"), metavar="FILE.png")

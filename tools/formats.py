@@ -1,26 +1,44 @@
 """Figures as text: with their unit, and no more digits than a measurement has."""
 
+_PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
 
 def duration(value: float) -> str:
-    """`1,235 s`, `2.5 s`, `12.3 ms`, `42 us`."""
+    """Return a `value` in seconds as text: `1,235 s`, `2.5 s`, `12.3 ms`, `42 us`."""
     size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f} s"
     if size >= 1:
-        return f"{value:,.3g} s" if size < 100 else f"{value:,.0f} s"
-    return f"{1e3 * value:.3g} ms" if size >= 1e-3 else f"{1e6 * value:.3g} us"
+        return f"{value:,.3g} s"
+    if size >= 1e-3:
+        return f"{1e3 * value:.3g} ms"
+    return f"{1e6 * value:.3g} us"
 
 
 def number(value: float) -> str:
-    """`12,346`, `331.4`."""
+    """Return a `value` with about four digits: `12,346`, `331.4`."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """`37 %`; without a minus before 0."""
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"
+    """Return a `share` of 1 as a percentage: `37 %`.
+
+    Args:
+        share: which is never shown as minus 0.
+        digits: behind the point.
+    """
+    rounded = round(100 * share, digits) + 0.0  # adding 0 makes -0.0 positive
+    return f"{rounded:.{digits}f} %"
 
 
 def scaled(value: float, unit: str) -> str:
-    """`1.2 GB`, `125 Mbit/s`: by the decimal prefix that leaves one to three digits before the point."""
-    factor, prefix = next((each for each in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= each[0]), (1.0, ""))
+    """Return a `value` with a prefix before its `unit`: `1.2 GB`, `125 Mbit/s`.
+
+    The decimal prefix is the one that leaves one to three digits before the point.
+    """
+    for factor, prefix in _PREFIXES:  # noqa: B007, the last serves for all that is smaller
+        if value >= factor:
+            break
     value /= factor
-    return f"{value:,.0f} {prefix}{unit}" if value >= 100 else f"{value:.3g} {prefix}{unit}"
+    figure = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{figure} {prefix}{unit}"

@@ -1,4 +1,7 @@
-"""Files that commands write: pictures, and whether a file can be written, checked before the work that makes it."""
+"""Files that commands write: pictures, and whether a file can be written.
+
+The latter is checked before the work that makes the file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import errno
 import math
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Tuple
+from typing import TYPE_CHECKING, List, Sequence, Tuple
 
 from recipe.errors import ConfigError
 
@@ -15,25 +18,42 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TICKS = 5  # labels of an axis of a small panel: more overlap
+# Multiples of a power of ten that a logarithmic axis labels, from the densest set to the sparsest.
+_MULTIPLES = ((1, 2, 5), (1, 3), (1,))
 
 
 def check(path: Path) -> None:
     """Check that a file can be written, without making it or its folders.
 
-    Raises ConfigError if not, and OSError, which blames no input, if the disk is full.
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: it cannot.
+        OSError: the disk is full, which blames no input.
     """
     try:
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; name a file in it by --output")
-        tempfile.TemporaryFile(dir=next(each for each in path.absolute().parents if each.exists())).close()
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(error.errno, error.strerror, str(path)) from None
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}; name another file by --output") from None
+        fault = f"{path}: cannot be written: {error.strerror}"
+        raise ConfigError(f"{fault}; name another file by --output") from None
 
 
 def figure(path: Path, size: Tuple[float, float]) -> Figure:
-    """Return an empty figure of `size` inches to be saved as `path`. Raises ConfigError for the name of no picture."""
+    """Return an empty figure that is to be saved as a picture.
+
+    Args:
+        path: of the picture.
+        size: width and height in inches.
+
+    Raises:
+        ConfigError: the name is that of no kind of picture.
+    """
     from matplotlib.figure import Figure
 
     empty = Figure(figsize=size, layout="constrained")
@@ -43,22 +63,43 @@ def figure(path: Path, size: Tuple[float, float]) -> Figure:
 
 
 def few_ticks(axis: Axis) -> None:
-    """Give an axis, whose scale and limits are set, at most five labels, which do not overlap: matplotlib labels every
-    minor tick of a logarithmic axis that spans less than a decade."""
+    """Give an axis at most five labels, which do not overlap.
+
+    matplotlib labels every minor tick of a logarithmic axis that spans less than a decade.
+
+    Args:
+        axis: whose scale and limits are set.
+    """
     from matplotlib import ticker
 
     if axis.get_scale() != "log":
         axis.set_major_locator(ticker.MaxNLocator(_TICKS))
         return
-    low, high = sorted(axis.get_view_interval())
-    for steps in ((1, 2, 5), (1, 3), (1,)):
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        places = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
-        if len(places) <= _TICKS:
-            break
-    every = -(-len(places) // _TICKS)
-    # Within less than an octave no such number may lie.
-    locator = ticker.FixedLocator(places[::every]) if len(places) > 1 else ticker.MaxNLocator(_TICKS)
+    labels = _round_numbers(*sorted(axis.get_view_interval()))
+    # Within less than an octave there may be no such number.
+    locator = ticker.MaxNLocator(_TICKS)
+    if len(labels) > 1:
+        every = -(-len(labels) // _TICKS)
+        locator = ticker.FixedLocator(labels[::every])
     axis.set_major_locator(locator)
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _round_numbers(low: float, high: float) -> List[float]:
+    """Return the densest multiples of powers of ten that are few enough, else the sparsest."""
+    for multiples in _MULTIPLES:
+        numbers = _multiples_within(multiples, low, high)
+        if len(numbers) <= _TICKS:
+            break
+    return numbers
+
+
+def _multiples_within(multiples: Sequence[int], low: float, high: float) -> List[float]:
+    """Return these multiples of all powers of ten from `low` to `high`, ascending."""
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
+    numbers = []
+    for power in range(first, last + 1):
+        numbers += [multiple * 10.0**power for multiple in multiples]
+    return [number for number in numbers if low <= number <= high]

@@ -26,28 +26,38 @@ _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 class TrainingProcess:
     """A command line that trains, and its process while there is one.
 
-    Linux ends the process when the thread that started it ends, not only with the whole program.
+    command: begins with the full path of a program.
+    log: the process's output is appended to it.
+    starts: how many processes have been started.
 
-    command: begins with the full path of a program. log: the process's output is appended to it. starts: how many
-    processes have been started.
+    Linux ends the process when the thread that started it ends, not only with the whole program.
     """
 
     command: List[str]
     log: Path
     starts: int = 0
     _process: Optional[subprocess.Popen] = None
-    _log_start: int = 0
+    _log_start: int = 0  # bytes of the log when the newest process began
 
     @property
     def is_there(self) -> bool:
-        """Whether a process was started and has not been forgotten."""
+        """Return whether a process was started and has not been forgotten."""
         return self._process is not None
 
     def start(self, threads: Optional[int] = None) -> None:
-        """Start a process. Args: threads: of OpenMP, unless the environment sets them; None: the program's default."""
-        default = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        """Start a process.
+
+        Args:
+            threads: of OpenMP, unless the environment sets them; None: the program's default.
+        """
+        environment = {}
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        environment.update(launchers.without(os.environ))
+        environment.update(credentials.environment())
         with open(self.log, "ab") as stream:
-            stream.write(f"$ {shlex.join(self.command)}\n".encode("utf-8", "surrogateescape"))
+            line = f"$ {shlex.join(self.command)}\n"
+            stream.write(line.encode("utf-8", "surrogateescape"))
             self._log_start = stream.tell()
             stream.flush()
             self._process = subprocess.Popen(
@@ -55,23 +65,32 @@ class TrainingProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**default, **launchers.without(os.environ), **credentials.environment()},
+                env=environment,
                 start_new_session=True,  # a terminal's Ctrl-C is for the command alone
             )
         self.starts += 1
 
     def poll(self) -> Optional[int]:
-        """Return the exit code of the process, minus the signal that ended it; None while it runs or none is there."""
+        """Return the exit code of the process, or minus the signal that ended it.
+
+        None while it runs, or where there is none.
+        """
         return None if self._process is None else self._process.poll()
 
     def stop(self, at_once: bool = False) -> None:
-        """Let the process finish its step, save and end; or kill it with all that it has started."""
-        if self._process is not None and not at_once:
+        """Let the process finish its step, save and end.
+
+        Args:
+            at_once: kill it instead, with all that it has started.
+        """
+        if self._process is None:
+            return
+        if not at_once:
             self._process.terminate()
-        elif self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def forget(self) -> None:
         """Forget a process that has ended, so that another may be started."""
@@ -81,22 +100,29 @@ class TrainingProcess:
         """Return the last line of the newest process's output, or nothing."""
         with open(self.log, "rb") as stream:
             stream.seek(self._log_start)
-            return stream.read().decode("utf-8", "replace").strip().split("\n")[-1].strip()[:_MAX_LINE]
+            text = stream.read().decode("utf-8", "replace")
+        lines = text.strip().split("\n")
+        return lines[-1].strip()[:_MAX_LINE]
 
 
 class StopRequest(StopSignals):
-    """Within it, SIGTERM, SIGINT and SIGUSR1 are noted: the first lets processes save and end, the second kills them.
+    """Context in which SIGTERM, SIGINT and SIGUSR1 are noted.
 
-    SIGUSR1 never kills: SLURM may send it to a command and its runs alike, as it does to runs.
+    The first lets processes save and end, the second kills them. SIGUSR1 never kills: SLURM may
+    send it to a command and its runs alike, as it does to runs.
+
+    name: of the first signal; "" before it.
+    at_once: a second one came.
     """
 
     def __init__(self) -> None:
         super().__init__(self._note)
-        self.name = ""  # of the first signal
-        self.at_once = False  # a second one came
-        self._since = 0.0
+        self.name = ""
+        self.at_once = False
+        self._since = 0.0  # when the first signal came
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        """Handle a signal."""
         if not self.name:
             self.name = signal.Signals(number).name
             self._since = time.monotonic()
