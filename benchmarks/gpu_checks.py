@@ -19,9 +19,9 @@ from benchmarks.gpu_measure import Row, Session
 from benchmarks.gpu_training import FORMATS
 from models.normalization import GroupNormAct
 from optim import lars
-from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate
+from optim.weight_state import WeightState
 from parallel.selection import largest
 
 # Many rows of 64 elements, a part of one, exactly one.

@@ -27,9 +27,9 @@ from models.efficientnet import build
 from models.normalization import norm_parameters
 from optim import factory
 from optim.compilation import compiled
-from optim.half_weights import WeightState
 from optim.layout import ROW, Buffers, Run, in_parts
 from optim.rounding import RoundingBits, round_stochastically
+from optim.weight_state import WeightState
 from recipe.config import Model
 from recipe.config import Optimizer as Section
 from recipe.errors import ConfigError

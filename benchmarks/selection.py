@@ -28,7 +28,7 @@ from benchmarks.optimizer import b4_parameters
 from models.efficientnet import build
 from models.normalization import norm_parameters
 from optim import factory
-from optim.half_weights import WeightState
+from optim.weight_state import WeightState
 from parallel.exchange import Setup
 from parallel.selection import largest
 from parallel.sparse_exchange import SparseExchange

@@ -14,9 +14,9 @@ from torch import nn
 from engines.devices import DTYPES
 from engines.state import merged
 from optim import factory
-from optim.half_weights import WeightState
 from optim.norms import Norms
 from optim.replica_update import ReplicaUpdate
+from optim.weight_state import WeightState
 from parallel import exchange
 from parallel.exchange import Running, Setup
 from parallel.processes import Processes

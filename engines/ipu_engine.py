@@ -29,8 +29,8 @@ from models.base import BlockList
 from models.normalization import norm_parameters
 from optim import factory
 from optim.averaging import WeightAverage
-from optim.half_weights import WeightState
 from optim.loss_scale import LossScale
+from optim.weight_state import WeightState
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import ipu, poprun

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from optim.half_weights import WeightState
+from optim.weight_state import WeightState
 
 
 class StepRatio:

@@ -7,8 +7,8 @@ from benchmarks.evidence import runs
 from benchmarks.evidence.experiment import changed
 from benchmarks.evidence.lars_forms import LarsForms, record
 from benchmarks.evidence.lars_ratio import Recorder, StepRatio
-from optim.half_weights import WeightState
 from optim.lars import LARS
+from optim.weight_state import WeightState
 
 MOMENTUM = 0.885
 

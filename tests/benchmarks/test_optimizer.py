@@ -33,7 +33,7 @@ def test_without_a_compiler_it_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr("sys.argv", ["optimizer"])
     monkeypatch.setattr(optimizer, "b4_parameters", parameters)
-    monkeypatch.setattr("optim.half_weights.compiled", lambda *buffers: (in_parts, "the update runs uncompiled: none"))
+    monkeypatch.setattr("optim.weight_state.compiled", lambda *buffers: (in_parts, "the update runs uncompiled: none"))
     monkeypatch.setattr(optimizer, "norm_parameters", lambda model: [])
     with pytest.raises(SystemExit) as ended:
         finish(one_line()(optimizer.main))

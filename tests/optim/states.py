@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from optim import factory
-from optim.half_weights import WeightState
+from optim.weight_state import WeightState
 from recipe.config import Optimizer
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

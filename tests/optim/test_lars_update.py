@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from optim import compilation, lars, layout
-from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.lars_update import LarsUpdate, Rules
+from optim.weight_state import WeightState
 from tests.optim.states import BRAIN, FORMS, HALF, SINGLE, lars_step
 from tests.tensors import assert_bitwise_equal
 

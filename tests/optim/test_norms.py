@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from optim import lars, norms
-from optim.half_weights import WeightState
 from optim.lars import LARS
 from optim.norms import clip_factor, norm
+from optim.weight_state import WeightState
 from tests.optim import states, test_replica_update
 from tests.optim.states import SINGLE, lars_step
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from optim import factory, replica_update
-from optim.half_weights import WeightState
 from optim.replica_update import Sketch
+from optim.weight_state import WeightState
 from parallel import sparse
 from recipe.optimization import Optimizer
 from tests.parallel import threads

@@ -8,8 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models.efficientnet import build
-from optim.half_weights import WeightState
 from optim.lars import LARS as LarsOptimizer
+from optim.weight_state import WeightState
 from recipe.config import Model
 from tests.optim import states
 from tests.optim.states import FORMATS, HALF, LARS, SECTIONS, SHAPES, SINGLE, random_values, take_step, weight_state

@@ -134,7 +134,7 @@ def test_dense_tree_continues_the_tree_of_micro_batches(size):
 
 
 class Replica:
-    """A small model with its gradients in a flat buffer, as optim/half_weights.py lays them out."""
+    """A small model with its gradients in a flat buffer, as optim/weight_state.py lays them out."""
 
     def __init__(self, rank):
         generator = torch.Generator().manual_seed(0)

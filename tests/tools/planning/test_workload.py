@@ -10,7 +10,7 @@ from models import costs, shapes
 from models.efficientnet import build
 from models.shapes import BlockShape
 from optim.factory import create
-from optim.half_weights import WeightState
+from optim.weight_state import WeightState
 from recipe.batch import divide
 from recipe.errors import ConfigError
 from recipe.loading import load
