@@ -10,7 +10,7 @@ from typing import Dict, Iterable, Mapping, Set
 
 from torch import nn
 
-from optim import controls, lars  # noqa: F401  (register themselves)
+from optim import lars, library_optimizers  # noqa: F401  (register themselves)
 from optim.base import OPTIMIZERS, HasSlots
 from recipe.optimization import Optimizer
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from optim import factory
-from optim.controls import SGD, AdamW, Lamb, RMSprop
 from optim.lars import LARS
+from optim.library_optimizers import SGD, AdamW, Lamb, RMSprop
 from optim.muon import Muon
 from recipe.config import Optimizer
 from tests.optim import states
