@@ -124,17 +124,17 @@ class Work:
         for view in self._state.gradients.views:
             view.normal_()
         self._gradient = self._state.gradients.flat.clone()
-        self._exchange = self._update = None
+        self._exchange = self._replica_update = None
         if name == UPDATE:
-            self._update = self._state.replica_update(
+            self._replica_update = self._state.create_replica_update(
                 factory.create(lars, own, norms),
                 clip_norm=None, buckets=SKETCH, replicas=REPLICAS, add_up=lambda sketches: None,
             )  # fmt: skip
-            self._update.lr = _LR
+            self._replica_update.lr = _LR
         if name != DENSE:
             section = Exchange(method="topk", density=DENSITY)
             processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: None)
-            places, update = self._state.places(), self._update
+            places, update = self._state.places(), self._replica_update
             setup = Setup(None, processes, self._gradient, places, None, None, None, update)
             self._exchange = SparseExchange(setup, section)
 
@@ -145,7 +145,7 @@ class Work:
     def __call__(self, step: int) -> None:
         if self._exchange is not None:
             self._exchange(self._state.gradients.flat, step, _DIVISOR)
-        self._state.update(step, 1.0 if self._update else _LR, _DIVISOR, measure=False)
+        self._state.update(step, 1.0 if self._replica_update else _LR, _DIVISOR, measure=False)
 
 
 def updates() -> Dict[str, List[float]]:

@@ -171,9 +171,9 @@ class GradientExchange:
         # A late gradient is exchanged in a thread of its own, which needs a group of its own.
         single = processes.topology.replicas == 1
         group = None if single else processes.further_replica_group() if section.delay else processes.replica_group
-        self._update: Optional[ReplicaUpdate] = None
+        self._replica_update: Optional[ReplicaUpdate] = None
         if section.compresses_update(recipe.optimizer):
-            self._update = weights.replica_update(
+            self._replica_update = weights.create_replica_update(
                 factory.create(recipe.optimizer, dict(parameters), norms),
                 clip_norm=recipe.optimizer.clip_norm,
                 buckets=section.sketch,
@@ -185,7 +185,7 @@ class GradientExchange:
         exchanged.own_state = lambda: {**weights.own_state(), **(averages or {})}
         setup = Setup(
             *(batch, processes, self._buffer, weights.places(), weights.gradients.collect),
-            *(group, steps_per_epoch, self._update, exchanged),
+            *(group, steps_per_epoch, self._replica_update, exchanged),
         )
         running = method.create(setup)
         self._running = running or _Alone()
@@ -208,8 +208,8 @@ class GradientExchange:
         divisor of the gradient that lies in the buffer now, float32 []; None where no gradient is due yet.
         """
         divisor = scale * self._summed
-        if self._update is not None:
-            self._update.lr = lr
+        if self._replica_update is not None:
+            self._replica_update.lr = lr
         if self._delay is not None:
             return self._delay.advance(step, divisor)
         self._running(self._buffer, step, divisor)
@@ -217,7 +217,7 @@ class GradientExchange:
 
     def rate(self, lr: float) -> float:
         """Learning rate of what was exchanged: updates have theirs already."""
-        return lr if self._update is None else 1.0
+        return lr if self._replica_update is None else 1.0
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
         """The mean over replicas of a buffer laid out as the weights; itself where replicas have the same. All call."""
@@ -226,7 +226,7 @@ class GradientExchange:
 
     def norms(self, applied: Norms) -> Norms:
         """Norms of an update, of which replicas may have made what `applied` does not know. All stages call."""
-        return applied if self._update is None else self._update.norms(applied)
+        return applied if self._replica_update is None else self._replica_update.norms(applied)
 
     def state_dict(self) -> Dict[str, dict]:
         """State that all replicas share: `delayed`, gradients still to be applied, oldest first, and `exchange`, {kind:

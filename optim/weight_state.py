@@ -104,7 +104,7 @@ class WeightState:
         finite = self.prepare(divisor)
         return finite, self.apply(step, lr, finite, measure)
 
-    def replica_update(self, optimizer: HasSlots, **arguments: Any) -> ReplicaUpdate:
+    def create_replica_update(self, optimizer: HasSlots, **arguments: Any) -> ReplicaUpdate:
         """A replica's part of what `optimizer`, of the same parameters, would do. Args: those of ReplicaUpdate."""
         return ReplicaUpdate(Rules(optimizer, self._parameters, self._layout.device), self._target, **arguments)
 

@@ -68,7 +68,7 @@ class Setup(NamedTuple):
     collect: called with the index of each parameter whose gradient is ready, before it is sent.
     group: the replicas of this stage; None for a single one.
     steps_per_epoch: None for an engine that does not train.
-    contribution: the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None
+    replica_update: the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None
         where gradients are compressed.
     weights: `flat`, float16 or float32 [length]; `own_state()`, all that an update changes,
         [length] by name; `refresh()` after writing to it; `store(start, end, values, step)` of
@@ -82,7 +82,7 @@ class Setup(NamedTuple):
     collect: Callable[[int], None]
     group: Optional[distributed.ProcessGroup]
     steps_per_epoch: Optional[int]
-    contribution: Any = None
+    replica_update: Any = None
     weights: Any = None
 
 

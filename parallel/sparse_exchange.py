@@ -32,7 +32,7 @@ class SparseExchange(Running):
     float32 rounding. Without `conserve` the published rule holds: an entry of s goes back to its
     replica only if it is not in the result.
 
-    Entries that are sent whole leave no residual; the momentum of a contribution goes on. A
+    Entries that are sent whole leave no residual; the momentum of a replica update goes on. A
     gradient that is not finite on any replica or stage changes nothing here, and leaves NaN in the
     buffer.
 
@@ -81,10 +81,10 @@ class SparseExchange(Running):
         _zero_unless(finite, buffer)
         density = self._section.density_at(step, self._setup.steps_per_epoch)
         # Add this replica's mean gradient, or its update, to what it has kept.
-        if self._setup.contribution is None:
+        if self._setup.replica_update is None:
             self.residual.addcdiv_(buffer, divisor)
         else:
-            self._setup.contribution(self.residual, buffer, divisor, finite, density)
+            self._setup.replica_update(self.residual, buffer, divisor, finite, density)
         if density >= 1:
             self._exchange_everything(buffer, divisor, finite)
         else:
@@ -93,8 +93,8 @@ class SparseExchange(Running):
 
     def state(self) -> Dict[str, torch.Tensor]:
         state = {"residual": self.residual}
-        if self._setup.contribution is not None:
-            state.update(self._setup.contribution.state())
+        if self._setup.replica_update is not None:
+            state.update(self._setup.replica_update.state())
         return state
 
     def _exchange_everything(

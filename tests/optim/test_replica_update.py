@@ -55,7 +55,7 @@ class Replica:
     def __init__(self, kind, replicas=1, buckets=61, whole=()):
         section = Optimizer(**(OPTIMIZERS[kind] if isinstance(kind, str) else kind))
         self.weights, optimizer = weights_of(section)
-        self.update = self.weights.replica_update(
+        self.update = self.weights.create_replica_update(
             optimizer, clip_norm=section.clip_norm, buckets=buckets, replicas=replicas, add_up=add_up, whole=whole
         )
         self.residual = torch.zeros_like(self.weights.flat)

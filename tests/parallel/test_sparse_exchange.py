@@ -30,7 +30,7 @@ def create(size, pattern="butterfly", momentum=False, places=None, **keys):
     group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
     processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: everyone)
     places = [(start, torch.empty(shape)) for start, shape in places or [(0, (1, LENGTH))]]
-    contribution = Momentum() if momentum else None
+    replica_update = Momentum() if momentum else None
     setup = Setup(
         batch=None,
         processes=processes,
@@ -39,7 +39,7 @@ def create(size, pattern="butterfly", momentum=False, places=None, **keys):
         collect=None,
         group=group,
         steps_per_epoch=1,
-        contribution=contribution,
+        replica_update=replica_update,
     )
     if pattern == "dense":
         return QuantizedReduction(setup, 4)
@@ -47,7 +47,7 @@ def create(size, pattern="butterfly", momentum=False, places=None, **keys):
 
 
 class Momentum:
-    """A contribution with a state of its own: v = 0.9 v + g."""
+    """A replica update with a state of its own: v = 0.9 v + g."""
 
     def __init__(self):
         self.velocity = torch.zeros(LENGTH)
