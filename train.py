@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 from parallel import launchers, topology
-from recipe import batch, loading, poprun
+from recipe import batch, loading
 from recipe.errors import DONE, FAILED, STOPPED, UserError
+from recipe.ipu import poprun
 from training import preflight, relaunch, stopping
 from training.command import AGAIN, Parser, fail, naming, one_line
 from training.run_folder import check_owner

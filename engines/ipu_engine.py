@@ -1,7 +1,8 @@
 """The engine for Graphcore's IPUs: the only file that imports PopTorch.
 
-recipe/ipu.py maps a recipe to PopTorch's options. One program is compiled for training and one for evaluation; they
-take turns on the IPUs. Weights and optimizer state are copied to the host when they are saved, averaged or evaluated.
+recipe/ipu/options.py maps a recipe to PopTorch's options. One program is compiled for training and one for evaluation;
+they take turns on the IPUs. Weights and optimizer state are copied to the host when they are saved, averaged or
+evaluated.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from optim.loss_scale import LossScale
 from optim.weight_state import WeightState
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe import ipu, poprun
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
 from recipe.errors import ConfigError
+from recipe.ipu import optimizers, options, poprun
+from recipe.ipu.optimizers import Name
+from recipe.ipu.options import Chain, Setting
+from recipe.ipu.rules import compute_dtype
 
 # Matrix products on a Mk2 IPU, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
 _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
@@ -77,7 +81,7 @@ class IpuEngine(Engine):
     def __init__(self, recipe: Recipe, batch: Batch, processes: Processes):
         poptorch = _poptorch()
         self.batch, self.topology, self.processes, self._recipe = batch, processes.topology, processes, recipe
-        self._dtype = DTYPES[ipu.compute_dtype(recipe)]  # of arithmetic and weights: ipu_rules requires one for both
+        self._dtype = DTYPES[compute_dtype(recipe)]  # of arithmetic and weights: ipu/rules.py requires one for both
         training, evaluation = (device_model(recipe, self._dtype) for _ in range(2))
         self.shapes = state.shapes(evaluation)
         parts, note = cuts.counted(evaluation, recipe, batch)
@@ -99,18 +103,18 @@ class IpuEngine(Engine):
         decay = recipe.average.epoch_decay
         self._averages = {} if decay is None else {"epoch_average": WeightAverage(decay, [self._host.flat])}
         self._loss_scale = LossScale(recipe.precision.loss_scale, False, self.device)
-        self._plan = ipu.optimizer(recipe)
+        self._plan = optimizers.optimizer(recipe)
         self._create_programs(training, evaluation)
         self._weights_are_on_device = self._slots_are_on_device = self._slots_to_send = False
         self._inference_is_stale = False
-        self.notes = (*((note,) if note else ()), *ipu.notes(recipe, batch.replicas, self.topology.served))
+        self.notes = (*((note,) if note else ()), *options.notes(recipe, batch.replicas, self.topology.served))
 
     def _create_programs(self, training: BlockList, evaluation: BlockList) -> None:
         """Create the two executors. Nothing is compiled before the first images come."""
         poptorch, recipe, served = _poptorch(), self._recipe, self.topology.served
         self._options = {
             name: _options(recipe, settings(recipe, self.batch, served, _under_poprun()), self.topology.is_main)
-            for name, settings in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings))
+            for name, settings in (("training", options.training_settings), ("evaluation", options.evaluation_settings))
         }
         mode = poptorch.OverlapMode.OverlapAccumulationLoop
         overlapped = {
@@ -120,16 +124,16 @@ class IpuEngine(Engine):
         marks = Marks(
             functools.partial(poptorch.identity_loss, reduction="none"),
             poptorch.recomputationCheckpoint,
-            **(overlapped if ipu.overlaps(recipe, self.batch) else {}),
+            **(overlapped if options.overlaps(recipe, self.batch) else {}),
         )
         kept = frozenset(recipe.ipu.keep_activations)
         self._module = TrainingModule(training, recipe.data.label_smoothing, recipe.model.classes, marks, kept).train()
         self._create_optimizer(training)
         self._training = poptorch.trainingModel(self._module, self._options["training"], self._optimizer)
-        marks = Marks(**(overlapped if ipu.evaluation_overlaps(recipe) else {}))
+        marks = Marks(**(overlapped if options.evaluation_overlaps(recipe) else {}))
         scoring = EvaluationModule(evaluation, marks).eval()
         self._inference = poptorch.inferenceModel(scoring, self._options["evaluation"])
-        self._rows = recipe.batch.evaluation * ipu.evaluation_iterations(recipe) * served
+        self._rows = recipe.batch.evaluation * options.evaluation_iterations(recipe) * served
 
     def _create_optimizer(self, model: BlockList) -> None:
         plan, parameters = self._plan, dict(model.named_parameters())
@@ -333,28 +337,28 @@ def _under_poprun() -> bool:
     return "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
 
 
-def _options(recipe: Recipe, settings: Sequence[ipu.Setting], is_main: bool) -> Any:
+def _options(recipe: Recipe, settings: Sequence[Setting], is_main: bool) -> Any:
     """PopTorch's options with these settings, made in order. Args: is_main: in the first process of a run."""
     if _under_poprun():
         import popdist.poptorch
 
-        options = popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
+        made = popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
     else:
-        options = _poptorch().Options()
+        made = _poptorch().Options()
     for setting in settings:
         if is_main or not setting.main_only:
-            method = functools.reduce(getattr, setting.call.split(".")[1:], options)
+            method = functools.reduce(getattr, setting.call.split(".")[1:], made)
             method(*_resolved(list(setting.arguments)))
-    return options
+    return made
 
 
 def _resolved(value: Any) -> Any:
     """Replace the names in `value` by the objects that they stand for."""
-    if isinstance(value, ipu.Name):
+    if isinstance(value, Name):
         module, *path = value.path.split(".")
         return functools.reduce(getattr, path, importlib.import_module(module))
-    if isinstance(value, ipu.Chain):
-        found = _resolved(ipu.Name(value.start))()
+    if isinstance(value, Chain):
+        found = _resolved(Name(value.start))()
         for method, arguments in value.calls:
             found = getattr(found, method)(*_resolved(list(arguments)))
         return found

@@ -8,10 +8,12 @@ import os
 from dataclasses import dataclass
 from typing import List, Set, Tuple
 
-from recipe import checks, found_images, ipu_plan, poprun, shares
+from recipe import checks, found_images, shares
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError, DataError, printable
+from recipe.ipu import plan as ipu_plan
+from recipe.ipu import poprun
 from recipe.section import as_yaml
 
 # Keys that the first lines of a plan describe.

@@ -1,13 +1,13 @@
-"""Checks of a recipe that concern more than one section. What IPUs refuse is in ipu_rules.py."""
+"""Checks of a recipe that concern more than one section. What IPUs refuse is in ipu/rules.py."""
 
 from __future__ import annotations
 
 from typing import Iterator
 
-from recipe import ipu_rules
 from recipe.config import Recipe
 from recipe.division import Batch, count
 from recipe.errors import ConfigError
+from recipe.ipu import rules as ipu_rules
 from recipe.shares import subtrees
 
 

@@ -14,9 +14,9 @@ from recipe import idle, suggestions, timm_weights
 from recipe.config import ALTERNATIVES, Recipe
 from recipe.errors import ConfigError
 from recipe.files import expanded
+from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
 from recipe.overrides import COMMAND_LINE, parse
-from recipe.poprun import stages_of_launcher
 from recipe.section import first_fault
 from recipe.yaml_text import Dumper, parse_yaml, read_yaml
 

@@ -27,11 +27,12 @@ from typing import List, Optional, Sequence, Tuple
 
 from parallel import hosts, launchers
 from parallel.hosts import Hosts
-from recipe import batch, loading, poprun
+from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.credentials import masked
 from recipe.division import count
 from recipe.errors import DONE, ConfigError, UserError
+from recipe.ipu import poprun
 from tools.arguments import whole, within
 from training import preflight
 from training.command import Parser, naming, one_line

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Set
 
 from parallel import launchers
-from recipe import batch, cores, poprun
+from recipe import batch, cores
 from recipe.config import Recipe
 from recipe.credentials import masked
 from recipe.errors import ConfigError
+from recipe.ipu import poprun
 
 _OF_MPIRUN = ("OMPI_", "ORTE_", "PRTE_")  # how variables begin by which it knows that it runs within another
 

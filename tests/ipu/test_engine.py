@@ -15,11 +15,12 @@ from data.sources import open_source
 from engines import base, factory
 from optim import schedule
 from parallel.topology import Topology
-from recipe import ipu, loading
+from recipe import loading
 from recipe.batch import divide, lengths
 from recipe.errors import ConfigError
+from recipe.ipu import options, rules
 from tests.conftest import QUICKSTART, TINY
-from tests.recipe.test_ipu import EVERYTHING
+from tests.recipe.ipu.test_options import EVERYTHING
 from tests.tensors import assert_bitwise_equal
 from training.checkpoint import CheckpointFolder
 from training.loop import TrainingError
@@ -270,17 +271,19 @@ def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
     batch = divide(recipe)
     for rank in (0, 1):
         engine = engine_of(recipe, rank)
-        for name, plan in (("training", ipu.training_settings), ("evaluation", ipu.evaluation_settings)):
+        for name, plan in (("training", options.training_settings), ("evaluation", options.evaluation_settings)):
             calls = [path for path, _ in engine._options[name].calls]
             settings = plan(recipe, batch, batch.replicas, False)
             assert calls == [each.call for each in settings if rank == 0 or not each.main_only]
     blocks = engine._module.model
     begun = [name for name in blocks.names if blocks.get_submodule(name)._forward_pre_hooks]
-    assert begun == [each.arguments[0] for each in ipu.model_calls(recipe, batch, True) if "BeginBlock" in each.call]
+    assert begun == [
+        each.arguments[0] for each in options.model_calls(recipe, batch, True) if "BeginBlock" in each.call
+    ]
     made = engine._options["training"]
     assert made.value("Precision.setPartialsType") is (torch.float if recipe.ipu.partials else torch.half)
     assert made.value("outputMode") is double.OutputMode.Sum
-    kind = double.PipelinedExecution if ipu.pipelined(recipe) else double.ShardedExecution
+    kind = double.PipelinedExecution if rules.pipelined(recipe) else double.ShardedExecution
     assert type(made.value("setExecutionStrategy")) is kind
     if recipe.ipu.shard_optimizer_state:
         calls = made.value("TensorLocations.setOptimizerLocation").calls

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 import train
-from recipe import ipu, ipu_plan
 from recipe.batch import divide
+from recipe.ipu import optimizers
+from recipe.ipu import plan as ipu_plan
 from recipe.loading import load
 from tests.conftest import QUICKSTART, RECIPES, ROOT
 from tools import plan
@@ -142,7 +143,7 @@ def table():
     for model, setting in ipu_plan.settings(recipe, divide(recipe)):
         rows.setdefault((f"`{setting}`", setting.source), []).append(model)
     for argument, value, source in ipu_plan.arguments_of_optimizer(recipe):
-        rows[f"`{ipu.optimizer(recipe).name}(..., {argument}={value})`", source] = ["optimizer"]
+        rows[f"`{optimizers.optimizer(recipe).name}(..., {argument}={value})`", source] = ["optimizer"]
     for which, how, source in ipu_plan.groups_of_optimizer(recipe):
         rows[f"{which} parameters: {how}", source] = ["optimizer"]
     return [f"| {source} | {call} | {', '.join(models)} |" for (call, source), models in rows.items()]

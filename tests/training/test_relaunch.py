@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from recipe.errors import ConfigError
-from tests.recipe.test_poprun import two_stages
+from tests.recipe.ipu.test_poprun import two_stages
 from training import relaunch
 
 FLAGS = ["--num-replicas", "64", "--ipus-per-replica", "2", "--num-instances", "16"]

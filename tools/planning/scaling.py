@@ -8,8 +8,8 @@ from typing import Dict, NamedTuple, Optional
 from parallel.costs import Link
 from parallel.exchange import Gradient, Method
 from parallel.exchange import of as method_for
-from recipe import ipu
 from recipe.config import Recipe
+from recipe.ipu.rules import pipelined
 from recipe.shares import even, mean_sums
 from tools.planning.machine import Machine
 from tools.planning.workload import Workload
@@ -42,7 +42,7 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
     """A step of `recipe` on `replicas` of `machine`. The formulae are in docs/planning.md, "The model"."""
     micro, stages = recipe.batch.micro, recipe.parallel.stages
     least = recipe.parallel.least  # that fill a pipeline
-    if machine.device == "ipu" and ipu.pipelined(recipe):
+    if machine.device == "ipu" and pipelined(recipe):
         least = 2 * stages - 1
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
     batch, sums = accumulation * micro * replicas, 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Container, Iterator, Sequence
 
-from recipe import ipu_plan
 from recipe.division import count
+from recipe.ipu import plan as ipu_plan
 from tools.formats import duration, number, scaled
 from tools.planning.summary import Summary
 from tools.planning.workload import Widest

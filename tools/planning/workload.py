@@ -7,12 +7,12 @@ from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optio
 
 from models import balance, shapes
 from models.shapes import BlockShape
-from recipe import ipu
 from recipe.batch import divide, training_image_sizes
 from recipe.checks import bound_to_cut
 from recipe.config import Model, Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
+from recipe.ipu import options, rules
 from tools.planning.machine import Machine
 
 _Whole = TypeVar("_Whole", Recipe, Machine)
@@ -99,7 +99,7 @@ def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) 
 
 def _compute_type(recipe: Recipe, device: str) -> str:
     """Type of activations on a device of that kind."""
-    return "float32" if recipe.precision.compute == "auto" and device == "cpu" else ipu.compute_dtype(recipe)
+    return "float32" if recipe.precision.compute == "auto" and device == "cpu" else rules.compute_dtype(recipe)
 
 
 def state_bytes(recipe: Recipe, device: str) -> int:
@@ -143,7 +143,7 @@ class Widest(NamedTuple):
 
 def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
     """Bytes of a device, without those of an IPU's tiles that only move data."""
-    moving = machine.device == "ipu" and recipe.run.device == "ipu" and ipu.overlaps(recipe, batch)
+    moving = machine.device == "ipu" and recipe.run.device == "ipu" and options.overlaps(recipe, batch)
     return machine.memory.value * (1 - recipe.ipu.io_tiles / _TILES * moving)
 
 

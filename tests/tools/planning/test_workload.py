@@ -154,7 +154,7 @@ def test_activations_in_flight_by_hand(device, again, held, expected):
 
 def test_the_published_recipe_fits_by_recomputation_and_tiles_that_only_move_data_hold_nothing_else():
     """Three micro batches in flight are too many for the first IPU. 32 of 1,472 tiles move data where I/O overlaps,
-    which a pipeline's does not (recipe/ipu.py)."""
+    which a pipeline's does not (recipe/ipu/options.py)."""
     recipe, sharded = (load(POD, ["parallel.replicas=128", *more]) for more in ([], ["parallel.schedule=sharded"]))
     room = workload.available(recipe, BOW, divide(recipe))
     assert max(map(sum, stages_of(recipe, "ipu", False))) > room > max(map(sum, stages_of(recipe, "ipu")))

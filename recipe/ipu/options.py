@@ -9,10 +9,8 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.ipu_optimizers import Name, optimizer  # noqa: F401
-
-# The rules and the optimizer are part of this module's interface.
-from recipe.ipu_rules import check, compute_dtype, pipelined  # noqa: F401
+from recipe.ipu.optimizers import Name
+from recipe.ipu.rules import compute_dtype, pipelined
 
 
 class Chain(NamedTuple):

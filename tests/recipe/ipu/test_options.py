@@ -4,11 +4,13 @@ import re
 
 import pytest
 
-from recipe import ipu
 from recipe.batch import divide
 from recipe.division import Batch
 from recipe.errors import ConfigError
-from recipe.ipu import Chain, Name
+from recipe.ipu import options as ipu_options
+from recipe.ipu import rules
+from recipe.ipu.optimizers import Name
+from recipe.ipu.options import Chain
 from recipe.loading import load
 from recipe.optimization import Optimizer
 from tests.conftest import QUICKSTART, ROOT
@@ -41,7 +43,7 @@ def small(*overrides):
 
 def options(recipe, model="training", served=1, under_poprun=False):
     """{call: argument, or name of a session option: its value} of a model."""
-    make = {"training": ipu.training_settings, "evaluation": ipu.evaluation_settings}[model]
+    make = {"training": ipu_options.training_settings, "evaluation": ipu_options.evaluation_settings}[model]
     found = {}
     for setting in make(recipe, divide(recipe), served, under_poprun):
         key = setting.arguments[0] if setting.call == "Options._Popart.set" else setting.call
@@ -88,28 +90,32 @@ def test_each_option_has_the_one_right_value(overrides, training, evaluation):
     for model, expected in (("training", training), ("evaluation", evaluation)):
         found = options(recipe, model)
         assert {key: found.get(key) for key in expected} == expected
-        overlaps = ipu.overlaps(recipe, divide(recipe)) if model == "training" else ipu.evaluation_overlaps(recipe)
+        overlaps = (
+            ipu_options.overlaps(recipe, divide(recipe))
+            if model == "training"
+            else ipu_options.evaluation_overlaps(recipe)
+        )
         assert overlaps == (TILES in found)
 
 
 def test_notes_are_about_what_has_no_effect():
     """State is divided within an instance (Compiler.cpp); a pipeline prefetches only."""
-    assert ipu.notes(small(), 1, 1) == ipu.notes(small("ipu.shard_optimizer_state=true"), 4, 4) == ()
+    assert ipu_options.notes(small(), 1, 1) == ipu_options.notes(small("ipu.shard_optimizer_state=true"), 4, 4) == ()
     for override, words in (
         (TWO, "3 micro batches are prefetched.*parallel.schedule=sharded"),
         ("ipu.shard_optimizer_state=true", "^ipu.shard_optimizer_state has no effect.*start fewer instances$"),
         ("log.noise_scale=true", "log.noise_scale: not measured"),
         ("ipu.synthetic_data=true", "nothing is learned"),
     ):
-        (note,) = ipu.notes(small(override), 1, 1)
+        (note,) = ipu_options.notes(small(override), 1, 1)
         assert re.search(words, note)
 
 
 def test_ipus_of_the_pod_that_stay_idle_are_named():
     recipe = load(ROOT / "configs" / "pod256.yaml")
     idle = "128 of 256 IPUs are used: 64 replicas of 2 (ipu.pod)"
-    assert idle in ipu.notes(recipe, replicas=64, served=4)
-    assert idle not in ipu.notes(recipe, replicas=128, served=4)
+    assert idle in ipu_options.notes(recipe, replicas=64, served=4)
+    assert idle not in ipu_options.notes(recipe, replicas=128, served=4)
 
 
 def test_poprun_brings_the_replicas_itself():
@@ -139,7 +145,7 @@ def test_switches_are_off_unless_asked_for_and_options_that_replace_each_other_c
     order = list(found)
     assert order.index("convolutionOptions") > order.index(PARTIALS)
     assert order.index("Options.enableProfiling") > order.index("engineOptions")
-    settings = ipu.training_settings(recipe, divide(recipe), 1, False)
+    settings = ipu_options.training_settings(recipe, divide(recipe), 1, False)
     assert [each.arguments for each in settings if each.main_only] == [("profile",)]
 
 
@@ -150,7 +156,7 @@ def check(*overrides):
     made = small(*overrides)
     batch, replicas = made.batch, made.parallel.replicas or 1
     accumulation = batch.global_ // (batch.micro * replicas)
-    ipu.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages))
+    rules.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages))
 
 
 # Overrides; a part of the reason; the remedy, which must be enough.
@@ -217,7 +223,7 @@ def test_an_optimizer_without_a_form_is_refused_by_name():
 
     made = small().model_copy(update={"optimizer": Adagrad()})
     with pytest.raises(ConfigError, match=r"^optimizer.name adagrad on IPUs: .*; use one of lars, lamb, sgd, rmsprop$"):
-        ipu.check(made, divide(small()))
+        rules.check(made, divide(small()))
 
 
 def test_dividing_a_batch_checks_the_rules_on_ipus_only():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from recipe import poprun
 from recipe.errors import ConfigError
+from recipe.ipu import poprun
+from recipe.ipu.poprun import Launched
 from recipe.loading import load
-from recipe.poprun import Launched
 from tests.conftest import QUICKSTART
 
 VARIABLES = {

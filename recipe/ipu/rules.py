@@ -12,8 +12,8 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
-from recipe.ipu_optimizers import optimizer
-from recipe.poprun import is_power
+from recipe.ipu.optimizers import optimizer
+from recipe.ipu.poprun import is_power
 
 
 def compute_dtype(recipe: Recipe) -> str:
