@@ -1,11 +1,16 @@
-"""Find why a recipe does not scale here, and what to fix first: python -m tools.doctor [--config FILE] [overrides]
+"""Finds why a recipe does not scale here, and what to fix first.
 
-Measures, within about a minute and with the recipe's own model, micro batch and images: reading and decoding, copies to
-the device, links between replicas, every kind of exchange, and training steps, each split into its parts. Under
-several processes all are measured: torchrun --nproc-per-node 2 -m tools.doctor --config FILE (docs/doctor.md).
+    python -m tools.doctor [--config FILE] [overrides]
 
-Writes machine.yaml, from which tools.plan makes its predictions, and step.png. No run folder is made or touched. With
---json the last line is one JSON object. Exit codes: 0 done, 1 the machine failed, 2 the input is wrong, 75 stopped.
+Measures, within about a minute and with the recipe's own model, micro batch and images: reading and
+decoding, copies to the device, links between replicas, every kind of exchange, and training steps,
+each split into its parts. Under several processes all are measured:
+
+    torchrun --nproc-per-node 2 -m tools.doctor --config FILE
+
+Writes machine.yaml, from which tools.plan makes its predictions, and step.png. No run folder is
+made or touched. With --json the last line is one JSON object. Exit codes: 0 done, 1 the machine
+failed, 2 the input is wrong, 75 stopped. See docs/doctor.md.
 """
 
 from __future__ import annotations
@@ -35,10 +40,19 @@ from tools import output as outputs
 from tools.arguments import within
 from training.command import Parser, fail, naming, one_line
 
+_OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")  # names by which a run's folder is known
+
 
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command.
+
+    Args:
+        arguments: of the command line; None: those of the process.
+
+    Returns:
+        The exit code.
+    """
     options = _parser().parse_intermixed_args(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
@@ -46,7 +60,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         if recipe.run.device == "ipu":
             fault = "run.device ipu: the doctor measures CPUs and GPUs; of IPUs use ipu.profile (docs/ipu.md)"
             raise ConfigError(f"{options.config}: {fault}")
-        naming(options.config, batch.describe, recipe)  # faults that can be found without loading torch
+        # Faults that can be found without loading torch.
+        naming(options.config, batch.describe, recipe)
         if _is_main():
             _check_output(options.output)
         naming(options.config, functools.partial(_examine, options), recipe)
@@ -54,54 +69,71 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except KeyboardInterrupt:
         pass
     finally:
-        # torchrun may end a rank that waits for another's complaint: at once, and not by an exception.
+        # torchrun may end a rank that waits for another's complaint: at once, without an exception.
         signal.signal(signal.SIGTERM, before)
     return fail("stopped; nothing was written" if _is_main() else "", STOPPED)
 
 
 def _parser() -> Parser:
+    """Return the parser of the command line."""
     about = "Measure where a training step's time goes on these machines, and name what to fix first (docs/doctor.md)."
     parser = Parser(prog="python -m tools.doctor", description=about)
-    parser.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
-    parser.add_argument("--output", type=Path, default=Path("doctor"), metavar="FOLDER", help="for both files")
+    add = parser.add_argument
+    config = "configs/quickstart.yaml"
+    folder = Path("doctor")
     seconds = within(1e-3, 86400, float)
-    parser.add_argument("--seconds", type=seconds, default=60.0, metavar="N", help="of measuring, about (60)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
+    add("--config", default=config, metavar="FILE", help="recipe (%(default)s)")
+    add("--json", action="store_true", help="end with one JSON object in one line")
+    add("--output", type=Path, default=folder, metavar="FOLDER", help="for both files")
+    add("--seconds", type=seconds, default=60.0, metavar="N", help="of measuring, about (60)")
+    add("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
 
 
 def _is_main() -> bool:
-    """Whether launchers call this process the first one. `parallel.topology` knows better, but loads torch."""
-    number = next((os.environ[name] for name in ("RANK", "SLURM_PROCID") if name in os.environ), "0")
-    return number == "0"
+    """Return whether launchers call this process the first one.
+
+    `parallel.topology` knows better, but loads torch.
+    """
+    for name in ("RANK", "SLURM_PROCID"):
+        if name in os.environ:
+            return os.environ[name] == "0"
+    return True
 
 
 def _check_output(output: Path) -> None:
-    """Refuses, before anything is measured, a folder that cannot be written or holds a run. Raises UserError."""
-    run = next((name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()), None)
-    if run is not None:
-        raise UserError(f"{output}: is the folder of a run, as it holds {run}; choose another --output")
+    """Refuse, before anything is measured, a folder that cannot be written or holds a run.
+
+    Raises UserError.
+    """
+    for name in _OF_RUNS:
+        if (output / name).exists():
+            raise UserError(f"{output}: is the folder of a run, as it holds {name}; choose another --output")
     outputs.check(output / "machine.yaml")
 
 
 def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
+    """Measure; on the main rank, print the findings and write them."""
     # Imported late: a wrong command line is refused before torch is loaded.
     from tools.diagnosis import rendering
     from tools.diagnosis.examination import examine
     from tools.planning.machine import dump
 
-    found = examine(recipe, options.seconds, lambda line: print(line, flush=True))
-    if found is None:
+    findings = examine(recipe, options.seconds, functools.partial(print, flush=True))
+    if findings is None:
         return
-    print("\n".join(rendering.lines(found, options.config)))
+    print("\n".join(rendering.lines(findings, options.config)))
     files = [options.output / "step.png"]
     with writing(options.output):
         options.output.mkdir(parents=True, exist_ok=True)
-        rendering.draw(found, options.config, files[0])
-        if found.machine is not None:
-            files.append(options.output / "machine.yaml")
-            files[1].write_text(dump(found.machine), encoding="utf-8")
-    print(f"files      {', '.join(map(str, files))}")
+        rendering.draw(findings, options.config, files[0])
+        if findings.machine is not None:
+            machine = options.output / "machine.yaml"
+            machine.write_text(dump(findings.machine), encoding="utf-8")
+            files.append(machine)
+    names = [str(file) for file in files]
+    print(f"files      {', '.join(names)}")
     if options.json:
-        print(json_text({**rendering.as_data(found, options.config), "files": list(map(str, files))}))
+        data = rendering.as_data(findings, options.config)
+        data["files"] = names
+        print(json_text(data))

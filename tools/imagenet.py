@@ -1,7 +1,7 @@
 """ImageNet's archives as sources: read by offset, never unpacked.
 
-ILSVRC2012_img_train.tar holds a tar for each class, nXXXXXXXX.tar; ILSVRC2012_img_val.tar holds the images alone, and a
-list gives their classes in the order of their names.
+ILSVRC2012_img_train.tar holds a tar for each class, nXXXXXXXX.tar. ILSVRC2012_img_val.tar holds the
+images alone, and a list gives their classes in the order of their names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import struct
 import tarfile
 import zlib
-from typing import BinaryIO, Iterator
+from typing import BinaryIO, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -24,21 +24,50 @@ from tools.indexing import EXTENSIONS, LeftOut, kind_left_out, members, split
 _CLASSES = 1000
 _MAX_BYTES = 16 << 20  # of meta.mat, packed and unpacked: many times ImageNet's
 _WNID = re.compile(r"n\d{8}")
-# Of files of MATLAB 5: a kind of element, and types of numbers.
+# Kinds of elements of a file of MATLAB 5: one that is compressed, and the types of numbers.
 _COMPRESSED = 15
-_DTYPES = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
+_DTYPES = {
+    1: "i1",
+    2: "u1",
+    3: "<i2",
+    4: "<u2",
+    5: "<i4",
+    6: "<u4",
+    7: "<f4",
+    9: "<f8",
+    12: "<i8",
+    13: "<u8",
+}
+
+
+class StoredImage(NamedTuple):
+    """An image in an archive.
+
+    name: of the member, behind its class where that is an archive of its own.
+    offset: of its first byte in the file.
+    length: bytes.
+    """
+
+    name: str
+    offset: int
+    length: int
 
 
 class ArchiveSource(EncodedSource):
     """Images in one tar file, each known by its offset."""
 
     def __init__(
-        self, path: str, images: list[tuple[str, int, int]], wnids: list[str], known: set[str], left_out: LeftOut
+        self,
+        path: str,
+        images: Sequence[StoredImage],
+        wnids: Sequence[str],
+        known: set[str],
+        left_out: LeftOut,
     ):
         """
         Args:
             path: the archive.
-            images: name, offset and bytes of each.
+            images: in the order in which they are numbered.
             wnids: the class of each.
             known: all classes.
             left_out: members that are no images.
@@ -52,49 +81,68 @@ class ArchiveSource(EncodedSource):
         folder, self._file = os.path.split(path)
         self._folder = LocalFolder(folder)
         self.classes = tuple(sorted(known))
-        label = {wnid: number for number, wnid in enumerate(self.classes)}
-        self.labels = np.array([label[wnid] for wnid in wnids], np.int64)
-        encoded = [os.fsencode(name) for name, _, _ in images]
-        self._names = Names([b"".join(encoded)], [np.array([len(name) for name in encoded])])
-        self._places = np.array([place for _, *place in images], np.int64)
+        numbers = {wnid: number for number, wnid in enumerate(self.classes)}
+        self.labels = np.array([numbers[wnid] for wnid in wnids], np.int64)
+        names = [os.fsencode(image.name) for image in images]
+        lengths = np.array([len(name) for name in names])
+        self._names = Names([b"".join(names)], [lengths])
+        self._places = np.array([(image.offset, image.length) for image in images], np.int64)
 
     def name(self, index: int) -> str:
-        return printable(f"{self._folder.path(self._file)}/{os.fsdecode(self._names[index])}")
+        """Return the path of the archive and the name of the image at `index` in it."""
+        member = os.fsdecode(self._names[index])
+        return printable(f"{self._folder.path(self._file)}/{member}")
 
     def encoded(self, index: int) -> bytes:
-        (answer,) = self._folder.ranges([Range(self._file, *self._places[index].tolist())])
+        """Return the bytes of the image at `index`. Raises UnreadableImage."""
+        offset, length = self._places[index].tolist()
+        (answer,) = self._folder.ranges([Range(self._file, offset, length)])
         if isinstance(answer, str):
             raise UnreadableImage(f"{self.name(index)}: {answer}")
         return answer
 
 
 def training(path: str) -> ArchiveSource:
-    """The training images of a tar of tars, ordered by the WordNet number of their class and by name.
+    """Return the training images, ordered by the WordNet number of their class and by name.
 
-    Raises DataError: the archive is damaged, or not of this kind. Raises OSError.
+    Args:
+        path: of a tar of tars.
+
+    Raises:
+        DataError: the archive is damaged, or not of this kind.
+        OSError: it cannot be opened.
     """
-    found = []
+    images = []
     left_out = LeftOut()
     with open(path, "rb") as stream:
         for archive, member in members(stream, path, left_out=left_out):
             wnid, _, extension = member.name.partition(".")
             if extension != "tar" or not _WNID.fullmatch(wnid):
-                raise DataError(f"{path}: {member.name!r} is no class's n01234567.tar; give the right file")
-            images = _images(archive.extractfile(member), f"{path}/{member.name}", left_out)
-            found += [(f"{wnid}/{name}", member.offset_data + at, length) for name, at, length in images]
-    found.sort()
-    wnids = [name.partition("/")[0] for name, _, _ in found]
-    return ArchiveSource(path, found, wnids, known=set(wnids), left_out=left_out)
+                fault = f"{path}: {member.name!r} is no class's n01234567.tar"
+                raise DataError(f"{fault}; give the right file")
+            inner = archive.extractfile(member)
+            place = f"{path}/{member.name}"
+            for name, offset, length in _images(inner, place, left_out):
+                # Offsets in the inner archive count from its own first byte.
+                offset += member.offset_data
+                images.append(StoredImage(f"{wnid}/{name}", offset, length))
+    images.sort()
+    wnids = [image.name.partition("/")[0] for image in images]
+    return ArchiveSource(path, images, wnids, known=set(wnids), left_out=left_out)
 
 
 def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSource:
-    """The validation images, and their classes from a list in the order of their names.
+    """Return the validation images, with classes from a list in the order of their names.
 
     Args:
-        ground_truth: file with a line for each image: its WordNet number, or its number in the devkit.
+        path: of the archive.
+        ground_truth: file with a line for each image: its WordNet number, or its number in the
+            devkit.
         devkit: ILSVRC2012_devkit_t12.tar.gz, which maps its numbers to WordNet numbers.
 
-    Raises DataError: a file is damaged or does not fit the others. Raises OSError.
+    Raises:
+        DataError: a file is damaged or does not fit the others.
+        OSError: a file cannot be opened.
     """
     with open(ground_truth, encoding="ascii", errors="replace") as file:
         lines = [line.strip() for line in file if line.strip()]
@@ -102,7 +150,9 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
     with open(path, "rb") as stream:
         images = _images(stream, path, left_out)
     if len(images) != len(lines):
-        raise DataError(f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images; give its list")
+        fault = f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images"
+        raise DataError(f"{fault}; give its list")
+    # Either all lines are WordNet numbers, or all are numbers of the devkit.
     if all(_WNID.fullmatch(line) for line in lines):
         return ArchiveSource(path, images, lines, known=set(lines), left_out=left_out)
     if devkit is None:
@@ -110,35 +160,75 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
     meaning = _devkit(devkit)
     for number, line in enumerate(lines, start=1):
         if line not in meaning:
-            kinds = "all lines must be WordNet numbers, such as n01440764, or all numbers of this devkit"
-            raise DataError(f"{ground_truth}:{number}: {devkit} has no class {line!r}; {kinds}")
+            raise DataError(
+                f"{ground_truth}:{number}: {devkit} has no class {line!r}; all lines must be "
+                "WordNet numbers, such as n01440764, or all numbers of this devkit"
+            )
     wnids = [meaning[line] for line in lines]
-    return ArchiveSource(path, images, wnids, known=set(meaning.values()), left_out=left_out)
+    known = set(meaning.values())
+    return ArchiveSource(path, images, wnids, known=known, left_out=left_out)
+
+
+def _images(stream: BinaryIO, place: str, left_out: LeftOut) -> list[StoredImage]:
+    """Return the images of an archive, by name.
+
+    Args:
+        stream: the archive.
+        place: its name in errors.
+        left_out: counts the other members.
+    """
+    images = []
+    for _, member in members(stream, place, left_out=left_out):
+        part = split(member.name)
+        if part is not None and part.kind in EXTENSIONS:
+            images.append(StoredImage(member.name, member.offset_data, member.size))
+        else:
+            left_out.add(kind_left_out(member.name), f"{place}/{member.name}")
+    return sorted(images)
 
 
 def _devkit(path: str) -> dict[str, str]:
-    """WordNet number of each class's number; without the groups of classes, which have larger numbers."""
+    """Return the WordNet number of each class by its number in a devkit. Raises DataError.
+
+    Groups of classes, which have larger numbers, are left out.
+    """
     try:
         with tarfile.open(path) as archive:
-            files = (member for member in archive if member.name.split("/")[-2:] == ["data", "meta.mat"])
-            member = next(files, None)
-            if member is None or not member.isreg() or member.size > _MAX_BYTES:
-                raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
-            numbered = _numbered(archive.extractfile(member).read())
+            content = _meta_mat(archive, path)
+        numbered = _numbered(content)
     except Exception as error:
-        if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno is not None):
+        # Faults of the system have a number; nearly anything else may come of a damaged file.
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        if isinstance(error, DataError) or is_of_system:
             raise
-        raise DataError(f"{path}: damaged or no archive ({first_line(error)}); copy it again") from None
+        fault = f"{path}: damaged or no archive ({first_line(error)})"
+        raise DataError(f"{fault}; copy it again") from None
     meaning = {str(number): wnid for number, wnid in numbered.items() if number <= _CLASSES}
     if not all(_WNID.fullmatch(wnid) for wnid in meaning.values()):
-        raise DataError(f"{path}: data/meta.mat is not ImageNet's; give ILSVRC2012_devkit_t12.tar.gz")
+        fault = f"{path}: data/meta.mat is not ImageNet's"
+        raise DataError(f"{fault}; give ILSVRC2012_devkit_t12.tar.gz")
     return meaning
 
 
-def _numbered(content: bytes) -> dict[int, str]:
-    """WordNet numbers by ILSVRC2012_ID: two fields of the structs `synsets` in a file of MATLAB 5.
+def _meta_mat(archive: tarfile.TarFile, path: str) -> bytes:
+    """Return the content of data/meta.mat in a devkit. Raises DataError where there is none."""
+    for member in archive:
+        if member.name.split("/")[-2:] == ["data", "meta.mat"]:
+            if member.isreg() and member.size <= _MAX_BYTES:
+                return archive.extractfile(member).read()
+            break
+    raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
 
-    Damaged files raise nearly everything; they end scipy's reader (1.17) by SIGSEGV, or make it hang.
+
+# A file of MATLAB 5 is a header of 128 bytes and elements, which may hold others. Source: MAT-File
+# Format, The MathWorks.
+
+
+def _numbered(content: bytes) -> dict[int, str]:
+    """Return WordNet numbers by ILSVRC2012_ID: two fields of the structs `synsets`.
+
+    Damaged files raise nearly everything; they end scipy's reader (1.17) by SIGSEGV, or make it
+    hang.
     """
     if content[126:128] != b"IM":
         raise ValueError("no file of MATLAB 5, or of a big-endian machine")
@@ -152,30 +242,46 @@ def _numbered(content: bytes) -> dict[int, str]:
             ((_, data),) = _elements(data)
         _flags, _shape, (_, name), *rest = _elements(data)
         if name == b"synsets":
-            (_, width), (_, names), *values = rest
-            step = int.from_bytes(width, "little")
-            fields = [names[at : at + step].split(b"\0")[0] for at in range(0, len(names), step)]
-            numbers, wnids = (values[fields.index(field) :: len(fields)] for field in (b"ILSVRC2012_ID", b"WNID"))
-            found = {}
-            for (_, number), (_, wnid) in zip(numbers, wnids):
-                kind, value = _data(number)
-                text = _data(wnid)[1].replace(b"\0", b"")  # of one byte or two a character
-                found[int(np.frombuffer(value, _DTYPES[kind]).item())] = text.decode("ascii")
-            return found
+            return _wnids_of_synsets(rest)
     raise ValueError("no synsets in it")
 
 
+def _wnids_of_synsets(elements: Sequence[tuple[int, bytes]]) -> dict[int, str]:
+    """Return WordNet numbers by ILSVRC2012_ID from the elements of an array of structs.
+
+    Args:
+        elements: bytes of a field's name, the names of all fields, and the fields of each struct.
+    """
+    (_, width), (_, names), *values = elements
+    step = int.from_bytes(width, "little")
+    fields = [names[at : at + step].split(b"\0")[0] for at in range(0, len(names), step)]
+    numbers = values[fields.index(b"ILSVRC2012_ID") :: len(fields)]
+    wnids = values[fields.index(b"WNID") :: len(fields)]
+    numbered = {}
+    for (_, number), (_, wnid) in zip(numbers, wnids):
+        kind, value = _data(number)
+        _, text = _data(wnid)
+        # A character has one byte or two.
+        ascii_text = text.replace(b"\0", b"")
+        numbered[int(np.frombuffer(value, _DTYPES[kind]).item())] = ascii_text.decode("ascii")
+    return numbered
+
+
 def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Kind and data of each element. Raises ValueError where one ends beyond the content."""
+    """Yield kind and data of each element. Raises ValueError where one ends beyond the content."""
     at = 0
     while at < len(content):
         kind, size = struct.unpack_from("<II", content, at)
         at += 8
-        if kind >> 16:  # a small one: its data lie within the tag
-            kind, size, at = kind & 0xFFFF, kind >> 16, at - 4
+        if kind >> 16:
+            # A small one: its data lie within the tag, whose upper half of the kind is the size.
+            size = kind >> 16
+            kind &= 0xFFFF
+            at -= 4
             end = at + 4
         else:
-            end = at + size + (0 if kind == _COMPRESSED else -size % 8)
+            padding = 0 if kind == _COMPRESSED else -size % 8
+            end = at + size + padding
         if at + size > len(content):
             raise ValueError("it ends too early")
         yield kind, content[at : at + size]
@@ -183,18 +289,6 @@ def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _data(matrix: bytes) -> tuple[int, bytes]:
-    """Kind and data of a matrix's numbers or text."""
-    _flags, _shape, _name, found = _elements(matrix)
-    return found
-
-
-def _images(stream: BinaryIO, place: str, left_out: LeftOut) -> list[tuple[str, int, int]]:
-    """Name, offset and bytes of each image in an archive, by name. Args: left_out: counts the other members."""
-    found = []
-    for _, member in members(stream, place, left_out=left_out):
-        part = split(member.name)
-        if part is not None and part.kind in EXTENSIONS:
-            found.append((member.name, member.offset_data, member.size))
-        else:
-            left_out.add(kind_left_out(member.name), f"{place}/{member.name}")
-    return sorted(found)
+    """Return kind and data of a matrix's numbers or text."""
+    _flags, _shape, _name, data = _elements(matrix)
+    return data

@@ -1,4 +1,7 @@
-"""Tar shards and other archives, read from end to end: their members, and where their images and labels are."""
+"""Tar shards and other archives, read from end to end.
+
+Their members, and where their images and labels are.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from recipe.errors import DataError, printable
 
 EXTENSIONS = ("jpg", "jpeg", "png")
 _LABEL = "cls"
-_CHUNK = 1 << 23
-_LABEL_BYTES = 32
+_CHUNK = 1 << 23  # bytes that are read at once
+_LABEL_BYTES = 32  # of a label's file, at most
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset leaves these out
 _SECOND_LABEL = "keys must differ, or each label needs its own image"
 _MOST_KINDS = 20  # of extensions that are listed
@@ -32,6 +35,7 @@ class _StrictInfo(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        """Read the next member of an `archive`. Raises ReadError for a damaged header."""
         try:
             return super().fromtarfile(archive)
         except tarfile.EOFHeaderError:
@@ -48,39 +52,52 @@ class LeftOut:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, kind: str, name: str, number: int = 1) -> None:
-        """Count a member, or several of which `name` is the first."""
+        """Count members.
+
+        Args:
+            kind: of the members.
+            name: of the first one.
+            number: how many there are.
+        """
         self._names.setdefault(kind, name)
         self._counts[kind] += number
 
     def merge(self, other: LeftOut) -> None:
+        """Add the members that `other` has counted."""
         for kind, number in other._counts.items():
             self.add(kind, other._names[kind], number)
 
     def counts(self) -> dict[str, int]:
-        """Members of each kind, most frequent first."""
+        """Return the members of each kind, most frequent first."""
         return dict(sorted(self._counts.items(), key=lambda item: (-item[1], item[0])))
 
     def lines(self, place: str) -> list[str]:
-        """A line for each of the most frequent kinds, for users.
+        """Return a line for each of the most frequent kinds, for users.
 
         Args:
             place: what they were left out of.
         """
-        counts = self.counts()
-        lines = [
-            printable(f"{place}: left out {kind}: {number:,}; the first: {self._names[kind]}")
-            for kind, number in list(counts.items())[:_MOST_KINDS]
-        ]
-        others = list(counts.values())[_MOST_KINDS:]
+        counts = list(self.counts().items())
+        lines = []
+        for kind, number in counts[:_MOST_KINDS]:
+            first = self._names[kind]
+            lines.append(printable(f"{place}: left out {kind}: {number:,}; the first: {first}"))
+        others = [number for _, number in counts[_MOST_KINDS:]]
         if others:
-            lines.append(f"{place}: left out files of {len(others):,} other kinds: {sum(others):,}")
+            kinds = f"files of {len(others):,} other kinds"
+            lines.append(f"{place}: left out {kinds}: {sum(others):,}")
         return lines
 
 
 def members(
-    stream: BinaryIO, place: str, mode: str = "r:", left_out: LeftOut | None = None
+    stream: BinaryIO,
+    place: str,
+    mode: str = "r:",
+    left_out: LeftOut | None = None,
 ) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """The archive in a stream, with each of its files. It may hold plain files and folders below its top only.
+    """Yield the archive in a stream with each of its files.
+
+    It may hold plain files and folders below its top only.
 
     Args:
         stream: the archive.
@@ -89,43 +106,66 @@ def members(
         left_out: counts the folders.
 
     Raises:
-        DataError: it is no archive, damaged or cut short, or has a link, a device or a name that leads elsewhere.
+        DataError: it is no archive, damaged or cut short, or has a link, a device or a name that
+            leads elsewhere.
     """
     try:
-        with tarfile.open(fileobj=stream, mode=mode, tarinfo=_StrictInfo, bufsize=_CHUNK) as archive:
+        with tarfile.open(
+            fileobj=stream,
+            mode=mode,
+            tarinfo=_StrictInfo,
+            bufsize=_CHUNK,
+        ) as archive:
             for member in archive:
-                if member.name.startswith("/") or ".." in member.name.split("/"):
-                    raise DataError(f"{place}: {member.name!r} leads out of the archive; make the archive without it")
-                if member.isdir():
-                    if left_out is not None:
-                        left_out.add("folders, which hold nothing themselves", f"{place}/{member.name}")
-                    continue
-                if not member.isreg() or member.issparse():
-                    raise DataError(f"{place}: {member.name!r} is no plain file; leave out links and devices")
-                yield archive, member
+                _check_member(member, place)
+                if not member.isdir():
+                    yield archive, member
+                elif left_out is not None:
+                    name = f"{place}/{member.name}"
+                    left_out.add("folders, which hold nothing themselves", name)
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise DataError(f"{place}: damaged or cut short ({error}); copy it again") from None
 
 
-class Part(NamedTuple):
-    """What a member of a shard is by its name."""
+def _check_member(member: tarfile.TarInfo, place: str) -> None:
+    """Check that a member is a folder or a plain file within the archive. Raises DataError."""
+    name = member.name
+    if name.startswith("/") or ".." in name.split("/"):
+        raise DataError(f"{place}: {name!r} leads out of the archive; make the archive without it")
+    if member.isdir():
+        return
+    if not member.isreg() or member.issparse():
+        raise DataError(f"{place}: {name!r} is no plain file; leave out links and devices")
 
-    key: str  # of the sample that it belongs to
-    variant: str  # what is between the key and the kind: "v2" in img_1.v2.jpg
-    kind: str  # "jpg", "cls" ...: in small letters
+
+class Part(NamedTuple):
+    """A member of a shard by its name.
+
+    key: of the sample that it belongs to.
+    variant: between the key and the kind: "v2" in img_1.v2.jpg.
+    kind: "jpg", "cls" ...: in small letters.
+    """
+
+    key: str
+    variant: str
+    kind: str
 
     def stem(self) -> str:
-        """The name without its last extension."""
+        """Return the name without its last extension."""
         return f"{self.key}.{self.variant}" if self.variant else self.key
 
 
 def split(name: str) -> Part | None:
-    """Split a name by the WebDataset convention: the key ends at the first dot of the last part of the path.
+    """Split a name by the WebDataset convention.
 
-    Of several extensions the last says what the file is. Returns None for a name without an extension or without a
-    key, which begins with a dot.
+    The key ends at the first dot of the last part of the path. Of several extensions the last says
+    what the file is. Source: base_plus_ext and the decoders of webdataset 1.0.
 
-    Source: base_plus_ext and the decoders of webdataset 1.0.
+    Args:
+        name: of a member.
+
+    Returns:
+        Its parts; None without an extension or without a key, where the name begins with a dot.
     """
     folder, slash, last = name.rpartition("/")
     key, dot, extension = last.partition(".")
@@ -135,13 +175,29 @@ def split(name: str) -> Part | None:
     return Part(folder + slash + key, variant, kind)
 
 
+def kind_left_out(name: str) -> str:
+    """Return the kind as which a member called `name` is counted if it is not read."""
+    if _METADATA.match(name):
+        return "metadata (__NAME__)"
+    part = split(name)
+    if part is not None:
+        return f"files .{part.kind}"
+    last = name.rpartition("/")[2]
+    return "hidden files" if last.startswith(".") else "files without an extension"
+
+
 class Scan(NamedTuple):
+    """A shard that was read.
+
+    left_out: members that are neither image nor label.
+    """
+
     index: Index
     left_out: LeftOut
 
 
-class _Found(NamedTuple):
-    """An image in a shard."""
+class _StoredImage(NamedTuple):
+    """An image in a shard: its name, first byte and bytes."""
 
     name: str
     offset: int
@@ -153,13 +209,14 @@ def scan(
     folder: Folder,
     shard: str,
     size: int,
-    look: Callable[[str, bytes], None] = lambda *_: None,
-    advance: Callable[[int], None] = lambda _: None,
+    look: Callable[[str, bytes], None] | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> Scan:
     """Read all of a shard.
 
     Args:
-        folder, shard: where it is.
+        folder: where it is.
+        shard: its name there.
         size: its bytes.
         look: gets the name and the bytes of each image.
         advance: gets the number of bytes of each piece that is read.
@@ -168,128 +225,205 @@ def scan(
         Its index, and the members that are neither image nor label.
 
     Raises:
-        DataError: as `members`; or an image has no label or several, a label no image or several, or is no whole
-        number; or there is something behind the end of the archive.
+        DataError: as `members`; or an image has no label or several, a label no image or several,
+            or is no whole number; or there is something behind the end of the archive.
     """
     place = folder.path(shard)
     stream = _Stream(folder, shard, size, advance)
-    left_out = LeftOut()
-    images: dict[Part, _Found] = {}
-    labels: dict[Part, int] = {}
-    for archive, member in members(stream, place, "r|", left_out):
-        part = split(member.name)
-        if part is None or part.kind not in (*EXTENSIONS, _LABEL) or _METADATA.match(member.name):
-            left_out.add(kind_left_out(member.name), f"{place}/{member.name}")
-            continue
-        is_label = part.kind == _LABEL
-        # Of the same name, or of the names of one label: a.jpg and a.png.
-        alike = part._replace(kind="")
-        if alike in (labels if is_label else images):
-            second = "label" if is_label else "image"
-            raise DataError(f"{place}: {part.stem()!r} has a second {second}; keys must differ")
-        content = b""
-        if not is_label or member.size <= _LABEL_BYTES:
-            with contextlib.suppress(tarfile.TarError):
-                content = archive.extractfile(member).read()
-            if len(content) != member.size:
-                raise DataError(f"{place}: cut short within {member.name!r}; copy it again")
-        if not is_label:
-            images[alike] = _Found(member.name, member.offset_data, member.size, zlib.crc32(content))
-            look(member.name, content)
-        elif re.fullmatch(rb"[0-9]{1,9}", content.strip()):
-            labels[alike] = int(content)
-        else:
-            raise DataError(f"{place}: {member.name!r} holds no label; it must be a whole number from 0 on, as text")
-    pairs = _paired(place, images, labels)
-    if not images:
+    contents = _Contents(place, look)
+    for archive, member in members(stream, place, mode="r|", left_out=contents.left_out):
+        contents.add(archive, member)
+    labels = _paired_labels(place, contents.images, contents.labels)
+    if not labels:
         raise DataError(f"{place}: no images; remove this shard")
-    while stream.read():  # the rest, for the checksum
+    # The rest is read for the checksum.
+    while stream.read():
         pass
     _check_end(folder, shard, archive.offset, size)
-    found = [images[part] for part in pairs]
-    names = [each.name.encode(errors="surrogateescape") for each in found]
+    images = list(contents.images.values())
+    names = [image.name.encode(errors="surrogateescape") for image in images]
     index = Index(
-        offsets=np.array([each.offset for each in found], np.int64),
-        lengths=np.array([each.length for each in found], np.int64),
-        labels=np.array([labels[label] for label in pairs.values()], np.int32),
-        crc32=np.array([each.crc32 for each in found], np.uint32),
+        offsets=np.array([image.offset for image in images], np.int64),
+        lengths=np.array([image.length for image in images], np.int64),
+        labels=np.array(labels, np.int32),
+        crc32=np.array([image.crc32 for image in images], np.uint32),
         name_lengths=np.array([len(name) for name in names], np.int32),
         names=b"".join(names),
         bytes=size,
         sha256=stream.sha256.hexdigest(),
         plan="",
     )
-    return Scan(index, left_out)
+    return Scan(index, contents.left_out)
 
 
-def kind_left_out(name: str) -> str:
-    """As what a member that is not read is counted."""
-    if _METADATA.match(name):
-        return "metadata (__NAME__)"
-    part = split(name)
-    if part is None:
-        return "hidden files" if name.rpartition("/")[2].startswith(".") else "files without an extension"
-    return f"files .{part.kind}"
+class _Contents:
+    """Images and labels of a shard, in the order of its members.
+
+    images, labels: by the parts of their names, without the kind.
+    left_out: the other members.
+    """
+
+    def __init__(self, place: str, look: Callable[[str, bytes], None] | None):
+        """
+        Args:
+            place: name of the shard in errors.
+            look: gets the name and the bytes of each image.
+        """
+        self.images: dict[Part, _StoredImage] = {}
+        self.labels: dict[Part, int] = {}
+        self.left_out = LeftOut()
+        self._place = place
+        self._look = look
+
+    def add(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Read a `member` of the `archive`, or count it as left out. Raises DataError."""
+        name = member.name
+        part = split(name)
+        if part is None or part.kind not in (*EXTENSIONS, _LABEL) or _METADATA.match(name):
+            self.left_out.add(kind_left_out(name), f"{self._place}/{name}")
+            return
+        is_label = part.kind == _LABEL
+        # The same name a second time, or two images for one label: a.jpg and a.png.
+        alike = part._replace(kind="")
+        if alike in (self.labels if is_label else self.images):
+            second = "label" if is_label else "image"
+            raise DataError(f"{self._place}: {part.stem()!r} has a second {second}; keys must differ")
+        if is_label:
+            self.labels[alike] = self._read_label(archive, member)
+            return
+        content = self._read(archive, member)
+        checksum = zlib.crc32(content)
+        self.images[alike] = _StoredImage(name, member.offset_data, member.size, checksum)
+        if self._look is not None:
+            self._look(name, content)
+
+    def _read_label(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+        """Return the label that a member holds. Raises DataError."""
+        content = b""
+        if member.size <= _LABEL_BYTES:
+            content = self._read(archive, member)
+        if not re.fullmatch(rb"[0-9]{1,9}", content.strip()):
+            fault = f"{self._place}: {member.name!r} holds no label"
+            raise DataError(f"{fault}; it must be a whole number from 0 on, as text")
+        return int(content)
+
+    def _read(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        """Return the bytes of a member. Raises DataError where there are fewer than it says."""
+        content = b""
+        with contextlib.suppress(tarfile.TarError):
+            content = archive.extractfile(member).read()
+        if len(content) != member.size:
+            raise DataError(f"{self._place}: cut short within {member.name!r}; copy it again")
+        return content
 
 
-def _paired(place: str, images: dict[Part, _Found], labels: dict[Part, int]) -> dict[Part, Part]:
-    """The label of each image, in the order of the images.
+def _paired_labels(
+    place: str,
+    images: dict[Part, _StoredImage],
+    labels: dict[Part, int],
+) -> list[int]:
+    """Return the label of each image, in the order of the images.
 
-    That of the same name but for its last extension; else that of the same key, if there is one of each.
+    It is that of the same name but for its last extension; else that of the same key, if there is
+    one of each.
 
     Raises:
         DataError: names the first image without a label or label without an image, and counts them.
     """
     pairs = {part: part for part in images if part in labels}
-    left_images: dict[str, list[Part]] = defaultdict(list)
-    left_labels: dict[str, list[Part]] = defaultdict(list)
-    for parts, found in ((images, left_images), (labels, left_labels)):
-        for part in parts:
-            if part not in pairs:
-                found[part.key].append(part)
-    taken = {part.key for part in pairs}
+    paired_keys = {part.key for part in pairs}
+    # The others by key, the images before the labels: in this order faults are named.
+    left_images = _by_key(part for part in images if part not in pairs)
+    left_labels = _by_key(part for part in labels if part not in pairs)
     faults = []
     for key in dict.fromkeys([*left_images, *left_labels]):
         unlabelled = left_images.get(key, [])
         unused = left_labels.get(key, [])
-        if len(unlabelled) == len(unused) == 1 and key not in taken:
+        is_paired = key in paired_keys
+        if len(unlabelled) == len(unused) == 1 and not is_paired:
             pairs[unlabelled[0]] = unused[0]
-        elif len(unlabelled) == 1 and len(unused) > 1:
-            faults.append(f"{key!r} has a second label; {_SECOND_LABEL}")
-        elif unlabelled and (unused or key in taken):
-            second = images[unlabelled[-1]].name
-            remedy = "keys must differ, or each image needs its own label"
-            faults.append(f"{key!r} has a second image, {second!r}, for one label; {remedy}")
-        elif unlabelled:
-            stem = unlabelled[0].stem()
-            faults.append(f"{stem!r} has no {stem}.cls, its label; add it or leave the other out")
-        elif key in taken:
-            faults.append(f"{key!r} has a second label; {_SECOND_LABEL}")
-        else:
-            stem = unused[0].stem()
-            faults.append(f"{stem!r} has no image (.jpg, .jpeg, .png); add it or leave the other out")
+            continue
+        last_name = images[unlabelled[-1]].name if unlabelled else ""
+        faults.append(_fault_of_key(key, unlabelled, unused, is_paired, last_name))
     if faults:
-        more = f" ({count(len(faults) - 1, 'more such key')} in this shard)" if len(faults) > 1 else ""
+        more = ""
+        if len(faults) > 1:
+            more = f" ({count(len(faults) - 1, 'more such key')} in this shard)"
         raise DataError(f"{place}: {faults[0]}{more}")
-    return {part: pairs[part] for part in images}
+    return [labels[pairs[part]] for part in images]
+
+
+def _by_key(parts: Iterator[Part]) -> dict[str, list[Part]]:
+    """Return the parts of each key, in their order."""
+    by_key: dict[str, list[Part]] = defaultdict(list)
+    for part in parts:
+        by_key[part.key].append(part)
+    return by_key
+
+
+def _fault_of_key(
+    key: str,
+    unlabelled: list[Part],
+    unused: list[Part],
+    is_paired: bool,
+    last_name: str,
+) -> str:
+    """Return why the images and labels of a key do not pair.
+
+    Args:
+        key: of the sample.
+        unlabelled: its images without a label of the same name.
+        unused: its labels without an image of the same name.
+        is_paired: there are an image and a label of the same name besides these.
+        last_name: of the last of these images.
+    """
+    if len(unlabelled) == 1 and len(unused) > 1:
+        return f"{key!r} has a second label; {_SECOND_LABEL}"
+    if unlabelled and (unused or is_paired):
+        remedy = "keys must differ, or each image needs its own label"
+        return f"{key!r} has a second image, {last_name!r}, for one label; {remedy}"
+    if unlabelled:
+        stem = unlabelled[0].stem()
+        return f"{stem!r} has no {stem}.cls, its label; add it or leave the other out"
+    if is_paired:
+        return f"{key!r} has a second label; {_SECOND_LABEL}"
+    stem = unused[0].stem()
+    return f"{stem!r} has no image (.jpg, .jpeg, .png); add it or leave the other out"
 
 
 def _check_end(folder: Folder, shard: str, end: int, size: int) -> None:
     """Check that only zeros follow the last member, which ends at `end`. Raises DataError."""
     for start in range(end, size, _CHUNK):
-        (answer,) = folder.ranges([Range(shard, start, min(_CHUNK, size - start))])
+        length = min(_CHUNK, size - start)
+        (answer,) = folder.ranges([Range(shard, start, length)])
         if isinstance(answer, str):
             raise DataError(f"{folder.path(shard)}: {answer}")
         if answer.strip(b"\0"):
             more = f"{size - end:,} bytes behind the end of the archive, which nobody reads"
-            raise DataError(f"{folder.path(shard)}: {more}; it may be two archives in one file: make them one")
+            remedy = "it may be two archives in one file: make them one"
+            raise DataError(f"{folder.path(shard)}: {more}; {remedy}")
 
 
 class _Stream(io.RawIOBase):
-    """A file of a folder from front to end. sha256: of what was read."""
+    """A file of a folder from front to end.
 
-    def __init__(self, folder: Folder, name: str, size: int, advance: Callable[[int], None]):
-        """Args: advance: gets the number of bytes of each piece."""
+    sha256: of what was read.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        name: str,
+        size: int,
+        advance: Callable[[int], None] | None,
+    ):
+        """
+        Args:
+            folder: where the file is.
+            name: of the file.
+            size: its bytes.
+            advance: gets the number of bytes of each piece.
+        """
         self._folder = folder
         self._name = name
         self._size = size
@@ -298,6 +432,7 @@ class _Stream(io.RawIOBase):
         self.sha256 = hashlib.sha256()
 
     def read(self, size: int = _CHUNK) -> bytes:
+        """Return the next `size` bytes, or as many as there are. Raises DataError."""
         length = min(self._size - self._place, size)
         if length == 0:
             return b""
@@ -306,5 +441,6 @@ class _Stream(io.RawIOBase):
             raise DataError(f"{self._folder.path(self._name)}: {answer}")
         self._place += length
         self.sha256.update(answer)
-        self._advance(length)
+        if self._advance is not None:
+            self._advance(length)
         return answer

@@ -1,10 +1,12 @@
-"""The launcher's command: checks everything, then becomes train.py or poprun, or starts and watches the ranks.
+"""The launcher's command: checks everything, then becomes train.py or poprun, or starts the ranks.
 
-    ./run_pod.sh [--stages K] [--replicas R] [--nnodes N --node-rank I --master HOST[:PORT]] [--elastic]
-                 [--max-restarts M] [--instances I] [--poprun=FLAGS] [--dry-run] --config FILE [section.key=value ...]
+    ./run_pod.sh [--stages K] [--replicas R] [--elastic] [--max-restarts M]
+                 [--nnodes N --node-rank I --master HOST[:PORT]]
+                 [--instances I] [--poprun=FLAGS] [--dry-run]
+                 --config FILE [section.key=value ...]
 
-Exit codes are train.py's. Ranks are started and watched by parallel/agent.py; hosts find each other by
-parallel/hosts.py. This file runs on Python 3.8 and loads no torch by itself.
+Exit codes are train.py's. Ranks are started and watched by parallel/agent.py; hosts find each other
+by parallel/hosts.py. This file runs on Python 3.8 and loads no torch by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import ctypes
 import shlex
 import shutil
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence
 
 from parallel import hosts, launchers
 from parallel.hosts import Hosts
@@ -41,101 +43,251 @@ from training.run_folder import check_owner
 _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
 
 
+class _Given(NamedTuple):
+    """The recipe of a command line.
+
+    overrides: of the recipe's file.
+    note: on what the command line did not say, for the line that is printed.
+    """
+
+    recipe: Recipe
+    overrides: List[str]
+    note: str
+
+
+class _Layout(NamedTuple):
+    """The processes of a run, spread evenly over its hosts."""
+
+    hosts: Hosts
+    replicas: int
+    stages: int
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes on all hosts."""
+        return self.replicas * self.stages
+
+    @property
+    def local(self) -> int:
+        """Return the number of processes on this host."""
+        return self.world // self.hosts.number
+
+    @property
+    def shape(self) -> str:
+        """Return replicas and stages in words."""
+        return f"{count(self.replicas, 'replica')} x {count(self.stages, 'stage')}"
+
+
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) -> int:
-    """Runs the command; returns its exit code, or becomes another program. Every rank runs `program`."""
+    """Run the command.
+
+    Args:
+        arguments: of the command line; None: those of the process.
+        program: that every rank runs.
+
+    Returns:
+        The exit code, unless this process becomes another program.
+    """
     options = _parser().parse_intermixed_args(arguments)
     place = hosts.find(options.nnodes, options.node_rank, options.master)
-    if place.number == 1:
-        launchers.check_first(os.environ)
-    left_over = launchers.left_over(os.environ) if place.number == 1 else ""
-    launchers.forget(os.environ)  # this launcher alone says what its processes are: to the plan as to the processes
-    recipe, overrides, note = _with_stages(options)
-    on_ipus = _checked_device(options, recipe, place) == "ipu"
-    replicas = recipe.parallel.replicas or _automatic_replicas(recipe, place.number, options.dry_run)
+    left_over = _forget_launchers(is_alone=place.number == 1)
+    given = _load(options)
+    _check_device(options, given.recipe.run.device, place.number)
+    on_ipus = given.recipe.run.device == "ipu"
+    replicas = given.recipe.parallel.replicas
+    if not replicas:
+        replicas = _automatic_replicas(given.recipe, place.number, options.dry_run)
     # Only checked and shown with this number: the ranks find it by counting themselves.
-    recipe = loading.load(options.config, [*overrides, f"parallel.replicas={replicas}"])
-    stages = recipe.parallel.stages
-    world, shape = replicas * stages, f"{count(replicas, 'replica')} x {count(stages, 'stage')}"
-    local, rank = world // place.number, [str(program), "--config", options.config, *overrides]
-    if world % place.number:
-        remedy = f"give --replicas so that replicas x {stages} is a multiple of {place.number}"
-        raise UserError(f"{world} processes = {shape} do not divide over {place.number} hosts; {remedy}")
-    if recipe.parallel.elastic and local % stages:
-        found = f"{stages} stages, but each host has {local} processes"
-        raise UserError(f"parallel.elastic needs whole replicas on a host: a replica has {found}")
-    single = world == 1 and not options.max_restarts
-    command = (
-        _poprun(options, replicas, stages, recipe.ipu.pod) if on_ipus else [] if single else _torchrun(place, local)
-    )
-    command += [sys.executable, *rank] if on_ipus or single else rank
-    where = "this host" if place.number == 1 else f"{place.number} hosts, {local} here on host {place.this}"
-    ranks = count(world, "IPU") if on_ipus else count(world, "process", "processes")
-    text = f"{ranks} = {shape}{'' if on_ipus else f' on {where}'}{note}: {shlex.join(map(masked, command))}"
+    recipe = loading.load(options.config, [*given.overrides, f"parallel.replicas={replicas}"])
+    layout = _Layout(place, replicas, recipe.parallel.stages)
+    _check_layout(layout, recipe.parallel.elastic)
+    # What is started: a single process needs nobody who watches it.
+    rank = [str(program), "--config", options.config, *given.overrides]
+    is_single = layout.world == 1 and not options.max_restarts
+    if on_ipus:
+        command = [*_poprun(options, layout, recipe.ipu.pod), sys.executable, *rank]
+    elif is_single:
+        command = [sys.executable, *rank]
+    else:
+        command = [*_torchrun(layout), *rank]
+    summary = _summary(layout, on_ipus, given.note, command)
+    # Faults that train.py would find are found here, once for all ranks.
     description = naming(options.config, batch.describe, recipe)
     if place.this == 0:
         naming(options.config, preflight.check, recipe)
     if options.dry_run:
-        print(f"{description}\nlaunch     {text}")
+        print(f"{description}\nlaunch     {summary}")
         return DONE
     if left_over:
-        print(f"{left_over} in the environment is set aside: {ranks} of this launcher", file=sys.stderr, flush=True)
+        line = f"{left_over} in the environment is set aside: {_processes(layout, on_ipus)} of this launcher"
+        print(line, file=sys.stderr, flush=True)
     if on_ipus:
-        program = shutil.which("poprun")
-        if program is None:
-            raise UserError("run.device=ipu needs poprun on the PATH; source the SDK's `enable`, or --dry-run")
-        print(text, flush=True)
-        os.execv(program, [program, *command[1:]])
+        _become_poprun(command, summary)
     if place.this == 0:
         check_owner(recipe)
-    gpus = _gpus(recipe) if world > 1 else local
-    if local > gpus and (gpus or recipe.run.device == "cuda"):  # NCCL takes a while to refuse that
-        processes = f"{local} processes on this host ({shape} over {count(place.number, 'host')})"
-        raise UserError(f"{processes} need a GPU each, but there are {gpus}; lower --replicas or --stages")
-    if single:
+    _check_gpus(layout, recipe.run.device)
+    if is_single:
         os.execv(sys.executable, command)
-    from parallel import agent
-
-    signals = agent.Signals()  # before torch is loaded, which takes seconds
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each rank warns where hosts have no reverse DNS
-    if place.this == 0 or options.nnodes:  # under SLURM all hosts write into one log
-        print(text, flush=True)
-    parallel = recipe.parallel
-    of_replica = stages if parallel.elastic and world > 1 else None  # one process has no generations
-    return agent.run(place, local, shape, rank, options.max_restarts, signals, parallel.silence, of_replica)
+    return _run_ranks(options, recipe, layout, rank, summary)
 
 
 def _parser() -> Parser:
+    """Return the parser of the command line."""
     about = "Train a recipe on all devices of one or several hosts, or under SLURM (docs/cluster.md)."
     parser = Parser(prog="run_pod.sh", description=about, allow_abbrev=False)
-    parser.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe (%(default)s)")
-    parser.add_argument("--stages", type=whole, metavar="K", help="pipeline stages: parallel.stages=K")
-    parser.add_argument("--replicas", type=whole, metavar="R", help="copies of the model: parallel.replicas=R")
-    parser.add_argument("--nnodes", type=whole, metavar="N", help="hosts; SLURM's, in a step of several nodes")
-    parser.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0, the master")
-    parser.add_argument("--master", metavar="HOST[:PORT]", help="where host 0 listens (port 29500)")
-    parser.add_argument("--elastic", action="store_true", help="go on without lost replicas: parallel.elastic=true")
-    parser.add_argument("--max-restarts", type=within(0, 10**9), default=0, metavar="M", help="after failures (0)")
-    parser.add_argument("--instances", type=whole, metavar="I", help="run.device=ipu: poprun's --num-instances")
-    parser.add_argument("--poprun", type=shlex.split, default=[], metavar="FLAGS", help="other flags of poprun")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, start nothing")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
+    add = parser.add_argument
+    config = "configs/quickstart.yaml"
+    restarts = within(0, 10**9)
+    add("--config", default=config, metavar="FILE", help="recipe (%(default)s)")
+    add("--stages", type=whole, metavar="K", help="pipeline stages: parallel.stages=K")
+    add("--replicas", type=whole, metavar="R", help="copies of the model: parallel.replicas=R")
+    add("--nnodes", type=whole, metavar="N", help="hosts; SLURM's, in a step of several nodes")
+    add("--node-rank", type=int, metavar="I", help="number of this host, from 0, the master")
+    add("--master", metavar="HOST[:PORT]", help="where host 0 listens (port 29500)")
+    elastic = "go on without lost replicas: parallel.elastic=true"
+    add("--elastic", action="store_true", help=elastic)
+    add("--max-restarts", type=restarts, default=0, metavar="M", help="after failures (0)")
+    add("--instances", type=whole, metavar="I", help="run.device=ipu: poprun's --num-instances")
+    add("--poprun", type=shlex.split, default=[], metavar="FLAGS", help="other flags of poprun")
+    dry_run = "check everything and print the plan, start nothing"
+    add("--dry-run", action="store_true", help=dry_run)
+    add("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
     return parser
 
 
-def _checked_device(options: argparse.Namespace, recipe: Recipe, place: Hosts) -> str:
-    device = recipe.run.device
-    if device != "ipu" and (options.instances or options.poprun):
-        flag = "--instances" if options.instances else "--poprun"
-        raise UserError(f"{flag} goes with run.device=ipu, but run.device is {device}")
-    if device == "ipu" and place.number > 1:
+def _forget_launchers(is_alone: bool) -> str:
+    """Remove what other launchers have left in the environment.
+
+    This launcher alone decides what its processes are, for the plan and for the processes.
+
+    Args:
+        is_alone: it is the launcher of a single host, which another one may have started.
+
+    Returns:
+        The variable that was left over, as it is named to the user, or nothing.
+    """
+    left_over = ""
+    if is_alone:
+        launchers.check_first(os.environ)
+        left_over = launchers.left_over(os.environ)
+    launchers.forget(os.environ)
+    return left_over
+
+
+def _load(options: argparse.Namespace) -> _Given:
+    """Load the recipe. A list of cuts that does not fit --stages gives way to automatic ones."""
+    overrides = list(options.overrides)
+    if options.replicas:
+        overrides.append(f"parallel.replicas={options.replicas}")
+    if options.stages:
+        overrides.append(f"parallel.stages={options.stages}")
+    if options.elastic:
+        overrides.append("parallel.elastic=true")
+    try:
+        return _Given(loading.load(options.config, overrides), overrides, note="")
+    except ConfigError as error:
+        has_cuts = any(text.startswith("parallel.split=") for text in overrides)
+        if not options.stages or has_cuts:
+            raise
+        # The recipe's cuts may be the fault. If they are not, the first error is the one to show.
+        overrides.append("parallel.split=auto")
+        try:
+            recipe = loading.load(options.config, overrides)
+        except ConfigError:
+            raise error from None
+    fault = f"--stages {options.stages} does not fit the recipe's parallel.split"
+    return _Given(recipe, overrides, note=f" ({fault}: parallel.split=auto instead)")
+
+
+def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
+    """Return as many replicas as the devices of all hosts hold.
+
+    The `number` hosts are taken to be like this one; without GPUs each gets one replica.
+    """
+    if recipe.run.device == "ipu":
+        replicas = batch.whole_pod(recipe).parallel.replicas
+        if replicas:
+            return replicas
+        if dry_run:
+            return 1
+        raise UserError("how many IPUs there are is not known here; give the number of replicas: --replicas R")
+    gpus = _gpus(recipe.run.device)
+    if not gpus:
+        return number
+    return max(1, gpus * number // recipe.parallel.stages)
+
+
+def _gpus(device: str) -> int:
+    """Return the number of GPUs of this host that a recipe with this `run.device` may use."""
+    if device not in ("auto", "cuda"):
+        return 0
+    # Without a driver there are none: that spares runs on CPUs loading torch here.
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _check_device(options: argparse.Namespace, device: str, number: int) -> None:
+    """Refuse options that do not go with the device, on `number` hosts. Raises UserError."""
+    if device != "ipu":
+        if options.instances or options.poprun:
+            flag = "--instances" if options.instances else "--poprun"
+            raise UserError(f"{flag} goes with run.device=ipu, but run.device is {device}")
+        return
+    if number > 1:
         raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
-    if device == "ipu" and options.max_restarts:
+    if options.max_restarts:
         raise UserError("--max-restarts is for CPUs and GPUs; after poprun has failed, the same command resumes")
-    return device
 
 
-def _poprun(options: argparse.Namespace, replicas: int, stages: int, pod: Optional[int]) -> List[str]:
+def _check_layout(layout: _Layout, elastic: bool) -> None:
+    """Refuse processes that do not divide over the hosts. Raises UserError."""
+    number = layout.hosts.number
+    stages = layout.stages
+    if layout.world % number:
+        raise UserError(
+            f"{layout.world} processes = {layout.shape} do not divide over {number} hosts; "
+            f"give --replicas so that replicas x {stages} is a multiple of {number}"
+        )
+    if elastic and layout.local % stages:
+        raise UserError(
+            "parallel.elastic needs whole replicas on a host: "
+            f"a replica has {stages} stages, but each host has {layout.local} processes"
+        )
+
+
+def _check_gpus(layout: _Layout, device: str) -> None:
+    """Refuse several processes with fewer GPUs than each needs one. Raises UserError.
+
+    NCCL takes a while to refuse that.
+    """
+    if layout.world == 1:
+        return
+    gpus = _gpus(device)
+    is_for_gpus = gpus > 0 or device == "cuda"
+    if is_for_gpus and layout.local > gpus:
+        over = f"{layout.shape} over {count(layout.hosts.number, 'host')}"
+        raise UserError(
+            f"{layout.local} processes on this host ({over}) need a GPU each, but there are {gpus}; "
+            "lower --replicas or --stages"
+        )
+
+
+def _poprun(options: argparse.Namespace, layout: _Layout, pod: Optional[int]) -> List[str]:
+    """Return the beginning of poprun's command line. Raises UserError.
+
+    Args:
+        options: of this command.
+        layout: a process of it is an IPU here.
+        pod: IPUs that there are, if that is known.
+    """
+    replicas = layout.replicas
+    stages = layout.stages
     fitting = poprun.fitting_instances(replicas, stages)
     instances = options.instances or fitting
     if replicas % instances:
@@ -146,56 +298,89 @@ def _poprun(options: argparse.Namespace, replicas: int, stages: int, pod: Option
     fault = poprun.fault_of_instance(replicas // instances, stages)
     if fault:
         raise UserError(f"{fault}; give --instances {fitting} or another divisor of {replicas}")
-    flags = zip(poprun.FLAGS, (replicas, stages, instances))
-    return ["poprun", *(word for flag, number in flags for word in (flag, str(number))), *options.poprun]
+    words = ["poprun"]
+    for flag, number in zip(poprun.FLAGS, (replicas, stages, instances)):
+        words += [flag, str(number)]
+    return words + options.poprun
 
 
-def _torchrun(place: Hosts, local: int) -> List[str]:
-    rendezvous = ["--standalone"]
-    if place.number > 1:
-        rendezvous = [f"--nnodes={place.number}", f"--node-rank={place.this}"]
-        rendezvous += [f"--master-addr={place.master}", f"--master-port={place.port}"]
-    return ["torchrun", *rendezvous, f"--nproc-per-node={local}"]
+def _torchrun(layout: _Layout) -> List[str]:
+    """Return the beginning of the command line by which torchrun would start the same ranks."""
+    place = layout.hosts
+    words = ["torchrun"]
+    if place.number == 1:
+        words.append("--standalone")
+    else:
+        words += [f"--nnodes={place.number}", f"--node-rank={place.this}"]
+        words += [f"--master-addr={place.master}", f"--master-port={place.port}"]
+    return [*words, f"--nproc-per-node={layout.local}"]
 
 
-def _with_stages(options: argparse.Namespace) -> Tuple[Recipe, List[str], str]:
-    """(recipe, overrides, note): a list of cuts that does not fit --stages gives way to automatic ones."""
-    given = {"parallel.replicas": options.replicas, "parallel.stages": options.stages}
-    overrides = [*options.overrides, *(f"{key}={value}" for key, value in given.items() if value)]
-    overrides += ["parallel.elastic=true"] if options.elastic else []
-    try:
-        return loading.load(options.config, overrides), overrides, ""
-    except ConfigError as error:
-        if not options.stages or any(text.startswith("parallel.split=") for text in overrides):
-            raise
-        overrides.append("parallel.split=auto")
-        try:
-            recipe = loading.load(options.config, overrides)
-        except ConfigError:
-            raise error from None  # what is wrong is something else
-    note = f" (--stages {options.stages} does not fit the recipe's parallel.split: parallel.split=auto instead)"
-    return recipe, overrides, note
+def _processes(layout: _Layout, on_ipus: bool) -> str:
+    """Return the number of processes, or of IPUs, in words."""
+    if on_ipus:
+        return count(layout.world, "IPU")
+    return count(layout.world, "process", "processes")
 
 
-def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
-    """As many replicas as the GPUs of all hosts, taken to be like this one, hold; on CPUs one per host."""
-    if recipe.run.device == "ipu":
-        replicas = batch.whole_pod(recipe).parallel.replicas
-        if replicas or dry_run:
-            return replicas or 1
-        raise UserError("how many IPUs there are is not known here; give the number of replicas: --replicas R")
-    gpus = _gpus(recipe)
-    return max(1, gpus * number // recipe.parallel.stages) if gpus else number
+def _summary(layout: _Layout, on_ipus: bool, note: str, command: List[str]) -> str:
+    """Return a line: what is started on which hosts, a note on it, and the command."""
+    place = layout.hosts
+    where = ""
+    if not on_ipus:
+        where = " on this host"
+        if place.number > 1:
+            where = f" on {place.number} hosts, {layout.local} here on host {place.this}"
+    words = shlex.join(map(masked, command))
+    return f"{_processes(layout, on_ipus)} = {layout.shape}{where}{note}: {words}"
 
 
-def _gpus(recipe: Recipe) -> int:
-    """GPUs of this host that the recipe may use."""
-    if recipe.run.device not in ("auto", "cuda"):
-        return 0
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no driver; spares the CPU's runs loading torch
-        return 0
-    import torch
+def _become_poprun(command: List[str], summary: str) -> None:
+    """Replace this process by poprun. Raises UserError where there is none."""
+    program = shutil.which("poprun")
+    if program is None:
+        raise UserError("run.device=ipu needs poprun on the PATH; source the SDK's `enable`, or --dry-run")
+    print(summary, flush=True)
+    os.execv(program, [program, *command[1:]])
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+def _run_ranks(
+    options: argparse.Namespace,
+    recipe: Recipe,
+    layout: _Layout,
+    rank: List[str],
+    summary: str,
+) -> int:
+    """Start the ranks of this host and watch them.
+
+    Args:
+        options: of this command.
+        recipe: of the run.
+        layout: of its processes.
+        rank: command of one, for this Python.
+        summary: printed before.
+
+    Returns:
+        The exit code.
+    """
+    from parallel import agent
+
+    # The handlers come before torch is loaded, which takes seconds.
+    signals = agent.Signals()
+    # Else each rank warns where hosts have no reverse DNS.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Under SLURM all hosts write into one log: one of them is enough.
+    if layout.hosts.this == 0 or options.nnodes:
+        print(summary, flush=True)
+    # A single process has no generations.
+    is_elastic = recipe.parallel.elastic and layout.world > 1
+    return agent.run(
+        layout.hosts,
+        layout.local,
+        layout.shape,
+        rank,
+        max_restarts=options.max_restarts,
+        signals=signals,
+        silence=recipe.parallel.silence,
+        stages=layout.stages if is_elastic else None,
+    )

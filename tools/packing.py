@@ -1,4 +1,4 @@
-"""Packing the images of a source into tar shards: what goes where."""
+"""Packs the images of a source into tar shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import BaseContext
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator, Mapping, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,15 @@ _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 1
 
 
 class Options(NamedTuple):
-    """How shards are made. short_side: pixels; None leaves images as they are. keep_order: number images as the source
-    does, instead of in a random order, for which `seed` is."""
+    """How shards are made.
+
+    images_per_shard: in all but the last.
+    short_side: pixels; None leaves images as they are.
+    quality: of JPEG files of images that were made smaller.
+    seed: of the random order of the images.
+    skip_bad: leave out images that cannot be read.
+    keep_order: number images as the source does, instead of in a random order.
+    """
 
     images_per_shard: int = 1000
     short_side: int | None = None
@@ -47,46 +54,78 @@ class Options(NamedTuple):
     keep_order: bool = False
 
 
+class Result(NamedTuple):
+    """The shards that a call has made or found.
+
+    kept: shards that were there before.
+    skipped: images that were left out of all shards.
+    left_out: why images were, by this call, a message each.
+    damaged: about images that this call packed in spite of a fault, a message each.
+    """
+
+    manifest: Manifest
+    kept: int
+    skipped: int
+    left_out: list[str]
+    damaged: list[str]
+
+
 class _Task(NamedTuple):
-    """Everything that a process needs to make any shard."""
+    """Everything that a process needs to make any shard.
+
+    plan: digest of all that shards are a function of.
+    images_done: of all shards; shared by the processes.
+    """
 
     source: Source
     folder: Path
     options: Options
     plan: str
-    images_done: Synchronized  # of all shards; shared by the processes
+    images_done: Synchronized
 
 
-class Packed(NamedTuple):
-    """A shard that was packed."""
+class _PackedShard(NamedTuple):
+    """A shard that was packed.
+
+    left_out: why images were, a message each.
+    damaged: about images that were packed in spite of a fault, a message each.
+    """
 
     index: Index
-    left_out: list[str]  # why images were, one message each
-    damaged: list[str]  # about images that were packed in spite of a fault, one message each
+    left_out: list[str]
+    damaged: list[str]
 
 
 def pack(
-    source: Source, folder: str, options: Options, workers: int, advance: Callable[[int, int], None]
-) -> tuple[Manifest, int, int, list[str], list[str]]:
-    """Pack all images of a source into shards, with indexes and manifest. Shards of an interrupted call are kept.
+    source: Source,
+    folder: str,
+    options: Options,
+    workers: int,
+    advance: Callable[[int, int], None],
+) -> Result:
+    """Pack all images of a source into shards, with indexes and manifest.
 
-    Images are spread over the shards at random, a function of the seed, or lie in the order of the source. Files keep
-    their bytes; images that are none become PNG files of the same pixels. The same images and options give the same
-    bytes, whatever the number of workers (processes). advance(done, all) is called as shards are finished; a line each
-    ten seconds says how many images are done.
+    Shards of an interrupted call are kept. Images are spread over the shards at random, a function
+    of the seed, or lie in the order of the source. Files keep their bytes; images that are none
+    become PNG files of the same pixels. The same images and options give the same bytes, whatever
+    the number of workers. A line each ten seconds says how many images are done.
 
-    Returns the manifest, the numbers of shards that were kept and of images left out, and, of this call, the reasons
-    for these and messages about damaged images that were packed.
-    Raises DataError: `folder` holds other shards, or a shard would have no images; UnreadableImage unless
-    options.skip_bad; OSError.
+    Args:
+        source: of the images.
+        folder: for the shards.
+        options: of the shards.
+        workers: processes.
+        advance: called with the numbers of finished and of all shards.
+
+    Returns:
+        The manifest, and what was kept, left out and damaged.
+
+    Raises:
+        DataError: `folder` holds other shards, or a shard would have no images.
+        UnreadableImage: unless options.skip_bad.
+        OSError: a file cannot be written.
     """
-    order = np.arange(len(source), dtype=np.int64)
-    if not options.keep_order:
-        order = np.argsort(bits32(key("order of packing", options.seed), order))
-    size = options.images_per_shard
-    count = -(-len(source) // size)
-    names = (f"{number:0{max(6, len(str(count - 1)))}d}.tar" for number in range(count))
-    shards = {name: order[first : first + size].tolist() for name, first in zip(names, range(0, count * size, size))}
+    shards = _images_by_shard(len(source), options)
     os.makedirs(folder, exist_ok=True)
     # Not forked: the process that asks may have threads.
     context = parent_death.context("spawn")
@@ -97,149 +136,235 @@ def pack(
         plan=_digest(source, options),
         images_done=context.Value("q", 0),
     )
+    # Which shards are there, and which have to be made?
     indexes = _finished(task, shards)
     kept = len(indexes)
     missing = {name: images for name, images in shards.items() if name not in indexes}
-    advance(kept, count)
-    reasons = []
+    advance(kept, len(shards))
+    # Make these. What they say about images comes in the order of the shards.
+    left_out = []
     damaged = []
-    images = sum(map(len, missing.values()))
-    with progress.lines(lambda: f"packing: {task.images_done.value:,} of {images:,} images"):
-        for name, packed in _all_packed(task, missing, min(workers, len(missing)), context):
+    total = sum(len(images) for images in missing.values())
+    with progress.lines(lambda: f"packing: {task.images_done.value:,} of {total:,} images"):
+        processes = min(workers, len(missing))
+        for name, packed in _pack_shards(task, missing, processes, context):
             indexes[name] = packed.index
-            reasons += packed.left_out
+            left_out += packed.left_out
             damaged += packed.damaged
-            advance(len(indexes), count)
+            advance(len(indexes), len(shards))
+    # The manifest comes last: a folder with one is complete.
     manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
-    write(Path(folder, shard_index.MANIFEST), shard_index.encode_manifest(manifest), durable=True)
+    file = Path(folder, shard_index.MANIFEST)
+    write(file, shard_index.encode_manifest(manifest), durable=True)
     skipped = len(source) - sum(shard.images for shard in manifest.shards)
-    return manifest, kept, skipped, reasons, damaged
+    return Result(manifest, kept, skipped, left_out, damaged)
 
 
-def make_manifest(classes: tuple[str, ...], indexes: dict[str, Index]) -> Manifest:
-    """The manifest of shards whose indexes are given by name, in their order."""
-    shards = (Shard(name, index.bytes, len(index.labels), index.sha256) for name, index in indexes.items())
+def make_manifest(classes: tuple[str, ...], indexes: Mapping[str, Index]) -> Manifest:
+    """Return the manifest of a set of shards.
+
+    Args:
+        classes: their names, by label.
+        indexes: of the shards, by name, in their order.
+    """
+    shards = []
+    for name, index in indexes.items():
+        shards.append(Shard(name, index.bytes, len(index.labels), index.sha256))
     return Manifest(classes, tuple(shards))
 
 
+def _images_by_shard(total: int, options: Options) -> dict[str, list[int]]:
+    """Return the numbers of the images in each shard, by its name."""
+    order = np.arange(total, dtype=np.int64)
+    if not options.keep_order:
+        order = np.argsort(bits32(key("order of packing", options.seed), order))
+    size = options.images_per_shard
+    number_of_shards = -(-total // size)
+    digits = max(6, len(str(number_of_shards - 1)))
+    shards = {}
+    for number in range(number_of_shards):
+        first = number * size
+        shards[f"{number:0{digits}d}.tar"] = order[first : first + size].tolist()
+    return shards
+
+
 def _digest(source: Source, options: Options) -> str:
-    """Digest of all that shards are a function of, except the bytes of files, and skip_bad, which may change."""
-    how = list(options._replace(skip_bad=False))
-    if not options.keep_order:  # shards that were packed before there was a choice have this digest
-        how.pop()
-    digest = hashlib.sha256(json.dumps([how, source.classes]).encode())
+    """Return a digest of all that shards are a function of, but for the bytes of files.
+
+    Nor is `skip_bad` in it, which may change between calls.
+    """
+    values = list(options._replace(skip_bad=False))
+    # Shards that were packed before there was a choice have the digest without it.
+    if not options.keep_order:
+        values.pop()
+    digest = hashlib.sha256(json.dumps([values, source.classes]).encode())
     digest.update(source.labels.tobytes())
     for index in range(len(source)):
-        digest.update(os.fsencode(os.path.basename(source.name(index))) + b"\0")
+        name = os.path.basename(source.name(index))
+        digest.update(os.fsencode(name) + b"\0")
+    # Sources without files: other pixels may have the same names and labels.
     (first,) = source.open_all([0])
-    if isinstance(first, Pixels):  # sources without files: other pixels may have the same names and labels
-        digest.update(source.digest.encode() + first.pixels().contiguous().numpy().tobytes())
+    if isinstance(first, Pixels):
+        pixels = first.pixels().contiguous().numpy()
+        digest.update(source.digest.encode() + pixels.tobytes())
     return digest.hexdigest()
 
 
-def _finished(task: _Task, shards: dict[str, list[int]]) -> dict[str, Index]:
-    """Indexes of the shards that are complete. Raises DataError: there are other shards."""
+def _finished(task: _Task, shards: Mapping[str, list[int]]) -> dict[str, Index]:
+    """Return the indexes of the shards that are complete. Raises DataError: there are others."""
     local = LocalFolder(str(task.folder))
-    found = {}
+    indexes = {}
     for name in sorted(os.listdir(task.folder)):
         if name.startswith(".") or not name.endswith(".tar"):
             continue
         file = shard_index.index_name(name)
         try:
-            index = shard_index.decode_index(local.read(file, shard_index.MOST_OF_INDEX), local.path(file))
+            content = local.read(file, shard_index.MOST_OF_INDEX)
+            index = shard_index.decode_index(content, local.path(file))
         except MissingFile:
-            if name in shards:  # a process was killed between the two
+            # A process may have been killed after it wrote a shard and before its index.
+            if name in shards:
                 continue
-            raise DataError(f"{local.path(name)}: not packed by this command; name an empty folder") from None
+            fault = f"{local.path(name)}: not packed by this command"
+            raise DataError(f"{fault}; name an empty folder") from None
         if name not in shards or index.plan != task.plan:
-            remedy = "name an empty folder, repeat those options, or remove these shards"
-            raise DataError(f"{local.path(name)}: packed from other images or with other options; {remedy}")
-        whole = task.options.skip_bad or len(index.labels) == len(shards[name])
-        if whole and local.size(name) == index.bytes:
-            found[name] = index
-    return found
+            raise DataError(
+                f"{local.path(name)}: packed from other images or with other options; "
+                "name an empty folder, repeat those options, or remove these shards"
+            )
+        # Without skip_bad a shard that lacks images is made again, to fail.
+        has_all_images = len(index.labels) == len(shards[name])
+        if (task.options.skip_bad or has_all_images) and local.size(name) == index.bytes:
+            indexes[name] = index
+    return indexes
 
 
 _task: _Task | None = None  # in a worker
 
 
-def _all_packed(
-    task: _Task, shards: dict[str, list[int]], workers: int, context: BaseContext
-) -> Iterator[tuple[str, Packed]]:
+def _pack_shards(
+    task: _Task,
+    shards: Mapping[str, list[int]],
+    workers: int,
+    context: BaseContext,
+) -> Iterator[tuple[str, _PackedShard]]:
+    """Make shards, and yield each with its name, in their order."""
     if workers <= 1:
-        yield from ((name, _pack_shard(task, name, images)) for name, images in shards.items())
+        for name, images in shards.items():
+            yield name, _pack_shard(task, name, images)
         return
     with ProcessPoolExecutor(workers, context, _begin, (task,)) as pool:
         yield from zip(shards, pool.map(_work, shards, shards.values()))
 
 
 def _begin(task: _Task) -> None:
+    """Prepare a worker."""
     global _task
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent
     _task = task
 
 
-def _work(name: str, images: list[int]) -> Packed:
+def _work(name: str, images: list[int]) -> _PackedShard:
+    """Make a shard in a worker."""
     return _pack_shard(_task, name, images)
 
 
-def _pack_shard(task: _Task, name: str, images: list[int]) -> Packed:
-    """Write a shard, for each image the members KEY.EXTENSION and KEY.cls, and its index."""
-    source, path = task.source, task.folder / name
-    reasons: list[str] = []
+def _pack_shard(task: _Task, name: str, images: list[int]) -> _PackedShard:
+    """Write a shard and its index. Raises DataError, UnreadableImage, OSError."""
+    path = task.folder / name
+    left_out: list[str] = []
     damaged: list[str] = []
     with replacing(path, durable=True) as temporary:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for image in images:
                 with task.images_done.get_lock():
                     task.images_done.value += 1
-                called = source.name(image)
                 try:
-                    encoded, extension = _ready(source.open(image), task.options, damaged)
+                    members = _members(task.source, image, task.options, damaged)
                 except UnreadableImage as error:
                     if not task.options.skip_bad:
                         raise
-                    reasons.append(str(error))
+                    left_out.append(str(error))
                     continue
-                stem = re.sub("[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(called))[0])[:_KEY]
-                for suffix, content in ((extension, encoded), ("cls", b"%d" % source.labels[image])):
-                    info = tarfile.TarInfo(f"{image:08d}-{stem}.{suffix}")  # of the year 1970 and nobody's
-                    info.size = len(content)
-                    archive.addfile(info, io.BytesIO(content))
+                _add_members(archive, members)
             end = archive.offset + 2 * tarfile.BLOCKSIZE
-        if len(reasons) == len(images):
+        if len(left_out) == len(images):
             raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
-        os.truncate(temporary, end)  # tarfile fills up to a record of 20 blocks
-        index = scan(LocalFolder(str(task.folder)), temporary.name, end).index._replace(plan=task.plan)
-    write(task.folder / shard_index.index_name(name), shard_index.encode_index(index), durable=True)
-    return Packed(index, reasons, damaged)
+        # tarfile fills up to a record of 20 blocks; two empty ones end an archive.
+        os.truncate(temporary, end)
+        scanned = scan(LocalFolder(str(task.folder)), temporary.name, end)
+        index = scanned.index._replace(plan=task.plan)
+    file = task.folder / shard_index.index_name(name)
+    write(file, shard_index.encode_index(index), durable=True)
+    return _PackedShard(index, left_out, damaged)
 
 
-def _ready(stored: base.Image, options: Options, damaged: list[str]) -> tuple[bytes, str]:
-    """An image as it is packed, and its extension. Raises UnreadableImage. Args: damaged: gets a message if it is."""
+def _members(
+    source: Source,
+    image: int,
+    options: Options,
+    damaged: list[str],
+) -> dict[str, bytes]:
+    """Return the members KEY.EXTENSION and KEY.cls of an image. Raises UnreadableImage.
+
+    Args:
+        source: of the image.
+        image: its number.
+        options: of the shards.
+        damaged: gets a message if the image is.
+    """
+    name = os.path.basename(source.name(image))
+    encoded, extension = _encoded(source.open(image), options, damaged)
+    stem = os.path.splitext(name)[0]
+    plain = re.sub("[^A-Za-z0-9_-]", "_", stem)
+    sample = f"{image:08d}-{plain[:_KEY]}"
+    label = b"%d" % source.labels[image]
+    return {f"{sample}.{extension}": encoded, f"{sample}.cls": label}
+
+
+def _add_members(archive: tarfile.TarFile, members: Mapping[str, bytes]) -> None:
+    """Append files to an archive: of the year 1970 and nobody's, so that bytes are the same."""
+    for name, content in members.items():
+        info = tarfile.TarInfo(name)
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+
+
+def _encoded(stored: base.Image, options: Options, damaged: list[str]) -> tuple[bytes, str]:
+    """Return an image as it is packed, and its extension. Raises UnreadableImage.
+
+    Args:
+        stored: the image in its source.
+        options: of the shards.
+        damaged: gets a message if the image is.
+    """
     # All of it is decoded: damage is cheaper to find now than in every epoch.
     pixels = stored.pixels()
     if stored.damage:
         damaged.append(stored.damage)
     height, width = pixels.shape[1:]
-    if options.short_side is not None and min(height, width) > options.short_side:
-        ratio = options.short_side / min(height, width)
-        image = _picture(pixels).resize((round(width * ratio), round(height * ratio)), Image.Resampling.BICUBIC)
-        return _file(image, "JPEG", quality=options.quality), "jpg"
+    short_side = min(height, width)
+    if options.short_side is not None and short_side > options.short_side:
+        ratio = options.short_side / short_side
+        size = (round(width * ratio), round(height * ratio))
+        smaller = _picture(pixels).resize(size, Image.Resampling.BICUBIC)
+        return _file(smaller, "JPEG", quality=options.quality), "jpg"
     if isinstance(stored, EncodedImage):
-        return stored.encoded, "png" if stored.encoded.startswith(b"\x89PNG") else "jpg"
-    grey = bool((pixels == pixels[:1]).all())
-    return _file(_picture(pixels[:1] if grey else pixels), "PNG"), "png"
+        is_png = stored.encoded.startswith(b"\x89PNG")
+        return stored.encoded, "png" if is_png else "jpg"
+    is_grey = bool((pixels == pixels[:1]).all())
+    return _file(_picture(pixels[:1] if is_grey else pixels), "PNG"), "png"
 
 
 def _picture(pixels: torch.Tensor) -> Image.Image:
-    """Pillow's image of uint8 [1 or 3, height, width], grey or RGB."""
+    """Return Pillow's image of `pixels`, uint8 [1 or 3, height, width], grey or RGB."""
     rows = pixels.permute(1, 2, 0).contiguous().numpy()
     return Image.fromarray(rows[:, :, 0] if rows.shape[2] == 1 else rows)
 
 
 def _file(image: Image.Image, kind: str, **options: int) -> bytes:
+    """Return the bytes of a file of that kind."""
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()

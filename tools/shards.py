@@ -1,8 +1,10 @@
 """Makes and checks tar shards: python -m tools.shards pack | index | verify ...
 
-pack writes class folders, ImageNet's archives, or the images of a recipe into shards. index makes the indexes and
-manifest of other shards.
-verify reads a set of shards and compares it with its checksums. See docs/shards.md.
+pack writes class folders, ImageNet's archives, or the images of a recipe into shards.
+index makes the indexes and manifest of other shards.
+verify reads a set of shards and compares it with its checksums.
+
+See docs/shards.md.
 With --json the last line is one JSON object. Exit codes: 0 done, 1 failed, 2 the input is wrong.
 """
 
@@ -20,12 +22,11 @@ if __name__ == "__main__":  # before the imports: see run
 
 import argparse
 import contextlib
-import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from data.base import Names, Source, UnreadableImage
 from data.encoded import EncodedImage
 from data.folder import FolderSource
 from data.local import Folder, LocalFolder
-from data.shard_index import MANIFEST, Manifest, Shard
+from data.shard_index import MANIFEST, Index, Manifest, Shard
 from data.shards import open_folder
 from data.sources import open_source
 from recipe import cores, loading
@@ -51,72 +52,128 @@ from training.command import Parser, fail, one_line
 
 _NAMED = 20  # faults that verify names, and images that pack names
 _MAX_NUMBERED = 100_000  # classes without names
+_LINES = 20  # of progress, about
+_ROUTES = (
+    "pack FOLDER DEST, pack --imagenet-train TAR DEST, "
+    "or pack --imagenet-validation TAR --ground-truth FILE DEST, "
+    "or pack --config FILE [--split SPLIT] DEST [section.key=value ...]"
+)
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class _Report(NamedTuple):
+    """How a command ended.
+
+    code: of the exit.
+    text: the last line for people.
+    data: the same for programs.
+    """
+
+    code: int
+    text: str
+    data: dict[str, Any]
 
 
 @one_line("rerun the same command: it goes on where it was")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command.
+
+    Args:
+        arguments: of the command line; None: those of the process.
+
+    Returns:
+        The exit code.
+    """
     options = _parser().parse_args(arguments)
     try:
-        code, text, data = options.run(options)
+        report = options.run(options)
     except BrokenProcessPool:
         return fail("a worker was killed, perhaps for want of memory; rerun the command with fewer --workers", FAILED)
-    print(text)
+    print(report.text)
     if options.json:
-        print(json_text(data))
-    return code
+        print(json_text(report.data))
+    return report.code
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = Parser(prog="python -m tools.shards", description="Make and check tar shards.")
     commands = parser.add_subparsers(required=True, metavar="pack | index | verify")
-
-    packing = commands.add_parser(
-        "pack", help="write class folders, ImageNet's archives or a recipe's images into shards"
-    )
-    places = "class folders (not for archives and recipes); shards; keys of the recipe, section.key=value"
-    packing.add_argument("places", nargs="+", metavar="FOLDER DEST", help=places)
-    packing.add_argument("--imagenet-train", metavar="TAR", help="ILSVRC2012_img_train.tar, in the place of FOLDER")
-    packing.add_argument("--imagenet-validation", metavar="TAR", help="ILSVRC2012_img_val.tar, in the place of FOLDER")
-    packing.add_argument("--ground-truth", metavar="FILE", help="class of each validation image, a line each")
-    packing.add_argument("--devkit", metavar="TAR", help="ILSVRC2012_devkit_t12.tar.gz, if the lines are its numbers")
-    packing.add_argument("--config", metavar="FILE", help="a recipe, whose images are packed in the place of FOLDER")
-    packing.add_argument("--split", choices=("train", "validation"), help="which of the recipe's images (train)")
-    packing.add_argument("--images-per-shard", type=whole, default=1000, metavar="N", help="1000")
-    packing.add_argument("--short-side", type=whole, metavar="PIXELS", help="make images with a longer one smaller")
-    packing.add_argument("--quality", type=within(1, 95), default=92, metavar="Q", help="of those, as JPEG (92)")
-    packing.add_argument("--workers", type=whole, default=cores.available(), metavar="N", help="processes")
-    packing.add_argument("--seed", type=int, metavar="N", help="of the order of the images (0)")
-    packing.add_argument("--keep-order", action="store_true", help="number images as the source does; not in a mixture")
-    packing.add_argument("--skip-bad", action="store_true", help="leave out and count images that cannot be read")
-    packing.set_defaults(run=_pack)
-
+    about = "write class folders, ImageNet's archives or a recipe's images into shards"
+    packing = commands.add_parser("pack", help=about)
+    _add_pack_arguments(packing)
     indexing = commands.add_parser("index", help="make indexes and manifest of shards that are there")
-    indexing.add_argument("folder", metavar="FOLDER")
-    names = "names of the classes, a line each; else those of shards.json, or 0, 1, 2 ..."
-    indexing.add_argument("--classes", metavar="FILE", help=names)
-    indexing.set_defaults(run=_index)
-
+    _add_index_arguments(indexing)
     verifying = commands.add_parser("verify", help="compare all bytes with their checksums")
-    verifying.add_argument("folder", metavar="FOLDER_OR_URL")
-    verifying.add_argument("--decode", action="store_true", help="decode every image, too")
-    verifying.set_defaults(run=_verify)
+    _add_verify_arguments(verifying)
     for command in (packing, indexing, verifying):
         command.add_argument("--json", action="store_true", help="end with one JSON object in one line")
     return parser
 
 
-def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
+def _add_pack_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `pack`."""
+    add = parser.add_argument
+    places = "class folders (not for archives and recipes); shards; keys of the recipe, section.key=value"
+    add("places", nargs="+", metavar="FOLDER DEST", help=places)
+    # Where images come from, if not from class folders.
+    add("--imagenet-train", metavar="TAR", help="ILSVRC2012_img_train.tar, in the place of FOLDER")
+    validation = "ILSVRC2012_img_val.tar, in the place of FOLDER"
+    add("--imagenet-validation", metavar="TAR", help=validation)
+    add("--ground-truth", metavar="FILE", help="class of each validation image, a line each")
+    devkit = "ILSVRC2012_devkit_t12.tar.gz, if the lines are its numbers"
+    add("--devkit", metavar="TAR", help=devkit)
+    add("--config", metavar="FILE", help="a recipe, whose images are packed in the place of FOLDER")
+    split = "which of the recipe's images (train)"
+    add("--split", choices=("train", "validation"), help=split)
+    # How they are packed.
+    quality = within(1, 95)
+    processes = cores.available()
+    add("--images-per-shard", type=whole, default=1000, metavar="N", help="1000")
+    add("--short-side", type=whole, metavar="PIXELS", help="make images with a longer one smaller")
+    add("--quality", type=quality, default=92, metavar="Q", help="of those, as JPEG (92)")
+    add("--workers", type=whole, default=processes, metavar="N", help="processes")
+    add("--seed", type=int, metavar="N", help="of the order of the images (0)")
+    keep_order = "number images as the source does; not in a mixture"
+    add("--keep-order", action="store_true", help=keep_order)
+    skip_bad = "leave out and count images that cannot be read"
+    add("--skip-bad", action="store_true", help=skip_bad)
+    parser.set_defaults(run=_pack)
+
+
+def _add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `index`."""
+    parser.add_argument("folder", metavar="FOLDER")
+    names = "names of the classes, a line each; else those of shards.json, or 0, 1, 2 ..."
+    parser.add_argument("--classes", metavar="FILE", help=names)
+    parser.set_defaults(run=_index)
+
+
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `verify`."""
+    parser.add_argument("folder", metavar="FOLDER_OR_URL")
+    parser.add_argument("--decode", action="store_true", help="decode every image, too")
+    parser.set_defaults(run=_verify)
+
+
+def _pack(options: argparse.Namespace) -> _Report:
+    """Pack images into shards."""
     if options.keep_order and options.seed is not None:
         raise DataError("--seed mixes the images, and --keep-order leaves them in order; give one of them")
+    folder = _destination(options)
     try:
         with progress.lines(lambda: "listing the images"):
-            source, folder = _source(options)
+            source = _source(options)
     except OSError as error:
         if error.filename is None:
             raise
-        raise DataError(f"{error.filename}: {error.strerror}; name the files as they were downloaded") from None
-    how = Options(
+        fault = f"{error.filename}: {error.strerror}"
+        raise DataError(f"{fault}; name the files as they were downloaded") from None
+    for note in source.notes:
+        print(note, flush=True)
+    packing = Options(
         images_per_shard=options.images_per_shard,
         short_side=options.short_side,
         quality=options.quality,
@@ -124,187 +181,271 @@ def _pack(options: argparse.Namespace) -> tuple[int, str, dict]:
         skip_bad=options.skip_bad,
         keep_order=options.keep_order,
     )
-    for note in source.notes:
-        print(note, flush=True)
-    manifest, kept, skipped, reasons, damaged = pack(source, folder, how, options.workers, _advance)
-    text, data = _summary(folder, manifest)
-    data.update(kept=kept, skipped=skipped, named=reasons[:_NAMED])
-    damage.report(damaged)
-    for reason in data["named"]:
+    packed = pack(source, folder, packing, workers=options.workers, advance=_print_progress)
+    # What users should know of their images, and the sums.
+    named = packed.left_out[:_NAMED]
+    damage.report(packed.damaged)
+    for reason in named:
         print(f"left out: {reason}", file=sys.stderr)
-    return DONE, f"{text}; {count(kept, 'shard')} there before, {count(skipped, 'unreadable image')} left out", data
+    data = _summary(folder, packed.manifest)
+    data.update(kept=packed.kept, skipped=packed.skipped, named=named)
+    kept = f"{count(packed.kept, 'shard')} there before"
+    skipped = f"{count(packed.skipped, 'unreadable image')} left out"
+    return _Report(DONE, f"{_in_words(data)}; {kept}, {skipped}", data)
 
 
-def _source(options: argparse.Namespace) -> tuple[Source, str]:
-    """The images to pack, and the folder for the shards. Raises ConfigError, DataError, OSError."""
-    train, validation, truth = options.imagenet_train, options.imagenet_validation, options.ground_truth
-    others = [given for given in (train, validation, options.config) if given]
-    # Where there are no class folders the first place is the folder of the shards; keys of a recipe follow it.
-    keys = options.places[1:] if options.config else []
-    if len(others) > 1 or len(options.places) - len(keys) != (1 if others else 2):
-        archives = "pack --imagenet-train TAR DEST, or pack --imagenet-validation TAR --ground-truth FILE DEST"
-        raise DataError(
-            f"pack FOLDER DEST, {archives}, or pack --config FILE [--split SPLIT] DEST [section.key=value ...]"
-        )
-    if bool(validation) != bool(truth) or (options.devkit and not validation):
+def _destination(options: argparse.Namespace) -> str:
+    """Return the folder for the shards, once options and places fit each other. Raises DataError."""
+    train = options.imagenet_train
+    validation = options.imagenet_validation
+    sources = [given for given in (train, validation, options.config) if given]
+    # Without class folders the first place is the folder of the shards; keys of a recipe follow it.
+    places = options.places[:1] if options.config else options.places
+    expected = 1 if sources else 2
+    if len(sources) > 1 or len(places) != expected:
+        raise DataError(_ROUTES)
+    has_truth = bool(options.ground_truth)
+    if bool(validation) != has_truth or (options.devkit and not validation):
         raise DataError("--imagenet-validation and --ground-truth go together, and --devkit with both; give all")
     if options.split and not options.config:
         raise DataError("--split chooses among the images of a recipe; give --config FILE, too")
-    folder = options.places[0 if others else 1]
+    folder = places[-1]
     if options.config and re.match(r"\w+\.\w+=", folder):
         raise DataError(f"{folder}: is no folder; name the folder of the shards before the keys of the recipe")
     if "://" in folder:
         raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
+    return folder
+
+
+def _source(options: argparse.Namespace) -> Source:
+    """Return the images to pack. Raises ConfigError, DataError, OSError."""
     if options.config:
-        recipe = loading.load(options.config, keys)
-        return open_source(recipe.data, recipe.model.classes, options.split or "train"), folder
-    if train:
-        return imagenet.training(train), folder
-    if validation:
-        return imagenet.validation(validation, truth, options.devkit), folder
-    return FolderSource(options.places[0]), folder
+        recipe = loading.load(options.config, options.places[1:])
+        return open_source(recipe.data, recipe.model.classes, options.split or "train")
+    if options.imagenet_train:
+        return imagenet.training(options.imagenet_train)
+    if options.imagenet_validation:
+        archive = options.imagenet_validation
+        return imagenet.validation(archive, options.ground_truth, options.devkit)
+    return FolderSource(options.places[0])
 
 
-def _index(options: argparse.Namespace) -> tuple[int, str, dict]:
-    folder = LocalFolder(options.folder)
+def _index(options: argparse.Namespace) -> _Report:
+    """Make indexes and manifest of the shards in a folder."""
+    place = options.folder
+    folder = LocalFolder(place)
     try:
-        listed = os.listdir(options.folder)
+        listed = os.listdir(place)
     except OSError as error:
-        raise DataError(f"{options.folder}: {error.strerror}; name the folder that holds the shards") from None
+        fault = f"{place}: {error.strerror}"
+        raise DataError(f"{fault}; name the folder that holds the shards") from None
     names = sorted(name for name in listed if name.endswith(".tar") and not name.startswith("."))
     if not names:
-        raise DataError(f"{options.folder}: no .tar files; name the folder that holds the shards")
-
+        raise DataError(f"{place}: no .tar files; name the folder that holds the shards")
+    # All of them are read before anything is written.
     sizes = {name: folder.size(name) for name in names}
     with _reading("indexing", sum(sizes.values())) as advance:
         scans = _by_threads(lambda name: scan(folder, name, sizes[name], advance=advance), names)
-    indexes = {name: found.index for name, found in zip(names, scans)}
+    indexes = {}
     left_out = LeftOut()
-    for found in scans:
-        left_out.merge(found.left_out)
-    for line in left_out.lines(options.folder):
+    for name, scanned in zip(names, scans):
+        indexes[name] = scanned.index
+        left_out.merge(scanned.left_out)
+    for line in left_out.lines(place):
         print(line, flush=True)
-    classes = _classes(options.classes, max(int(index.labels.max()) for index in indexes.values()), folder)
-    files = {shard_index.index_name(name): shard_index.encode_index(index) for name, index in indexes.items()}
-    manifest = make_manifest(classes, indexes)
-    for name, content in {**files, MANIFEST: shard_index.encode_manifest(manifest)}.items():
-        write(Path(folder.path(name)), content, durable=True)
-    text, data = _summary(options.folder, manifest)
+    largest = max(int(index.labels.max()) for index in indexes.values())
+    manifest = make_manifest(_classes(options.classes, largest, folder), indexes)
+    # The manifest comes last: it lists indexes that are there.
+    for name, index in indexes.items():
+        file = folder.path(shard_index.index_name(name))
+        write(Path(file), shard_index.encode_index(index), durable=True)
+    write(Path(folder.path(MANIFEST)), shard_index.encode_manifest(manifest), durable=True)
+    data = _summary(place, manifest)
     data.update(left_out=left_out.counts())
-    return DONE, text, data
+    return _Report(DONE, _in_words(data), data)
 
 
 def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
-    """Names of the classes: of the file, else those of an earlier manifest, else numbers up to the largest label."""
-    if file is None:
-        with contextlib.suppress(DataError):
-            before = shard_index.read_manifest(folder).classes
-            if largest < len(before):
-                return before
-        if largest >= _MAX_NUMBERED:
-            most = f"without --classes FILE there are at most {_MAX_NUMBERED:,} classes"
-            raise DataError(f"{folder.place}: label {largest}, but {most}; name them all, or mend the label")
-        return tuple(map(str, range(largest + 1)))
+    """Return the names of the classes. Raises DataError.
+
+    Args:
+        file: holds them; without one they are those of an earlier manifest, else numbers.
+        largest: label of all shards.
+        folder: of the shards.
+    """
+    if file is not None:
+        return _named_classes(file, largest)
+    with contextlib.suppress(DataError):
+        before = shard_index.read_manifest(folder).classes
+        if largest < len(before):
+            return before
+    if largest >= _MAX_NUMBERED:
+        most = f"without --classes FILE there are at most {_MAX_NUMBERED:,} classes"
+        raise DataError(f"{folder.place}: label {largest}, but {most}; name them all, or mend the label")
+    return tuple(str(number) for number in range(largest + 1))
+
+
+def _named_classes(file: str, largest: int) -> tuple[str, ...]:
+    """Return the names of the classes in a file, up to the `largest` label. Raises DataError."""
     try:
-        classes = tuple(line.strip() for line in Path(file).read_text("utf-8").splitlines() if line.strip())
+        lines = Path(file).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         fault = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
-        raise DataError(f"{file}: {fault}; give --classes a file with the name of a class in each line") from None
+        remedy = "give --classes a file with the name of a class in each line"
+        raise DataError(f"{file}: {fault}; {remedy}") from None
+    classes = tuple(line.strip() for line in lines if line.strip())
     if largest >= len(classes):
-        raise DataError(f"{file}: {len(classes)} classes, but the shards have label {largest}; name all classes")
+        fault = f"{file}: {len(classes)} classes, but the shards have label {largest}"
+        raise DataError(f"{fault}; name all classes")
     return classes
 
 
-def _verify(options: argparse.Namespace) -> tuple[int, str, dict]:
+def _verify(options: argparse.Namespace) -> _Report:
+    """Compare a set of shards with its checksums."""
     folder = open_folder(options.folder)
     manifest = shard_index.read_manifest(folder)
-
-    with _reading("verifying", sum(shard.bytes for shard in manifest.shards)) as advance:
-        check = functools.partial(_faults, folder, len(manifest.classes), options.decode, advance)
-        faults = [fault for found in _by_threads(check, manifest.shards) for fault in found]
-    text, data = _summary(folder.place, manifest)
-    counted = count(len(faults), "fault")
-    for fault in faults[:_NAMED]:
+    data = _summary(folder.place, manifest)
+    with _reading("verifying", data["bytes"]) as advance:
+        examiner = _Examiner(folder, len(manifest.classes), options.decode, advance)
+        by_shard = _by_threads(examiner.faults, manifest.shards)
+    faults = [fault for faults in by_shard for fault in faults]
+    named = faults[:_NAMED]
+    for fault in named:
         print(fault, file=sys.stderr)
+    counted = count(len(faults), "fault")
     if faults:
         more = f", {_NAMED} of them named above" if len(faults) > _NAMED else ""
         print(f"{folder.place}: {counted}{more}; copy or make these shards again", file=sys.stderr)
-    data.update(faults=len(faults), named=faults[:_NAMED])
-    return (WRONG_INPUT if faults else DONE), f"{text}; {counted}", data
+    data.update(faults=len(faults), named=named)
+    code = WRONG_INPUT if faults else DONE
+    return _Report(code, f"{_in_words(data)}; {counted}", data)
 
 
-def _faults(folder: Folder, classes: int, decoded: bool, advance: Callable[[int], None], shard: Shard) -> list[str]:
-    faults: list[str] = []
-    place = folder.path(shard.name)
+class _Examiner:
+    """Compares shards with their indexes."""
 
-    def look(name: str, encoded: bytes) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        classes: int,
+        decodes: bool,
+        advance: Callable[[int], None],
+    ):
+        """
+        Args:
+            folder: of the shards.
+            classes: how many there are.
+            decodes: every image is decoded, too.
+            advance: gets the number of bytes of each piece that is read; called in any thread.
+        """
+        self._folder = folder
+        self._classes = classes
+        self._decodes = decodes
+        self._advance = advance
+
+    def faults(self, shard: Shard) -> list[str]:
+        """Read a `shard`, and return its faults, a line each."""
+        faults: list[str] = []
+        place = self._folder.path(shard.name)
+
+        def decode(name: str, encoded: bytes) -> None:
+            """Note an image that cannot be decoded."""
+            try:
+                image = EncodedImage(encoded, f"{place}/{name}")
+                image.pixels()
+                damage.report([image.damage] if image.damage else [])
+            except UnreadableImage as error:
+                faults.append(str(error))
+
+        look = decode if self._decodes else None
         try:
-            image = EncodedImage(encoded, f"{place}/{name}")
-            image.pixels()
-            damage.report([image.damage] if image.damage else [])
-        except UnreadableImage as error:
-            faults.append(str(error))
+            index = shard_index.read_index(self._folder, shard, self._classes)
+            scanned = scan(self._folder, shard.name, shard.bytes, look=look, advance=self._advance)
+        except DataError as error:
+            return [*faults, str(error)]
+        return faults + _differences(place, index, scanned.index)
 
-    try:
-        index = shard_index.read_index(folder, shard, classes)
-        look_at = look if decoded else lambda *_: None
-        found = scan(folder, shard.name, shard.bytes, look_at, advance).index
-    except DataError as error:
-        return [*faults, str(error)]
-    if any(not np.array_equal(*pair) for pair in zip(index[:2], found[:2])) or index.names != found.names:
-        return [*faults, f"{place}: other images, or at other places, than in its index"]
-    sound, names = len(faults), Names([index.names], [index.name_lengths])
-    for number in np.flatnonzero(index.crc32 != found.crc32).tolist():
-        faults.append(f"{place}/{os.fsdecode(names[number])}: not the bytes that the index has the checksum of")
-    for number in np.flatnonzero(index.labels != found.labels).tolist():
-        labels = f"label {found.labels[number]}, but its index says {index.labels[number]}"
-        faults.append(f"{place}/{os.fsdecode(names[number])}: {labels}")
-    if len(faults) == sound and index.sha256 != found.sha256:
-        faults.append(f"{place}: not the bytes that {MANIFEST} has the checksum of, but no image is affected")
+
+def _differences(place: str, index: Index, scanned: Index) -> list[str]:
+    """Return how a shard differs from its index, a line for each image.
+
+    Args:
+        place: of the shard.
+        index: that it has.
+        scanned: made of the shard itself.
+    """
+    has_same_offsets = np.array_equal(index.offsets, scanned.offsets)
+    has_same_lengths = np.array_equal(index.lengths, scanned.lengths)
+    if not has_same_offsets or not has_same_lengths or index.names != scanned.names:
+        return [f"{place}: other images, or at other places, than in its index"]
+    faults = []
+    names = Names([index.names], [index.name_lengths])
+    for number in np.flatnonzero(index.crc32 != scanned.crc32).tolist():
+        image = f"{place}/{os.fsdecode(names[number])}"
+        faults.append(f"{image}: not the bytes that the index has the checksum of")
+    for number in np.flatnonzero(index.labels != scanned.labels).tolist():
+        image = f"{place}/{os.fsdecode(names[number])}"
+        label = scanned.labels[number]
+        faults.append(f"{image}: label {label}, but its index says {index.labels[number]}")
+    if not faults and index.sha256 != scanned.sha256:
+        fault = f"not the bytes that {MANIFEST} has the checksum of"
+        faults.append(f"{place}: {fault}, but no image is affected")
     return faults
 
 
-def _summary(place: str, manifest: Manifest) -> tuple[str, dict]:
-    """Size and place of a set of shards, for people and for programs."""
-    data = {
+def _summary(place: str, manifest: Manifest) -> dict[str, Any]:
+    """Return the size and place of a set of shards, for programs."""
+    return {
         "folder": place,
         "shards": len(manifest.shards),
         "images": sum(shard.images for shard in manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards),
         "classes": len(manifest.classes),
     }
-    images = count(data["images"], "image")
-    classes = count(data["classes"], "class", "classes")
-    shards = count(data["shards"], "shard")
-    return f"{place}: {images} of {classes} in {shards}, {data['bytes']:,} bytes", data
+
+
+def _in_words(summary: dict[str, Any]) -> str:
+    """Return the size and place of a set of shards, for people."""
+    images = count(summary["images"], "image")
+    classes = count(summary["classes"], "class", "classes")
+    shards = count(summary["shards"], "shard")
+    return f"{summary['folder']}: {images} of {classes} in {shards}, {summary['bytes']:,} bytes"
 
 
 @contextlib.contextmanager
-def _reading(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Print how many of `total` bytes are read, a line each ten seconds. Yields what counts them, in any thread."""
+def _reading(activity: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Print how many of `total` bytes are read, a line each ten seconds.
+
+    Yields a function that counts them, in any thread.
+    """
     lock = threading.Lock()
     done = 0
 
     def advance(number: int) -> None:
+        """Count bytes."""
         nonlocal done
         with lock:
             done += number
 
-    with progress.lines(lambda: f"{what}: {done / 1e9:,.2f} of {total / 1e9:,.2f} GB are read"):
+    with progress.lines(lambda: f"{activity}: {done / 1e9:,.2f} of {total / 1e9:,.2f} GB are read"):
         yield advance
 
 
-def _by_threads(work: Callable, tasks: Sequence) -> list:
-    """The result of each task, in their order. Checksums and decoders let other threads run."""
-    found = []
+def _by_threads(work: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
+    """Return the result of each task, in their order.
+
+    Checksums and decoders let other threads run.
+    """
+    results = []
     with ThreadPoolExecutor(cores.available()) as pool:
         for result in pool.map(work, tasks):
-            found.append(result)
-            _advance(len(found), len(tasks))
-    return found
+            results.append(result)
+            _print_progress(len(results), len(tasks))
+    return results
 
 
-def _advance(done: int, total: int) -> None:
-    """Print progress, about twenty times."""
-    if done and (done == total or done % max(1, total // 20) == 0):
+def _print_progress(done: int, total: int) -> None:
+    """Print how many shards are done, about twenty times."""
+    every = max(1, total // _LINES)
+    if done and (done == total or done % every == 0):
         print(f"{done} of {total} shards", flush=True)

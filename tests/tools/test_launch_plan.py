@@ -71,7 +71,7 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
     ],
 )
 def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start, call, monkeypatch):
-    monkeypatch.setattr(launch, "_gpus", lambda recipe: 1 if recipe.run.device == "cuda" else 0)
+    monkeypatch.setattr(launch, "_gpus", lambda device: 1 if device == "cuda" else 0)
     fixed = ("--config", QUICKSTART, "batch.global=768", "run.device=cpu")
     code, _, lines = call(launch.main, *fixed, *arguments.split())
     assert (code, len(lines)) == (WRONG_INPUT, 1) and lines[0].startswith(start), lines
@@ -92,7 +92,7 @@ def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start,
     ],
 )
 def test_replicas_follow_the_gpus_or_the_pod_and_cuts_the_stages(config, arguments, expected, call, monkeypatch):
-    monkeypatch.setattr(launch, "_gpus", lambda recipe: 8)
+    monkeypatch.setattr(launch, "_gpus", lambda device: 8)
     recipe = ROOT / "configs" / f"{config}.yaml"
     code, lines, _ = call(launch.main, "--config", recipe, "--dry-run", *arguments.split())
     assert code == DONE and expected in lines[-1]
@@ -101,11 +101,11 @@ def test_replicas_follow_the_gpus_or_the_pod_and_cuts_the_stages(config, argumen
 
 
 @pytest.mark.parametrize(("device", "available", "expected"), [("cuda", 3, 3), ("auto", 0, 0), ("cpu", 3, 0)])
-def test_gpus_are_counted_where_the_recipe_may_use_them(device, available, expected, tiny, monkeypatch):
+def test_gpus_are_counted_where_the_recipe_may_use_them(device, available, expected, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: available)
-    assert launch._gpus(tiny(f"run.device={device}")) == expected
+    assert launch._gpus(device) == expected
 
 
 def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):

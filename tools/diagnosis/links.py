@@ -1,4 +1,4 @@
-"""Cost of messages between replicas, and seconds of each exchange of this model's gradient by itself."""
+"""Cost of messages between replicas, and of each exchange of this model's gradient by itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ _LARGEST = 262144  # bytes; the largest message of parallel.probe
 
 
 class Links(NamedTuple):
-    """Between replicas, or two processes of this host: seconds, bytes a second."""
+    """Links between replicas.
+
+    latency: seconds.
+    bandwidth: bytes a second.
+    loopback: there is one replica, so two processes of this host were measured.
+    """
 
     latency: Spread
     bandwidth: Spread
@@ -35,63 +40,144 @@ class Links(NamedTuple):
 
     @property
     def link(self) -> Link:
+        """Return the link with the medians."""
         return Link(self.latency.median, 1 / self.bandwidth.median)
 
 
 class Method(NamedTuple):
-    """An exchange by itself: predicted, and measured in seconds, but not where it takes long or needs other keys."""
+    """An exchange by itself.
+
+    candidate: as predicted.
+    measured: seconds; None where it takes long or needs other keys.
+    """
 
     candidate: Candidate
     measured: Optional[Spread]
 
     @property
     def timed(self) -> Candidate:
-        """With seconds as measured, if they are."""
-        return self.candidate._replace(network=self.measured.median) if self.measured else self.candidate
+        """Return the candidate with its seconds as measured, if they are."""
+        if self.measured is None:
+            return self.candidate
+        return self.candidate._replace(network=self.measured.median)
 
 
 def measure(processes: Processes, device: torch.device) -> Optional[Links]:
-    """Every rank calls this. None where two processes of this host cannot be connected."""
-    if processes.topology.replicas > 1:
-        own = [probe.measure(processes.replica_group, device) for _ in range(_REPETITIONS)]
-        found = [Link(*map(max, zip(*links))) for links in zip(*processes.gather(own))]
+    """Measure the link between replicas, or between two processes of this host.
+
+    Every rank calls.
+
+    Args:
+        processes: of the run.
+        device: of the gradients.
+
+    Returns:
+        The link; None where two processes of this host cannot be connected.
+    """
+    is_loopback = processes.topology.replicas == 1
+    links: Optional[List[Link]]
+    if is_loopback:
+        links = processes.from_main(loopback.measure)
     else:
-        found = processes.from_main(loopback.measure)
-    if found is None:
+        group = processes.replica_group
+        measured = [probe.measure(group, device) for _ in range(_REPETITIONS)]
+        links = _slowest_links(processes.gather(measured))
+    if links is None:
         return None
-    # A link on which bytes cost nothing that could be measured: at least this fast.
-    bandwidth = [1 / link.seconds_per_byte if link.seconds_per_byte else _LARGEST / link.latency for link in found]
-    return Links(spread([link.latency for link in found]), spread(bandwidth), processes.topology.replicas == 1)
+    latencies = []
+    bandwidths = []
+    for link in links:
+        latencies.append(link.latency)
+        if link.seconds_per_byte:
+            bandwidths.append(1 / link.seconds_per_byte)
+        else:
+            # Bytes cost nothing that could be measured: it is at least this fast.
+            bandwidths.append(_LARGEST / link.latency)
+    return Links(spread(latencies), spread(bandwidths), is_loopback)
+
+
+def _slowest_links(by_rank: List[List[Link]]) -> List[Link]:
+    """Return for each repetition the larger figures of all ranks."""
+    slowest_links = []
+    for links in zip(*by_rank):
+        latency = max(link.latency for link in links)
+        seconds_per_byte = max(link.seconds_per_byte for link in links)
+        slowest_links.append(Link(latency, seconds_per_byte))
+    return slowest_links
 
 
 def methods(
-    engine: TorchEngine, recipe: Recipe, batch: Batch, processes: Processes, link: Link, seconds: float
+    engine: TorchEngine,
+    recipe: Recipe,
+    batch: Batch,
+    processes: Processes,
+    link: Link,
+    seconds: float,
 ) -> List[Method]:
-    """Time every exchange of the gradient of the largest stage, which is lost. Every rank calls this."""
-    sizes = [(parameter.numel(), parameter.dim()) for _, parameter in engine.weights.places()]
-    whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
-    layers = sum(dimensions > 1 for _, dimensions in sizes)
-    gradient = max(processes.gather(Gradient(sum(size for size, _ in sizes), whole, layers)))
-    own = [method.section for method in exchange.variants(recipe.exchange)]
-    predicted = choice.predict(exchange.candidates(recipe.exchange), recipe, batch, gradient, link)
-    found = []
-    for candidate in predicted:
-        tried = recipe.model_copy(update={"exchange": candidate.method.section})
-        short = candidate.network < seconds and tried.exchange in own
-        found.append(Method(candidate, _seconds(engine, tried, processes, seconds / len(own)) if short else None))
-    return found
+    """Predict every exchange of the gradient of the largest stage, and time those of the recipe.
+
+    Every rank calls. The engine's gradient is lost.
+
+    Args:
+        engine: whose gradient is exchanged.
+        recipe: whose keys of `exchange` the methods take over.
+        batch: of the recipe.
+        processes: of the run.
+        link: between replicas.
+        seconds: for all measurements; a method that takes longer is not measured.
+    """
+    largest = max(processes.gather(_gradient(engine, recipe.exchange.whole_1d)))
+    own_sections = [method.section for method in exchange.variants(recipe.exchange)]
+    share = seconds / len(own_sections)
+    candidates = exchange.candidates(recipe.exchange)
+    timed = []
+    for candidate in choice.predict(candidates, recipe, batch, largest, link):
+        section = candidate.method.section
+        measured = None
+        if candidate.network < seconds and section in own_sections:
+            variant = recipe.model_copy(update={"exchange": section})
+            measured = _seconds(engine, variant, processes, share)
+        timed.append(Method(candidate, measured))
+    return timed
 
 
-def _seconds(engine: TorchEngine, recipe: Recipe, processes: Processes, seconds: float) -> Spread:
-    """Seconds of an exchange on the slowest rank."""
-    weights, run = engine.weights, engine.exchange_of(recipe, 1)
-    for view in weights.gradients.views:
+def _gradient(engine: TorchEngine, whole_1d: bool) -> Gradient:
+    """Return the sizes of the gradient of an engine's stage.
+
+    Args:
+        engine: of this rank.
+        whole_1d: vectors are sent whole.
+    """
+    elements = 0
+    vectors = 0
+    layers = 0
+    for _, parameter in engine.weights.places():
+        elements += parameter.numel()
+        if parameter.dim() == 1:
+            vectors += parameter.numel()
+        elif parameter.dim() > 1:
+            layers += 1
+    return Gradient(elements, vectors if whole_1d else 0, layers)
+
+
+def _seconds(
+    engine: TorchEngine,
+    recipe: Recipe,
+    processes: Processes,
+    seconds: float,
+) -> Spread:
+    """Measure the seconds of the exchange of `recipe` on the slowest rank."""
+    gradients = engine.weights.gradients
+    run = engine.exchange_of(recipe, 1)
+    for view in gradients.views:
         view.normal_()
-    buffer, scale = weights.gradients.flat, torch.ones((), device=engine.device)
-    gradient = buffer.clone()
+    # The exchange replaces the gradient by the sum, so each repetition begins with a copy.
+    gradient = gradients.flat.clone()
+    scale = torch.ones((), device=engine.device)
 
     def repetition(step: int) -> float:
-        buffer.copy_(gradient)
+        """Return the seconds of one exchange."""
+        gradients.flat.copy_(gradient)
         processes.wait_for_all()
         start = time.perf_counter()
         run(step, scale, 1.0)
@@ -101,7 +187,7 @@ def _seconds(engine: TorchEngine, recipe: Recipe, processes: Processes, seconds:
     try:
         for step in range(_WARM_UP):
             repetition(step)
-        own = [repetition(_WARM_UP + number) for number in rounds(processes, seconds)]
+        measured = [repetition(_WARM_UP + number) for number in rounds(processes, seconds)]
     finally:
         run.close()
-    return spread(slowest(processes.gather(own)))
+    return spread(slowest(processes.gather(measured)))

@@ -5,16 +5,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from tools.formats import duration, percent
 
 if TYPE_CHECKING:
     from engines.timeline import Span
 
-# In the order in which a bar shows them. `rest` is what the others do not explain, and may be negative.
-PARTS = ("compute", "input", "imbalance", "bubble", "exchange", "straggling", "update", "rest")
+# In the order in which a bar shows them. `rest` is what the others do not explain, and may be
+# negative.
+PARTS = (
+    "compute",
+    "input",
+    "imbalance",
+    "bubble",
+    "exchange",
+    "straggling",
+    "update",
+    "rest",
+)
 _PASSES = ("load", "forward", "backward")
+_ONCE = ("update", "exchange", "rest")  # parts that do not grow with the micro batches of a step
 WORTH = 0.05  # share of a step below which a part is not worth a change
 _VARIES = 0.3  # share of the median that the middle half of the repetitions may span
 
@@ -29,22 +40,33 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Spread of at least one repetition."""
+    """Return the spread of the `values` of at least one repetition."""
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 class Passes(NamedTuple):
-    """By step. own: rank -> seconds of its passes. lengths: replica -> seconds from its first pass to its last."""
+    """Seconds of forward and backward passes, a value for each step.
 
-    own: Dict[int, List[float]]
-    lengths: Dict[int, List[float]]
+    by_rank: of a rank's own passes.
+    by_replica: from a replica's first pass to its last.
+    """
+
+    by_rank: Dict[int, List[float]]
+    by_replica: Dict[int, List[float]]
 
 
 class Times(NamedTuple):
-    """Seconds of steps: as trained, of which waited for images; with images in memory, in turns with and without
-    exchange, empty where nothing is exchanged. passes: of steps without exchange.
+    """Seconds of steps, a value for each repetition.
 
-    accumulation: micro batches of a step. stages: ranks that share a replica. virtual: parts of the model on each.
+    accumulation: micro batches of a step.
+    stages: ranks that share a replica.
+    virtual: parts of the model on each of them.
+    as_trained: with images from the loader.
+    waited: for images in those.
+    from_memory: with images in memory.
+    without_exchange: in turns with the latter; empty where nothing is exchanged.
+    update: of the optimizer alone.
+    passes: of steps without exchange.
     """
 
     accumulation: int
@@ -59,113 +81,190 @@ class Times(NamedTuple):
 
 
 def passes(spans: Sequence[Span], stages: int) -> Passes:
-    """Passes of traced steps, from the spans of all ranks, each of which has some in every step."""
-    own, replicas = defaultdict(list), defaultdict(list)
+    """Return the passes of traced steps.
+
+    Args:
+        spans: of all ranks, each of which has some in every step.
+        stages: ranks that share a replica.
+    """
+    seconds: Dict[Tuple[int, int], List[float]] = defaultdict(list)  # of each rank and step
+    moments: Dict[Tuple[int, int], List[float]] = defaultdict(list)  # of each replica and step
     for span in spans:
         if span.kind in _PASSES:
-            own[span.rank, span.step].append(span.end - span.start)
-            replicas[span.rank // stages, span.step] += span.start, span.end
-    found = Passes(defaultdict(list), defaultdict(list))
-    for (rank, _), seconds in sorted(own.items()):
-        found.own[rank].append(math.fsum(seconds))
-    for (replica, _), moments in sorted(replicas.items()):
-        found.lengths[replica].append(max(moments) - min(moments))
-    return found
+            seconds[span.rank, span.step].append(span.end - span.start)
+            moments[span.rank // stages, span.step] += [span.start, span.end]
+    by_rank: Dict[int, List[float]] = defaultdict(list)
+    for (rank, _), values in sorted(seconds.items()):
+        by_rank[rank].append(math.fsum(values))
+    by_replica: Dict[int, List[float]] = defaultdict(list)
+    for (replica, _), values in sorted(moments.items()):
+        by_replica[replica].append(max(values) - min(values))
+    return Passes(by_rank, by_replica)
 
 
 def parts(times: Times) -> Dict[str, float]:
-    """Seconds of each part of the measured step (docs/doctor.md). They add up to the median of `as_trained`."""
+    """Return the seconds of each part of the measured step (docs/doctor.md).
+
+    They add up to the median of `as_trained`.
+
+    Args:
+        times: of the step.
+    """
+    # A replica's passes take as long as they last; where stages share it, each also stands still.
     stages = times.stages
-    lengths = list(zip(*times.passes.lengths.values()))  # by step, of each replica
-    length = statistics.median(map(statistics.mean, lengths))
-    medians = {rank: statistics.median(values) for rank, values in times.passes.own.items()}
-    by_stage = [[value for rank, value in medians.items() if rank % stages == stage] for stage in range(stages)]
-    busy = list(map(statistics.mean, by_stage))
-    exchanged = [whole - without for whole, without in zip(times.from_memory, times.without_exchange)]
-    found = {
+    by_step = list(zip(*times.passes.by_replica.values()))
+    length = statistics.median(statistics.mean(lengths) for lengths in by_step)
+    busy = _busy_by_stage(times)
+    mean_busy = statistics.mean(busy)
+    if stages == 1:
         # One rank's passes follow each other: what lies between them belongs to them.
-        "compute": length if stages == 1 else statistics.mean(busy),
+        compute = length
+        bubble = 0.0
+    else:
+        compute = mean_busy
+        bubble = max(0.0, length - max(busy))
+    exchanged = _exchange_seconds(times)
+    straggling = [max(lengths) - statistics.mean(lengths) for lengths in by_step]
+    seconds = {
+        "compute": compute,
         "input": statistics.median(times.waited),
-        "imbalance": max(busy) - statistics.mean(busy),
-        "bubble": max(0.0, length - max(busy)) if stages > 1 else 0.0,
+        "imbalance": max(busy) - mean_busy,
+        "bubble": bubble,
         "exchange": max(0.0, statistics.median(exchanged)) if exchanged else 0.0,
-        "straggling": statistics.median(max(each) - statistics.mean(each) for each in lengths),
+        "straggling": statistics.median(straggling),
         "update": statistics.median(times.update),
     }
-    return {**found, "rest": statistics.median(times.as_trained) - math.fsum(found.values())}
+    step = statistics.median(times.as_trained)
+    seconds["rest"] = step - math.fsum(seconds.values())
+    return seconds
+
+
+def _busy_by_stage(times: Times) -> List[float]:
+    """Return the seconds that each stage computes in a step, the mean over its ranks."""
+    medians: List[List[float]] = [[] for _ in range(times.stages)]
+    for rank, seconds in times.passes.by_rank.items():
+        medians[rank % times.stages].append(statistics.median(seconds))
+    return [statistics.mean(ranks) for ranks in medians]
+
+
+def _exchange_seconds(times: Times) -> List[float]:
+    """Return the seconds that the exchange adds to a step, by turn; they may be negative."""
+    turns = zip(times.from_memory, times.without_exchange)
+    return [whole - without for whole, without in turns]
 
 
 def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[str, float]:
-    """The parts of a step of `accumulation` micro batches, where fewer were measured.
+    """Return the parts of a step with more micro batches than were measured.
 
-    Computing and waiting for images grow with the micro batches; update, exchange and filling a pipeline of K ranks
-    with V parts of the model each, (K - 1) / V turns of the slowest stage, come once a step. Lasting differences
-    between replicas grow with the micro batches, chance with their square root; of the rest what workers take grows.
+    Computing and waiting for images grow with the micro batches. Update, exchange and filling a
+    pipeline of K ranks with V parts of the model each, (K - 1) / V turns of the slowest stage, come
+    once a step. Lasting differences between replicas grow with the micro batches, chance with their
+    square root. Of the rest, what workers take grows.
+
+    Args:
+        measured: seconds of each part of the measured step.
+        times: of that step.
+        accumulation: micro batches of the longer step.
     """
-    before, stages, virtual = times[:3]
-    factor = accumulation / before
-    once = ("update", "exchange", "rest")
-    found = {name: measured[name] * (1.0 if name in once else factor) for name in PARTS}
-    turn = (measured["compute"] + measured["imbalance"]) / before
-    filling = min(measured["bubble"], (stages - 1) / virtual * turn)
-    found["bubble"] = filling + factor * (measured["bubble"] - filling)
-    beside = statistics.median(times.as_trained) - measured["input"] - statistics.median(times.from_memory)
-    found["rest"] += (factor - 1) * beside
-    medians = [statistics.median(lengths) for lengths in times.passes.lengths.values()]
+    factor = accumulation / times.accumulation
+    seconds = {}
+    for name in PARTS:
+        seconds[name] = measured[name] * (1.0 if name in _ONCE else factor)
+    # The bubble: filling the pipeline, and a wait beyond that, which comes with each micro batch.
+    turn = (measured["compute"] + measured["imbalance"]) / times.accumulation
+    filling = min(measured["bubble"], (times.stages - 1) / times.virtual * turn)
+    seconds["bubble"] = filling + factor * (measured["bubble"] - filling)
+    # The rest: workers slow the step down while they read.
+    as_trained = statistics.median(times.as_trained)
+    from_memory = statistics.median(times.from_memory)
+    beside_workers = as_trained - measured["input"] - from_memory
+    seconds["rest"] += (factor - 1) * beside_workers
+    # Straggling: a replica that is always slow, and chance.
+    medians = [statistics.median(lengths) for lengths in times.passes.by_replica.values()]
     lasting = min(measured["straggling"], max(medians) - statistics.mean(medians))
-    found["straggling"] = factor * lasting + math.sqrt(factor) * (measured["straggling"] - lasting)
-    return found
+    chance = measured["straggling"] - lasting
+    seconds["straggling"] = factor * lasting + math.sqrt(factor) * chance
+    return seconds
 
 
-def doubts(times: Times, found: Dict[str, float]) -> List[str]:
+def doubts(times: Times, seconds: Dict[str, float]) -> List[str]:
     """Return why the parts of a step are no ground for advice, a clause each; nothing if they are.
 
-    Parts are measured one after the other. If the machine changes meanwhile, because other programs run on it, they do
-    not add up, or repetitions of the same work differ.
+    Parts are measured one after the other. If the machine changes meanwhile, because other programs
+    run on it, they do not add up, or repetitions of the same work differ.
 
-    Args: found: the parts, as measured or scaled.
+    Args:
+        times: of the step.
+        seconds: of its parts, as measured or scaled.
     """
-    step = math.fsum(found.values())
-    reasons = []
-    rest = found["rest"] / step
-    largest = max(seconds for name, seconds in found.items() if name not in ("compute", "rest")) / step
-    if rest <= -WORTH:
-        reasons.append(f"the parts, measured one after the other, add up to {percent(1 - rest)} of a step")
-    elif rest >= max(WORTH, largest):
-        reasons.append(f"{percent(rest)} of a step is in no part, which is more than any part that a recipe can change")
+    step = math.fsum(seconds.values())
+    reasons = _doubts_of_sum(seconds, step)
     # Waiting for images may vary by its nature: what remains of a step without it should not.
-    without_waiting = [whole - waited for whole, waited in zip(times.as_trained, times.waited)]
-    for words, values in (("steps", without_waiting), ("steps with images in memory", times.from_memory)):
-        low, high = _middle_half(values)
-        if high - low > _VARIES * statistics.median(values):
-            reasons.append(f"{words} vary: half of {len(values)} take between {duration(low)} and {duration(high)}")
-    exchanged = [whole - without for whole, without in zip(times.from_memory, times.without_exchange)]
-    if exchanged and found["exchange"] >= WORTH * step and _middle_half(exchanged)[0] <= 0:
-        reasons.append("steps with and without the exchange differ by less than they vary")
+    computed = [whole - waited for whole, waited in zip(times.as_trained, times.waited)]
+    reasons += _doubts_of_repetitions("steps", computed)
+    reasons += _doubts_of_repetitions("steps with images in memory", times.from_memory)
+    exchanged = _exchange_seconds(times)
+    if exchanged and seconds["exchange"] >= WORTH * step:
+        low, _ = _middle_half(exchanged)
+        if low <= 0:
+            reasons.append("steps with and without the exchange differ by less than they vary")
     return reasons
 
 
+def _doubts_of_sum(seconds: Dict[str, float], step: float) -> List[str]:
+    """Return a clause if the parts add up to much more or less than the step."""
+    rest = seconds["rest"] / step
+    if rest <= -WORTH:
+        total = percent(1 - rest)
+        return [f"the parts, measured one after the other, add up to {total} of a step"]
+    changeable = [name for name in seconds if name not in ("compute", "rest")]
+    largest = max(seconds[name] for name in changeable) / step
+    if rest >= max(WORTH, largest):
+        fault = f"{percent(rest)} of a step is in no part"
+        return [f"{fault}, which is more than any part that a recipe can change"]
+    return []
+
+
+def _doubts_of_repetitions(name: str, values: Sequence[float]) -> List[str]:
+    """Return a clause if the middle half of the repetitions spans too much."""
+    low, high = _middle_half(values)
+    if high - low <= _VARIES * statistics.median(values):
+        return []
+    between = f"{duration(low)} and {duration(high)}"
+    return [f"{name} vary: half of {len(values)} take between {between}"]
+
+
 def _middle_half(values: Sequence[float]) -> List[float]:
-    """The quartiles around the middle half."""
+    """Return the quartiles around the middle half."""
     if len(values) < 2:
         return [values[0], values[0]]
-    return statistics.quantiles(values, n=4, method="inclusive")[::2]
+    quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    return [quartiles[0], quartiles[2]]
 
 
 def straggling(times: Times, accumulation: int) -> float:
-    """Deviation of a replica's passes in a step of `accumulation` micro batches, over replicas and steps, relative.
+    """Return the relative deviation of a replica's passes in a step, over replicas and steps.
 
     Differences between steps average out over the micro batches, those between replicas do not.
+
+    Args:
+        times: of the measured step.
+        accumulation: micro batches of the step that is meant.
     """
-    lengths = list(times.passes.lengths.values())
-    means = [statistics.mean(values) for values in lengths]
-    between, within = statistics.pvariance(means), statistics.mean(map(statistics.pvariance, lengths))
+    by_replica = list(times.passes.by_replica.values())
+    means = [statistics.mean(lengths) for lengths in by_replica]
+    between = statistics.pvariance(means)
+    within = statistics.mean(statistics.pvariance(lengths) for lengths in by_replica)
     factor = accumulation / times.accumulation
     return math.sqrt(between + within / factor) / statistics.mean(means)
 
 
 class Rank(NamedTuple):
-    """A rank's passes: seconds of a measured step. lag: how much longer than of others of its stage, relative."""
+    """A rank's passes.
+
+    mean, deviation: seconds of a measured step.
+    lag: how much longer than those of others of its stage, relative; None where there are none.
+    """
 
     rank: int
     replica: int
@@ -176,18 +275,37 @@ class Rank(NamedTuple):
     lag: Optional[float]
 
 
-def ranks(found: Passes, stages: int, hosts: Sequence[str]) -> List[Rank]:
-    """A row for each rank."""
-    means = {rank: statistics.mean(values) for rank, values in found.own.items()}
+def ranks(measured: Passes, stages: int, hosts: Sequence[str]) -> List[Rank]:
+    """Return a row for each rank.
+
+    Args:
+        measured: passes of all ranks.
+        stages: ranks that share a replica.
+        hosts: of each rank.
+    """
+    means = {rank: statistics.mean(values) for rank, values in measured.by_rank.items()}
     rows = []
-    for rank, values in found.own.items():
-        others = [mean for other, mean in means.items() if other != rank and other % stages == rank % stages]
-        lag = means[rank] / statistics.mean(others) - 1 if others else None
-        deviation = statistics.pstdev(values)
-        rows.append(Rank(rank, rank // stages, rank % stages, hosts[rank], means[rank], deviation, lag))
+    for rank, values in measured.by_rank.items():
+        stage = rank % stages
+        others = [means[other] for other in means if other != rank and other % stages == stage]
+        row = Rank(
+            rank=rank,
+            replica=rank // stages,
+            stage=stage,
+            host=hosts[rank],
+            mean=means[rank],
+            deviation=statistics.pstdev(values),
+            lag=means[rank] / statistics.mean(others) - 1 if others else None,
+        )
+        rows.append(row)
     return rows
 
 
 def slowest(rows: Sequence[Rank]) -> Optional[Rank]:
-    """The rank that falls farthest behind the others of its stage; None where there are none."""
-    return max((row for row in rows if row.lag is not None), key=lambda row: row.lag, default=None)
+    """Return the rank that falls farthest behind the others of its stage; None without others.
+
+    Args:
+        rows: of all ranks.
+    """
+    compared = [row for row in rows if row.lag is not None]
+    return max(compared, key=lambda row: row.lag, default=None)

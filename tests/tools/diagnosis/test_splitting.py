@@ -129,8 +129,8 @@ def test_spans_become_seconds_of_ranks_and_replicas():
             spans.append(Span(*who, "backward", 0, step, middle, end))
             spans.append(Span(*who, "update", -1, step, 8.0, 9.0))
     found = splitting.passes(spans, stages=2)
-    assert found.own == {0: [2.5, 2.5], 1: [2.5, 2.5], 2: [3.5, 3.5], 3: [4.5, 4.5]}
-    assert found.lengths == {0: [3.5, 3.5], 1: [6.5, 6.5]}
+    assert found.by_rank == {0: [2.5, 2.5], 1: [2.5, 2.5], 2: [3.5, 3.5], 3: [4.5, 4.5]}
+    assert found.by_replica == {0: [3.5, 3.5], 1: [6.5, 6.5]}
 
 
 def test_a_rank_is_compared_with_those_of_its_stage():
