@@ -158,7 +158,6 @@ def test_a_page_that_names_what_is_gone_is_found_out():
 # Goals that were withdrawn; their figures stay. No benchmark claims them.
 WITHDRAWN = (
     "best_reader_fraction_of_bare_decode", "top1_loss_local_8_glyphs", "predicted_updates_error",
-    "group_conv_issue_microseconds", "gigabytes_per_image", "launches_per_micro_batch",
 )  # fmt: skip
 
 

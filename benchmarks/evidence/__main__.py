@@ -23,36 +23,18 @@ from typing import Callable, Dict, Iterable
 
 from benchmarks import RESULTS, claims, provenance, tracked
 from benchmarks.evidence import page
-from benchmarks.evidence.ablations import Ablations
 from benchmarks.evidence.exchange_learning import ExchangeLearning
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.half_weights import HalfWeights
-from benchmarks.evidence.ladder import Ladder
 from benchmarks.evidence.ladder2 import Ladder2
-from benchmarks.evidence.lars_forms import LarsForms
-from benchmarks.evidence.micro import MicroBatches
-from benchmarks.evidence.norms import Norms
 from benchmarks.evidence.photographs import Photographs
-from benchmarks.evidence.resolution import Resolution
 from benchmarks.evidence.runs import Lost, Run, outcome, provenance_of, train_all
 from benchmarks.evidence.staleness import Staleness
 from recipe import cores
 from recipe.errors import FAILED, STOPPED
 from training.command import fail
 
-_ALL = (
-    Photographs,
-    Ladder,
-    Ladder2,
-    Ablations,
-    HalfWeights,
-    Norms,
-    MicroBatches,
-    Resolution,
-    LarsForms,
-    ExchangeLearning,
-    Staleness,
-)
+_ALL = (Photographs, Ladder2, HalfWeights, ExchangeLearning, Staleness)
 EXPERIMENTS: Dict[str, Experiment] = {each.name: each() for each in _ALL}
 
 

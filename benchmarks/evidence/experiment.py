@@ -11,11 +11,7 @@ from benchmarks import claims
 from benchmarks.evidence.runs import RECIPE, Run, outcome
 
 SEEDS = (0, 1, 2)
-CLEAR = 3.0  # standard errors; between three seeds and three, chance exceeds this once in 25 times
-_LEARNED = 0.05  # of the loss, below that of guessing: less is chance
 _SHORT = ("run.steps=8", "schedule.warmup_steps=2", "data.train_images=6144")  # with --quick
-_AVERAGES = ("epoch_average", "step_average")
-_FARTHEST = 6  # exponents from the first guess that a search goes
 
 
 class Series(NamedTuple):
@@ -30,7 +26,6 @@ class Series(NamedTuple):
     stages: int = 1
     replicas: int = 1
     base: str = RECIPE
-    measured: bool = False
 
     @property
     def runs(self) -> List[Run]:
@@ -50,7 +45,6 @@ class Experiment(abc.ABC):
         name: of the command line and of the files of docs/results. question: the page's title.
         takes, quick_takes: times of the command, whole and with --quick.
         base: the recipe. columns: of the page's table: key of a row, heading, digits; the first is top-1.
-        compared: keys of a row: top-1, and its spread over the seeds.
     """
 
     name: str
@@ -63,7 +57,6 @@ class Experiment(abc.ABC):
         ("train_loss", "training loss", 3),
         ("behind", "behind float32", 4),
     )
-    compared: Tuple[str, str] = ("top1_mean", "top1_sd")
 
     @abc.abstractmethod
     def series(self) -> List[Series]:
@@ -73,14 +66,9 @@ class Experiment(abc.ABC):
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         """Write the figure; all runs are finished."""
 
-    def pairs(self, rows: Sequence[dict]) -> Dict[str, Tuple[dict, dict]]:
-        """The rows whose top-1 the verdict compares, by what is compared."""
-        return {}
-
+    @abc.abstractmethod
     def verdict(self, rows: Sequence[dict]) -> str:
         """The answer in a sentence, computed from the rows."""
-        compared = (f"{name} {points(*pair)}" for name, pair in self.pairs(rows).items())
-        return f"Points of top-1: {', '.join(compared)}."
 
     def trials(self) -> Iterable[Run]:
         """Runs whose outcome decides which series there are; all that are known by now."""
@@ -144,7 +132,6 @@ def row(series: Series) -> dict:
     """
     found = [outcome(run) for run in series.runs]
     ended = [each for each in found if not each.diverged]
-    averages = {name: [each.averages[name] for each in ended if name in each.averages] for name in _AVERAGES}
     return {
         **series.labels,
         "seeds": len(found),
@@ -152,7 +139,6 @@ def row(series: Series) -> dict:
         **two("top1", [100 * each.top1 for each in found]),
         **two("loss", [each.loss for each in ended]),
         **two("train_loss", [each.train_loss for each in ended]),
-        **{f"{name}_top1": round(100 * statistics.mean(values), 3) for name, values in averages.items() if values},
     }
 
 
@@ -166,19 +152,6 @@ def changed(overrides: Sequence[str], by: Sequence[str]) -> Tuple[str, ...]:
     """Overrides with others in the place of those of the same keys, so that a run's name says each key once."""
     keys = {text.partition("=")[0] for text in by}
     return (*(text for text in overrides if text.partition("=")[0] not in keys), *by)
-
-
-def standard_errors(one: dict, other: dict) -> float:
-    """Difference of two rows' top-1 in its standard errors; of rows over the same seeds."""
-    error = ((one["top1_sd"] ** 2 + other["top1_sd"] ** 2) / one["seeds"]) ** 0.5
-    difference = one["top1_mean"] - other["top1_mean"]
-    return difference / error if error else float("inf") * (1 if difference >= 0 else -1)
-
-
-def points(one: dict, other: dict) -> str:
-    """Difference of two rows' top-1 in points, and whether it is more than chance explains."""
-    clear = abs(standard_errors(one, other)) > CLEAR
-    return f"{one['top1_mean'] - other['top1_mean']:+.1f} ({'clear' if clear else 'within the spread'})"
 
 
 class Search(abc.ABC):
@@ -212,33 +185,6 @@ class Search(abc.ABC):
         """The rate with the lowest loss, None as long as runs are missing."""
         losses = self.losses()
         return min(losses, key=losses.__getitem__) if len(losses) == len(self.rates()) else None
-
-
-class Climb(Search):
-    """By factors of two from a first guess, with one seed, until both neighbours of the best are worse.
-
-    Runs that diverge, or are no better than guessing, tell nothing: as long as all do, it looks farther on both sides.
-    """
-
-    def __init__(self, start: float, overrides: Sequence[str], guessing: float):
-        """Args: start: the peak rate that is tried first. guessing: the loss of guesses."""
-        super().__init__(overrides, SEEDS[:1])
-        self._start, self._guessing = start, guessing
-
-    def rates(self) -> List[float]:
-        tried, next_ones = {}, [0]  # exponents of the factor
-        while next_ones:
-            tried.update({each: self.loss(self._rate(each)) for each in next_ones})
-            if None in tried.values():
-                break
-            best = min(tried, key=tried.__getitem__)
-            learned = tried[best] < self._guessing - _LEARNED
-            farther = [best - 1, best + 1] if learned else [min(tried) - 1, max(tried) + 1]
-            next_ones = [each for each in farther if each not in tried and abs(each) <= _FARTHEST]
-        return [self._rate(each) for each in tried]
-
-    def _rate(self, exponent: int) -> float:
-        return float(f"{self._start * 2.0**exponent:.4g}")
 
 
 def search_table(searches: Mapping[Tuple[str, int], Search]) -> str:

@@ -85,7 +85,7 @@ def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RES
     Rows agree whose means differ by no more than the larger of the two spreads over the seeds.
     """
     path = folder / f"{experiment.name}.csv"
-    labels, (mean, spread) = list(experiment.series()[0].labels), experiment.compared
+    labels = list(experiment.series()[0].labels)
     before = {_named(row, labels): row for row in (read(path) if path.exists() else ())}
     found = []
     for row in rows:
@@ -93,8 +93,8 @@ def differences(experiment: Experiment, rows: Sequence[dict], folder: Path = RES
         then = before.get(name)
         if then is None:
             found.append(f"{name}: not there before")
-        elif abs(row[mean] - then[mean]) > max(row[spread] or 0, then[spread] or 0):
-            found.append(f"{name}: top-1 {row[mean]:.2f} %, before {then[mean]:.2f} %")
+        elif abs(row["top1_mean"] - then["top1_mean"]) > max(row["top1_sd"] or 0, then["top1_sd"] or 0):
+            found.append(f"{name}: top-1 {row['top1_mean']:.2f} %, before {then['top1_mean']:.2f} %")
     return found
 
 
@@ -133,8 +133,8 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
     figure.savefig(path, dpi=110)
 
 
-def bars(names: Sequence[str], sides: Mapping[str, Sequence[float]], path: Path, x: str, **options: str) -> None:
-    """A group of horizontal bars for each name, a bar for each side. Args: options: of the axis."""
+def bars(names: Sequence[str], sides: Mapping[str, Sequence[float]], path: Path, x: str) -> None:
+    """A group of horizontal bars for each name, a bar for each side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.4 * len(names) + 1.6), layout="constrained")
@@ -142,7 +142,7 @@ def bars(names: Sequence[str], sides: Mapping[str, Sequence[float]], path: Path,
     for number, (side, widths) in enumerate(sides.items()):
         height = 0.8 / len(sides)
         axis.barh([place + height * number for place in range(len(names))], widths, height, label=side)
-    axis.set(xlabel=x, **options)
+    axis.set(xlabel=x)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.legend()

@@ -12,7 +12,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import traceback
@@ -23,7 +22,6 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 import torch
 
 from benchmarks import CACHE, QUIET, RESULTS, ROOT, provenance
-from benchmarks.evidence.lars_ratio import Recorder
 from benchmarks.provenance import Provenance
 from data.glyphs import GlyphsSource
 from data.sources import open_source
@@ -55,7 +53,6 @@ class Run(NamedTuple):
     """One training run.
 
     overrides: of the recipe, without seed and folder. stages, replicas: more than one process, if their product is.
-    measured: whether the lengths of LARS's steps are recorded; such a run is not resumed but starts over.
     """
 
     overrides: Tuple[str, ...]
@@ -63,18 +60,11 @@ class Run(NamedTuple):
     stages: int = 1
     replicas: int = 1
     base: str = RECIPE
-    measured: bool = False
 
     @property
     def folder(self) -> Path:
         content = [_content(self.base), sorted(self.overrides), self.seed, self.stages, self.replicas]
-        content += ["measured"] * self.measured
         return RUNS / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-
-    @property
-    def record(self) -> Path:
-        """The recorded step lengths (JSON) of a run that is measured."""
-        return self.folder / "step_ratio.json"
 
     @property
     def processes(self) -> int:
@@ -101,14 +91,13 @@ class Run(NamedTuple):
 class Outcome(NamedTuple):
     """Final figures of a run.
 
-    top1, loss: of the validation images; train_loss: the last that was logged; averages: top-1 of the averaged weights.
+    top1, loss: of the validation images; train_loss: the last that was logged.
     A run that diverged has infinite losses, and its error message in `diverged`.
     """
 
     top1: float
     loss: float
     train_loss: float
-    averages: Dict[str, float]
     diverged: str = ""
 
 
@@ -123,13 +112,11 @@ def outcome(run: Run) -> Optional[Outcome]:
     if diverged.exists():
         why = diverged.read_text().strip()
     if why:
-        return Outcome(1 / run.recipe().model.classes, float("inf"), float("inf"), {}, why)
+        return Outcome(1 / run.recipe().model.classes, float("inf"), float("inf"), why)
     found = events_of(run)
-    if "end" not in found or (run.measured and not run.record.exists()):
+    if "end" not in found:
         return None
-    end = found["end"][-1]
-    averages = {name: end[name]["top1"] for name in ("step_average", "epoch_average") if name in end}
-    return Outcome(end["top1"], found["eval"][-1]["loss"], found["train"][-1]["loss"], averages)
+    return Outcome(found["end"][-1]["top1"], found["eval"][-1]["loss"], found["train"][-1]["loss"])
 
 
 def events_of(run: Run) -> Dict[str, List[dict]]:
@@ -239,13 +226,7 @@ def train_here(run: Run) -> int:
         environment = {**launchers.without(os.environ), "OMP_NUM_THREADS": "1", **_KEEP_BUFFERS}
         return subprocess.run(bound_to_parent(run.command()), env=environment, check=False).returncode
     try:
-        if not run.measured:
-            train(run.recipe())
-            return 0
-        shutil.rmtree(run.folder, ignore_errors=True)  # from the start: the record needs every step
-        with Recorder() as recorder:
-            train(run.recipe())
-        run.record.write_text(json.dumps(recorder.summary()))
+        train(run.recipe())
     except Stopped:
         return STOPPED
     except TrainingError as error:
@@ -265,9 +246,9 @@ def _content(recipe: str) -> str:
 def keep(run: Run) -> None:
     """Add a run to docs/results/runs.jsonl: what trained it, when and where, and what pages read of its log.
 
-    Only one that is finished and has a folder here, is not there yet, and is not measured, as the record is not kept.
+    Only one that is finished and has a folder here, and is not there yet.
     """
-    if run.measured or not run.folder.exists() or _kept(run) is not None:
+    if not run.folder.exists() or _kept(run) is not None:
         return
     found = outcome(run)
     if found is None:
@@ -293,8 +274,8 @@ def _shortened(kind: str, event: dict) -> dict:
 
 
 def _kept(run: Run) -> Optional[dict]:
-    """The line of a run: `events` by kind, and `diverged`, empty if it did not. None of a measured run."""
-    if run.measured or not KEPT.exists():
+    """The line of a run: `events` by kind, and `diverged`, empty if it did not."""
+    if not KEPT.exists():
         return None
     state = KEPT.stat()
     return _lines(KEPT, state.st_mtime_ns, state.st_size).get(run.folder.name)

@@ -14,7 +14,7 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
 
     def outcome(run):
         dense = not any(text.startswith("exchange.") for text in run.overrides)
-        return Outcome(0.9 + run.seed / 100 - (0 if dense else lost[run.seed] / 100), 1.0, 1.0, {})
+        return Outcome(0.9 + run.seed / 100 - (0 if dense else lost[run.seed] / 100), 1.0, 1.0)
 
     for module in ("experiment", "exchange_learning"):
         monkeypatch.setattr(f"benchmarks.evidence.{module}.outcome", outcome)

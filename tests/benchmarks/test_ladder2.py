@@ -23,7 +23,7 @@ def test_four_rates_are_tried_for_everyone(monkeypatch, best, fourth):
     assert trials.rates() == [0.0333, 0.1, 0.3] and trials.best() is None
     while set(trials.runs()) - set(done):
         done.update(
-            (run, Outcome(0.5, abs(math.log(rate_of(run) / best)) + run.seed / 100, 1.0, {})) for run in trials.runs()
+            (run, Outcome(0.5, abs(math.log(rate_of(run) / best)) + run.seed / 100, 1.0)) for run in trials.runs()
         )
     assert trials.rates() == [0.0333, 0.1, 0.3, fourth]
     assert len(done) == 4 * 2
@@ -31,8 +31,8 @@ def test_four_rates_are_tried_for_everyone(monkeypatch, best, fourth):
 
 
 def test_a_rate_that_diverges_with_one_seed_is_no_better_than_its_mean_with_guessing(monkeypatch):
-    lost = Outcome(0.02, math.inf, math.inf, {}, "step 3")
-    monkeypatch.setattr(tuning, "outcome", lambda run: lost if run.seed else Outcome(0.9, 0.5, 1.0, {}))
+    lost = Outcome(0.02, math.inf, math.inf, "step 3")
+    monkeypatch.setattr(tuning, "outcome", lambda run: lost if run.seed else Outcome(0.9, 0.5, 1.0))
     assert Trials(NESTEROV, SMALLEST).loss(0.1) == pytest.approx((0.5 + math.log(50)) / 2)
 
 
@@ -79,7 +79,7 @@ def test_losses_have_students_interval(tuned, monkeypatch):
 
     def outcome(run):
         large = "batch.global=192" in run.overrides
-        return Outcome((88 if large else 90) / 100 + (run.seed - 2) / 100, 0.4, 1.0, {})
+        return Outcome((88 if large else 90) / 100 + (run.seed - 2) / 100, 0.4, 1.0)
 
     monkeypatch.setattr("benchmarks.evidence.experiment.outcome", outcome)
     monkeypatch.setattr(Ladder2, "series", lambda self: [tuned[EPOCHS_EQUAL, LARS, batch] for batch in (96, 192)])

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim import gradients as product
 from optim.gradients import Gradients, TreeSum
@@ -158,3 +159,31 @@ def test_buffers_are_few_and_serve_all_steps(count):
             tree.add()
         assert torch.equal(tree.total, torch.full((5,), step * count + count * (count - 1) / 2))
     assert len(seen) == math.floor(math.log2(count)) + 1
+
+
+class Operators(TorchDispatchMode):
+    """Lists the names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_few_kernels_take_in_a_model_whatever_strides_gradients_have():
+    """cuDNN's of a 1 x 1 kernel are channels-last ones, which differ where dimensions have one element."""
+    shape = (8, 4, 1, 1)
+    parameters = {str(number): nn.Parameter(torch.empty(shape, device="meta").half()) for number in range(64)}
+    gradients = Gradients(parameters, Layout(parameters), None, ())
+    for _ in range(2):
+        for parameter in parameters.values():
+            made = torch.empty(shape, device="meta", memory_format=torch.channels_last)
+            parameter.grad = made.half()
+        with Operators() as called:
+            gradients.accumulate()
+        assert all(parameter.grad is None for parameter in parameters.values())
+    kernels = [name for name in called.names if name in ("_foreach_copy_", "copy_", "add_", "_foreach_add_")]
+    assert kernels == ["_foreach_copy_", "add_"]

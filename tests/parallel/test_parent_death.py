@@ -87,7 +87,7 @@ def test_whatever_starts_processes_binds_them_to_itself():
     others = {
         *("training/run_folder.py", "parallel/hosts.py", "recipe/compilation.py", "data/workers.py"),
         "parallel/parent_death.py",  # where they are bound
-        *("benchmarks/networks.py", "benchmarks/faults/kinds.py", "benchmarks/gpu_assembly.py"),
+        *("benchmarks/networks.py", "benchmarks/faults/kinds.py"),
     }
     starts = re.compile(r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork")
     for room in ("benchmarks", "data", "engines", "models", "optim", "parallel", "recipe", "tools", "training"):
