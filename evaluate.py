@@ -9,18 +9,18 @@ that tools.export wrote (.onnx, .pt2). Weights that do not carry their recipe ne
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
 import re
 from pathlib import Path
 
-from recipe.division import count
-from recipe.errors import DONE, DataError, printable
-from recipe.files import writing
-from recipe.json_text import json_text
-from training.command import Parser, add_choice_of_weights, one_line
+from common.command import Parser, add_choice_of_weights, one_line
+from common.errors import DONE, DataError
+from common.files import writing
+from common.json_io import json_text
+from common.text import count, printable
 
 _WORST = 10  # classes that the terminal shows; the file has all
 

@@ -16,7 +16,7 @@ ALONE="clock or netns"
 run_selected() {
   local markers=$1 worst=0 empty=0 status
   shift
-  local side_by_side=(-n "$((3 * $("$PYTHON" -c 'from recipe import cores; print(cores.available())')))" --dist loadfile)
+  local side_by_side=(-n "$((3 * $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
     side_by_side+=(--no-loadscope-reorder)
   fi
@@ -44,7 +44,7 @@ if [ "${1:-}" = --ipu-environment ]; then
   # The rooms that the IPU path imports; engines/ and parallel/ hold newer code besides.
   ALONE=""  # no test of these rooms measures time
   run_selected "not slow and not multiprocess and not gpu" -p tests.ipu_environment "$@" \
-    tests/ipu tests/recipe tests/models tests/optim tests/data tests/training tests/parallel/test_topology.py \
+    tests/ipu tests/common tests/recipe tests/models tests/optim tests/data tests/training tests/parallel/test_topology.py \
     tests/engines/test_ipu_model.py tests/engines/test_ipu_input.py tests/test_train.py tests/test_evaluate.py
   exit
 fi

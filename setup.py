@@ -11,7 +11,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 NAME = "largebatch"
-ROOMS = ("data", "engines", "models", "optim", "parallel", "recipe")
+ROOMS = ("common", "data", "engines", "models", "optim", "parallel", "recipe")
 ROOT = Path(__file__).resolve().parent
 INIT = '''"""Large-batch training: optimizers, half weights, exchanges and EfficientNets. See docs/library.md."""
 

@@ -5,7 +5,7 @@ remedy), 75 stopped by a signal after saving: the same command resumes.
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
+from common.command import AGAIN, Parser, fail, naming, one_line
+from common.errors import DONE, FAILED, STOPPED, UserError
 from parallel import launchers, topology
 from recipe import batch, loading
-from recipe.errors import DONE, FAILED, STOPPED, UserError
 from recipe.ipu import poprun
 from training import preflight, relaunch, stopping
-from training.command import AGAIN, Parser, fail, naming, one_line
 from training.run_folder import check_owner
 
 _FIRST_PRINTS_SECONDS = 3.0

@@ -12,9 +12,9 @@ from typing import Any, Callable, Dict, Hashable, Iterable, Iterator, List, Mapp
 
 import torch
 
-from recipe.json_text import json_text
+from common.command import Parser
+from common.json_io import json_text
 from tools import formats
-from training.command import Parser
 
 _QUICK = "BENCHMARK_QUICK"
 _SECONDS = 5.0  # between two lines of progress

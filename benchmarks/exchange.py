@@ -12,7 +12,7 @@ All ranks' sums are compared bit for bit, and what was put in with what came out
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -7,7 +7,7 @@ compared. Sums depend on the CPU and on torch, so both sides are computed here a
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -23,9 +23,9 @@ from typing import Dict, Iterable, Iterator, NamedTuple, Tuple
 import torch
 
 from benchmarks import ROOT, claims
+from common.errors import UserError
 from parallel import launchers
 from parallel.parent_death import bound_to_parent
-from recipe.errors import UserError
 
 _TINY = (
     "run.device=cpu", "run.epochs=2", "model.width=0.25", "model.depth=0.1", "model.dropout=0.3", "model.drop_path=0.3",

@@ -11,10 +11,10 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Named
 import torch
 
 from benchmarks import ROOT
+from common.errors import first_line
 from engines.devices import synchronize
 from recipe import loading
 from recipe.config import Recipe
-from recipe.errors import first_line
 
 NOT_MEASURED = "not measured: "
 LEAST_TURNS = 2  # also where no time is left: one figure has no spread

@@ -10,7 +10,7 @@ from benchmarks.gpu_checks import CHECKS, passed
 from benchmarks.gpu_kernels import OUR_UPDATE, UPDATE
 from benchmarks.gpu_measure import LEAST_TURNS, Row
 from benchmarks.gpu_training import CLAIMED, COMPILED, MICROS, OURS, TIMM
-from recipe.json_text import json_text
+from common.json_io import json_text
 
 NO_PEER = "timm's efficientnet_b4 compiled did not finish"
 _PEER = f"{TIMM}, efficientnet"

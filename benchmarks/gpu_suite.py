@@ -13,7 +13,7 @@ anew. They are in benchmarks/cache/gpu/, and with --write in docs/results/gpu/, 
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import CACHE, RESULTS, claims, packages, tracked
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ cache; random crops and flips, at 380 and at 160 px, micro batches of 64. Times 
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -22,7 +22,7 @@ from typing import Any, Callable, List, Optional, Tuple
 from torch import distributed
 
 from benchmarks import ranks
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame without its checksum, and of TCP's data in it
 # Of a bucket that is full after a pause goes through at once: little more than a frame is the least that works.

@@ -12,7 +12,7 @@ machine with AVX-512 shows what it would do without.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks import claims
+from common.errors import ConfigError
 from models.efficientnet import build
 from models.normalization import norm_parameters
 from optim import factory
@@ -32,7 +33,6 @@ from optim.rounding import RoundingBits, round_stochastically
 from optim.weight_state import WeightState
 from recipe.config import Model
 from recipe.config import Optimizer as Section
-from recipe.errors import ConfigError
 
 _TURNS = 21
 _LR, _DECAY, _MOMENTUM = 0.1, 2.5e-6, 0.885

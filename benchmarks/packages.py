@@ -3,7 +3,7 @@
 import importlib.util
 from typing import List
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 
 # By the name that is imported; what torch brings along (numpy, typing_extensions, triton) is not here.
 _NEEDED = {"pydantic": "pydantic", "yaml": "pyyaml", "timm": "timm", "torchvision": "torchvision"}

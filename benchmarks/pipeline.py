@@ -13,7 +13,7 @@ EfficientNet-B4 G16 at 64 px and half of B0's width, micro batches of 8, float32
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

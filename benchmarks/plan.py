@@ -4,7 +4,7 @@ Calibrated on the smallest machine of each published series (one rate), on nothi
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 import torch
 
 from benchmarks import claims
+from common.errors import first_line
 from data.batches import MicroBatch
 from engines.torch_engine import TorchEngine
 from parallel import parent_death
@@ -21,7 +22,6 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.batch import divide
 from recipe.config import Recipe
-from recipe.errors import first_line
 
 
 class Turn(NamedTuple):

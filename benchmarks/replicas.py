@@ -12,7 +12,7 @@ The claim is about the faster form of DDP, and the number of micro batches where
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -10,7 +10,7 @@ steps. The bias of the mean is given in standard errors of a mean of exact, inde
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -12,7 +12,7 @@ Then a whole update by LARS with what a sparse exchange does on a replica but fo
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -9,7 +9,7 @@ slopes: least squares over the updates, without the first tenth (with --quick th
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -1,7 +1,7 @@
 """Cost of gradients that are applied some steps late: an experiment of benchmarks/evidence."""
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 

@@ -16,7 +16,7 @@ each number of threads claims are about the layout in which it is faster.
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -34,10 +34,10 @@ from benchmarks.drawn_photographs import CLASSES, FOLDER, photographs
 from benchmarks.loader import our_batches, timm_batches
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
+from common.errors import ConfigError
 from models.native import library
 from recipe import loading
 from recipe.config import Recipe
-from recipe.errors import ConfigError
 
 MICRO, ACCUMULATION = 32, 2
 B4_MICRO = 8  # and its whole update

@@ -24,7 +24,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -42,8 +42,9 @@ import torch
 from benchmarks import CACHE, QUICKSTART, QUIET, RESULTS, claims, networks, provenance, tracked
 from benchmarks.networks import Network
 from benchmarks.provenance import Provenance
-from recipe import loading, yaml_text
-from recipe.json_text import json_text
+from common import yaml_text
+from common.json_io import json_text
+from recipe import loading
 from training.metrics import read_events
 from training.run import run
 from training.run_folder import starts

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Mapping
 
 from benchmarks import ROOT
-from training.command import Parser
+from common.command import Parser
 
 
 def add_option(parser: Parser) -> None:

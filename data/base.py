@@ -6,8 +6,8 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 import numpy as np
 import torch
 
+from common.errors import DataError
 from recipe.config import Data
-from recipe.errors import DataError
 from recipe.kinds import Registry
 from recipe.randomness import bits32, key
 

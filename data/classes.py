@@ -6,9 +6,9 @@ from typing import Dict, List, Sequence, Tuple, Union
 import numpy as np
 import torch
 
+from common.errors import DataError
+from common.text import count, listed, printable
 from data.base import Image, Source, UnreadableImage
-from recipe.division import count
-from recipe.errors import DataError, listed, printable
 
 
 def in_timm_order(names: Sequence[str]) -> Tuple[str, ...]:

@@ -12,12 +12,12 @@ from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Tuple, U
 import numpy as np
 import torch
 
+from common.errors import DataError
 from data.base import Image, UnreadableImage
 from data.batches import MicroBatch, Request
 from data.encoded import EncodedImage
 from data.reader import Reader
 from data.transforms import Frame
-from recipe.errors import DataError
 
 
 class _Job(NamedTuple):

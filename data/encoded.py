@@ -5,9 +5,9 @@ from typing import Optional
 
 import torch
 
+from common.files import read_regular
 from data import decode, jpeg
 from data.base import Box, Image, Pixels, Source, UnreadableImage
-from recipe.files import read_regular
 
 _LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than within the whole
 

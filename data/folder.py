@@ -7,10 +7,11 @@ from typing import Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
+from common.errors import DataError
+from common.text import printable
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Names, Source
 from data.encoded import EncodedSource, read_image
 from recipe.class_folders import class_folders, images_below, listed, why_left_out
-from recipe.errors import DataError, printable
 from recipe.images import Folder, split_folder, split_place
 
 

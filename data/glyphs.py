@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+from common.errors import DataError
 from data.base import SOURCES, Source
-from recipe.errors import DataError
 from recipe.images import Glyphs
 from recipe.randomness import Stream, bits32, key
 

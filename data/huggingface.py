@@ -9,10 +9,10 @@ from typing import Any, Callable, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
+from common.errors import DataError, first_line
+from common.text import count, listed, printable
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Source, UnreadableImage
 from data.encoded import EncodedSource, read_image
-from recipe.division import count
-from recipe.errors import DataError, first_line, listed, printable
 from recipe.images import HuggingFace
 
 _LABEL = "label"  # the column of labels where not exactly one is of class labels

@@ -5,8 +5,8 @@ import functools
 import os
 from typing import List, NamedTuple, Optional, Sequence, Union
 
-from recipe.errors import DataError
-from recipe.files import read_regular
+from common.errors import DataError
+from common.files import read_regular
 
 _OPEN_FILES = 64  # of a folder; a process may have 1,024, and a training process has workers, sockets and logs too
 

@@ -8,9 +8,9 @@ import threading
 import time
 from typing import Any, Dict, List, Optional, Sequence, Set, Union
 
+from common import credentials
+from common.errors import DataError
 from data.local import Folder, MissingFile, Range
-from recipe import credentials
-from recipe.errors import DataError
 from recipe.randomness import bits32, key
 
 try:

@@ -8,9 +8,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from common.errors import DataError
+from common.json_io import parse_json
+from common.text import printable
 from data.local import Folder, MissingFile
-from recipe.bounded import parse_json
-from recipe.errors import DataError, printable
 from recipe.images import MANIFEST
 
 FORMAT = 1

@@ -9,11 +9,11 @@ from typing import List, Optional, Sequence, Union
 
 import numpy as np
 
+from common.text import printable
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Image, Names, Source, UnreadableImage, permutation
 from data.encoded import EncodedImage, EncodedSource
 from data.local import Folder, LocalFolder, MissingFile, Range
 from data.shard_index import encode_manifest, read_index, read_manifest
-from recipe.errors import printable
 from recipe.images import Shards, split_folder, split_place
 from recipe.randomness import bits32, key
 

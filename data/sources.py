@@ -2,12 +2,12 @@
 
 from typing import List, Optional, Sequence
 
+from common.errors import DataError
+from common.text import count
 from data import digits, folder, glyphs, huggingface, shards, torchvision  # noqa: F401  (they register themselves)
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Source
 from data.classes import matched
 from recipe.config import Data
-from recipe.division import count
-from recipe.errors import DataError
 
 
 def open_source(data: Data, classes: int, split: str, known: Optional[Sequence[str]] = None) -> Source:

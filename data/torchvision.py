@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torchvision import datasets
 
+from common.errors import DataError, first_line
+from common.files import open_regular
+from common.text import count
 from data.base import SOURCES, Source
 from recipe import torchvision_sets
-from recipe.division import count
-from recipe.errors import DataError, first_line
-from recipe.files import open_regular
 from recipe.images import Torchvision
 from recipe.torchvision_sets import SETS
 

@@ -11,9 +11,9 @@ from typing import Any, List
 
 import torch
 
+from common.files import replacing, user_cache
+from common.json_io import json_text
 from models.kernels import patching
-from recipe.files import replacing, user_cache
-from recipe.json_text import json_text
 
 
 def place(kind: str, *key: object) -> Path:

@@ -6,6 +6,7 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from common.errors import ConfigError
 from engines import cuts
 from engines.devices import device_of, timed
 from models.families import build
@@ -17,7 +18,6 @@ from parallel.processes import Processes
 from recipe import checks
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError
 from recipe.exchange import Exchange
 
 # An exchange that leaves out more must be this many times as fast as one that leaves out less: a prediction may be off

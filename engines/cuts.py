@@ -9,6 +9,7 @@ from typing import Callable, Dict, List, Sequence, Tuple
 
 import torch
 
+from common.errors import ConfigError
 from engines.devices import memory_of
 from engines.stage import blocks_to_recompute
 from models import balance, costs, shapes
@@ -19,7 +20,6 @@ from parallel.topology import Topology
 from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError
 
 _BYTES_PER_PARAMETER = 16  # working copy, gradient, and float32 scratch of weight and momentum; half weights add 4
 

@@ -9,9 +9,9 @@ from typing import Any, Callable, Iterator, List, Tuple
 
 import torch
 
+from common.errors import ConfigError
 from parallel.topology import Topology
 from recipe.config import Recipe
-from recipe.errors import ConfigError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SUPPORTED = "supported are NVIDIA GPUs (cuda), CPUs and IPUs"

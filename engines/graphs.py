@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from common.errors import first_line
 from engines.stage import Stage
 from models.stochastic import RANDOM_LAYERS
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import first_line
 
 DEVICES = ("cuda",)  # types that record
 _FEW = 4  # micro batches of a replica in a step

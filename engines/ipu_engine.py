@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
+from common.errors import ConfigError
 from data.base import Source
 from data.batches import MicroBatch
 from data.workers import begin_work
@@ -37,7 +38,6 @@ from parallel.topology import Topology
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
-from recipe.errors import ConfigError
 from recipe.ipu import optimizers, options, poprun
 from recipe.ipu.optimizers import Name
 from recipe.ipu.options import Chain, Setting

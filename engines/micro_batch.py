@@ -16,6 +16,8 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 
+from common.errors import ConfigError
+from common.json_io import read_json
 from data import mixing
 from data.batches import MicroBatch
 from engines import cache, factory
@@ -23,10 +25,8 @@ from engines.devices import compute_dtype, device_of, memory_of, name_of, synchr
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.batch import candidates, divide, settled, training_image_sizes
-from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError
 
 RESERVE = 0.08  # of the memory that is free as a micro batch is tried
 _WITH_TRIALS = ("cuda",)  # types of devices

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.errors import ConfigError
 from engines import same_start, state
 from engines.devices import DTYPES
 from engines.exchange import GradientExchange, create_weights
@@ -22,7 +23,6 @@ from parallel.topology import Topology
 from recipe import checks, loading
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError
 
 _SECTIONS = ("optimizer", "exchange", "precision")
 

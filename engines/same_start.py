@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.errors import ConfigError, first_line
 from parallel.processes import Processes
-from recipe.errors import ConfigError, first_line
 
 Result = TypeVar("Result")
 _EXTRA = "_extra_state"  # last part of the name under which `state_dict` has what `get_extra_state` returns

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from common.errors import ConfigError, first_line
 from models.base import BlockList
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
-from recipe.errors import ConfigError, first_line
 
 # Programs that one block may have: for each size of images, with a backward pass to come and without.
 _PROGRAMS = 64

@@ -10,6 +10,8 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from common.errors import ConfigError, first_line
+from common.json_io import read_json
 from engines import cache, cuts
 from engines.devices import compute_dtype, device_of, name_of, set_switches, timed
 from engines.stage import Stage, blocks_to_recompute, boundaries, sent
@@ -22,10 +24,8 @@ from models.native import patching as native
 from parallel.processes import Processes
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes
-from recipe.bounded import read_json
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError, first_line
 from recipe.hardware import EngineSection
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -11,13 +11,13 @@ from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet
 from torch import nn
 
+from common.errors import ConfigError
 from models.base import FAMILIES, BlockList, Family
 from models.normalization import BatchNormAct, GroupNormAct, ProxyNormAct
 from models.preprocess import Preprocess
 from models.shapes import CHANNEL_DIVISOR, HEAD_CHANNELS, STAGES, STEM_CHANNELS, groups_of
 from models.stochastic import Draws, Dropout, DropPath
 from recipe import network
-from recipe.errors import ConfigError
 from recipe.randomness import key
 
 

@@ -9,10 +9,11 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
+from common.cpp_compiler import CompilerError, library
+from common.errors import first_line
+from common.text import printable
 from optim import lars_update, rounding
 from optim.layout import Buffers, Run, in_parts
-from recipe.compilation import CompilerError, library
-from recipe.errors import first_line, printable
 
 _SOURCE = Path(__file__).parent / "kernels" / "update.cpp"
 _FLAGS = (

@@ -17,14 +17,14 @@ import time
 from types import FrameType
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
+from common import cores
+from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 from parallel.board import Outcome
 from parallel.generations import LIFE
 from parallel.hosts import Hosts, interface_towards
 from parallel.parent_death import bound_to_parent
 from parallel.rendezvous import MasterLost, Others, Stopped
 from parallel.replacements import Ranks, Replacements, kill, signal_name
-from recipe import cores
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _WATCH_SECONDS = 0.05
 _END_SECONDS = 5.0  # from SIGTERM to SIGKILL

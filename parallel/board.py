@@ -24,8 +24,9 @@ from typing import Annotated, BinaryIO, Dict, Optional, Tuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import Required, TypedDict
 
+from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
+from common.text import printable
 from parallel.hosts import Hosts, listen
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError, printable
 
 _POLL_SECONDS = 1.0
 _CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not listen yet

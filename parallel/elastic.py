@@ -15,11 +15,11 @@ from typing import Callable, Iterator, Mapping, Tuple
 
 import torch.distributed as dist
 
+from common.errors import FAILED, LEFT_OUT, ConfigError
 from parallel import cutting, ending, joining
 from parallel.generations import LIFE, LeftOut, Member, Membership, Regroup, TooFew
 from parallel.topology import Topology
 from recipe.config import Parallel
-from recipe.errors import FAILED, LEFT_OUT, ConfigError
 
 _STORE_LIMIT = timedelta(seconds=20)
 _LISTEN_SECONDS = 0.1  # between two looks at the store, of up to 200 processes

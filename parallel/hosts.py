@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Mapping, Optional, Tuple
 
-from recipe.errors import UserError
+from common.errors import UserError
 
 _PORT = 29500
 _SLURM_PORTS = range(20000, 30000)  # below the ports that systems give out for outgoing connections

@@ -14,8 +14,8 @@ from typing import List, NamedTuple, Tuple
 import torch
 import torch.distributed as dist
 
+from common.errors import ConfigError
 from parallel.topology import Topology
-from recipe.errors import ConfigError
 
 RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
 # A rank may save, evaluate or compile while the others wait for it.

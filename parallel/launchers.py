@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Dict, Mapping, MutableMapping, NamedTuple, Optional
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 
 _TORCHRUN = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

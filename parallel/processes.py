@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
 from parallel.joining import COLLECTIVE_TIMEOUT, join
 from parallel.topology import Topology
 from parallel.watch import Watch
-from recipe.errors import UserError
 
 if TYPE_CHECKING:
     from parallel.elastic import Elastic

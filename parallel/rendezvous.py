@@ -8,9 +8,9 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Union
 
+from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from parallel.board import LONGEST, Board, MastersBoard, Outcome
 from parallel.hosts import Hosts, listen
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 
 if TYPE_CHECKING:
     from parallel.agent import Signals

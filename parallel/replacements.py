@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Callable, Dict, Optional, Sequence, Set, Tuple
 
+from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 from parallel.generations import Generations, Member
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 
 _LOOK_SECONDS = 0.25  # between two looks at the generations
 _TOGETHER_SECONDS = 1.0  # in which all ranks end if the fault is the run's own

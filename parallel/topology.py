@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass
 from typing import Mapping, Optional
 
+from common.errors import ConfigError
+from common.text import count
 from parallel import launchers
 from parallel.launchers import Launched
 from recipe.config import Recipe
-from recipe.division import count
-from recipe.errors import ConfigError
 
 _POPRUN = (
     "POPDIST_NUM_TOTAL_REPLICAS",

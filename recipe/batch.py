@@ -8,10 +8,11 @@ import os
 from dataclasses import dataclass
 from typing import List, Set, Tuple
 
+from common.errors import ConfigError, DataError
+from common.text import count, printable
 from recipe import checks, found_images, shares
 from recipe.config import Recipe
-from recipe.division import Batch, count
-from recipe.errors import ConfigError, DataError, printable
+from recipe.division import Batch
 from recipe.ipu import plan as ipu_plan
 from recipe.ipu import poprun
 from recipe.section import as_yaml

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Iterator
 
+from common.errors import ConfigError
+from common.text import count
 from recipe.config import Recipe
-from recipe.division import Batch, count
-from recipe.errors import ConfigError
+from recipe.division import Batch
 from recipe.ipu import rules as ipu_rules
 from recipe.shares import subtrees
 

@@ -3,7 +3,7 @@
 import os
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
-from recipe.errors import DataError
+from common.errors import DataError
 
 # Folders that file systems, archives and storage servers make by themselves; some hold small copies of the images.
 _NOT_OF_THE_USER = frozenset(

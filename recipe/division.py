@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import List, Tuple
 
+from common.text import count
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -46,9 +48,3 @@ class Batch:
         if self.uneven:
             product = f"{self.micro_batches} on {replicas}, accumulation {min(self.uneven)} to {self.accumulation}"
         return f"{self.global_} = {self.micro} micro x {product} ({each}{count(devices, 'device')})"
-
-
-def count(number: float, noun: str, plural: str = "") -> str:
-    """`2 replicas`, `1 replica`, `1.5 epochs`. Args: plural: where it is not the noun with an s."""
-    digits = f"{number:.6g}" if isinstance(number, float) else number
-    return f"{digits} {noun if number == 1 else plural or noun + 's'}"

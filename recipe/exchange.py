@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Dict, Iterator, List, Literal, Optional
 from pydantic import AfterValidator, Field
 from typing_extensions import Annotated
 
-from recipe.division import count
+from common.text import count
 from recipe.kinds import Kind
 from recipe.optimization import Optimizer
 from recipe.section import shares

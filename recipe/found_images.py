@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Callable, Dict, NamedTuple, Optional
 
+from common.errors import DataError
+from common.json_io import read_json
+from common.text import count, listed, printable
 from recipe import torchvision_sets
-from recipe.bounded import read_json
 from recipe.class_folders import class_folders, images_below
 from recipe.config import Data, Recipe
-from recipe.division import count
-from recipe.errors import DataError, listed, printable
 from recipe.images import MANIFEST, Files, Shards, Torchvision
 from recipe.kinds import Registry
 

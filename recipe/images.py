@@ -6,11 +6,12 @@ from typing import Any, ClassVar, Iterator, List, Literal, Optional, Tuple
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from recipe import credentials, torchvision_sets
-from recipe.bounded import read_json
+from common import credentials
+from common.errors import ConfigError, DataError
+from common.json_io import read_json
+from common.text import count
+from recipe import torchvision_sets
 from recipe.class_folders import class_folders
-from recipe.division import count
-from recipe.errors import ConfigError, DataError
 from recipe.kinds import Kind
 from recipe.section import PathText, check_pairs
 from recipe.torchvision_sets import SETS

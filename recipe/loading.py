@@ -10,15 +10,15 @@ from typing import Any, Container, Sequence
 import yaml
 from pydantic import ValidationError
 
+from common.errors import ConfigError
+from common.files import expanded
+from common.yaml_text import Dumper, parse_yaml, read_yaml
 from recipe import idle, suggestions, timm_weights
 from recipe.config import ALTERNATIVES, Recipe
-from recipe.errors import ConfigError
-from recipe.files import expanded
 from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
 from recipe.overrides import COMMAND_LINE, parse
 from recipe.section import first_fault
-from recipe.yaml_text import Dumper, parse_yaml, read_yaml
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*):-(?P<default>[^{}]*)\}")

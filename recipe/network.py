@@ -4,8 +4,8 @@ from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
+from common.text import count
 from recipe import timm_weights
-from recipe.division import count
 from recipe.kinds import Kind
 from recipe.section import or_auto
 

@@ -11,11 +11,11 @@ from typing import Any, Iterator, List, Literal, NamedTuple, Set, Union
 
 from typing_extensions import Annotated, get_args, get_origin
 
+from common.errors import ConfigError
+from common.yaml_text import parse_value
 from recipe import suggestions
 from recipe.config import Recipe
-from recipe.errors import ConfigError
 from recipe.kinds import Kind
-from recipe.yaml_text import parse_value
 
 COMMAND_LINE = "command line"
 _NULL = "null"

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 from pydantic.fields import FieldInfo
 from typing_extensions import Annotated
 
-from recipe.files import expanded
+from common.files import expanded
 
 PathText = Annotated[str, AfterValidator(expanded)]  # a path, in which a leading ~ is the home folder
 

@@ -4,8 +4,8 @@ as padding and epsilon are not in a file of weights."""
 import re
 from typing import Any, Dict, NamedTuple, Optional
 
-from recipe import files
-from recipe.errors import ConfigError
+from common import files
+from common.errors import ConfigError
 
 _PREFIX = "timm:"
 # timm's names are efficientnet_b0, tf_efficientnet_b4_ns, tf_efficientnet_b5.ap_in1k and so on.

@@ -8,8 +8,8 @@ import os
 import zlib
 from typing import Dict, Iterator, NamedTuple, Optional, Tuple
 
-from recipe.errors import DataError
-from recipe.files import user_cache
+from common.errors import DataError
+from common.files import user_cache
 
 
 class ImageSet(NamedTuple):

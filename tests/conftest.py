@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import files
 from parallel import launchers
-from recipe import files, loading
+from recipe import loading
 
 # Programs that tests start compute on one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -67,8 +67,8 @@ def train(size, *overrides, per_rank=None, sabotage=None, **options):
 def command(rank, size, overrides, per_rank, sabotage):
     """train.py as a process of its own runs it, but that it does not measure the machine."""
     import train as program
+    from common.command import finish
     from engines.torch_engine import TorchEngine
-    from training.command import finish
 
     TorchEngine.peak_flops = lambda engine: 1e12
     if sabotage is not None:

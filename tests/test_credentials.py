@@ -12,8 +12,8 @@ pytest.importorskip("aiohttp", reason="fsspec needs it for http")
 
 import evaluate
 import train
+from common import credentials
 from engines.torch_engine import TorchEngine
-from recipe import credentials
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.data.http_server import serving
 from tests.data.tar_shards import write_shards

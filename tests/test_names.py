@@ -11,9 +11,9 @@ from PIL import Image
 
 import evaluate
 import train
+from common.text import listed
 from data.folder import FolderSource
 from data.shards import ShardsSource
-from recipe.errors import listed
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tools import export, report, shards
 
@@ -90,7 +90,7 @@ def test_scores_table_picture_report_and_export_are_made(run, images, capsys):
 
 
 def test_other_names_are_printed_on_a_stdout_that_takes_ascii_only():
-    code = "from training import command; command._open_streams(); print('caf\\xe9', '\\udce9')"
+    code = "from common import command; command._open_streams(); print('caf\\xe9', '\\udce9')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
     assert ended.stdout == b"caf\\xe9 \\udce9\n"

@@ -29,7 +29,7 @@ from largebatch.models.families import build
 from largebatch.recipe import loading
 recipe = loading.load(sys.argv[1], [])
 assert sum(each.numel() for each in build(recipe.model, 0).parameters()) > 1e5
-ours = {"data", "models", "engines", "optim", "parallel", "recipe"}
+ours = {"common", "data", "models", "engines", "optim", "parallel", "recipe"}
 assert {name for name in sys.modules if name.split(".")[0] in ours} == {"data", "models"}
 """
 

@@ -15,7 +15,7 @@ PAGES = [
     if path.name != "diary.md" and "diary" not in path.parts
 ]
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
-ROOMS = "recipe|models|optim|data|parallel|engines|training|tools|benchmarks|configs|docs|tests|text"
+ROOMS = "common|recipe|models|optim|data|parallel|engines|training|tools|benchmarks|configs|docs|tests|text"
 GPU = json.loads((ROOT / "docs" / "results" / "gpu" / "nvidia-h200.json").read_text())
 CLAIMS = {claim["name"]: claim for claim in GPU["claims"]}
 IMAGES_PER_SECOND = CLAIMS["b4_images_per_second"]["value"]

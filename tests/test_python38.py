@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 pytest.importorskip("vermin", reason="vermin is in requirements.txt, not in requirements-ipu.txt")
 
 ON_IPU = (
-    "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "parallel/hosts.py",
+    "common/", "recipe/", "models/", "optim/", "data/", "training/", "parallel/topology.py", "parallel/hosts.py",
     "parallel/launchers.py",
     "engines/base.py", "engines/factory.py", "engines/ipu_", "train.py", "evaluate.py", "tools/launch.py",
     "tools/plan.py", "tools/planning/", "parallel/costs.py", "parallel/exchange.py", "parallel/dense.py",

@@ -82,7 +82,7 @@ class Blocker:
     def find_spec(name, path=None, target=None):
         assert name != "torch", "torch is loaded"
 sys.meta_path.insert(0, Blocker)
-from training.command import finish
+from common.command import finish
 import importlib
 command = importlib.import_module(sys.argv[1])
 finish(lambda: command.main(sys.argv[2:]))

@@ -27,7 +27,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -37,12 +37,13 @@ import textwrap
 from pathlib import Path
 from typing import Iterator, List, Optional, Sequence
 
+from common.command import Parser, fail, naming, one_line
+from common.errors import DONE, FAILED, STOPPED
+from common.files import writing
+from common.json_io import json_text
+from common.text import count
 from recipe import loading
 from recipe.batch import planned
-from recipe.division import count
-from recipe.errors import DONE, FAILED, STOPPED
-from recipe.files import writing
-from recipe.json_text import json_text
 from tools import output
 from tools.arguments import whole, within
 from tools.branching import decision, report, session, source
@@ -51,7 +52,6 @@ from tools.formats import duration
 from tools.planning import batches, machine
 from tools.planning.batches import Cost, Interval
 from tools.training_process import StopRequest
-from training.command import Parser, fail, naming, one_line
 from training.metrics import read_events
 
 _WIDTH = 100  # of a line of text

@@ -7,17 +7,17 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
-from recipe.errors import DONE
-from recipe.files import writing
+from common.command import Parser, one_line
+from common.errors import DONE
+from common.files import writing
 from tools import output as outputs
-from training.command import Parser, one_line
 from training.metrics import read_events
 
 if TYPE_CHECKING:

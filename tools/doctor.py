@@ -20,7 +20,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -30,15 +30,15 @@ import signal
 from pathlib import Path
 from typing import Optional, Sequence
 
+from common.command import Parser, fail, naming, one_line
+from common.errors import DONE, STOPPED, ConfigError, UserError
+from common.files import writing
+from common.json_io import json_text
 from recipe import batch, loading
 from recipe.config import Recipe
-from recipe.errors import DONE, STOPPED, ConfigError, UserError
-from recipe.files import writing
 from recipe.idle import PREDICTED
-from recipe.json_text import json_text
 from tools import output as outputs
 from tools.arguments import within
-from training.command import Parser, fail, naming, one_line
 
 _OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")  # names by which a run's folder is known
 

@@ -13,7 +13,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -21,9 +21,9 @@ import importlib.util
 from pathlib import Path
 from typing import Sequence
 
-from recipe.errors import ConfigError
+from common.command import Parser, add_choice_of_weights, one_line
+from common.errors import ConfigError
 from tools import output
-from training.command import Parser, add_choice_of_weights, one_line
 
 _SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
 

@@ -11,6 +11,10 @@ from typing import Callable, Sequence
 import torch
 from safetensors.torch import load, save
 
+from common.command import fail
+from common.errors import DONE, FAILED, DataError
+from common.files import write
+from common.json_io import json_text
 from data.loader import EvaluationBatches
 from data.sources import SOURCES
 from engines import state
@@ -18,13 +22,9 @@ from models.base import BlockList
 from models.families import build, timm_name
 from recipe import loading
 from recipe.config import Recipe
-from recipe.errors import DONE, FAILED, DataError
-from recipe.files import write
-from recipe.json_text import json_text
 from tools import output
 from training import classes, exported, progress, weights
 from training.classes import Known
-from training.command import fail
 from training.weights import StoredWeights
 
 _LIMIT = 1e-4  # largest difference of a logit

@@ -15,10 +15,11 @@ from typing import BinaryIO, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
+from common.errors import DataError, first_line
+from common.text import printable
 from data.base import Names, UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
-from recipe.errors import DataError, first_line, printable
 from tools.indexing import EXTENSIONS, LeftOut, kind_left_out, members, split
 
 _CLASSES = 1000

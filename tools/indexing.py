@@ -16,10 +16,10 @@ from typing import BinaryIO, Callable, Iterator, NamedTuple
 
 import numpy as np
 
+from common.errors import DataError
+from common.text import count, printable
 from data.local import Folder, Range
 from data.shard_index import Index
-from recipe.division import count
-from recipe.errors import DataError, printable
 
 EXTENSIONS = ("jpg", "jpeg", "png")
 _LABEL = "cls"

@@ -16,7 +16,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__, computes=False)
 
@@ -27,17 +27,17 @@ import shutil
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
+from common.command import Parser, naming, one_line
+from common.credentials import masked
+from common.errors import DONE, ConfigError, UserError
+from common.text import count
 from parallel import hosts, launchers
 from parallel.hosts import Hosts
 from recipe import batch, loading
 from recipe.config import Recipe
-from recipe.credentials import masked
-from recipe.division import count
-from recipe.errors import DONE, ConfigError, UserError
 from recipe.ipu import poprun
 from tools.arguments import whole, within
 from training import preflight
-from training.command import Parser, naming, one_line
 from training.run_folder import check_owner
 
 _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, List, Sequence, Tuple
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from common.errors import DataError
+from common.files import replacing, write
 from data import base, shard_index
 from data.base import Pixels, Source, UnreadableImage
 from data.encoded import EncodedImage
@@ -26,8 +28,6 @@ from data.local import LocalFolder, MissingFile
 from data.shard_index import Index, Manifest, Shard
 from parallel import parent_death
 from parallel.parent_death import die_with_parent
-from recipe.errors import DataError
-from recipe.files import replacing, write
 from recipe.randomness import bits32, key
 from tools.indexing import scan
 from training import progress

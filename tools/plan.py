@@ -13,7 +13,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -21,16 +21,16 @@ import functools
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
+from common.command import Parser, naming, one_line
+from common.errors import DONE
+from common.files import writing
+from common.json_io import json_text
 from recipe import batch, loading
 from recipe.config import Recipe
-from recipe.errors import DONE
-from recipe.files import writing
 from recipe.idle import PREDICTED
-from recipe.json_text import json_text
 from tools.planning import machine, summary, text
 from tools.planning.machine import Machine
 from tools.planning.summary import Summary
-from training.command import Parser, naming, one_line
 
 # Device of a recipe -> the machine it is planned for unless another is named.
 _MACHINES = {"ipu": "bow_pod", "cuda": "dgx_a100", "cpu": "two_cores"}

@@ -13,7 +13,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -21,14 +21,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Optional, Sequence
 
-from recipe.errors import DONE, UserError
-from recipe.files import write_text
-from recipe.json_text import json_text
+from common.command import Parser, one_line
+from common.errors import DONE, UserError
+from common.files import write_text
+from common.json_io import json_text
 from tools import output as outputs
 from tools.arguments import within
 from tools.reporting import page, sections
 from tools.reporting.run import headline, read
-from training.command import Parser, one_line
 
 
 @one_line()

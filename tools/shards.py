@@ -16,7 +16,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -30,6 +30,12 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
 
 import numpy as np
 
+from common import cores
+from common.command import Parser, fail, one_line
+from common.errors import DONE, FAILED, WRONG_INPUT, DataError
+from common.files import write
+from common.json_io import json_text
+from common.text import count
 from data import damage, shard_index
 from data.base import Names, Source, UnreadableImage
 from data.encoded import EncodedImage
@@ -38,17 +44,12 @@ from data.local import Folder, LocalFolder
 from data.shard_index import MANIFEST, Index, Manifest, Shard
 from data.shards import open_folder
 from data.sources import open_source
-from recipe import cores, loading
-from recipe.division import count
-from recipe.errors import DONE, FAILED, WRONG_INPUT, DataError
-from recipe.files import write
-from recipe.json_text import json_text
+from recipe import loading
 from tools import imagenet
 from tools.arguments import whole, within
 from tools.indexing import LeftOut, scan
 from tools.packing import Options, make_manifest, pack
 from training import progress
-from training.command import Parser, fail, one_line
 
 _NAMED = 20  # faults that verify names, and images that pack names
 _MAX_NUMBERED = 100_000  # classes without names

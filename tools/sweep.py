@@ -12,7 +12,7 @@ import sys
 
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
-    from training.command import run
+    from common.command import run
 
     run(__file__, computes=False)
 
@@ -20,15 +20,15 @@ import contextlib
 from pathlib import Path
 from typing import Optional, Sequence
 
-from recipe.errors import DONE, FAILED, STOPPED, first_line
-from recipe.json_text import json_text
+from common.command import Parser, fail, one_line
+from common.errors import DONE, FAILED, STOPPED, first_line
+from common.json_io import json_text
 from tools.arguments import whole
 from tools.sweeping.candidates import load_candidates, survey
 from tools.sweeping.definition import read
 from tools.sweeping.folder import SweepFolder
 from tools.sweeping.scheduler import Scheduler
 from tools.training_process import StopRequest
-from training.command import Parser, fail, one_line
 
 _AGAIN = "rerun the same command: it goes on where it was"
 _TRAINER = (str(Path(__file__).resolve().parent.parent / "train.py"),)

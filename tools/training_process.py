@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import List, Optional
 
+from common import credentials
 from parallel import launchers
 from parallel.parent_death import bound_to_parent
-from recipe import credentials
 from training.stopping import StopSignals
 
 _MAX_LINE = 300  # characters of a log's last line that are reported

@@ -11,11 +11,11 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+from common.errors import CheckpointError
+from common.files import write_text
 from recipe import loading
 from recipe.batch import output_folder
 from recipe.config import Recipe
-from recipe.errors import CheckpointError
-from recipe.files import write_text
 from training.checkpoint import CheckpointFolder, load
 from training.loop import Progression
 from training.run_folder import CONFIG, DECISIONS

@@ -19,8 +19,8 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tu
 
 import torch
 
-from recipe.errors import CheckpointError
-from recipe.files import write
+from common.errors import CheckpointError
+from common.files import write
 from training.unpickling import reading, unpickled
 
 FORMAT = 1

@@ -8,17 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Optional
 
+from common.errors import CheckpointError
+from common.files import write_text
+from common.json_io import json_text, read_json
+from common.text import count
 from engines import factory
 from engines.base import Engine
 from parallel.processes import Processes
 from recipe.batch import divide, output_folder, settled
-from recipe.bounded import read_json
 from recipe.config import Recipe
-from recipe.division import Batch, count
-from recipe.errors import CheckpointError
-from recipe.files import write_text
+from recipe.division import Batch
 from recipe.hardware import EngineSection
-from recipe.json_text import json_text
 from training.run_folder import DECISIONS, begun_recipe
 
 _ENGINE = {"memory_format", "kernels"}

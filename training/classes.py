@@ -6,11 +6,12 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from common.errors import CheckpointError, DataError
+from common.text import listed, printable
 from data.base import ClassNames
 from data.classes import in_timm_order, places
 from data.sources import candidates
 from recipe.config import Recipe
-from recipe.errors import CheckpointError, DataError, listed, printable
 from training.weights import StoredWeights, is_classifier
 
 

@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 
+from common.errors import ConfigError
 from data.base import Source
 from data.sources import open_source
 from engines import factory
@@ -26,12 +27,11 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
 from recipe.config import Recipe
-from recipe.errors import ConfigError
 from training.loop import Progression
 from training.stopping import StopSignals, launched
 
 _ROOT = Path(__file__).resolve().parent.parent
-_ROOMS = ("data", "engines", "models", "optim", "parallel", "recipe", "training")  # of the code that computes
+_ROOMS = ("common", "data", "engines", "models", "optim", "parallel", "recipe", "training")  # of the code that computes
 _KEPT = 2  # steps: those that a process has done differ by one at most, as an update needs all of them
 
 

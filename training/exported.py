@@ -15,12 +15,12 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
 
 import torch
 
+from common.errors import CheckpointError, first_line
+from common.files import stored_plainly
+from common.json_io import parse_json
 from data.batches import MicroBatch
 from recipe import loading
-from recipe.bounded import parse_json
 from recipe.config import Recipe
-from recipe.errors import CheckpointError, first_line
-from recipe.files import stored_plainly
 from training.weights import TRAINED, names_in_json
 
 ONNX, PROGRAM = ".onnx", ".pt2"

@@ -14,8 +14,9 @@ from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 
+from common.errors import CheckpointError
+from common.text import listed
 from models.families import FAMILIES
-from recipe.errors import CheckpointError, listed
 
 TRAINED = "trained"
 EMA = "ema"

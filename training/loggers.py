@@ -13,12 +13,11 @@ import os
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Type
 
+from common.errors import ConfigError, first_line
+from common.files import write_text
+from common.json_io import json_text, read_json
 from recipe import batch as arithmetic
-from recipe.bounded import read_json
 from recipe.config import Log, Recipe
-from recipe.errors import ConfigError, first_line
-from recipe.files import write_text
-from recipe.json_text import json_text
 from recipe.kinds import Registry
 from training import metrics
 from training.run_folder import first_difference

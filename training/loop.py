@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, No
 
 import torch
 
+from common import cores
+from common.errors import DataError
+from common.text import count
 from data.batches import MicroBatch
 from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
 from parallel.generations import Regroup
-from recipe import cores, loading
+from recipe import loading
 from recipe.batch import Lengths, in_steps, rate_factor
 from recipe.config import Recipe
 from recipe.course import Course, Update
-from recipe.division import count
-from recipe.errors import DataError
 from training import timeline
 from training.checkpoint import CheckpointFolder
 from training.monitor import Clock, Monitor, duration, pace, workers_needed

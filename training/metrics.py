@@ -10,10 +10,9 @@ import os
 from pathlib import Path
 from typing import IO, Dict, Iterator, List, NamedTuple, Optional
 
-from recipe.bounded import parse_json
-from recipe.errors import UserError
-from recipe.files import check_same, writing
-from recipe.json_text import json_text
+from common.errors import UserError
+from common.files import check_same, writing
+from common.json_io import json_text, parse_json
 
 NAME = "metrics.jsonl"
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.

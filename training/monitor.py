@@ -7,7 +7,7 @@ import math
 import time
 from typing import Callable, Optional, Sequence, Tuple
 
-from recipe.errors import DONE
+from common.errors import DONE
 from training.loggers import Logger
 from training.metrics import Metrics
 

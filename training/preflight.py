@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.errors import CheckpointError, ConfigError
 from models import balance, shapes
 from recipe import timm_weights
 from recipe.batch import output_folder, training_image_sizes
 from recipe.config import Recipe
-from recipe.errors import CheckpointError, ConfigError
 from training import loggers, services  # noqa: F401  services register themselves
 
 _CHECKPOINTS = "checkpoints/step-*.json"

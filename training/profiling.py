@@ -12,11 +12,11 @@ from typing import Any, Callable, ContextManager, Optional, Type
 
 import torch
 
+from common.files import writing
 from engines.base import Engine
 from parallel.topology import Topology
 from recipe.batch import output_folder
 from recipe.config import Recipe
-from recipe.files import writing
 from training.monitor import Monitor
 
 _ENTRIES = 100_000  # of the history of memory: the newest allocations and releases

@@ -21,11 +21,12 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Set
 
+from common import cores
+from common.credentials import masked
+from common.errors import ConfigError
 from parallel import launchers
-from recipe import batch, cores
+from recipe import batch
 from recipe.config import Recipe
-from recipe.credentials import masked
-from recipe.errors import ConfigError
 from recipe.ipu import poprun
 
 _OF_MPIRUN = ("OMPI_", "ORTE_", "PRTE_")  # how variables begin by which it knows that it runs within another

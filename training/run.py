@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Callable, List, NamedTuple, Optional, Sequence
 
 import torch
 
+from common.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError
+from common.text import count, listed
 from data.base import ClassNames, Source
 from data.sources import class_names, open_source
 from engines import factory
@@ -26,8 +28,6 @@ from recipe import batch as arithmetic
 from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Recipe
-from recipe.division import count
-from recipe.errors import DONE, FAILED, STOPPED, CheckpointError, ConfigError, DataError, listed
 from training import choices, classes, loggers, services, weights  # noqa: F401  services register themselves
 from training.checkpoint import CheckpointFolder
 from training.loop import Progression, Stopped, Trainer, note_checkpoint

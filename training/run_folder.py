@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 from typing import IO, List, Mapping, Optional, Sequence, Set
 
-from recipe import cores, loading
+from common import cores
+from common.errors import CheckpointError, ConfigError
+from common.files import check_same, write_text
+from common.json_io import json_text, read_json
+from recipe import loading
 from recipe.batch import output_folder, settled
-from recipe.bounded import read_json
 from recipe.config import Log, Parallel, Recipe
-from recipe.errors import CheckpointError, ConfigError
-from recipe.files import check_same, write_text
 from recipe.hardware import EngineSection, Ipu
-from recipe.json_text import json_text
 from training import metrics
 
 # What may change between the sessions of one run: where and how it is computed, not what is learned.

@@ -8,12 +8,12 @@ from typing import Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 
+from common.errors import DataError
 from data.batches import MicroBatch
 from engines import base, factory
 from engines.base import Counts, Engine
 from recipe.batch import divide
 from recipe.config import Recipe
-from recipe.errors import DataError
 from training import weights
 from training.exported import ExportedModel
 from training.metrics import TOP

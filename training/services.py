@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from common.errors import DONE, STOPPED, first_line
+from common.files import writing
+from common.json_io import json_text
 from recipe.config import MLflow, TensorBoard, WeightsAndBiases
-from recipe.errors import DONE, STOPPED, first_line
-from recipe.files import writing
-from recipe.json_text import json_text
 from training.loggers import LOGGERS, Logger, ServiceState, Session, numbers
 
 

@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
+from common.json_io import json_text
 from engines.timeline import Span
-from recipe.json_text import json_text
 
 # Okabe and Ito's blue and orange, which all eyes tell apart, and greys that also differ in print.
 _COLOURS = {"forward": "#0072b2", "backward": "#f0a30a", "load": "#d0d0d0", "exchange": "#9a9a9a", "update": "#4d4d4d"}

@@ -19,8 +19,8 @@ from typing import IO, Any, Dict, Iterator, List, NoReturn, Tuple
 
 import torch
 
-from recipe.errors import CheckpointError
-from recipe.files import stored_plainly
+from common.errors import CheckpointError
+from common.files import stored_plainly
 
 _OF_ANY_LENGTH = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # weights_only makes these, too
 _NAMED = re.compile(r"(?:GLOBAL|class) ([\w.]+)")  # in torch's messages, of 2.0.1 and of newer ones

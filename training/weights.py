@@ -9,11 +9,12 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 import torch
 
+from common.errors import CheckpointError, ConfigError
+from common.json_io import parse_json
+from common.text import listed
 from models.families import FAMILIES, timm_name
 from recipe import loading, timm_weights
-from recipe.bounded import parse_json
 from recipe.config import Model, Recipe
-from recipe.errors import CheckpointError, ConfigError, listed
 from training import foreign
 from training.checkpoint import CheckpointFolder, load_named
 from training.foreign import EMA, TRAINED

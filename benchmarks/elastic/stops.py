@@ -10,7 +10,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple, Union
 
 from benchmarks.faults.hosts import Launchers
 from benchmarks.faults.site import SESSION_SECONDS, Ending, Session, Site, send
-from recipe.errors import DONE, FAILED, STOPPED
+from common.errors import DONE, FAILED, STOPPED
 
 BOUND = 30.0  # seconds after the first signal in which all processes must have ended
 # Each once in a run: two for a replacement, which takes longest. "end" comes last, as the run may be done then.

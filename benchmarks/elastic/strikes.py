@@ -22,7 +22,7 @@ from benchmarks.faults.hosts import RATE, SiteOnHosts
 from benchmarks.faults.site import Result, Session, Site, Topology
 from benchmarks.networks import Network
 from benchmarks.processes import runs
-from recipe.errors import DONE
+from common.errors import DONE
 
 EPOCHS = 60
 STEPS = 5 * EPOCHS

@@ -11,7 +11,7 @@ trained anew. Only --write changes files that git tracks: runs.jsonl, as runs en
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -30,9 +30,9 @@ from benchmarks.evidence.ladder2 import Ladder2
 from benchmarks.evidence.photographs import Photographs
 from benchmarks.evidence.runs import Lost, Run, outcome, provenance_of, train_all
 from benchmarks.evidence.staleness import Staleness
-from recipe import cores
-from recipe.errors import FAILED, STOPPED
-from training.command import fail
+from common import cores
+from common.command import fail
+from common.errors import FAILED, STOPPED
 
 _ALL = (Photographs, Ladder2, HalfWeights, ExchangeLearning, Staleness)
 EXPERIMENTS: Dict[str, Experiment] = {each.name: each() for each in _ALL}

@@ -23,14 +23,15 @@ import torch
 
 from benchmarks import CACHE, QUIET, RESULTS, ROOT, provenance
 from benchmarks.provenance import Provenance
+from common import yaml_text
+from common.errors import FAILED, STOPPED
+from common.json_io import parse_json
 from data.glyphs import GlyphsSource
 from data.sources import open_source
 from parallel import launchers
 from parallel.parent_death import bound_to_parent, die_with_parent
-from recipe import loading, yaml_text
-from recipe.bounded import parse_json
+from recipe import loading
 from recipe.config import Recipe
-from recipe.errors import FAILED, STOPPED
 from training.loop import Stopped, TrainingError
 from training.metrics import NAME as METRICS
 from training.metrics import read_events

@@ -11,7 +11,7 @@ benchmarks/cache/faults, also those that were not survived.
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -27,7 +27,7 @@ from benchmarks import CACHE, claims
 from benchmarks.faults.kinds import KINDS, ONE, SHORT
 from benchmarks.faults.site import RECIPE, Topology
 from benchmarks.faults.trial import Bench, Trial
-from recipe.errors import DONE, FAILED
+from common.errors import DONE, FAILED
 
 _AT_ONCE = 2  # trials of runs of one process
 

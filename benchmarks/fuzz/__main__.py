@@ -11,7 +11,7 @@ slope over the second half of a target's inputs.
 """
 
 if __name__ == "__main__":  # before the imports: see run
-    from training.command import run
+    from common.command import run
 
     run(__file__)
 
@@ -20,7 +20,7 @@ import random
 from benchmarks import claims
 from benchmarks.fuzz import trial
 from benchmarks.fuzz.targets import TARGETS
-from recipe.errors import DONE, FAILED
+from common.errors import DONE, FAILED
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ from typing import List
 from unittest import mock
 
 from benchmarks import QUICKSTART
+from common.errors import DONE, WRONG_INPUT, DataError
 from recipe import loading
-from recipe.errors import DONE, WRONG_INPUT, DataError
 from tools import report
 from tools.reporting import page
 from tools.sweeping import report as sweep_report

@@ -12,8 +12,8 @@ import tarfile
 from pathlib import Path
 from typing import Dict, List
 
+from common.errors import DONE, WRONG_INPUT, DataError
 from data.shards import ShardsSource
-from recipe.errors import DONE, WRONG_INPUT, DataError
 from tools import shards
 
 _STEMS = ("a", "b", "img_1", "img.1", "Ä", "a b", "__a__", "x" * 120)

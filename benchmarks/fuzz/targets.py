@@ -15,11 +15,11 @@ from PIL import Image
 from benchmarks import ROOT
 from benchmarks.fuzz import folders, names, orientations, overrides, programs
 from benchmarks.fuzz.mutations import mutated
+from common.errors import DONE, WRONG_INPUT, DataError, UserError
 from data.base import Box
 from data.encoded import EncodedImage
 from data.shards import ShardsSource
 from recipe import batch, loading
-from recipe.errors import DONE, WRONG_INPUT, DataError, UserError
 from tools import shards
 from training import weights
 from training.checkpoint import CheckpointFolder

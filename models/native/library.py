@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
-from recipe import compilation
-from recipe.compilation import CompilerError
-from recipe.errors import first_line, printable
+from common import cpp_compiler
+from common.cpp_compiler import CompilerError
+from common.errors import first_line
+from common.text import printable
 
 GROUP_SIZE = 16  # channels of a convolution's group
 LARGEST_KERNEL = 7
@@ -158,7 +159,7 @@ def _library() -> ctypes.CDLL:
 
     Raises OSError, CompilerError.
     """
-    return compilation.library(_SOURCE, _FUNCTIONS, _FLAGS)
+    return cpp_compiler.library(_SOURCE, _FUNCTIONS, _FLAGS)
 
 
 def pixels_last(x: torch.Tensor) -> torch.Tensor:

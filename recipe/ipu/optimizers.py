@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Callable, Dict, NamedTuple, Tuple
 
+from common.errors import ConfigError
 from recipe.config import Recipe
-from recipe.errors import ConfigError
 from recipe.kinds import Registry
 from recipe.optimization import Lamb, Lars, Optimizer, Precision, RmsProp, Sgd
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import List, Mapping, NamedTuple, Optional
 
+from common.errors import ConfigError
+from common.text import count
 from recipe.config import Recipe
-from recipe.division import count
-from recipe.errors import ConfigError
 
 MOST_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 FLAGS = ("--num-replicas", "--ipus-per-replica", "--num-instances")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Iterable, Tuple
 
+from common.errors import ConfigError
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError
 from recipe.hardware import EngineSection
 from recipe.ipu.optimizers import optimizer
 from recipe.ipu.poprun import is_power

@@ -19,7 +19,7 @@ from benchmarks.evidence.experiment import Experiment, Series
 from benchmarks.evidence.half_weights import PEAKS, WEIGHTS
 from benchmarks.evidence.runs import Lost, Outcome, Run, outcome, train_all
 from benchmarks.provenance import UNKNOWN, Provenance
-from recipe import cores
+from common import cores
 from tests import ranks
 from training import weights
 

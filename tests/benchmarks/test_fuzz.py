@@ -13,7 +13,7 @@ import yaml
 from benchmarks.fuzz import trial
 from benchmarks.fuzz.mutations import mutated
 from benchmarks.fuzz.targets import TARGETS, Target
-from recipe.errors import UserError
+from common.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
 

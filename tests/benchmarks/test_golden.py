@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import golden
 from benchmarks.golden import Case, digest_of
-from recipe.errors import UserError
+from common.errors import UserError
 
 
 def test_a_bit_a_name_a_shape_or_a_type_changes_the_digest():

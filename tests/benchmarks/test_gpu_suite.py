@@ -35,8 +35,8 @@ from benchmarks import (
 from benchmarks.gpu_calls import Call, Section
 from benchmarks.gpu_measure import DRY_PASS, Row, Session, latest, missing
 from benchmarks.gpu_results import Measured
+from common.errors import ConfigError
 from models.normalization import GroupNormAct
-from recipe.errors import ConfigError
 from tests.conftest import ROOT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

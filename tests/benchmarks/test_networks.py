@@ -13,8 +13,8 @@ from torch import distributed
 
 from benchmarks import exchange, networks
 from benchmarks.networks import FRAME, PAYLOAD, Network
+from common.errors import ConfigError
 from parallel.sparse import Sparse
-from recipe.errors import ConfigError
 from tests.conftest import ROOT
 
 RATE, SIZE = 8_000_000, 250_000

@@ -28,8 +28,8 @@ def test_claims_are_ratios_of_neighbouring_turns_and_bytes_of_what_persists(stat
 
 def test_without_a_compiler_it_says_so(monkeypatch, capsys):
     """One line and the code for wrong input: uncompiled there is nothing to claim."""
+    from common.command import finish, one_line
     from optim.layout import in_parts
-    from training.command import finish, one_line
 
     monkeypatch.setattr("sys.argv", ["optimizer"])
     monkeypatch.setattr(optimizer, "b4_parameters", parameters)

@@ -11,12 +11,12 @@ from benchmarks.step import LAYOUTS, OURS, OURS_BEFORE
 from benchmarks.step_norms import SHAPES
 from benchmarks.step_parts import PARTS, Call, Rates
 from benchmarks.timm_peer import Loop
+from common.errors import ConfigError
 from models import shapes
 from models.efficientnet import build
 from models.native import library
 from models.native.block import NativeInverted
 from models.normalization import GroupNormAct
-from recipe.errors import ConfigError
 
 CONTIGUOUS, CHANNELS_LAST = LAYOUTS
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from timm.data.readers.reader_image_folder import find_images_and_targets
 
+from common.errors import DataError
 from data.base import permutation
 from data.classes import in_timm_order, matched, places
 from data.folder import FolderSource
 from data.sources import open_source
 from recipe.config import Data
-from recipe.errors import DataError
 from tests.pictures import write_pictures
 from tools import shards
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import DataError
 from data.batches import Request
 from data.dali import DaliLoader
 from data.encoded import EncodedSource
@@ -15,7 +16,6 @@ from data.loader import TrainingBatches
 from data.reader import Reader
 from data.transforms import Evaluation, Training
 from recipe.config import Data
-from recipe.errors import DataError
 from tests.data.test_decode import encoded, file_of, photograph
 from tests.data.test_loader import content, contents
 from tests.waiting import wait_until

@@ -14,10 +14,10 @@ from matplotlib.ft2font import FT2Font
 from PIL import ImageFont
 
 import data.glyphs
+from common.errors import DataError
 from data.glyphs import FONTS, GLYPHS, GlyphsSource
 from data.sources import open_source
 from recipe.config import Data
-from recipe.errors import DataError
 
 FOLDER = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
 

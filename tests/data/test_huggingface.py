@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from common.errors import ConfigError, DataError
 from data.base import UnreadableImage, permutation
 from data.folder import FolderSource
 from data.loader import EvaluationBatches, TrainingBatches
 from data.sources import candidates, class_names, open_source
 from recipe.config import Data
-from recipe.errors import ConfigError, DataError
 from tests.data.image_sets import CLASSES, draw, write_class_folders, write_parquet
 from tests.data.test_loader import contents
 from tests.data.test_torchvision import assert_holds

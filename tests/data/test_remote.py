@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="fsspec needs it for http")
 
+from common.errors import DataError
 from data import remote, shard_index
 from data.base import UnreadableImage
 from data.loader import EvaluationBatches
@@ -17,7 +18,6 @@ from data.local import MissingFile
 from data.remote import RemoteFolder
 from data.shards import ShardsSource, open_folder
 from recipe.config import Data
-from recipe.errors import DataError
 from tests.data.http_server import serving
 from tests.data.tar_shards import write_shards
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import DataError
 from data import local, shard_index
 from data.base import permutation
 from data.loader import TrainingBatches
 from data.local import LocalFolder, Range
 from data.shards import ShardsSource
 from recipe.config import Data
-from recipe.errors import DataError
 from recipe.randomness import bits32, key
 from tests.data.tar_shards import pairs, write_shards
 from tests.data.test_loader import contents

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from common.errors import DataError
 from data.base import UnreadableImage
 from data.digits import DigitsSource
 from data.folder import FolderSource
 from data.sources import open_source
 from recipe.config import Data
-from recipe.errors import DataError
 from tests.data.tar_shards import write_shards
 
 

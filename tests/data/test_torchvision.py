@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchvision import datasets
 
+from common.errors import DataError
 from data.base import permutation
 from data.folder import FolderSource
 from data.loader import EvaluationBatches, TrainingBatches
@@ -19,7 +20,6 @@ from data.sources import open_source
 from data.torchvision import read_idx
 from recipe import torchvision_sets
 from recipe.config import Data
-from recipe.errors import DataError
 from recipe.torchvision_sets import SETS
 from tests.data.http_server import serving
 from tests.data.image_sets import draw, idx, write_class_folders, write_idx

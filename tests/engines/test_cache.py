@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from common.json_io import read_json
 from engines import cache
-from recipe.bounded import read_json
 
 
 def test_each_kind_and_key_has_a_file_of_its_own_in_the_users_cache(monkeypatch, tmp_path):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engines import cuts
 from models.efficientnet import build
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.batch import divide
-from recipe.errors import ConfigError
 
 CPU = torch.device("cpu")
 

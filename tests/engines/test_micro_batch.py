@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engines import micro_batch
 from engines.micro_batch import largest
 from engines.torch_engine import TorchEngine
@@ -14,7 +15,6 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
-from recipe.errors import ConfigError
 from tests.engines import threads
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import ConfigError
 from engines.own_loop import DistributedOptimizer
 from optim.lars import LARS
-from recipe.errors import ConfigError
 from tests import world
 from tests.tensors import assert_bitwise_equal
 

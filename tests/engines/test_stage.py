@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+from common.errors import ConfigError
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from models.efficientnet import build
 from models.native import library, patching
@@ -16,7 +17,6 @@ from models.normalization import BatchNormAct
 from models.stochastic import RANDOM_LAYERS
 from parallel.work import Boundary
 from recipe.config import Model
-from recipe.errors import ConfigError
 
 SMALL = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "image_size": 16, "classes": 10}
 RANDOM = {"dropout": 0.3, "drop_path": 0.5}

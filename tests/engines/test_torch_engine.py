@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engines.torch_engine import TorchEngine
 from models.kernels import patching
 from optim.lars import update_class
 from optim.lars_update import LarsUpdate
-from recipe.errors import ConfigError
 from tests.engines.noise import as_micro_batches, micro_batches, noise_images
 from tests.tensors import assert_bitwise_equal, flat
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engines import devices, factory, tuning
 from engines.tuning import Candidate
 from models.efficientnet import build
@@ -20,7 +21,6 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
-from recipe.errors import ConfigError
 from tests.engines import threads
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import evaluate
+from common.errors import ConfigError
 from data.sources import open_source
 from engines import base, factory
 from optim import schedule
 from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide, lengths
-from recipe.errors import ConfigError
 from recipe.ipu import options, rules
 from tests.conftest import QUICKSTART, TINY
 from tests.recipe.ipu.test_options import EVERYTHING

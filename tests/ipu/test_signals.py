@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import STOPPED
 from engines import ipu_input
-from recipe.errors import STOPPED
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.ipu.conftest import DOUBLE, Hanging
 from tests.ipu.test_engine import FLOAT32, LARS

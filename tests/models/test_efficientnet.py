@@ -11,11 +11,11 @@ from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet
 from torch import nn
 
+from common.errors import ConfigError
 from models.balance import split_names
 from models.efficientnet import build, timm_name
 from models.normalization import NORMS, BatchNormAct, GroupNormAct, ProxyNormAct, norm_parameters
 from recipe.config import Model
-from recipe.errors import ConfigError
 
 
 def on_meta(**sections):

@@ -11,10 +11,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+from common.errors import DONE, FAILED, LEFT_OUT, STOPPED
 from parallel import agent, generations, replacements
 from parallel.generations import LeftOut, Member, Membership, Regroup, TooFew
 from parallel.replacements import Replacements
-from recipe.errors import DONE, FAILED, LEFT_OUT, STOPPED
 from tests.parallel.store import Shared
 from tests.waiting import wait_until
 

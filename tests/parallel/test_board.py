@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from pydantic import TypeAdapter
 
+from common.errors import UserError
 from parallel import hosts
 from parallel.board import Board, Entries, MastersBoard, Outcome, _send
 from parallel.hosts import Hosts
 from parallel.rendezvous import Others, Stopped
-from recipe.errors import UserError
 from tests.waiting import wait_until
 from tests.world import _free_port
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from common.errors import ConfigError
 from parallel.launchers import check_first, left_over, without
 from parallel.topology import Topology, from_environment
-from recipe.errors import ConfigError
 
 # As `srun --ntasks=8 --mpi=pmix --pty bash` on one node sets them, apart from what names machines and the job.
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
+from common.errors import ConfigError, DataError
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.errors import ConfigError, DataError
 from tests import ranks, world
 from tests.world import addresses
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from common.errors import DONE, FAILED, LEFT_OUT, STOPPED, WRONG_INPUT, ConfigError
 from parallel import replacements
 from parallel.elastic import Elastic
 from parallel.generations import LIFE, Member, Membership
@@ -17,7 +18,6 @@ from parallel.parent_death import bound_to_parent
 from parallel.replacements import Replacements
 from parallel.topology import Topology
 from recipe.distribution import Parallel
-from recipe.errors import DONE, FAILED, LEFT_OUT, STOPPED, WRONG_INPUT, ConfigError
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.multiprocess

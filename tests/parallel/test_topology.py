@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.errors import ConfigError
 from parallel.topology import Topology, from_environment
-from recipe.errors import ConfigError
 
 
 def torchrun(world, rank, local_rank=0):

@@ -2,13 +2,14 @@
 
 import pytest
 
+from common.errors import ConfigError, DataError
+from common.text import count
 from data.digits import DigitsSource
 from recipe import batch
 from recipe.batch import Lengths, divide, in_steps, lengths, peak_learning_rate, rate_factor, training_image_size
 from recipe.config import Data, Recipe
 from recipe.course import Course
-from recipe.division import Batch, count
-from recipe.errors import ConfigError, DataError
+from recipe.division import Batch
 from recipe.ipu import plan as ipu_plan
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT

@@ -3,8 +3,8 @@
 import pytest
 import timm
 
+from common.errors import ConfigError
 from recipe.config import Model, Parallel, Recipe
-from recipe.errors import ConfigError
 from recipe.loading import dump, load, loads
 from recipe.network import SCALES
 from tests.conftest import QUICKSTART, ROOT

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from common.errors import ConfigError, DataError
 from data.folder import FolderSource
 from recipe import batch, found_images
-from recipe.errors import ConfigError, DataError
 from recipe.loading import load
 from tests.conftest import QUICKSTART
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 from recipe.idle import PREDICTED
 from recipe.loading import dump, load, loads
 from tests.conftest import QUICKSTART, RECIPES

@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 from pydantic import Field
 
+from common.errors import ConfigError
 from recipe.config import Recipe
-from recipe.errors import ConfigError
 from recipe.kinds import Kind, Registry
 from recipe.loading import load, loads
 from recipe.optimization import Lars, Optimizer, Sgd

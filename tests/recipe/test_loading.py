@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.errors import ConfigError
+from common.yaml_text import parse_yaml
 from recipe.config import Recipe
-from recipe.errors import ConfigError
 from recipe.loading import dump, load, loads
-from recipe.yaml_text import parse_yaml
 from tests.conftest import QUICKSTART, RECIPES, ROOT
 
 SMALLEST = "run: {epochs: 1}\nschedule: {peak: 1}\n"
@@ -358,9 +358,10 @@ def test_awkward_values_survive_dumping(key):
 def test_a_wrong_recipe_is_refused_before_torch_is_imported(write):
     """Importing torch takes seconds; a typing error should cost a fraction of one. No file of the room needs it."""
     path = write(SMALLEST + "optimizer: {momentun: 0.9}")
-    modules = sorted(path.stem for path in (ROOT / "recipe").glob("*.py") if path.stem != "__init__")
+    files = [path.relative_to(ROOT) for room in ("common", "recipe") for path in (ROOT / room).rglob("*.py")]
+    modules = sorted(".".join(path.with_suffix("").parts) for path in files if path.stem != "__init__")
     code = (
-        f"import sys, train, {', '.join(f'recipe.{name}' for name in modules)}\n"
+        f"import sys, train, {', '.join(modules)}\n"
         f"code = train.main(['--config', {str(path)!r}])\n"
         "print(code, sorted({'torch', 'numpy', 'timm', 'torchvision'} & set(sys.modules)))\n"
     )

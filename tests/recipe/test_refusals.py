@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.errors import ConfigError
 from recipe.batch import divide
-from recipe.errors import ConfigError
 from recipe.loading import load
 from tests.conftest import QUICKSTART
 

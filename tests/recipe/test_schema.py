@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from common.yaml_text import parse_yaml
 from recipe import schema
 from recipe.config import Recipe
 from recipe.loading import loads
-from recipe.yaml_text import parse_yaml
 from tests.conftest import RECIPES
 
 SCHEMA = json.loads(schema.text())

@@ -7,9 +7,9 @@ import timm
 import torch
 from timm.layers import Conv2dSame
 
+from common.errors import ConfigError
 from models.families import build
 from recipe import loading, timm_weights
-from recipe.errors import ConfigError
 from tests.conftest import QUICKSTART
 from training.weights import StoredWeights, fitted
 

@@ -117,7 +117,7 @@ def examined_in_ranks(output, *arguments, slow=None):
 
 
 def _examine(rank, size, arguments, slow, output):
-    from training.command import finish
+    from common.command import finish
 
     measured_elsewhere()
     if rank == slow:

@@ -170,7 +170,7 @@ def test_onnxruntime_alone_gives_the_models_logits(files, digits, expected):
 def test_the_torch_program_needs_nothing_of_this_repository(files, digits, expected, monkeypatch):
     """Its modules cannot be imported meanwhile. Float32 against float64: 1e-4 at logits of about 1."""
     for name in [*sys.modules]:
-        if name.partition(".")[0] in ("models", "recipe", "training", "engines", "data", "optim", "tools"):
+        if name.partition(".")[0] in ("common", "models", "recipe", "training", "engines", "data", "optim", "tools"):
             monkeypatch.setitem(sys.modules, name, None)
     texts = {"recipe": "", "classes": "", "image_size": ""}
     program = torch.export.load(files[0]["torch"], extra_files=texts).module()

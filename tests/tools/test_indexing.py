@@ -9,8 +9,8 @@ import time
 import pytest
 
 from benchmarks.fuzz import names
+from common.errors import DataError
 from data.shards import ShardsSource
-from recipe.errors import DataError
 from tests.data.tar_shards import jpeg, run, tar_bytes, write_tar
 from tools import imagenet, shards
 from tools.indexing import LeftOut, Part, split

@@ -143,7 +143,7 @@ def test_ranks_get_the_environment_of_torchrun_and_the_arguments_unchanged(launc
         assert [given[name] for name in names] == [str(rank), str(rank), "4", "4", "127.0.0.1", "1"]
         assert given["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
         assert (given["GLOO_SOCKET_IFNAME"], given["TORCH_CPP_LOG_LEVEL"]) == ("lo", "ERROR")
-        assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # of every launcher, see training/command.py
+        assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # of every launcher, see common/command.py
         assert not {"POD_TOKEN", *left_over} & set(given)
 
 

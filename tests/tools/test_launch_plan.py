@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
+from common.errors import UserError
 from parallel import hosts
-from recipe.errors import UserError
 from tests.conftest import QUICKSTART, ROOT
 from tools import launch
 

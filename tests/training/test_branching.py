@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
+from common.errors import CheckpointError
 from engines.torch_engine import TorchEngine
 from recipe import loading
-from recipe.errors import CheckpointError
 from tests import ranks
 from tests.conftest import QUICKSTART
 from tests.tensors import flat

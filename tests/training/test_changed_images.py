@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
+from common.errors import CheckpointError
 from optim import rounding
-from recipe.errors import CheckpointError
 from tests.conftest import TINY
 from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from recipe.errors import CheckpointError
+from common.errors import CheckpointError
 from tests.training.conftest import content, files, manifest, names
 from training import checkpoint
 from training.checkpoint import File, Manifest, parsed, written

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 
-from recipe.errors import CheckpointError
+from common.errors import CheckpointError
 from tests.training.conftest import content, files, manifest, names
 from training import checkpoint
 from training.checkpoint import Manifest, written

@@ -8,12 +8,12 @@ import signal
 import pytest
 import torch
 
+from common.errors import CheckpointError
 from engines import micro_batch, tuning
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide, settled
-from recipe.errors import CheckpointError
 from tests import ranks
 from tests.engines import threads
 from tests.engines.test_exchange import pretended

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import CheckpointError, DataError
 from data.base import ClassNames
-from recipe.errors import CheckpointError, DataError
 from tests.conftest import TINY
 from tests.pictures import write_pictures
 from tools import shards

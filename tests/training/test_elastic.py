@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.faults.site import Site, Topology
+from common.errors import ConfigError
 from parallel import topology
 from parallel.elastic import Elastic
 from parallel.generations import Regroup
 from parallel.processes import Processes
-from recipe.errors import ConfigError
 from tests.engines import threads
 from tests.training.scripted import ScriptedEngine
 from tests.waiting import wait_until

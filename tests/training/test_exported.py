@@ -13,9 +13,9 @@ import zipfile
 import pytest
 import torch
 
+from common.errors import CheckpointError
 from data.batches import MicroBatch
 from recipe import loading
-from recipe.errors import CheckpointError
 from tests.conftest import QUICKSTART, TINY
 from training import exported
 

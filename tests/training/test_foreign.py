@@ -16,8 +16,8 @@ from timm.models.efficientnet import _gen_efficientnet
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from common.errors import CheckpointError
 from recipe.config import Model
-from recipe.errors import CheckpointError
 from tests.conftest import ROOT
 from tests.tensors import assert_bitwise_equal
 from training import unpickling, weights

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from recipe.errors import DONE, FAILED, STOPPED
+from common.errors import DONE, FAILED, STOPPED
 from tests.conftest import QUICKSTART, TINY
 from train import main
 from training import loggers, run

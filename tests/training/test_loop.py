@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.errors import DataError
 from data.sources import open_source
 from engines import factory
 from optim import norms
 from recipe import batch as arithmetic
-from recipe.errors import DataError
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
 from training import stopping

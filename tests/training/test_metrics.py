@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from recipe.errors import UserError
+from common.errors import UserError
 from training.metrics import Metrics, last_events, lines, read_events
 
 TRAIN, EVAL = {"event": "train", "step": 2, "loss": 0.5}, {"event": "eval", "step": 2, "top1": 0.25}

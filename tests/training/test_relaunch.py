@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 from tests.recipe.ipu.test_poprun import two_stages
 from training import relaunch
 

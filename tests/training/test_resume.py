@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 import evaluate
+from common.errors import CheckpointError
 from engines.base import NoiseScale
 from engines.torch_engine import TorchEngine
 from optim import schedule
 from parallel.parent_death import bound_to_parent
 from recipe import loading
 from recipe.batch import lengths
-from recipe.errors import CheckpointError
 from tests import ranks
 from tests.conftest import QUICKSTART, ROOT
 from tests.tensors import flat

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from recipe import cores, loading
-from recipe.errors import CheckpointError, ConfigError
+from common import cores
+from common.errors import CheckpointError, ConfigError
+from recipe import loading
 from training import run_folder
 from training.run_folder import RunFolder
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import DataError
 from data.batches import MicroBatch
 from engines.base import scored
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.errors import DataError
 from training.scoring import Scores, accuracy, class_rows, evaluate, score, write_class_table
 
 CLASSES = ("cat", "dog", "eel", "fox", "gnu", "hen", "ibex")

@@ -8,8 +8,8 @@ import safetensors.torch
 import timm
 import torch
 
+from common.errors import CheckpointError
 from recipe.config import Model
-from recipe.errors import CheckpointError
 from training.checkpoint import CheckpointFolder
 from training.weights import StoredWeights, fitted, read, run_folder_of
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from common.errors import UserError
 from recipe.config import Recipe
 from recipe.course import Course
-from recipe.errors import UserError
 from tools.branching.plan import RULES, Branch, Plan
 from tools.planning import workload
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import List, NamedTuple, Sequence
 
-from recipe.division import count
-from recipe.errors import ConfigError
+from common.errors import ConfigError
+from common.text import count
 
 RULES = ("sqrt", "linear")  # by which the rate follows the batch: values of batch.rate_rule
 ORDERS = 2  # branches with the run's own batch, each with other draws: their difference is the spread

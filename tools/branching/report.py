@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Sequence
 
+from common.text import count
 from recipe.batch import rate_factor
-from recipe.division import count
 from recipe.section import as_yaml
 from tools import output
 from tools.branching import decision

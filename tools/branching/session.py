@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Sequence
 
+from common.errors import DONE, STOPPED, WRONG_INPUT, CheckpointError, ConfigError, UserError
+from common.files import write_text
+from common.json_io import json_text, read_json
 from recipe import loading
-from recipe.bounded import read_json
 from recipe.config import Recipe
-from recipe.errors import DONE, STOPPED, WRONG_INPUT, CheckpointError, ConfigError, UserError
-from recipe.files import write_text
-from recipe.json_text import json_text
 from tools.branching.plan import Branch, Plan
 from tools.branching.source import Source
 from tools.training_process import StopRequest, TrainingProcess

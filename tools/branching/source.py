@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple, Optional, Sequence
 
+from common.errors import ConfigError, UserError
 from optim import schedule
 from recipe import batch as arithmetic
 from recipe import loading
 from recipe.config import Recipe
-from recipe.errors import ConfigError, UserError
 from tools.branching.plan import Branch, Plan
 from tools.reporting import run as reading
 from tools.sweeping.candidates import as_text

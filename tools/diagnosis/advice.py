@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, List, NamedTuple, Tuple
 
+from common.text import count
 from engines.choice import pick
 from parallel.evidence import PAGE
 from recipe.checks import bound_to_cut
 from recipe.config import Recipe
-from recipe.division import count
 from recipe.exchange import Auto
 from tools.diagnosis import splitting
 from tools.diagnosis.splitting import WORTH

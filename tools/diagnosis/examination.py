@@ -8,6 +8,8 @@ import re
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+from common.errors import ConfigError, DataError
+from common.text import count
 from data.base import Source
 from data.sources import open_source
 from engines import choice
@@ -19,8 +21,7 @@ from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Recipe
 from recipe.distribution import Parallel
-from recipe.division import Batch, count
-from recipe.errors import ConfigError, DataError
+from recipe.division import Batch
 from tools.diagnosis import advice, images, links, splitting, steps
 from tools.diagnosis import machine as machines
 from tools.diagnosis.advice import Advice

@@ -12,6 +12,7 @@ from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tup
 
 import torch
 
+from common.errors import DataError
 from data.base import Source, UnreadableImage
 from data.batches import Request
 from data.encoded import EncodedSource
@@ -20,7 +21,6 @@ from data.reader import Reader
 from data.transforms import Training
 from engines.devices import synchronize
 from recipe.config import Recipe
-from recipe.errors import DataError
 from tools.diagnosis.splitting import Spread, spread
 
 _REPETITION = 0.1  # seconds of images in each

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from recipe import cores
+from common import cores
+from common.text import count
 from recipe.config import Recipe
-from recipe.division import count
 from tools.diagnosis import splitting
 from tools.planning import scaling
 from tools.planning.machine import Machine, Reach

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, Dict, Iterator
 
-from recipe.division import count
+from common.text import count
 from tools import output as outputs
 from tools.diagnosis import splitting
 from tools.diagnosis.examination import Findings

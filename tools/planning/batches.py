@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import List, NamedTuple, Optional, Sequence
 
+from common.errors import ConfigError
 from recipe.config import Recipe
 from recipe.course import is_known
-from recipe.errors import ConfigError
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 

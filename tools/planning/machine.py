@@ -8,9 +8,9 @@ from typing import List, Literal, Optional
 import yaml
 from pydantic import Field, ValidationError
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
+from common.yaml_text import read_yaml
 from recipe.section import Section
-from recipe.yaml_text import read_yaml
 
 FOLDER = Path(__file__).parent / "machines"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Dict, List, NamedTuple, Optional
 
+from common.errors import UserError
 from parallel.exchange import variants
 from recipe.batch import lengths, planned, settled, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.errors import UserError
 from recipe.shares import mean_sums
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine

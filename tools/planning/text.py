@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Container, Iterator, Sequence
 
-from recipe.division import count
+from common.text import count
 from recipe.ipu import plan as ipu_plan
 from tools.formats import duration, number, scaled
 from tools.planning.summary import Summary

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
+from common.errors import ConfigError
 from models import balance, shapes
 from models.shapes import BlockShape
 from recipe.batch import divide, training_image_sizes
 from recipe.checks import bound_to_cut
 from recipe.config import Model, Recipe
 from recipe.division import Batch
-from recipe.errors import ConfigError
 from recipe.ipu import options, rules
 from tools.planning.machine import Machine
 

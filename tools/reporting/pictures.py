@@ -13,16 +13,17 @@ from typing import Iterable, Iterator, List, NamedTuple, Sequence, Tuple
 import torch
 from PIL import Image
 
+from common import cores
+from common.errors import ConfigError, DataError, UserError, first_line
 from data import loader, mixing
 from data.base import permutation
 from data.batches import MicroBatch
 from data.sources import open_source
 from data.transforms import Evaluation
 from engines.base import Engine
-from recipe import cores, division, loading
+from recipe import division, loading
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
-from recipe.errors import ConfigError, DataError, UserError, first_line
 from tools.reporting.run import Run
 from tools.reporting.sections import share
 from training import classes, scoring, weights

@@ -10,10 +10,10 @@ from array import array
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from common.errors import ConfigError, UserError
+from common.text import count
 from recipe import batch, loading
 from recipe.config import Recipe
-from recipe.division import count
-from recipe.errors import ConfigError, UserError
 from training import run_folder
 from training.metrics import MOST_STEPS, NAME, TOP, is_number, lines
 

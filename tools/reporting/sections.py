@@ -6,11 +6,11 @@ import os
 import shlex
 from typing import List, Optional, Sequence, Tuple
 
+from common.credentials import masked
+from common.text import count
 from recipe import loading
 from recipe.batch import peak_learning_rate
 from recipe.config import Recipe
-from recipe.credentials import masked
-from recipe.division import count
 from recipe.section import as_yaml
 from tools import formats
 from tools.reporting import curves

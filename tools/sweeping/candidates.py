@@ -8,10 +8,10 @@ import math
 import random
 from typing import Dict, List, Mapping, NamedTuple, Sequence
 
+from common.credentials import masked
+from common.errors import ConfigError, UserError
 from recipe import batch, loading
 from recipe.config import Recipe
-from recipe.credentials import masked
-from recipe.errors import ConfigError, UserError
 from tools.sweeping.definition import Definition, SweepFile, Value
 
 _MAX_CHECKED = 200  # combinations that are checked before the first trial; each takes milliseconds

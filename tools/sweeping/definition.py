@@ -11,12 +11,12 @@ from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Seq
 
 from pydantic import Field, ValidationError
 
+from common.credentials import ENVIRONMENT, masked
+from common.errors import ConfigError
+from common.yaml_text import read_yaml
 from recipe.config import ALTERNATIVES, Recipe
-from recipe.credentials import ENVIRONMENT, masked
-from recipe.errors import ConfigError
 from recipe.loading import find
 from recipe.section import PathText, Section, first_fault
-from recipe.yaml_text import read_yaml
 
 _OWN_KEYS = ("run.name", "run.output", "run.resume")  # the sweep gives each trial its own
 _MAX_GRID = 100_000  # combinations

@@ -7,11 +7,10 @@ import fcntl
 import json
 from pathlib import Path
 
+from common.errors import CheckpointError, ConfigError
+from common.files import write_text
+from common.json_io import json_text, read_json
 from recipe import loading
-from recipe.bounded import read_json
-from recipe.errors import CheckpointError, ConfigError
-from recipe.files import write_text
-from recipe.json_text import json_text
 from tools.sweeping.candidates import Candidates
 from training.run_folder import first_difference
 

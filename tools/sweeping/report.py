@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
+from common.files import replacing, write_text
+from common.text import count, printable
 from recipe import loading
-from recipe.division import count
-from recipe.errors import printable
-from recipe.files import replacing, write_text
 from tools.output import few_ticks
 from tools.planning import text
 from tools.sweeping.candidates import Candidates, as_text

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
-from recipe import cores
+from common import cores
+from common.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
+from common.text import count
 from recipe.config import Recipe
-from recipe.division import count
-from recipe.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
 from tools.reporting.run import in_use
 from tools.sweeping.candidates import Candidates, as_text
 from tools.sweeping.folder import SweepFolder

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from recipe.errors import ConfigError, first_line
+from common.errors import ConfigError, first_line
 from recipe.randomness import MASK32, key
 from tools.sweeping.candidates import Parameters, grid
 from tools.sweeping.definition import Axis, SweepFile, Value

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from common.cpp_compiler import CompilerError
 from models.native import library
 from models.native.library import GATED, LINEAR, PLAIN, POOLED, Norm
-from recipe.compilation import CompilerError
 from tests.models.native.exact import (
     EPS,
     FLOAT32,

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from common.errors import ConfigError
 from recipe.batch import divide
 from recipe.division import Batch
-from recipe.errors import ConfigError
 from recipe.ipu import options as ipu_options
 from recipe.ipu import rules
 from recipe.ipu.optimizers import Name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 from recipe.ipu import poprun
 from recipe.ipu.poprun import Launched
 from recipe.loading import load

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from common.json_io import json_text
 from recipe import loading
-from recipe.json_text import json_text
 from tests.conftest import QUICKSTART, TINY
 from tools.branching import session
 from training.checkpoint import CheckpointFolder

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from recipe import loading
 from recipe.batch import rate_factor
-from recipe.errors import UserError
 from tests.conftest import QUICKSTART
 from tests.tools.branching.quadratic import expected, sampled
 from tools.branching import decision

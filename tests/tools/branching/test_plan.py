@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 from tools.branching import plan as plans
 from tools.branching.plan import RULES, Branch
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from common.errors import DataError
 from data.decode import decode
 from data.digits import DigitsSource
 from data.folder import FolderSource
 from data.loader import NotLeftOut
 from data.sources import open_source
 from recipe import loading
-from recipe.errors import DataError
 from tests.conftest import QUICKSTART
 from tools.diagnosis import images
 

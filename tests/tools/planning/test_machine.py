@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 from tests.conftest import ROOT
 from tools.planning import machine, published, scaling
 

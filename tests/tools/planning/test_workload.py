@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 
+from common.errors import ConfigError
 from models import costs, shapes
 from models.efficientnet import build
 from models.shapes import BlockShape
 from optim.factory import create
 from optim.weight_state import WeightState
 from recipe.batch import divide
-from recipe.errors import ConfigError
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT
 from tools.planning import machine, workload

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common.errors import UserError
 from data.base import Pixels
 from data.digits import DigitsSource
 from data.sources import open_source
@@ -17,7 +18,6 @@ from engines.feed import Feed
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import batch
-from recipe.errors import UserError
 from tests.tools.reporting.runs import trained, written
 from tools.reporting import pictures, run
 

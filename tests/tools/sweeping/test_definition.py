@@ -2,10 +2,10 @@
 
 import pytest
 
+from common.errors import ConfigError
+from common.yaml_text import parse_yaml
 from recipe.batch import peak_learning_rate
-from recipe.errors import ConfigError
 from recipe.loading import load
-from recipe.yaml_text import parse_yaml
 from tests.conftest import QUICKSTART, ROOT
 from tools.sweeping import candidates
 from tools.sweeping.candidates import as_text, grid, load_candidates, survey

@@ -8,7 +8,7 @@ import sqlite3
 import optuna
 import pytest
 
-from recipe.errors import ConfigError
+from common.errors import ConfigError
 from recipe.loading import load
 from tests.conftest import QUICKSTART
 from tools.sweeping.definition import read

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe import compilation, files
-from recipe.compilation import CompilerError
+from common import cpp_compiler, files
+from common.cpp_compiler import CompilerError
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]  # not from tests.conftest, which loads torch
@@ -30,7 +30,7 @@ exec c++ "$@"
 ASKING = """
 import sys
 from pathlib import Path
-from recipe.compilation import library
+from common.cpp_compiler import library
 print(library(Path(sys.argv[1]), ("answer",), ("-shared", "-fPIC")).answer())
 """
 
@@ -74,7 +74,7 @@ def count(compiler, tmp_path):
 
 def answer(source, functions=("answer",), flags=FLAGS):
     """What the library answers, asked as by a new process."""
-    return compilation.library.__wrapped__(source, functions, flags).answer()
+    return cpp_compiler.library.__wrapped__(source, functions, flags).answer()
 
 
 def folder():
@@ -95,7 +95,7 @@ def test_a_library_is_compiled_once_and_kept_for_this_user_only(source, count):
 
 @compiles
 def test_a_process_loads_a_library_once(source, count):
-    loaded = [compilation.library(source, ("answer",), FLAGS) for _ in range(2)]
+    loaded = [cpp_compiler.library(source, ("answer",), FLAGS) for _ in range(2)]
     assert loaded[0] is loaded[1] and count() == 1
 
 
@@ -146,7 +146,7 @@ DAMAGE = {
     "half": lambda content: content[: len(content) // 2],
     "empty": lambda content: b"",
     "a bit": lambda content: content[:700] + bytes([content[700] ^ 1]) + content[701:],
-    "of another key": lambda content: content[:-32] + compilation._checksum("other", content[:-32]),
+    "of another key": lambda content: content[:-32] + cpp_compiler._checksum("other", content[:-32]),
 }
 
 
@@ -164,10 +164,10 @@ def test_a_damaged_file_is_not_loaded_and_replaced(source, count, damage):
 def test_a_library_that_cannot_be_loaded_here_is_compiled_anew(monkeypatch, source, count):
     """As on a host with an older C library that shares the cache."""
     keys = []
-    make = compilation._key
-    monkeypatch.setattr(compilation, "_key", lambda *parts: keys.append(make(*parts)) or keys[-1])
+    make = cpp_compiler._key
+    monkeypatch.setattr(cpp_compiler, "_key", lambda *parts: keys.append(make(*parts)) or keys[-1])
     answer(source)
-    kept().write_bytes(b"no library" + compilation._checksum(keys[0], b"no library"))
+    kept().write_bytes(b"no library" + cpp_compiler._checksum(keys[0], b"no library"))
     assert (answer(source), count()) == (42, 2)
 
 
@@ -245,7 +245,7 @@ def test_a_process_waits_for_another_only_as_long_as_a_compiler_may_take(monkeyp
     kept().unlink()
     with open(lock, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(compilation, "_SECONDS", 1.0)
+        monkeypatch.setattr(cpp_compiler, "_SECONDS", 1.0)
         start = time.monotonic()
         assert answer(source) == 42 and kept()
         assert time.monotonic() - start >= 1
@@ -277,7 +277,7 @@ def test_where_locks_do_not_work_each_compiles_for_itself(monkeypatch, source, c
 
 @compiles
 def test_what_was_not_used_for_longest_is_removed(monkeypatch, source, count):
-    monkeypatch.setattr(compilation, "_MOST_FILES", 3)  # a lock is one of them
+    monkeypatch.setattr(cpp_compiler, "_MOST_FILES", 3)  # a lock is one of them
     places = []
     for number in range(3):
         (source.parent / "answer.h").write_text(f"#define ANSWER {number}\n")
@@ -300,7 +300,7 @@ def test_what_defines_no_macros_makes_nothing_for_other_processes(source, compil
 def test_a_compiler_that_misbehaves_is_ended_and_named(monkeypatch, source, compiler, tmp_path):
     """It hangs together with what it started, prints for ever or no UTF-8, makes nothing, asks for input, or cannot be
     named or started; asked for its macros already, or later."""
-    monkeypatch.setattr(compilation, "_SECONDS", 1.0)
+    monkeypatch.setattr(cpp_compiler, "_SECONDS", 1.0)
     cases = [
         (b"sleep 600 & echo $! > %s; wait" % bytes(tmp_path / "pid"), "was ended after 1 s without a result"),
         (b"cat /dev/zero", "was ended after it had printed 1 MiB"),
@@ -332,7 +332,7 @@ def test_a_compiler_that_misbehaves_is_ended_and_named(monkeypatch, source, comp
 def test_the_command_is_cxx_or_else_cpp_for_the_instructions_of_torch(monkeypatch, source, capability, flag):
     """So a machine with AVX-512 can show what it would do without."""
     commands = []
-    monkeypatch.setattr(compilation, "_run", lambda command, messages: commands.append(command) or b"")
+    monkeypatch.setattr(cpp_compiler, "_run", lambda command, messages: commands.append(command) or b"")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
     for name, words in (("", ["c++"]), ("ccache 'my g++'", ["ccache", "my g++"])):
         monkeypatch.setenv("CXX", name)

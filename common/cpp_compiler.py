@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Iterator, List, Optional, Sequence, Tuple
 
-from recipe import files
+from common import files
 
 _SUFFIXES = (".cpp", ".h")
 _SECONDS = 120.0  # for a compiler; it takes two to twenty, and many times that on a busy machine

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from recipe.errors import ConfigError
-from recipe.files import read_regular
+from common.errors import ConfigError
+from common.files import read_regular
 
 _MOST_BYTES = 1 << 20  # of a file; a recipe has some thousands
 _MOST_VALUES = 10_000  # with what aliases repeat; a recipe has some hundreds

@@ -1,13 +1,10 @@
 """Errors that the user can mend, each one line with place, fault and remedy; and the exit codes of commands."""
 
-import unicodedata
-from typing import Sequence
-
-from recipe.credentials import masked
+from common.credentials import masked
+from common.text import printable
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 LEFT_OUT = 76  # of a rank in an elastic run that the others went on without
-_NAMED = 5  # of many names, in a line
 
 
 class UserError(Exception):
@@ -34,22 +31,3 @@ def first_line(error: BaseException) -> str:
     """First line of a library's error; for errors that a compiler wraps, of the one inside."""
     cause = getattr(error, "inner_exception", error)  # Dynamo's name for what a backend raises
     return masked(next(iter(str(cause).strip().splitlines()), type(cause).__name__))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return `a, b, c, d, e and 7 more`: the first names, and how many there are besides."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def printable(text: str) -> str:
-    """Return `text` with escapes such as \\x1b for what cannot be printed or encoded, or is no UTF-8."""
-    return "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    if character.isprintable() or unicodedata.category(character) == "Zs":
-        return character
-    if "\udc80" <= character <= "\udcff":  # how os.fsdecode keeps a byte that is no UTF-8
-        return f"\\x{ord(character) - 0xDC00:02x}"
-    return character.encode("unicode_escape").decode()

@@ -1,12 +1,13 @@
-"""Read JSON from untrusted files: size and depth are bounded, and every fault is a ValueError."""
+"""JSON from untrusted files, whose size and depth are bounded, and JSON that every reader takes."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Union
 
-from recipe.files import open_regular
+from common.files import open_regular
 
 MOST_BYTES = 64 << 20  # a manifest of 100,000 shards takes 20 MB; as Python's objects JSON takes 20 times its bytes
 
@@ -25,3 +26,16 @@ def read_json(path: Path) -> Any:
     """Parse a file, of which no more than MOST_BYTES are read. Raises OSError, and ValueError as `parse_json` does."""
     with open_regular(path) as stream:
         return parse_json(stream.read(MOST_BYTES + 1))
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Return `value` as JSON, with null for each float that is not finite. Args: options: of json.dumps."""
+    return json.dumps(_valid(value), allow_nan=False, **options)
+
+
+def _valid(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _valid(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_valid(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,10 +14,10 @@ import sys
 import time
 import traceback
 
-from recipe import cores
-from recipe.credentials import masked
-from recipe.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
-from recipe.files import expanded
+from common import cores
+from common.credentials import masked
+from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
+from common.files import expanded
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 AGAIN = "rerun the same command"

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from recipe import credentials, loading
+from common import credentials
+from common.errors import ConfigError, DataError, first_line
+from recipe import loading
 from recipe.config import Data
-from recipe.errors import ConfigError, DataError, first_line
 from tests.conftest import QUICKSTART
 
 SECRET = "hunter2"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe import cores
+from common import cores
 from tests.conftest import ROOT
 
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
@@ -124,7 +124,7 @@ def test_a_real_group_of_this_machine():
         found = {}
         for folder in (inner, outer):
             enter = f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')"
-            code = f"{enter}; from recipe import cores; print(cores.quota())"
+            code = f"{enter}; from common import cores; print(cores.quota())"
             done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
             found[folder.name] = float(done.stdout)
     assert found == {"inner": 1.0, outer.name: 1.5}
@@ -132,11 +132,11 @@ def test_a_real_group_of_this_machine():
 
 def test_nobody_else_counts_cores():
     """Whoever counted for itself would overlook a quota."""
-    rooms = ("benchmarks", "data", "engines", "models", "optim", "parallel", "recipe", "tools", "training")
+    rooms = ("benchmarks", "common", "data", "engines", "models", "optim", "parallel", "recipe", "tools", "training")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     counting = re.compile(r"cpu_count\(|len\(os\.sched_getaffinity|\bnproc\b(?!-per)")
     counted = {str(path.relative_to(ROOT)) for path in files if counting.search(path.read_text())}
-    assert counted == {"recipe/cores.py", "training/relaunch.py"}  # the latter for an affinity: which, not how many
+    assert counted == {"common/cores.py", "training/relaunch.py"}  # the latter for an affinity: which, not how many
     assert not any(
         counting.search((ROOT / name).read_text()) for name in ("run_tests.sh", "run_pod.sh", "tools/environment.sh")
     )

@@ -9,18 +9,17 @@ import sys
 
 import pytest
 
-from recipe import cores
-from recipe.errors import ConfigError
-from recipe.files import writing
+from common import command, cores
+from common.command import one_line
+from common.errors import ConfigError
+from common.files import writing
 from tests.conftest import ROOT
-from training import command
-from training.command import one_line
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 _BEGINNING = re.compile(r"^    run\(__file__(, computes=False)?\)$", re.MULTILINE)
 _FILES = [ROOT / "train.py", ROOT / "evaluate.py"]
 _FILES += [path for room in ("tools", "benchmarks") for path in (ROOT / room).rglob("*.py")]
-_ROOMS = ("recipe", "models", "optim", "data", "parallel", "engines", "training", "tools", "benchmarks")
+_ROOMS = ("common", "recipe", "models", "optim", "data", "parallel", "engines", "training", "tools", "benchmarks")
 _SOURCES = [path for room in _ROOMS for path in (ROOT / room).rglob("*.py")]
 COMMANDS = sorted(str(path.relative_to(ROOT)) for path in _FILES if _BEGINNING.search(path.read_text()))
 AGAIN = "rerun the same command"
@@ -134,7 +133,7 @@ def test_output_that_nobody_reads_is_dropped_and_without_room_one_line_names_it(
 # The objects of a module are let go of after Python has given up its handlers of signals.
 ENDING = """
 import os, signal, sys
-from training.command import finish
+from common.command import finish
 
 class Late:
     def __del__(self, kill=os.kill, process=os.getpid(), number=int(sys.argv[1])):

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from recipe import bounded
-from recipe.errors import UserError, printable
-from recipe.files import replacing, write, write_text, writing
+from common import json_io
+from common.errors import UserError
+from common.files import replacing, write, write_text, writing
+from common.text import printable
 
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path, monkeypatch):
@@ -46,23 +47,23 @@ def test_processes_do_not_share_what_they_write_a_file_to_and_an_error_keeps_its
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, b"[" * 200_000, b"\xff\xfe[\0]\0", "", "[1", "nul"])
 def test_what_is_no_json_or_nested_too_deeply_is_a_value_error(text, tmp_path):
     with pytest.raises(ValueError):
-        bounded.parse_json(text)
+        json_io.parse_json(text)
     path = tmp_path / "a.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError):
-        bounded.read_json(path)
+        json_io.read_json(path)
 
 
 def test_json_is_read_as_json_reads_it_up_to_a_bound(tmp_path, monkeypatch):
     path, value = tmp_path / "a.json", {"a": [1, 2.5, None, True, "ä"], "b": {}}
     path.write_text(json.dumps(value))
-    assert bounded.read_json(path) == bounded.parse_json(json.dumps(value)) == value
-    monkeypatch.setattr(bounded, "MOST_BYTES", 100)
+    assert json_io.read_json(path) == json_io.parse_json(json.dumps(value)) == value
+    monkeypatch.setattr(json_io, "MOST_BYTES", 100)
     path.write_text(json.dumps("x" * 98))
-    assert len(bounded.read_json(path)) == 98
+    assert len(json_io.read_json(path)) == 98
     path.write_text(json.dumps("x" * 99))
     with pytest.raises(ValueError, match="101 bytes of JSON, more than 100"):
-        bounded.read_json(path)
+        json_io.read_json(path)
 
 
 @pytest.mark.parametrize(

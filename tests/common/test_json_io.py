@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from recipe.json_text import json_text
+from common.json_io import json_text
 from tests.conftest import ROOT
 
 # Files whose JSON is a key, a digest, a message, text or a setting, and has no measured numbers.
 _OTHERS = {
-    *("recipe/json_text.py", "recipe/section.py", "recipe/schema.py", "recipe/ipu/rules.py", "recipe/compilation.py"),
+    *("common/json_io.py", "recipe/section.py", "recipe/schema.py", "recipe/ipu/rules.py", "common/cpp_compiler.py"),
     *("training/loggers.py", "training/elastic.py", "training/checkpoint.py"),
     *("engines/cache.py", "engines/own_loop.py", "parallel/board.py", "parallel/generations.py"),
     *("data/shard_index.py", "tools/packing.py", "tools/exporting.py", "tools/reporting/page.py"),
@@ -32,7 +32,7 @@ def test_what_is_not_finite_becomes_null_however_deep():
 
 
 def test_every_file_that_writes_measured_numbers_writes_them_by_it():
-    rooms = ("recipe", "models", "optim", "data", "parallel", "engines", "training", "tools")
+    rooms = ("common", "recipe", "models", "optim", "data", "parallel", "engines", "training", "tools")
     files = [
         ROOT / "evaluate.py",
         ROOT / "train.py",
