@@ -84,6 +84,7 @@ class ArchiveSource(EncodedSource):
         self.classes = tuple(sorted(known))
         numbers = {wnid: number for number, wnid in enumerate(self.classes)}
         self.labels = np.array([numbers[wnid] for wnid in wnids], np.int64)
+        # One array of bytes: a million strings would take many times the memory.
         names = [os.fsencode(image.name) for image in images]
         lengths = np.array([len(name) for name in names])
         self._names = Names([b"".join(names)], [lengths])
@@ -127,6 +128,7 @@ def training(path: str) -> ArchiveSource:
                 # Offsets in the inner archive count from its own first byte.
                 offset += member.offset_data
                 images.append(StoredImage(f"{wnid}/{name}", offset, length))
+    # By class, with which a name begins, and by name.
     images.sort()
     wnids = [image.name.partition("/")[0] for image in images]
     return ArchiveSource(path, images, wnids, known=set(wnids), left_out=left_out)
@@ -236,6 +238,7 @@ def _numbered(content: bytes) -> dict[int, str]:
     left = _MAX_BYTES
     for kind, data in _elements(content[128:]):
         if kind == _COMPRESSED:
+            # No more than is left, plus one byte to notice it: a small file may swell to gigabytes.
             data = zlib.decompressobj().decompress(data, left + 1)
             left -= len(data)
             if left < 0:
@@ -256,6 +259,7 @@ def _wnids_of_synsets(elements: Sequence[tuple[int, bytes]]) -> dict[int, str]:
     (_, width), (_, names), *values = elements
     step = int.from_bytes(width, "little")
     fields = [names[at : at + step].split(b"\0")[0] for at in range(0, len(names), step)]
+    # Fields of all structs follow each other, those of a struct in the order of their names.
     numbers = values[fields.index(b"ILSVRC2012_ID") :: len(fields)]
     wnids = values[fields.index(b"WNID") :: len(fields)]
     numbered = {}
@@ -281,6 +285,7 @@ def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
             at -= 4
             end = at + 4
         else:
+            # Elements end at multiples of 8 bytes, but for compressed ones.
             padding = 0 if kind == _COMPRESSED else -size % 8
             end = at + size + padding
         if at + size > len(content):

@@ -38,6 +38,7 @@ class _StrictInfo(tarfile.TarInfo):
         """Read the next member of an `archive`. Raises ReadError for a damaged header."""
         try:
             return super().fromtarfile(archive)
+        # A block of zeros: the end of an archive.
         except tarfile.EOFHeaderError:
             raise
         except tarfile.HeaderError as error:
@@ -231,6 +232,7 @@ def scan(
     place = folder.path(shard)
     stream = _Stream(folder, shard, size, advance)
     contents = _Contents(place, look)
+    # From front to end, so that each byte is read once: the folder may be far away.
     for archive, member in members(stream, place, mode="r|", left_out=contents.left_out):
         contents.add(archive, member)
     labels = _paired_labels(place, contents.images, contents.labels)
@@ -241,6 +243,7 @@ def scan(
         pass
     _check_end(folder, shard, archive.offset, size)
     images = list(contents.images.values())
+    # Names may hold any bytes: surrogates stand for those that are no UTF-8.
     names = [image.name.encode(errors="surrogateescape") for image in images]
     index = Index(
         offsets=np.array([image.offset for image in images], np.int64),
@@ -300,6 +303,7 @@ class _Contents:
     def _read_label(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
         """Return the label that a member holds. Raises DataError."""
         content = b""
+        # A longer file is not read: it holds something else.
         if member.size <= _LABEL_BYTES:
             content = self._read(archive, member)
         if not re.fullmatch(rb"[0-9]{1,9}", content.strip()):
@@ -310,6 +314,7 @@ class _Contents:
     def _read(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
         """Return the bytes of a member. Raises DataError where there are fewer than it says."""
         content = b""
+        # Where the file ends early tarfile raises, or returns less.
         with contextlib.suppress(tarfile.TarError):
             content = archive.extractfile(member).read()
         if len(content) != member.size:
@@ -377,6 +382,7 @@ def _fault_of_key(
         is_paired: there are an image and a label of the same name besides these.
         last_name: of the last of these images.
     """
+    # The fault that most likely explains the names, which decides about the remedy.
     if len(unlabelled) == 1 and len(unused) > 1:
         return f"{key!r} has a second label; {_SECOND_LABEL}"
     if unlabelled and (unused or is_paired):
@@ -393,6 +399,7 @@ def _fault_of_key(
 
 def _check_end(folder: Folder, shard: str, end: int, size: int) -> None:
     """Check that only zeros follow the last member, which ends at `end`. Raises DataError."""
+    # tarfile stops at the first block of zeros, whatever follows it.
     for start in range(end, size, _CHUNK):
         length = min(_CHUNK, size - start)
         (answer,) = folder.ranges([Range(shard, start, length)])
@@ -433,6 +440,7 @@ class _Stream(io.RawIOBase):
 
     def read(self, size: int = _CHUNK) -> bytes:
         """Return the next `size` bytes, or as many as there are. Raises DataError."""
+        # tarfile asks for more than there is.
         length = min(self._size - self._place, size)
         if length == 0:
             return b""

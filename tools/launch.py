@@ -78,6 +78,26 @@ class _Layout(NamedTuple):
         return f"{count(self.replicas, 'replica')} x {count(self.stages, 'stage')}"
 
 
+class _Plan(NamedTuple):
+    """The processes of a run, and what starts them on this host.
+
+    rank: command of one of them, behind this Python.
+    command: by which all of them would be started.
+    summary: a line about it, for the user.
+    """
+
+    recipe: Recipe
+    layout: _Layout
+    rank: List[str]
+    command: List[str]
+    summary: str
+
+    @property
+    def on_ipus(self) -> bool:
+        """Return whether poprun starts the processes."""
+        return self.recipe.run.device == "ipu"
+
+
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) -> int:
     """Run the command.
@@ -92,9 +112,39 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     options = _parser().parse_intermixed_args(arguments)
     place = hosts.find(options.nnodes, options.node_rank, options.master)
     left_over = _forget_launchers(is_alone=place.number == 1)
+    plan = _plan(options, place, program)
+    # Faults that train.py would find are found here, once for all ranks.
+    description = naming(options.config, batch.describe, plan.recipe)
+    if place.this == 0:
+        naming(options.config, preflight.check, plan.recipe)
+    if options.dry_run:
+        print(f"{description}\nlaunch     {plan.summary}")
+        return DONE
+    if left_over:
+        processes = f"{_processes(plan.layout, plan.on_ipus)} of this launcher"
+        line = f"{left_over} in the environment is set aside: {processes}"
+        print(line, file=sys.stderr, flush=True)
+    if plan.on_ipus:
+        _become_poprun(plan)
+    if place.this == 0:
+        check_owner(plan.recipe)
+    _check_gpus(plan.layout, plan.recipe.run.device)
+    # No agent in between: the process gets signals and terminal of this one.
+    if _is_single(plan.layout, options.max_restarts):
+        os.execv(sys.executable, plan.command)
+    return _run_ranks(options, plan)
+
+
+def _plan(options: argparse.Namespace, place: Hosts, program: Path) -> _Plan:
+    """Return what is to be started. Raises UserError.
+
+    Args:
+        options: of this command.
+        place: the hosts that take part.
+        program: that every rank runs.
+    """
     given = _load(options)
     _check_device(options, given.recipe.run.device, place.number)
-    on_ipus = given.recipe.run.device == "ipu"
     replicas = given.recipe.parallel.replicas
     if not replicas:
         replicas = _automatic_replicas(given.recipe, place.number, options.dry_run)
@@ -102,34 +152,22 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     recipe = loading.load(options.config, [*given.overrides, f"parallel.replicas={replicas}"])
     layout = _Layout(place, replicas, recipe.parallel.stages)
     _check_layout(layout, recipe.parallel.elastic)
-    # What is started: a single process needs nobody who watches it.
+    # A single process needs nobody who watches it.
     rank = [str(program), "--config", options.config, *given.overrides]
-    is_single = layout.world == 1 and not options.max_restarts
+    on_ipus = recipe.run.device == "ipu"
     if on_ipus:
         command = [*_poprun(options, layout, recipe.ipu.pod), sys.executable, *rank]
-    elif is_single:
+    elif _is_single(layout, options.max_restarts):
         command = [sys.executable, *rank]
     else:
         command = [*_torchrun(layout), *rank]
     summary = _summary(layout, on_ipus, given.note, command)
-    # Faults that train.py would find are found here, once for all ranks.
-    description = naming(options.config, batch.describe, recipe)
-    if place.this == 0:
-        naming(options.config, preflight.check, recipe)
-    if options.dry_run:
-        print(f"{description}\nlaunch     {summary}")
-        return DONE
-    if left_over:
-        line = f"{left_over} in the environment is set aside: {_processes(layout, on_ipus)} of this launcher"
-        print(line, file=sys.stderr, flush=True)
-    if on_ipus:
-        _become_poprun(command, summary)
-    if place.this == 0:
-        check_owner(recipe)
-    _check_gpus(layout, recipe.run.device)
-    if is_single:
-        os.execv(sys.executable, command)
-    return _run_ranks(options, recipe, layout, rank, summary)
+    return _Plan(recipe, layout, rank, command, summary)
+
+
+def _is_single(layout: _Layout, max_restarts: int) -> bool:
+    """Return whether one process is started that is never started again."""
+    return layout.world == 1 and not max_restarts
 
 
 def _parser() -> Parser:
@@ -177,6 +215,7 @@ def _forget_launchers(is_alone: bool) -> str:
 
 def _load(options: argparse.Namespace) -> _Given:
     """Load the recipe. A list of cuts that does not fit --stages gives way to automatic ones."""
+    # Options come behind the overrides of the command line: the last one counts.
     overrides = list(options.overrides)
     if options.replicas:
         overrides.append(f"parallel.replicas={options.replicas}")
@@ -269,6 +308,7 @@ def _check_gpus(layout: _Layout, device: str) -> None:
     if layout.world == 1:
         return
     gpus = _gpus(device)
+    # Any number of processes may share a CPU.
     is_for_gpus = gpus > 0 or device == "cuda"
     if is_for_gpus and layout.local > gpus:
         over = f"{layout.shape} over {count(layout.hosts.number, 'host')}"
@@ -289,12 +329,14 @@ def _poprun(options: argparse.Namespace, layout: _Layout, pod: Optional[int]) ->
     replicas = layout.replicas
     stages = layout.stages
     fitting = poprun.fitting_instances(replicas, stages)
+    # An instance is a process of the host, which feeds several replicas.
     instances = options.instances or fitting
     if replicas % instances:
         raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
     fault = poprun.fault_of_pod(replicas, stages, pod)
     if fault:
         raise UserError(f"{fault}; give --replicas {max(1, pod // stages)}, or correct ipu.pod")
+    # What one process holds: PopTorch takes a power of two of IPUs up to 64.
     fault = poprun.fault_of_instance(replicas // instances, stages)
     if fault:
         raise UserError(f"{fault}; give --instances {fitting} or another divisor of {replicas}")
@@ -335,52 +377,37 @@ def _summary(layout: _Layout, on_ipus: bool, note: str, command: List[str]) -> s
     return f"{_processes(layout, on_ipus)} = {layout.shape}{where}{note}: {words}"
 
 
-def _become_poprun(command: List[str], summary: str) -> None:
+def _become_poprun(plan: _Plan) -> None:
     """Replace this process by poprun. Raises UserError where there is none."""
     program = shutil.which("poprun")
     if program is None:
         raise UserError("run.device=ipu needs poprun on the PATH; source the SDK's `enable`, or --dry-run")
-    print(summary, flush=True)
-    os.execv(program, [program, *command[1:]])
+    print(plan.summary, flush=True)
+    os.execv(program, [program, *plan.command[1:]])
 
 
-def _run_ranks(
-    options: argparse.Namespace,
-    recipe: Recipe,
-    layout: _Layout,
-    rank: List[str],
-    summary: str,
-) -> int:
-    """Start the ranks of this host and watch them.
-
-    Args:
-        options: of this command.
-        recipe: of the run.
-        layout: of its processes.
-        rank: command of one, for this Python.
-        summary: printed before.
-
-    Returns:
-        The exit code.
-    """
+def _run_ranks(options: argparse.Namespace, plan: _Plan) -> int:
+    """Start the ranks of this host and watch them. Return the exit code."""
     from parallel import agent
 
+    layout = plan.layout
+    parallel = plan.recipe.parallel
     # The handlers come before torch is loaded, which takes seconds.
     signals = agent.Signals()
     # Else each rank warns where hosts have no reverse DNS.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Under SLURM all hosts write into one log: one of them is enough.
     if layout.hosts.this == 0 or options.nnodes:
-        print(summary, flush=True)
+        print(plan.summary, flush=True)
     # A single process has no generations.
-    is_elastic = recipe.parallel.elastic and layout.world > 1
+    is_elastic = parallel.elastic and layout.world > 1
     return agent.run(
         layout.hosts,
         layout.local,
         layout.shape,
-        rank,
+        plan.rank,
         max_restarts=options.max_restarts,
         signals=signals,
-        silence=recipe.parallel.silence,
+        silence=parallel.silence,
         stages=layout.stages if is_elastic else None,
     )

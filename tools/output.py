@@ -35,6 +35,7 @@ def check(path: Path) -> None:
     try:
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; name a file in it by --output")
+        # The nearest folder that is there; the others would be made in it.
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -54,6 +55,7 @@ def figure(path: Path, size: Tuple[float, float]) -> Figure:
     Raises:
         ConfigError: the name is that of no kind of picture.
     """
+    # Imported late: it takes half a second, in commands that may draw nothing.
     from matplotlib.figure import Figure
 
     empty = Figure(figsize=size, layout="constrained")

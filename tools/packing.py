@@ -146,6 +146,7 @@ def pack(
     damaged = []
     total = sum(len(images) for images in missing.values())
     with progress.lines(lambda: f"packing: {task.images_done.value:,} of {total:,} images"):
+        # More workers than shards would only load the source.
         processes = min(workers, len(missing))
         for name, packed in _pack_shards(task, missing, processes, context):
             indexes[name] = packed.index
@@ -176,10 +177,12 @@ def make_manifest(classes: tuple[str, ...], indexes: Mapping[str, Index]) -> Man
 def _images_by_shard(total: int, options: Options) -> dict[str, list[int]]:
     """Return the numbers of the images in each shard, by its name."""
     order = np.arange(total, dtype=np.int64)
+    # Images in the order of their hashes: a mixture that is a function of the seed alone.
     if not options.keep_order:
         order = np.argsort(bits32(key("order of packing", options.seed), order))
     size = options.images_per_shard
     number_of_shards = -(-total // size)
+    # As many digits in all names, so that these sort as their numbers do.
     digits = max(6, len(str(number_of_shards - 1)))
     shards = {}
     for number in range(number_of_shards):
@@ -200,6 +203,7 @@ def _digest(source: Source, options: Options) -> str:
     digest = hashlib.sha256(json.dumps([values, source.classes]).encode())
     digest.update(source.labels.tobytes())
     for index in range(len(source)):
+        # Without its folder, which may be moved between two calls.
         name = os.path.basename(source.name(index))
         digest.update(os.fsencode(name) + b"\0")
     # Sources without files: other pixels may have the same names and labels.
@@ -253,6 +257,7 @@ def _pack_shards(
         for name, images in shards.items():
             yield name, _pack_shard(task, name, images)
         return
+    # The task travels to each worker once, as a source may be large.
     with ProcessPoolExecutor(workers, context, _begin, (task,)) as pool:
         yield from zip(shards, pool.map(_work, shards, shards.values()))
 
@@ -278,6 +283,7 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _PackedShard:
     with replacing(path, durable=True) as temporary:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for image in images:
+                # Counted before it is read: one that cannot be read is done, too.
                 with task.images_done.get_lock():
                     task.images_done.value += 1
                 try:
@@ -295,6 +301,7 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _PackedShard:
         os.truncate(temporary, end)
         scanned = scan(LocalFolder(str(task.folder)), temporary.name, end)
         index = scanned.index._replace(plan=task.plan)
+    # The index comes once the shard has its name: a shard with an index is complete.
     file = task.folder / shard_index.index_name(name)
     write(file, shard_index.encode_index(index), durable=True)
     return _PackedShard(index, left_out, damaged)
@@ -350,9 +357,11 @@ def _encoded(stored: base.Image, options: Options, damaged: list[str]) -> tuple[
         size = (round(width * ratio), round(height * ratio))
         smaller = _picture(pixels).resize(size, Image.Resampling.BICUBIC)
         return _file(smaller, "JPEG", quality=options.quality), "jpg"
+    # Files keep their bytes, so that training decodes the same pixels from shards.
     if isinstance(stored, EncodedImage):
         is_png = stored.encoded.startswith(b"\x89PNG")
         return stored.encoded, "png" if is_png else "jpg"
+    # Three equal channels are stored as one, and read as three.
     is_grey = bool((pixels == pixels[:1]).all())
     return _file(_picture(pixels[:1] if is_grey else pixels), "PNG"), "png"
 

@@ -196,7 +196,7 @@ def _pack(options: argparse.Namespace) -> _Report:
 
 
 def _destination(options: argparse.Namespace) -> str:
-    """Return the folder for the shards, once options and places fit each other. Raises DataError."""
+    """Return the folder for the shards, if options and places go together. Raises DataError."""
     train = options.imagenet_train
     validation = options.imagenet_validation
     sources = [given for given in (train, validation, options.config) if given]
@@ -205,11 +205,13 @@ def _destination(options: argparse.Namespace) -> str:
     expected = 1 if sources else 2
     if len(sources) > 1 or len(places) != expected:
         raise DataError(_ROUTES)
+    # Options that only go together.
     has_truth = bool(options.ground_truth)
     if bool(validation) != has_truth or (options.devkit and not validation):
         raise DataError("--imagenet-validation and --ground-truth go together, and --devkit with both; give all")
     if options.split and not options.config:
         raise DataError("--split chooses among the images of a recipe; give --config FILE, too")
+    # The folder, in which nothing is written before the source has been opened.
     folder = places[-1]
     if options.config and re.match(r"\w+\.\w+=", folder):
         raise DataError(f"{folder}: is no folder; name the folder of the shards before the keys of the recipe")
@@ -276,10 +278,12 @@ def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
     """
     if file is not None:
         return _named_classes(file, largest)
+    # Names that an earlier call was given are kept.
     with contextlib.suppress(DataError):
         before = shard_index.read_manifest(folder).classes
         if largest < len(before):
             return before
+    # Numbers as names: one damaged label would make millions of them.
     if largest >= _MAX_NUMBERED:
         most = f"without --classes FILE there are at most {_MAX_NUMBERED:,} classes"
         raise DataError(f"{folder.place}: label {largest}, but {most}; name them all, or mend the label")
@@ -310,6 +314,7 @@ def _verify(options: argparse.Namespace) -> _Report:
         examiner = _Examiner(folder, len(manifest.classes), options.decode, advance)
         by_shard = _by_threads(examiner.faults, manifest.shards)
     faults = [fault for faults in by_shard for fault in faults]
+    # A damaged disk has thousands: the first ones are named, all are counted.
     named = faults[:_NAMED]
     for fault in named:
         print(fault, file=sys.stderr)
@@ -350,7 +355,7 @@ class _Examiner:
         place = self._folder.path(shard.name)
 
         def decode(name: str, encoded: bytes) -> None:
-            """Note an image that cannot be decoded."""
+            """Note an image called `name` that cannot be decoded."""
             try:
                 image = EncodedImage(encoded, f"{place}/{name}")
                 image.pixels()
@@ -363,6 +368,7 @@ class _Examiner:
             index = shard_index.read_index(self._folder, shard, self._classes)
             scanned = scan(self._folder, shard.name, shard.bytes, look=look, advance=self._advance)
         except DataError as error:
+            # Images that could not be decoded before the scan ended are named, too.
             return [*faults, str(error)]
         return faults + _differences(place, index, scanned.index)
 
@@ -379,6 +385,7 @@ def _differences(place: str, index: Index, scanned: Index) -> list[str]:
     has_same_lengths = np.array_equal(index.lengths, scanned.lengths)
     if not has_same_offsets or not has_same_lengths or index.names != scanned.names:
         return [f"{place}: other images, or at other places, than in its index"]
+    # The images are the same: only now do their numbers mean the same in both.
     faults = []
     names = Names([index.names], [index.name_lengths])
     for number in np.flatnonzero(index.crc32 != scanned.crc32).tolist():
@@ -388,6 +395,7 @@ def _differences(place: str, index: Index, scanned: Index) -> list[str]:
         image = f"{place}/{os.fsdecode(names[number])}"
         label = scanned.labels[number]
         faults.append(f"{image}: label {label}, but its index says {index.labels[number]}")
+    # What lies between the images, such as times in headers, may differ by itself.
     if not faults and index.sha256 != scanned.sha256:
         fault = f"not the bytes that {MANIFEST} has the checksum of"
         faults.append(f"{place}: {fault}, but no image is affected")
@@ -423,7 +431,7 @@ def _reading(activity: str, total: int) -> Iterator[Callable[[int], None]]:
     done = 0
 
     def advance(number: int) -> None:
-        """Count bytes."""
+        """Count a `number` of bytes."""
         nonlocal done
         with lock:
             done += number

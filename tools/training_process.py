@@ -50,6 +50,7 @@ class TrainingProcess:
         Args:
             threads: of OpenMP, unless the environment sets them; None: the program's default.
         """
+        # The user's variables count more than the default, credentials more than these.
         environment = {}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -88,6 +89,7 @@ class TrainingProcess:
         if not at_once:
             self._process.terminate()
             return
+        # Its whole session: workers and compilers, too.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

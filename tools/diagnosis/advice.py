@@ -1,15 +1,18 @@
-"""First thing to change, by rule from the measured figures: the part of a step that costs most beside computing."""
+"""The first thing to change, by rule from the measured figures.
+
+It is the part of a step that costs most beside computing.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from common.text import count
-from engines.choice import pick
+from engines.choice import Candidate, pick
 from parallel.evidence import PAGE
 from recipe.checks import bound_to_cut
 from recipe.config import Recipe
-from recipe.exchange import Auto
+from recipe.exchange import Auto, Exchange
 from tools.diagnosis import splitting
 from tools.diagnosis.splitting import WORTH
 from tools.formats import duration, percent, scaled
@@ -22,116 +25,205 @@ if TYPE_CHECKING:
 _LAG = 0.1  # by which one rank falls behind the others so that it is to blame
 _LOSS = Auto().accept_loss  # points of top-1 that a proposed exchange may lose
 
-Remedy = Tuple[str, List[str]]  # text and overrides
+
+class Remedy(NamedTuple):
+    """A change to the recipe or to the machines.
+
+    overrides: of the command line; none if the remedy is no key.
+    """
+
+    text: str
+    overrides: List[str]
 
 
 class Advice(NamedTuple):
-    """limit: the part to be mended first, or compute. overrides: of the command line; none if the remedy is no key."""
+    """The remedy for the part to be mended first.
+
+    limit: that part, or compute.
+    """
 
     limit: str
     text: str
     overrides: List[str]
 
 
-def advise(recipe: Recipe, found: Findings) -> Advice:
-    """The first thing to fix. Args: recipe: without `auto` in exchange and engine."""
-    limit = max(_RULES, key=found.parts.__getitem__)  # the first of equal ones
-    share = found.parts[limit] / found.step
+def advise(recipe: Recipe, findings: Findings) -> Advice:
+    """Return the first thing to fix.
+
+    Args:
+        recipe: without `auto` in exchange and engine.
+        findings: of its examination.
+    """
+    # Of equal parts the first is named.
+    limit = max(_RULES, key=lambda name: findings.parts[name])
+    share = findings.parts[limit] / findings.step
     if share >= WORTH:
-        return Advice(limit, *_RULES[limit](recipe, found, share))
-    peak = f"{percent(found.mfu)} of what large matrix products reach here (MFU)"
-    text = f"No other part takes {percent(WORTH)} of a step: computing is the limit, at {peak}. More replicas help"
-    if found.batch.accumulation % 2:
-        return Advice("compute", f"{text}.", [])
-    larger = f"batch.micro={2 * found.batch.micro}"
-    return Advice("compute", f"{text}; with the same batch, {larger} may, if the memory suffices.", [larger])
+        remedy = _RULES[limit](recipe, findings, share)
+    else:
+        limit = "compute"
+        remedy = _compute(findings)
+    return Advice(limit, remedy.text, remedy.overrides)
 
 
-def _twice(found: Findings) -> str:
-    return f"batch.global={2 * found.batch.global_}"
+def _twice(findings: Findings) -> str:
+    """Return the override that doubles the batch."""
+    return f"batch.global={2 * findings.batch.global_}"
 
 
-def _input(recipe: Recipe, found: Findings, share: float) -> Remedy:
-    needed, reading = workers_needed(recipe.data.workers, share), found.reading.share_of_bytes
-    fault, more = f"Waiting for images takes {percent(share)} of a step", f"data.workers={needed}"
+def _compute(findings: Findings) -> Remedy:
+    """Return the remedy where no part but computing is worth a change."""
+    peak = f"{percent(findings.mfu)} of what large matrix products reach here (MFU)"
+    others = f"No other part takes {percent(WORTH)} of a step"
+    text = f"{others}: computing is the limit, at {peak}. More replicas help"
+    # A larger micro batch has less overhead, if it divides the same batch.
+    if findings.batch.accumulation % 2:
+        return Remedy(f"{text}.", [])
+    larger = f"batch.micro={2 * findings.batch.micro}"
+    return Remedy(f"{text}; with the same batch, {larger} may, if the memory suffices.", [larger])
+
+
+def _input(recipe: Recipe, findings: Findings, share: float) -> Remedy:
+    """Return the remedy for waiting for images."""
+    needed = workers_needed(recipe.data.workers, share)
+    more = f"data.workers={needed}"
+    reading = findings.reading.share_of_bytes
+    fault = f"Waiting for images takes {percent(share)} of a step"
+    # More workers hardly help if they wait for the same disk.
     if reading is not None and reading >= 0.5:
         fault += f", and {percent(reading)} of an image's time is reading its bytes"
         shards = "pack the images into shards (python -m tools.shards pack) on a nearer disk"
-        return f"{fault}: {shards}, or {more} would keep up.", [more]
-    cores = max(1, found.about["cores"] // found.hosts.count(found.hosts[0]))  # of a rank
+        return Remedy(f"{fault}: {shards}, or {more} would keep up.", [more])
+    # More workers help while a rank has cores for them.
+    ranks_of_host = findings.hosts.count(findings.hosts[0])
+    cores = max(1, findings.about["cores"] // ranks_of_host)
     if needed <= cores:
-        return f"{fault}: {more} would keep up.", [more]
-    few = f"{fault}: {needed} workers would keep up, but a rank has {count(cores, 'core')}; give it more, or"
+        return Remedy(f"{fault}: {more} would keep up.", [more])
+    there = count(cores, "core")
+    few = f"{fault}: {needed} workers would keep up, but a rank has {there}; give it more, or"
+    # Else each image has to cost less.
     if reading is None:
-        return f"{few} draw less for each image (data.augment, data.glyph_size).", []
+        return Remedy(f"{few} draw less for each image (data.augment, data.glyph_size).", [])
     smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
-    if found.about["device"] == "cpu":
-        return f"{few} {smaller}.", []
-    return f"{few} {smaller}, or let the GPU decode: data.reader=dali.", ["data.reader=dali"]
+    if findings.about["device"] == "cpu":
+        return Remedy(f"{few} {smaller}.", [])
+    dali = "data.reader=dali"
+    return Remedy(f"{few} {smaller}, or let the GPU decode: {dali}.", [dali])
 
 
-def _straggling(recipe: Recipe, found: Findings, share: float) -> Remedy:
+def _straggling(recipe: Recipe, findings: Findings, share: float) -> Remedy:
+    """Return the remedy for waiting for the slowest replica."""
     fault = f"Waiting for the slowest replica takes {percent(share)} of a step"
-    slowest = splitting.slowest(found.ranks)
+    slowest = splitting.slowest(findings.ranks)
+    # A rank that always lags can be mended. Chance averages out over more micro batches.
     if slowest is not None and slowest.lag >= _LAG:
-        rank = f"rank {slowest.rank} on host {slowest.host} computes {percent(slowest.lag)} slower than the others"
-        return f"{fault}: {rank}. Look for what else runs there, or leave it out.", []
+        rank = f"rank {slowest.rank} on host {slowest.host}"
+        lag = f"computes {percent(slowest.lag)} slower than the others"
+        return Remedy(f"{fault}: {rank} {lag}. Look for what else runs there, or leave it out.", [])
+    larger = _twice(findings)
     cause = "now of one and now of another: something else runs on the machines"
-    remedy = f"More micro batches average it out: {_twice(found)}, with the learning rate that goes with it."
-    return f"{fault}, {cause}. {remedy}", [_twice(found)]
+    remedy = f"{larger}, with the learning rate that goes with it"
+    return Remedy(f"{fault}, {cause}. More micro batches average it out: {remedy}.", [larger])
 
 
-def _exchange(recipe: Recipe, found: Findings, share: float) -> Remedy:
-    link = f" over links of {scaled(8 * found.links.bandwidth.median, 'bit/s')}" if found.links else ""
-    fault = f"The exchange takes {percent(share)} of a step{link}"
-    larger = f"{_twice(found)} makes it once in twice as many images"
-    section, methods = recipe.exchange, [each.timed for each in found.methods]
-    own = next((each for each in methods if each.name == section.variant), None)
-    if own is not None:  # as exchange.method=auto by default
-        taken = pick([each for each in methods if each is own or each.accepted(_LOSS)])[0]
-        if taken.seconds < own.seconds:
-            overrides = taken.method.overrides(section)
-            loss = f" It {taken.evidence} of top-1 in our experiments ({PAGE})." if taken.evidence.loss else ""
-            times = f"takes {duration(taken.seconds)} by itself in place of {duration(own.seconds)}"
-            return f"{fault}: {' '.join(overrides)} {times}.{loss} Without that, {larger}.", overrides
+def _exchange(recipe: Recipe, findings: Findings, share: float) -> Remedy:
+    """Return the remedy for an exchange that is not hidden."""
+    section = recipe.exchange
+    fault = f"The exchange takes {percent(share)} of a step"
+    if findings.links:
+        bandwidth = 8 * findings.links.bandwidth.median
+        fault += f" over links of {scaled(bandwidth, 'bit/s')}"
+    twice = _twice(findings)
+    larger = f"{twice} makes it once in twice as many images"
+    # Another method, if there is a faster one that is known to lose little.
+    candidates = [method.timed for method in findings.methods]
+    current = _current(candidates, section)
+    if current is not None:
+        faster = _faster(candidates, current)
+        if faster is not None:
+            overrides = faster.method.overrides(section)
+            by_itself = f"{duration(faster.seconds)} by itself"
+            times = f"takes {by_itself} in place of {duration(current.seconds)}"
+            loss = ""
+            if faster.evidence.loss:
+                loss = f" It {faster.evidence} of top-1 in our experiments ({PAGE})."
+            text = f"{fault}: {' '.join(overrides)} {times}.{loss} Without that, {larger}."
+            return Remedy(text, overrides)
     late = ""
-    if found.about["device"] == "cpu" and not section.delay:
-        late = "; exchange.delay=1 lets it run beside the next step, with what is sent one step late (docs/exchange.md)"
-    return f"{fault}, and no other method is worth a change: {larger}{late}.", [_twice(found)]
+    if findings.about["device"] == "cpu" and not section.delay:
+        beside = "exchange.delay=1 lets it run beside the next step"
+        late = f"; {beside}, with what is sent one step late (docs/exchange.md)"
+    return Remedy(f"{fault}, and no other method is worth a change: {larger}{late}.", [twice])
 
 
-def _bubble(recipe: Recipe, found: Findings, share: float) -> Remedy:
-    batch, data, virtual = found.batch, recipe.data, recipe.parallel.virtual_stages or 1
-    now, doubled = (percent(1 - ideal(times * batch.accumulation, batch.stages, virtual)) for times in (1, 2))
-    halved, least = batch.micro // 2, 2 if data.mixup or data.cutmix is not None else 1  # images of a pair are mixed
-    override = _twice(found) if batch.micro % 2 or halved < least else f"batch.micro={halved}"
+def _current(candidates: Sequence[Candidate], section: Exchange) -> Optional[Candidate]:
+    """Return the candidate that is in use; None where methods were not measured."""
+    for candidate in candidates:
+        if candidate.name == section.variant:
+            return candidate
+    return None
+
+
+def _faster(candidates: Sequence[Candidate], current: Candidate) -> Optional[Candidate]:
+    """Return what `exchange.method=auto` would take by default, if it is faster than now."""
+    acceptable = []
+    for candidate in candidates:
+        if candidate is current or candidate.accepted(_LOSS):
+            acceptable.append(candidate)
+    taken, *_ = pick(acceptable)
+    return taken if taken.seconds < current.seconds else None
+
+
+def _bubble(recipe: Recipe, findings: Findings, share: float) -> Remedy:
+    """Return the remedy for a pipeline whose stages stand still."""
+    batch = findings.batch
+    virtual = recipe.parallel.virtual_stages or 1
+    now = percent(1 - ideal(batch.accumulation, batch.stages, virtual))
+    doubled = percent(1 - ideal(2 * batch.accumulation, batch.stages, virtual))
+    # Smaller micro batches, or more of them. The two images of a mixed pair stay together.
+    is_mixed = recipe.data.mixup or recipe.data.cutmix is not None
+    least = 2 if is_mixed else 1
+    halved = batch.micro // 2
+    if batch.micro % 2 or halved < least:
+        override = _twice(findings)
+    else:
+        override = f"batch.micro={halved}"
     micro_batches = count(batch.accumulation, "micro batch", "micro batches")
     text = (
-        f"A pipeline's stages stand still for {percent(share)} of a step: {micro_batches} on {batch.stages} stages "
-        f"leave {now} at best; {override} makes twice as many, and that {doubled}."
+        f"A pipeline's stages stand still for {percent(share)} of a step: "
+        f"{micro_batches} on {batch.stages} stages leave {now} at best; "
+        f"{override} makes twice as many, and that {doubled}."
     )
-    return text, [override]
+    return Remedy(text, [override])
 
 
-def _imbalance(recipe: Recipe, found: Findings, share: float) -> Remedy:
+def _imbalance(recipe: Recipe, findings: Findings, share: float) -> Remedy:
+    """Return the remedy for stages that take unequally long."""
     fault = f"The slowest stage takes {percent(share)} of a step longer than the mean of all"
-    if recipe.parallel.split is not None and not bound_to_cut(recipe, found.batch.replicas):
-        return f"{fault}: parallel.split=auto cuts the model by what its blocks cost here.", ["parallel.split=auto"]
-    fewer = f"parallel.stages={max(1, found.batch.stages // 2)}"
-    return f"{fault}, as evenly as the recipe can be cut: fewer stages and more replicas waste less: {fewer}.", [fewer]
+    batch = findings.batch
+    # Measured cuts are the best, but not allowed where a cut changes what is learned.
+    if recipe.parallel.split is not None and not bound_to_cut(recipe, batch.replicas):
+        automatic = "parallel.split=auto"
+        remedy = f"{automatic} cuts the model by what its blocks cost here"
+        return Remedy(f"{fault}: {remedy}.", [automatic])
+    fewer = f"parallel.stages={max(1, batch.stages // 2)}"
+    remedy = f"fewer stages and more replicas waste less: {fewer}."
+    return Remedy(f"{fault}, as evenly as the recipe can be cut: {remedy}", [fewer])
 
 
-def _update(recipe: Recipe, found: Findings, share: float) -> Remedy:
+def _update(recipe: Recipe, findings: Findings, share: float) -> Remedy:
+    """Return the remedy for a long update."""
     fault = f"The optimizer's update takes {percent(share)} of a step"
-    larger = f"it is made once a step, so {_twice(found)} makes it once in twice as many images."
-    if found.about["device"] == "cpu" and not recipe.engine.compile:
-        compiled = "engine.compile=true makes one program of it where there is a compiler"
-        return f"{fault}: {compiled}; {larger}", ["engine.compile=true"]
-    return f"{fault}: {larger}", [_twice(found)]
+    twice = _twice(findings)
+    larger = f"it is made once a step, so {twice} makes it once in twice as many images."
+    if findings.about["device"] == "cpu" and not recipe.engine.compile:
+        compiled = "engine.compile=true"
+        program = f"{compiled} makes one program of it where there is a compiler"
+        return Remedy(f"{fault}: {program}; {larger}", [compiled])
+    return Remedy(f"{fault}: {larger}", [twice])
 
 
 # Of equal parts the first is named: its remedy costs least.
-_RULES = {
+_RULES: Dict[str, Callable[[Recipe, Findings, float], Remedy]] = {
     "input": _input,
     "straggling": _straggling,
     "exchange": _exchange,

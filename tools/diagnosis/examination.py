@@ -1,12 +1,16 @@
-"""The whole examination of a recipe on the machines where it is to train: every measurement, and what follows."""
+"""The whole examination of a recipe on the machines where it is to train.
+
+It is every measurement, and what follows from them.
+"""
 
 from __future__ import annotations
 
-import functools
 import platform
 import re
 import time
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
 
 from common.errors import ConfigError, DataError
 from common.text import count
@@ -28,25 +32,50 @@ from tools.diagnosis.advice import Advice
 from tools.diagnosis.images import Reading
 from tools.diagnosis.links import Links, Method
 from tools.diagnosis.splitting import Rank, Spread, Times, spread
+from tools.diagnosis.steps import Setup
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
 from training import choices
 from training.run import flops_per_image
 
-# Shares of the time that is given.
-_READING, _TO_DEVICE, _STEPS, _METHODS = 0.15, 0.03, 0.6, 0.15
-_PEAKS = 3
+# Shares of the time that is given; the rest goes to links and to preparing engines.
+_READING = 0.15
+_TO_DEVICE = 0.03
+_STEPS = 0.6
+_METHODS = 0.15
+_PEAKS = 3  # measurements of a large matrix product
 
 
 class Findings(NamedTuple):
-    """Everything that was measured, and what follows. hosts: by rank. complete: see `steps.measure`. peak: operations a
-    second, of all devices. doubts: why nothing follows, see `splitting.doubts`. advice: None where there are any.
-    machine, doubling: None there, too, and where no link could be measured."""
+    """Everything that was measured, and what follows.
+
+    batch: of the recipe.
+    images: for training.
+    about: the main rank's processor, device and so on.
+    hosts: by rank.
+    reading: of the slowest rank.
+    to_device: bytes a second of copies, of the slowest rank.
+    links: None where none could be measured.
+    methods: of exchange, each by itself.
+    times: of the step that was measured.
+    complete: see `steps.Measurement`.
+    parts: seconds of each part of the recipe's step.
+    ranks: a row for each.
+    straggling: see `splitting.straggling`.
+    peak: operations a second, of all devices.
+    mfu: share of the peak that a step reaches.
+    notes: on what was chosen for `auto`.
+    seconds: that the examination took.
+    doubts: why nothing follows, see `splitting.doubts`.
+    advice: None where there are doubts.
+    machine: None there, too, and where no link could be measured.
+    doubling: prediction for twice as many replicas; None where there is no machine.
+    """
 
     batch: Batch
     images: int
-    about: dict
+    about: Dict[str, Any]
     hosts: List[str]
     reading: Reading
     to_device: Spread
@@ -68,98 +97,263 @@ class Findings(NamedTuple):
 
     @property
     def step(self) -> float:
+        """Return the seconds of a step."""
         return sum(self.parts.values())
 
     @property
     def images_per_second(self) -> float:
+        """Return the rate of training."""
         return self.batch.global_ / self.step
 
 
+class _Figures(NamedTuple):
+    """Everything that was measured, the same on all ranks.
+
+    places: name of the host, and `machine.about`, by rank.
+    """
+
+    reading: Reading
+    to_device: Spread
+    links: Optional[Links]
+    methods: List[Method]
+    times: Times
+    complete: bool
+    peak: Spread
+    places: List[Tuple[str, Dict[str, Any]]]
+
+
 def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optional[Findings]:
-    """Measure on all ranks, each of which calls this; the main one gets the findings, the others None.
+    """Measure on all ranks, each of which calls this.
 
-    Args: seconds: for measuring; large steps take longer. say: prints a line of progress, of the main rank.
+    Args:
+        recipe: of the run.
+        seconds: for measuring; large steps take longer.
+        say: prints a line of progress, of the main rank.
 
-    Raises UserError: recipe or data cannot be used, or ranks cannot connect.
+    Returns:
+        The findings; None on ranks but the main one.
+
+    Raises:
+        UserError: recipe or data cannot be used, or ranks cannot connect.
     """
     started = time.perf_counter()
+    processes, device = _connect(recipe)
+    is_main = processes.topology.is_main
+    if not is_main:
+        say = _say_nothing
+    _check_same(recipe, processes)
+    # The recipe without `auto`, on which the measurements depend.
+    replicas = processes.topology.replicas
+    batch = processes.together(lambda: arithmetic.divide(recipe, replicas))
+    source, lengths, training_images = _opened(recipe, processes)
+    notes: List[str] = []
+    resolved = choice.resolve(recipe, batch, processes, notes.append)
+    resolved = choices.measured(resolved, batch, processes, notes.append)
+    # A micro batch that was `auto` may be another one now.
+    batch = processes.together(lambda: arithmetic.divide(resolved, replicas))
+    ranks = count(processes.topology.world, "rank")
+    say(f"measuring for about {seconds:.0f} s on {ranks}: images, links, steps, exchanges")
+    setup = Setup(
+        recipe=resolved,
+        batch=batch,
+        processes=processes,
+        device=device,
+        lengths=lengths,
+        source=source,
+    )
+    figures = _measure(setup, seconds, say)
+    if not is_main:
+        return None
+    # What follows from the figures, unless they are in doubt.
+    elapsed = time.perf_counter() - started
+    findings = _findings(setup, figures, training_images, notes=notes, seconds=elapsed)
+    if findings.doubts:
+        return findings
+    findings = findings._replace(advice=advice.advise(resolved, findings))
+    if findings.links is None:
+        return findings
+    planned = _planned(resolved, processes.topology.stages)
+    work = workload.of(planned)
+    machine = machines.described(planned, device, work, findings)
+    doubling = scaling.predict(planned, machine, 2 * replicas, work)
+    return findings._replace(machine=machine, doubling=doubling)
+
+
+def _say_nothing(line: str) -> None:
+    """Print nothing, on ranks but the main one."""
+
+
+def _connect(recipe: Recipe) -> Tuple[Processes, torch.device]:
+    """Return the processes of the run, and the device of this one. Raises UserError."""
     try:
         place = topology.from_environment(recipe)
         device = device_of(recipe, place)
-        processes = Processes(place, device, recipe.parallel.silence)
-    except ConfigError as error:  # which is worded for train.py, the one program that run_pod.sh starts
-        by_torchrun = re.sub(r"\./run_pod\.sh( --replicas \d+( or \d+)?)?", "torchrun (docs/doctor.md)", str(error))
-        raise ConfigError(by_torchrun) from None
+        return Processes(place, device, recipe.parallel.silence), device
+    except ConfigError as error:
+        # It is worded for train.py, the one program that run_pod.sh starts.
+        launcher = r"\./run_pod\.sh( --replicas \d+( or \d+)?)?"
+        text = re.sub(launcher, "torchrun (docs/doctor.md)", str(error))
+        raise ConfigError(text) from None
+
+
+def _check_same(recipe: Recipe, processes: Processes) -> None:
+    """Check that all ranks have the same recipe. Raises ConfigError."""
     texts = processes.gather(loading.dump(recipe))
-    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-    if other is not None:
-        text = f"rank {other} has another recipe than rank 0; give all hosts the same files and overrides"
-        raise ConfigError(text if place.is_main else "")
-    batch = processes.together(lambda: arithmetic.divide(recipe, place.replicas))
-    source, lengths, training_images = _opened(recipe, processes)
-    notes: List[str] = []
-    say = say if place.is_main else lambda line: None
-    recipe = choices.measured(choice.resolve(recipe, batch, processes, notes.append), batch, processes, notes.append)
-    batch = processes.together(lambda: arithmetic.divide(recipe, place.replicas))
-    say(f"measuring for about {seconds:.0f} s on {count(place.world, 'rank')}: images, links, steps, exchanges")
-    reading = _reading(recipe, source, processes, _READING * seconds)
-    copies = processes.gather(images.to_device(recipe, device, _TO_DEVICE * seconds))
-    to_device = min(copies, key=lambda each: each.median)
-    found_links = links.measure(processes, device)
-    times, engine, complete = steps.measure(recipe, batch, processes, lengths, source, _STEPS * seconds, say)
-    peak = spread([engine.peak_flops() for _ in range(_PEAKS)])
-    methods = []
-    if place.replicas > 1 and found_links is not None:
-        methods = links.methods(engine, recipe, batch, processes, found_links.link, _METHODS * seconds)
-    facts = processes.gather((platform.node(), machines.about(device)))
-    engine.close()
-    if not place.is_main:
-        return None
-    hosts = [host for host, _ in facts]
-    parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
-    rows = splitting.ranks(times.passes, place.stages, hosts)
-    mfu = flops_per_image(recipe, recipe.model.image_size) * batch.global_ / sum(parts.values()) / peak.median
-    found = Findings(
-        batch, training_images, facts[0][1], hosts, reading, to_device, found_links, methods, times, complete, parts,
-        rows, splitting.straggling(times, batch.accumulation), peak, mfu, notes, time.perf_counter() - started,
-        splitting.doubts(times, parts),
-    )  # fmt: skip
-    if found.doubts:
-        return found
-    found = found._replace(advice=advice.advise(recipe, found))
-    if found_links is None:
-        return found
-    planned = _planned(recipe, place.stages)
-    work = workload.of(planned)
-    machine = machines.described(planned, device, work, found)
-    return found._replace(machine=machine, doubling=scaling.predict(planned, machine, 2 * place.replicas, work))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            fault = f"rank {rank} has another recipe than rank 0"
+            # One rank prints why, the others end without a word.
+            message = f"{fault}; give all hosts the same files and overrides"
+            raise ConfigError(message if processes.topology.is_main else "")
 
 
 def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Lengths, int]:
-    """The training images, on ranks where they enter, and their number. Raises DataError."""
-    enter = processes.topology.is_first
-    source = processes.together(lambda: open_source(recipe.data, recipe.model.classes, "train") if enter else None)
-    counts = [each for each in processes.gather(None if source is None else len(source)) if each is not None]
+    """Return the training images, the lengths of the run, and the number of these images.
+
+    The images are None on ranks where they do not enter. Raises ConfigError, DataError.
+    """
+
+    def opened() -> Optional[Source]:
+        """Return the images where they enter."""
+        if not processes.topology.is_first:
+            return None
+        return open_source(recipe.data, recipe.model.classes, "train")
+
+    source = processes.together(opened)
+    by_rank = processes.gather(None if source is None else len(source))
+    counts = [images for images in by_rank if images is not None]
     if len(set(counts)) > 1:
-        text = f"ranks find {min(counts)} to {max(counts)} training images; give all hosts the same data.root"
-        raise DataError(text if processes.topology.is_main else "")
-    return source, processes.together(lambda: arithmetic.lengths(recipe, counts[0])), counts[0]
+        fault = f"ranks find {min(counts)} to {max(counts)} training images"
+        message = f"{fault}; give all hosts the same data.root"
+        raise DataError(message if processes.topology.is_main else "")
+    lengths = processes.together(lambda: arithmetic.lengths(recipe, counts[0]))
+    return source, lengths, counts[0]
 
 
-def _reading(recipe: Recipe, source: Optional[Source], processes: Processes, seconds: float) -> Reading:
-    """Reading of the slowest rank, as a step waits for it; unreadable images are those of all ranks."""
-    place = processes.topology
-    read = functools.partial(images.read, recipe, source, place.replica, place.replicas, seconds)
-    own = processes.together(read if source is not None else lambda: None)
-    found = [each for each in processes.gather(own) if each is not None]
-    slowest = min(found, key=lambda each: each.per_core.median)
-    return slowest._replace(tried=sum(each.tried for each in found), unreadable=sum(each.unreadable for each in found))
+def _measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> _Figures:
+    """Measure everything, on all ranks.
+
+    Args:
+        setup: of the run.
+        seconds: for all measurements.
+        say: prints a line, if large steps take longer.
+    """
+    recipe = setup.recipe
+    processes = setup.processes
+    # What feeds the devices.
+    reading = _reading(setup, _READING * seconds)
+    micro = setup.batch.micro
+    size = recipe.model.image_size
+    copying = images.to_device(micro, size, setup.device, _TO_DEVICE * seconds)
+    to_device = min(processes.gather(copying), key=lambda rate: rate.median)
+    # What joins them, and the step itself.
+    measured_links = links.measure(processes, setup.device)
+    measured = steps.measure(setup, _STEPS * seconds, say)
+    peak = spread([measured.engine.peak_flops() for _ in range(_PEAKS)])
+    # Exchanges come last: they overwrite the gradient of the engine.
+    methods = []
+    if processes.topology.replicas > 1 and measured_links is not None:
+        methods = links.methods(
+            measured.engine,
+            recipe,
+            setup.batch,
+            processes,
+            link=measured_links.link,
+            seconds=_METHODS * seconds,
+        )
+    places = processes.gather((platform.node(), machines.about(setup.device)))
+    measured.engine.close()
+    return _Figures(
+        reading=reading,
+        to_device=to_device,
+        links=measured_links,
+        methods=methods,
+        times=measured.times,
+        complete=measured.complete,
+        peak=peak,
+        places=places,
+    )
+
+
+def _reading(setup: Setup, seconds: float) -> Reading:
+    """Measure the reading of the slowest rank, for which a step waits.
+
+    Unreadable images are those of all ranks.
+    """
+    processes = setup.processes
+
+    def read() -> Optional[Reading]:
+        """Read this replica's images where they enter."""
+        if setup.source is None:
+            return None
+        place = processes.topology
+        return images.read(setup.recipe, setup.source, place.replica, place.replicas, seconds)
+
+    by_rank = processes.gather(processes.together(read))
+    readings = [reading for reading in by_rank if reading is not None]
+    slowest = min(readings, key=lambda reading: reading.per_core.median)
+    return slowest._replace(
+        tried=sum(reading.tried for reading in readings),
+        unreadable=sum(reading.unreadable for reading in readings),
+    )
+
+
+def _findings(
+    setup: Setup,
+    figures: _Figures,
+    training_images: int,
+    notes: List[str],
+    seconds: float,
+) -> Findings:
+    """Return the findings without what follows from them.
+
+    Args:
+        setup: of the run.
+        figures: that were measured.
+        training_images: how many there are.
+        notes: see `Findings`.
+        seconds: that the examination took.
+    """
+    batch = setup.batch
+    times = figures.times
+    hosts = [host for host, _ in figures.places]
+    _, about = figures.places[0]
+    # The step of the recipe may have more micro batches than the one that was measured.
+    parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
+    flops = flops_per_image(setup.recipe, setup.recipe.model.image_size) * batch.global_
+    step = sum(parts.values())
+    return Findings(
+        batch=batch,
+        images=training_images,
+        about=about,
+        hosts=hosts,
+        reading=figures.reading,
+        to_device=figures.to_device,
+        links=figures.links,
+        methods=figures.methods,
+        times=times,
+        complete=figures.complete,
+        parts=parts,
+        ranks=splitting.ranks(times.passes, times.stages, hosts),
+        straggling=splitting.straggling(times, batch.accumulation),
+        peak=figures.peak,
+        mfu=flops / step / figures.peak.median,
+        notes=notes,
+        seconds=seconds,
+        doubts=splitting.doubts(times, parts),
+    )
 
 
 def _planned(recipe: Recipe, stages: int) -> Recipe:
-    """The recipe as measured: at one image size; a process that computes all stages by itself is one device."""
+    """Return the recipe as it was measured, at one image size, in that many stages.
+
+    A process that computes all stages by itself is one device.
+    """
     recipe = workload.changed(recipe, "data", image_sizes=None)
     if stages == recipe.parallel.stages:
         return recipe
-    parallel = Parallel(recompute=recipe.parallel.recompute, replicas=recipe.parallel.replicas)
+    parallel = Parallel(
+        recompute=recipe.parallel.recompute,
+        replicas=recipe.parallel.replicas,
+    )
     return recipe.model_copy(update={"parallel": parallel})

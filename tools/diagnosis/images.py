@@ -1,4 +1,7 @@
-"""Images that one core reads and decodes in a second, the share of reading in that, and copies to the device."""
+"""Images that one core reads and decodes in a second, the share of reading in that, and copies.
+
+Copies are those of micro batches to the device.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set
 
 import torch
 
@@ -24,16 +27,22 @@ from recipe.config import Recipe
 from tools.diagnosis.splitting import Spread, spread
 
 _REPETITION = 0.1  # seconds of images in each
-_FEWEST, _MOST = 3, 40
+_FEWEST = 3  # repetitions of a measurement, beside the first
+_MOST = 40
 _TRIED = 10_000  # images whose files are to be dropped from the cache, at most
-_LEFT = 0.01  # share of a file's pages in memory that is as good as none: of a shard some may be on their way
+# Share of a file's pages in memory that is as good as none: of a shard some may be on their way.
+_LEFT = 0.01
 
 
 class Reading(NamedTuple):
-    """Rates of one core: images a second by the torch reader in the process itself, files being in the page cache.
+    """Rates of one core that reads images.
 
-    unreadable: images that training leaves out. Of files: bytes of one on average; bytes a second read again, out of
-    the page cache of local disks; with the page cache empty, None where it cannot be emptied.
+    per_core: images a second by the torch reader in the process itself, from the page cache.
+    tried: how many images were read.
+    unreadable: those of them that training leaves out.
+    bytes: of a file on average; None for images that are no files.
+    cached_bytes_per_second: files read again, out of the page cache of local disks.
+    disk_bytes_per_second: with the page cache empty; None where it cannot be emptied.
     """
 
     per_core: Spread
@@ -45,107 +54,216 @@ class Reading(NamedTuple):
 
     @property
     def share_of_bytes(self) -> Optional[float]:
-        """Share of an image's time in which its bytes are read, from the disk where that is known."""
+        """Return the share of an image's time in which its bytes are read; None without files.
+
+        They are read from the disk where that was measured.
+        """
         if self.bytes is None:
             return None
-        cached = self.bytes / self.cached_bytes_per_second.median
-        reading = self.bytes / (self.disk_bytes_per_second or self.cached_bytes_per_second).median
-        return reading / (1 / self.per_core.median - cached + reading)
+        read_again = self.cached_bytes_per_second
+        first_read = self.disk_bytes_per_second or read_again
+        from_cache = self.bytes / read_again.median
+        reading = self.bytes / first_read.median
+        decoding = 1 / self.per_core.median - from_cache
+        return reading / (decoding + reading)
 
 
-def read(recipe: Recipe, source: Source, replica: int, replicas: int, seconds: float) -> Reading:
-    """Read, decode and augment images in the order of the run, each replica its own part of it.
+class _FileReading(NamedTuple):
+    """Reading files: bytes a second, and bytes of a file on average."""
 
-    Raises UnreadableImage under data.bad_images=error, DataError if no image can be read.
+    rate: Spread
+    bytes: float
+
+
+def read(
+    recipe: Recipe,
+    source: Source,
+    replica: int,
+    replicas: int,
+    seconds: float,
+) -> Reading:
+    """Read, decode and augment images in the order of the run.
+
+    Args:
+        recipe: of the run.
+        source: of its training images.
+        replica: reads its own part of them.
+        replicas: how many there are.
+        seconds: for measuring.
+
+    Raises:
+        UnreadableImage: under data.bad_images=error.
+        DataError: no image can be read.
     """
     order = source.order(recipe.run.seed, 0)[replica::replicas].tolist()
+    # Rates are those of one core.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         if not isinstance(source, EncodedSource):
-            return _through_reader(recipe, source, order, seconds)
-        some, again = itertools.islice(itertools.cycle(order), _TRIED), itertools.cycle(order)
-        dropped = (index for index in some if _forgotten(_file(source.name(index))))
-        disk = _bytes_a_second(source, dropped, seconds / 3)
-        cached = _bytes_a_second(source, (i for i in again if _length(source, i) >= 0), seconds / 3)
-        found = _through_reader(recipe, source, order, seconds / 3)
+            return _read_by_reader(recipe, source, order, seconds)
+        # The disk comes first: what follows fills the page cache.
+        third = seconds / 3
+        disk = _read_files(source, _dropped(source, order), third)
+        cached = _read_files(source, _cached(source, order), third)
+        reading = _read_by_reader(recipe, source, order, third)
     finally:
         torch.set_num_threads(threads)
-    if cached is None:  # all that were read are empty
-        raise DataError(f"{source.name(order[0])}: empty, as all images after it; mend them, or correct data.root")
-    rates = {"cached_bytes_per_second": cached[0], "disk_bytes_per_second": disk and disk[0]}
-    return found._replace(bytes=cached[1], **rates)
+    if cached is None:
+        # All that were read are empty, which the reader may call readable.
+        fault = f"{source.name(order[0])}: empty, as all images after it"
+        raise DataError(f"{fault}; mend them, or correct data.root")
+    return reading._replace(
+        bytes=cached.bytes,
+        cached_bytes_per_second=cached.rate,
+        disk_bytes_per_second=None if disk is None else disk.rate,
+    )
 
 
-def to_device(recipe: Recipe, device: torch.device, seconds: float) -> Spread:
-    """Bytes a second of micro batches copied to the device: from page-locked memory to a GPU; on a CPU in memory."""
-    shape = (recipe.batch.micro, 3, recipe.model.image_size, recipe.model.image_size)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8)
+def to_device(micro: int, image_size: int, device: torch.device, seconds: float) -> Spread:
+    """Measure the bytes a second of micro batches that are copied to the device.
+
+    A GPU gets them from page-locked memory; on a CPU they are copied within memory.
+
+    Args:
+        micro: images of a micro batch.
+        image_size: pixels a side.
+        device: that gets them.
+        seconds: for measuring.
+    """
+    images = torch.randint(0, 256, (micro, 3, image_size, image_size), dtype=torch.uint8)
     if device.type == "cuda":
         images = images.pin_memory()
     there = torch.empty_like(images, device=device)
 
     def copy(_: int) -> int:
+        """Copy a micro batch; return its bytes."""
         there.copy_(images, non_blocking=True)
         synchronize(device)
         return images.numel()
 
+    # The first copy allocates memory.
     copy(0)
     return spread(_rates(copy, itertools.repeat(0), seconds, _REPETITION / 10))
 
 
-def _through_reader(recipe: Recipe, source: Source, order: Sequence[int], seconds: float) -> Reading:
-    reader, size = Reader(source, 1, Training(recipe.data, recipe.run.seed)), recipe.model.image_size
-    tried, unreadable = set(), {}  # indices; the reason by index
+def _read_by_reader(
+    recipe: Recipe,
+    source: Source,
+    order: Sequence[int],
+    seconds: float,
+) -> Reading:
+    """Measure the images a second of the reader that trains. Raises UnreadableImage, DataError."""
+    size = recipe.model.image_size
+    reader = Reader(source, 1, Training(recipe.data, recipe.run.seed))
+    tried: Set[int] = set()
+    unreadable: Dict[int, str] = {}  # the reason by index
 
     def load(index: int) -> int:
+        """Load the image at `index`; return 1 if it can be read, else 0."""
         tried.add(index)
-        failed = reader[Request(0, 0, 0, size, [index])].unreadable
-        if failed and recipe.data.bad_images == "error":
-            raise NotLeftOut(failed[0])
-        unreadable.update({index: failed[0]} if failed else {})
-        return 0 if failed else 1
+        request = Request(step=0, epoch=0, number=0, image_size=size, indices=[index])
+        # One image at a time: the time of a micro batch in which some fail means nothing.
+        reasons = reader[request].unreadable
+        if not reasons:
+            return 1
+        if recipe.data.bad_images == "error":
+            raise NotLeftOut(reasons[0])
+        unreadable[index] = reasons[0]
+        return 0
 
     rates = _rates(load, itertools.cycle(order), seconds, _REPETITION)
     if not rates:
-        none = f"of {len(tried)} images that were tried none can be read; mend them, or correct data.root"
-        raise DataError(f"{next(iter(unreadable.values()))}; {none}")
-    return Reading(spread(rates[1:] or rates), len(tried), len(unreadable))  # the first also loads decoders
+        reason = next(iter(unreadable.values()))
+        none = f"of {len(tried)} images that were tried none can be read"
+        raise DataError(f"{reason}; {none}; mend them, or correct data.root")
+    # The first repetition also loads decoders.
+    return Reading(spread(rates[1:] or rates), len(tried), len(unreadable))
 
 
-def _bytes_a_second(source: EncodedSource, indices: Iterable[int], seconds: float) -> Optional[Tuple[Spread, float]]:
-    """Rate of reading files, and their mean length; None if there are too few."""
+def _read_files(
+    source: EncodedSource,
+    indices: Iterable[int],
+    seconds: float,
+) -> Optional[_FileReading]:
+    """Measure the reading of files; None if there are too few that hold anything."""
     lengths = []
 
     def fetch(index: int) -> int:
-        lengths.append(_length(source, index))
-        return lengths[-1]
+        """Read the file at `index`; return its bytes."""
+        length = _read_bytes(source, index)
+        lengths.append(length)
+        return length
 
     rates = _rates(fetch, indices, seconds, _REPETITION / 4)
-    found = [length for length in lengths if length]
-    return (spread(rates), sum(found) / len(found)) if rates else None
+    if not rates:
+        return None
+    # Files that are empty or cannot be read have no length.
+    counted = [length for length in lengths if length]
+    return _FileReading(spread(rates), sum(counted) / len(counted))
 
 
-def _rates(work: Callable[[int], int], arguments: Iterable[int], seconds: float, repetition: float) -> List[float]:
-    """What `work` yields a second, by repetition; nothing of few repetitions. Calls that return 0 do not count."""
-    rates, done, spent, passed = [], 0, 0.0, 0.0
-    begin, repetitions = time.perf_counter(), 0
+def _rates(
+    work: Callable[[int], int],
+    arguments: Iterable[int],
+    seconds: float,
+    repetition: float,
+) -> List[float]:
+    """Return the amounts a second of each repetition, or nothing of too few repetitions.
+
+    Args:
+        work: returns an amount; calls that return 0 do not count, nor does their time.
+        arguments: of the calls, one after the other.
+        seconds: for measuring.
+        repetition: seconds of calls in each.
+    """
+    rates = []
+    repetitions = 0
+    amount = 0
+    spent = 0.0  # seconds of the calls that count
+    passed = 0.0  # seconds of all calls
+    begin = time.perf_counter()
     for argument in arguments:
         start = time.perf_counter()
-        found = work(argument)
+        done = work(argument)
         took = time.perf_counter() - start
-        passed, done, spent = passed + took, done + found, spent + (took if found else 0.0)
+        passed += took
+        if done:
+            amount += done
+            spent += took
+        # Clocks and caches blur what takes a few milliseconds.
         if passed < repetition:
             continue
-        rates += [done / spent] if done else []
-        done, spent, passed, repetitions = 0, 0.0, 0.0, repetitions + 1
-        if repetitions > _MOST or (repetitions > _FEWEST and time.perf_counter() - begin > seconds):
+        # A repetition of which no call counts ends without a rate.
+        if amount:
+            rates.append(amount / spent)
+        amount = 0
+        spent = 0.0
+        passed = 0.0
+        repetitions += 1
+        is_late = time.perf_counter() - begin > seconds
+        if repetitions > _MOST or (repetitions > _FEWEST and is_late):
             break
     return rates if repetitions > _FEWEST else []
 
 
-def _length(source: EncodedSource, index: int) -> int:
-    """Read an image's bytes and count them; 0 if that fails, which the whole reader reports later."""
+def _dropped(source: EncodedSource, order: Sequence[int]) -> Iterable[int]:
+    """Yield images whose files were just dropped from the page cache."""
+    for index in itertools.islice(itertools.cycle(order), _TRIED):
+        file = _file(source.name(index))
+        if file is not None and _drop_from_cache(file):
+            yield index
+
+
+def _cached(source: EncodedSource, order: Sequence[int]) -> Iterable[int]:
+    """Yield images whose files were just read, so that the page cache has them."""
+    for index in itertools.cycle(order):
+        _read_bytes(source, index)
+        yield index
+
+
+def _read_bytes(source: EncodedSource, index: int) -> int:
+    """Read an image's bytes and count them; 0 if that fails, which the reader reports later."""
     try:
         return len(source.encoded(index))
     except UnreadableImage:
@@ -153,34 +271,54 @@ def _length(source: EncodedSource, index: int) -> int:
 
 
 def _file(name: str) -> Optional[str]:
-    """The file that holds an image: itself, or the shard; None if it is not on this machine."""
+    """Return the file that holds an image: itself, or the shard; None if it is elsewhere."""
     path = Path(name)
-    return next((str(place) for place in (path, *path.parents) if place.is_file()), None)
+    for place in (path, *path.parents):
+        if place.is_file():
+            return str(place)
+    return None
 
 
-def _forgotten(path: Optional[str]) -> bool:
-    """Asks the system to drop a file from the page cache, and whether it has. Only of files that the user owns."""
-    if path is None or not hasattr(os, "posix_fadvise") or os.stat(path).st_uid != os.geteuid():
+def _drop_from_cache(path: str) -> bool:
+    """Ask the system to drop a file from the page cache, and return whether it has.
+
+    Files of other users are left alone.
+    """
+    if not hasattr(os, "posix_fadvise") or os.stat(path).st_uid != os.geteuid():
         return False
     file = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        return _resident(file) <= _LEFT
-    except (OSError, ValueError):  # a file that cannot be mapped, such as an empty one
+        return _share_in_memory(file) <= _LEFT
+    except (OSError, ValueError):
+        # It cannot be mapped, as one that is empty.
         return False
     finally:
         os.close(file)
 
 
-def _resident(file: int) -> float:
-    """Share of a file's pages that are in memory. Reading without waiting would show it, but begins to fetch."""
+def _share_in_memory(file: int) -> float:
+    """Return the share of a file's pages that are in memory.
+
+    Reading without waiting would show it, but begins to fetch.
+
+    Args:
+        file: its number.
+
+    Raises:
+        OSError, ValueError: it cannot be mapped.
+    """
+    # A copy on write, as ctypes takes the address of memory only that may be written.
     with mmap.mmap(file, 0, access=mmap.ACCESS_COPY) as mapped:
         pages = -(-len(mapped) // mmap.PAGESIZE)
-        resident = (ctypes.c_ubyte * pages)()
+        in_memory = (ctypes.c_ubyte * pages)()
         first = ctypes.c_char.from_buffer(mapped)
-        place, length = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped))
-        failed = ctypes.CDLL(None, use_errno=True).mincore(place, length, resident)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        length = ctypes.c_size_t(len(mapped))
+        library = ctypes.CDLL(None, use_errno=True)
+        failed = library.mincore(address, length, in_memory)
         del first  # or the file stays mapped
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
-    return sum(page & 1 for page in resident) / pages
+    # The lowest bit of a page is set if it is in memory: mincore(2).
+    return sum(page & 1 for page in in_memory) / pages

@@ -126,6 +126,7 @@ def methods(
         link: between replicas.
         seconds: for all measurements; a method that takes longer is not measured.
     """
+    # Of the largest stage: sizes compare by the number of elements first.
     largest = max(processes.gather(_gradient(engine, recipe.exchange.whole_1d)))
     own_sections = [method.section for method in exchange.variants(recipe.exchange)]
     share = seconds / len(own_sections)
@@ -133,6 +134,7 @@ def methods(
     timed = []
     for candidate in choice.predict(candidates, recipe, batch, largest, link):
         section = candidate.method.section
+        # A method whose keys the recipe does not have is predicted only.
         measured = None
         if candidate.network < seconds and section in own_sections:
             variant = recipe.model_copy(update={"exchange": section})
@@ -169,6 +171,7 @@ def _seconds(
     """Measure the seconds of the exchange of `recipe` on the slowest rank."""
     gradients = engine.weights.gradients
     run = engine.exchange_of(recipe, 1)
+    # Values of a likely distribution: selecting and rounding take as long as in training.
     for view in gradients.views:
         view.normal_()
     # The exchange replaces the gradient by the sum, so each repetition begins with a copy.
@@ -176,7 +179,7 @@ def _seconds(
     scale = torch.ones((), device=engine.device)
 
     def repetition(step: int) -> float:
-        """Return the seconds of one exchange."""
+        """Return the seconds of one exchange, which counts as update `step`."""
         gradients.flat.copy_(gradient)
         processes.wait_for_all()
         start = time.perf_counter()

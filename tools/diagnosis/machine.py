@@ -1,16 +1,18 @@
-"""The machine that was measured: in words, and as the few figures that `tools.plan` makes its predictions from."""
+"""The machine that was measured: in words, and as the few figures that plans are made from."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Dict, Sequence
 
 import torch
 
 from common import cores
 from common.text import count
 from recipe.config import Recipe
+from recipe.division import Batch
+from recipe.exchange import Exchange
 from tools.diagnosis import splitting
 from tools.planning import scaling
 from tools.planning.machine import Machine, Reach
@@ -18,70 +20,157 @@ from tools.planning.workload import Workload
 
 if TYPE_CHECKING:
     from tools.diagnosis.examination import Findings
+    from tools.diagnosis.images import Reading
+    from tools.diagnosis.links import Links, Method
 
 
-def about(device: torch.device) -> dict:
+def about(device: torch.device) -> Dict[str, Any]:
+    """Return processor, cores, threads, torch and date, and the name of a `device`."""
+    now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": cores.processor(),
         "cores": cores.available(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": now.date().isoformat(),
     }
 
 
-def described(recipe: Recipe, device: torch.device, work: Workload, found: Findings) -> Machine:
-    """The machine as plans have it. Args: recipe: as measured. found: with links."""
-    facts, reading, times, links = found.about, found.reading, found.times, found.links
-    on_gpu, local, batch = device.type == "cuda", found.hosts.count(found.hosts[0]), found.batch
+def described(
+    recipe: Recipe,
+    device: torch.device,
+    work: Workload,
+    findings: Findings,
+) -> Machine:
+    """Return the machine as plans have it.
+
+    Args:
+        recipe: as measured.
+        device: of the main rank.
+        work: of the recipe.
+        findings: with links.
+    """
+    facts = findings.about
+    batch = findings.batch
+    times = findings.times
+    on_gpu = device.type == "cuda"
     name = facts["device" if on_gpu else "cpu"]
-    source = f"measured by tools.doctor on {facts['date']}, {name}, {count(len(found.hosts), 'rank')}"
+    ranks = count(len(findings.hosts), "rank")
+    source = f"measured by tools.doctor on {facts['date']}, {name}, {ranks}"
+    # Devices of a host, of which this run may use some only.
+    ranks_of_host = findings.hosts.count(findings.hosts[0])
+    devices_of_host = ranks_of_host
     if on_gpu:
-        memory = _figure(torch.cuda.get_device_properties(device).total_memory, "of the device")
-        local = max(local, torch.cuda.device_count())
-    else:
-        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        memory = _figure(whole / local, f"of the host, over {count(local, 'rank')}")
+        devices_of_host = max(ranks_of_host, torch.cuda.device_count())
+    # Rates of one device: of its part of the model, for a micro batch.
     measured = splitting.parts(times)
-    micro_batch = measured["compute"] / times.accumulation  # of one device, of its part of the model
-    passes = sum(stage.multiply_adds for stage in work.stages)
-    disk = reading.disk_bytes_per_second
-    images = f"one core, {recipe.data.source} at {recipe.model.image_size} px"
-    if reading.bytes is not None:
-        images += f", files of {reading.bytes / 1e3:.0f} kB read again"
-    own = next((each.measured for each in found.methods if each.candidate.name == recipe.exchange.variant), None)
-    overlap = 0.0
-    if own is not None and not recipe.exchange.delay:
-        # Share of the slowest stage's backward pass beside which the exchange runs: what it takes less than by itself.
-        backward = (1 + work.imbalance) * micro_batch * scaling.backward_share(work)
-        overlap = min(1.0, max(0.0, (own.median - measured["exchange"]) / backward))
-    hosts = len(set(found.hosts))
-    near = "between two processes of one host by gloo" if links.loopback else "among ranks of one host"
-    between = f"among {hosts} hosts" if hosts > 1 else f"{near}; links between hosts were not measured"
-    latency, bandwidth = (_figure(each.median, source, between) for each in (links.latency, links.bandwidth))
-    model, precision = recipe.model, recipe.precision
-    stages = f", {batch.stages} stages" if batch.stages > 1 else ""
-    again = ", recomputed" if recipe.parallel.recompute else ""
-    types = f"{precision.compute} compute, {precision.weights} weights{stages}{again}"
+    micro_batch = measured["compute"] / times.accumulation
+    multiply_adds = sum(stage.multiply_adds for stage in work.stages)
+    # A stage has its share of the work, and takes as long as the mean of all.
+    rate = batch.micro * multiply_adds / (times.stages * micro_batch)
+    parameters = max(stage.parameters for stage in work.stages)
+    # The exchange runs beside the slowest stage's backward pass.
+    slowest = (1 + work.imbalance) * micro_batch
+    backward = slowest * scaling.backward_share(work)
+    overlap = _overlap(recipe.exchange, findings.methods, measured["exchange"], backward)
+    decoding = _decoding(recipe.data.source, recipe.model.image_size, findings.reading)
+    disk = findings.reading.disk_bytes_per_second
+    from_disk = None
+    if disk is not None:
+        from_disk = _figure(disk.median, source, "files that were in no cache of the host")
+    copying = "" if on_gpu else "a copy in memory"
     return Machine(
-        name=f"{len(found.hosts)} x {name}",
+        name=f"{len(findings.hosts)} x {name}",
         device=device.type,
-        devices_per_host=local,
-        memory=memory,
-        rate=_figure(batch.micro * passes / (times.stages * micro_batch), source),
-        calibrated_on=f"{model.describe()}, {model.image_size} px, micro batch {batch.micro}, {types}",
-        update=_figure(max(stage.parameters for stage in work.stages) / measured["update"], source),
-        straggling=_figure(found.straggling, source),
-        links=[Reach(devices=None, latency=latency, bandwidth=bandwidth)],
+        devices_per_host=devices_of_host,
+        memory=_memory(device, ranks_of_host),
+        rate=_figure(rate, source),
+        calibrated_on=_calibration(recipe, batch),
+        update=_figure(parameters / measured["update"], source),
+        straggling=_figure(findings.straggling, source),
+        links=[_reach(findings.links, len(set(findings.hosts)), source)],
         overlap=overlap,
-        cores=facts["cores"] / local,
-        decode=_figure(reading.per_core.median, source, images),
-        disk=disk and _figure(disk.median, source, "files that were in no cache of the host"),
-        to_device=_figure(found.to_device.median, source, "" if on_gpu else "a copy in memory"),
+        cores=facts["cores"] / devices_of_host,
+        decode=_figure(findings.reading.per_core.median, source, decoding),
+        disk=from_disk,
+        to_device=_figure(findings.to_device.median, source, copying),
     )
 
 
-def _figure(value: float, *source: str) -> dict:
-    """A `Figure` with as many digits as a measurement can have."""
-    return {"value": float(f"{value:.5g}"), "source": ", ".join(filter(None, source))}
+def _memory(device: torch.device, ranks: int) -> Dict[str, Any]:
+    """Return the bytes of a device; on a CPU its share where `ranks` are on a host."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return _figure(total, "of the device")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _figure(total / ranks, f"of the host, over {count(ranks, 'rank')}")
+
+
+def _overlap(
+    section: Exchange,
+    methods: Sequence[Method],
+    exposed: float,
+    backward: float,
+) -> float:
+    """Return the share of the last backward pass beside which the exchange runs.
+
+    That is what it takes less than by itself.
+
+    Args:
+        section: of the exchange.
+        methods: as measured by themselves.
+        exposed: seconds that the exchange adds to a step.
+        backward: seconds of the slowest stage's backward pass.
+    """
+    by_itself = None
+    for method in methods:
+        if method.candidate.name == section.variant:
+            by_itself = method.measured
+            break
+    if by_itself is None or section.delay:
+        return 0.0
+    # More than all of the pass cannot hide it; noise can make it less than nothing.
+    hidden = by_itself.median - exposed
+    return min(1.0, max(0.0, hidden / backward))
+
+
+def _calibration(recipe: Recipe, batch: Batch) -> str:
+    """Return what the rate was measured with, in words."""
+    model = recipe.model
+    precision = recipe.precision
+    types = f"{precision.compute} compute, {precision.weights} weights"
+    stages = f", {batch.stages} stages" if batch.stages > 1 else ""
+    again = ", recomputed" if recipe.parallel.recompute else ""
+    sizes = f"{model.image_size} px, micro batch {batch.micro}"
+    return f"{model.describe()}, {sizes}, {types}{stages}{again}"
+
+
+def _decoding(source: str, image_size: int, reading: Reading) -> str:
+    """Return what was decoded, in words."""
+    text = f"one core, {source} at {image_size} px"
+    if reading.bytes is not None:
+        text += f", files of {reading.bytes / 1e3:.0f} kB read again"
+    return text
+
+
+def _reach(links: Links, hosts: int, source: str) -> Reach:
+    """Return the links among all devices, on that many hosts."""
+    if hosts > 1:
+        between = f"among {hosts} hosts"
+    else:
+        near = "among ranks of one host"
+        if links.loopback:
+            near = "between two processes of one host by gloo"
+        between = f"{near}; links between hosts were not measured"
+    return Reach(
+        devices=None,
+        latency=_figure(links.latency.median, source, between),
+        bandwidth=_figure(links.bandwidth.median, source, between),
+    )
+
+
+def _figure(value: float, *sources: str) -> Dict[str, Any]:
+    """Return a `Figure` with as many digits as a measurement can have."""
+    source = ", ".join(text for text in sources if text)
+    return {"value": float(f"{value:.5g}"), "source": source}

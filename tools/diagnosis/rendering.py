@@ -5,209 +5,351 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from pathlib import Path
-from typing import Any, Dict, Iterator
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List
 
 from common.text import count
 from tools import output as outputs
 from tools.diagnosis import splitting
 from tools.diagnosis.examination import Findings
-from tools.diagnosis.splitting import Spread
+from tools.diagnosis.images import Reading
+from tools.diagnosis.links import Method
+from tools.diagnosis.splitting import Rank, Spread
 from tools.formats import duration, number, percent, scaled
 from tools.planning.picture import PARTS
+from tools.planning.scaling import Row
 from tools.planning.text import table
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _WIDTH = 80
+_LABELLED = 0.04  # share of a step from which a part's percentage fits into its bar
 
 
-def lines(found: Findings, config: str) -> Iterator[str]:
-    """The report, line by line."""
-    about, on_cpu = found.about, found.about["device"] == "cpu"
-    kind = about["cpu"] if on_cpu else f"{about['device']}, {about['cpu']}"
-    sizes = f"{count(about['cores'], 'core')}, {count(about['threads'], 'thread')}, torch {about['torch']}"
-    ranks, hosts = count(len(found.hosts), "rank"), count(len(set(found.hosts)), "host")
-    yield from _wrapped("recipe", f"{config}: {found.batch.describe()}")
-    yield from _wrapped("machine", f"{ranks} on {hosts}; {kind}, {sizes}")
-    for note in found.notes:
+def lines(findings: Findings, config: str) -> Iterator[str]:
+    """Yield the report, line by line.
+
+    Args:
+        findings: of the examination.
+        config: the recipe's file.
+    """
+    # What was measured, and where.
+    yield from _wrapped("recipe", f"{config}: {findings.batch.describe()}")
+    yield from _wrapped("machine", _machine(findings))
+    for note in findings.notes:
         yield from _wrapped("note", note)
     yield ""
-    yield from _step(found)
+    yield from _step(findings)
     yield ""
-    yield from _wrapped("images", _images(found))
-    note = ", a copy in memory: there is no other device" if on_cpu else ""
-    yield from _wrapped("to device", f"{scaled(found.to_device.median, 'B/s')}{note}")
-    yield from _wrapped("links", _links(found))
-    if found.methods:
-        rows = [("exchange by itself", "measured", "predicted, network")]
-        for each in found.methods:
-            own = duration(each.measured.median) if each.measured else "not measured"
-            rows.append((each.candidate.method.section.label, own, duration(each.candidate.network)))
-        yield from table(rows, indent=" ", left=(0,))
-    yield from _ranks(found)
+    # What feeds and joins the devices.
+    yield from _wrapped("images", _images(findings.reading))
+    copying = scaled(findings.to_device.median, "B/s")
+    if findings.about["device"] == "cpu":
+        copying += ", a copy in memory: there is no other device"
+    yield from _wrapped("to device", copying)
+    yield from _wrapped("links", _links(findings))
+    yield from _methods(findings.methods)
+    yield from _ranks(findings.ranks)
     deviation = "deviation of a replica's passes, over replicas and steps"
-    yield from _wrapped("straggling", f"{percent(found.straggling, 1)}: {deviation}")
-    yield from _wrapped("next", _doubling(found))
+    yield from _wrapped("straggling", f"{percent(findings.straggling, 1)}: {deviation}")
+    # What follows.
+    yield from _wrapped("next", _doubling(findings))
     yield ""
-    yield from _wrapped("first", _first(found))
+    yield from _wrapped("first", _first(findings))
 
 
-def as_data(found: Findings, config: str) -> dict:
-    """One object with all figures; spreads have median, low, high and repetitions."""
-    links, times = found.links, found.times
-    series = ("as_trained", "waited", "from_memory", "without_exchange", "update")
-    values = {name: getattr(times, name) for name in series}
-    fields = ("parts", "mfu", "ranks", "straggling", "doubts", "advice", "notes", "seconds", "images_per_second")
-    between = "processes of one host" if links and links.loopback else "replicas"
+def as_data(findings: Findings, config: str) -> Dict[str, Any]:
+    """Return one object with all figures; spreads have median, low, high and repetitions.
+
+    Args:
+        findings: of the examination.
+        config: the recipe's file.
+    """
+    reading = findings.reading
     data = {
         "config": config,
-        "machine": found.about,
-        "hosts": sorted(set(found.hosts)),
-        "batch": {key.rstrip("_"): value for key, value in dataclasses.asdict(found.batch).items()},
-        "training_images": found.images,
-        "images": {**found.reading._asdict(), "share_of_reading": found.reading.share_of_bytes},
-        "to_device_bytes_per_second": found.to_device,
-        "measured": {
-            "accumulation": times.accumulation,
-            "waiting_is_complete": found.complete,
-            "seconds": {name: splitting.spread(each) if each else None for name, each in values.items()},
-            "parts": splitting.parts(times),
-        },
-        "step_seconds": found.step,
-        "peak_flops": found.peak,
-        "links": links and {"latency": links.latency, "bytes_per_second": links.bandwidth, "between": between},
-        "methods": [
-            {
-                "name": each.candidate.name,
-                "label": each.candidate.method.section.label,
-                "predicted": each.candidate.network,
-                "measured": each.measured,
-            }
-            for each in found.methods
-        ],
-        "next_doubling": found.doubling,
-        **{name: getattr(found, name) for name in fields},
+        "machine": findings.about,
+        "hosts": sorted(set(findings.hosts)),
+        "batch": _batch_data(findings),
+        "training_images": findings.images,
+        "images": {**reading._asdict(), "share_of_reading": reading.share_of_bytes},
+        "to_device_bytes_per_second": findings.to_device,
+        "measured": _times_data(findings),
+        "step_seconds": findings.step,
+        "peak_flops": findings.peak,
+        "links": _links_data(findings),
+        "methods": [_method_data(method) for method in findings.methods],
+        "next_doubling": findings.doubling,
+        "parts": findings.parts,
+        "mfu": findings.mfu,
+        "ranks": findings.ranks,
+        "straggling": findings.straggling,
+        "doubts": findings.doubts,
+        "advice": findings.advice,
+        "notes": findings.notes,
+        "seconds": findings.seconds,
+        "images_per_second": findings.images_per_second,
     }
     return _plain(data)
 
 
-def _plain(value: Any) -> Any:
-    """Named tuples become dictionaries."""
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+def draw(findings: Findings, config: str, output: Path) -> None:
+    """Write a PNG: a step now and after the next doubling of replicas.
 
-
-def _wrapped(name: str, text: str) -> Iterator[str]:
-    return iter(textwrap.wrap(f"{name:<10} {text}", _WIDTH, subsequent_indent=" " * 11))
-
-
-def _step(found: Findings) -> Iterator[str]:
-    """A step as a bar, and a line for each of its parts."""
-    times, step = found.times, found.step
-    own = splitting.spread(times.as_trained)
-    spread = f" ({_range(own)}, {own.repetitions} times)"
-    if times.accumulation != found.batch.accumulation:
-        micro_batches = count(times.accumulation, "micro batch", "micro batches")
-        spread = f", from steps of {micro_batches}: {duration(own.median)} ({_range(own)})"
-    yield from _wrapped("a step", f"{duration(step)}{spread}")
-    rate = f"{number(found.images_per_second)} images/s"
-    yield from _wrapped("", f"{rate}, MFU {percent(found.mfu)} of {scaled(found.peak.median, 'FLOP/s')}")
-    yield bar(found.parts, _WIDTH)
-    for name, (words, letter, _) in PARTS.items():
-        seconds = found.parts[name]
-        if seconds:
-            yield f" {letter}  {words:<31}  {duration(seconds):>8}  {percent(seconds / step):>4}"
-    if not found.complete:
-        fault = "too few micro batches for all that was loaded ahead: waiting for images may be more"
-        yield from _wrapped("", f"{fault}; try more --seconds")
+    Args:
+        findings: of the examination.
+        config: the recipe's file.
+        output: the picture's.
+    """
+    figure = outputs.figure(output, (10, 3.8))
+    panel = figure.subplots()
+    bars = {f"{count(findings.batch.replicas, 'replica')},\nmeasured": findings.parts}
+    row = findings.doubling
+    if row is not None:
+        batch = f"\nbatch {row.global_batch}" if row.grown else ""
+        bars[f"{count(row.replicas, 'replica')},\npredicted{batch}"] = row.parts
+    _draw_bars(panel, bars)
+    # The measured step on top.
+    panel.invert_yaxis()
+    panel.set_xlabel("milliseconds of a step")
+    below = (0.5, -0.22)
+    panel.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=below, frameon=False)
+    title = f"{config}: {findings.images_per_second:,.0f} images/s"
+    # Names of files may hold dollar signs, which matplotlib would read as formulae.
+    panel.set_title(title, loc="left", parse_math=False)
+    advice = textwrap.fill(_first(findings), 120)
+    figure.suptitle(advice, fontsize=9, x=0.01, ha="left", parse_math=False)
+    figure.savefig(output, dpi=110)
 
 
 def bar(parts: Dict[str, float], width: int) -> str:
-    """The parts side by side, each as many letters as it takes of the step; of negative ones nothing."""
-    text, done, total = "", 0.0, sum(max(0.0, seconds) for seconds in parts.values())
+    """Return the parts side by side, each as many letters as it takes of the step.
+
+    Of negative parts nothing is shown.
+
+    Args:
+        parts: seconds by name.
+        width: letters in all.
+    """
+    total = sum(max(0.0, seconds) for seconds in parts.values())
+    text = ""
+    done = 0.0
     for name, seconds in parts.items():
         done += max(0.0, seconds)
-        text = text.ljust(round(width * done / total), PARTS[name][1])
+        _, letter, _ = PARTS[name]
+        # Ends are rounded, not widths: the bar is exactly as wide as it should be.
+        text = text.ljust(round(width * done / total), letter)
     return text
 
 
-def _images(found: Findings) -> str:
-    reading = found.reading
-    text = f"{number(reading.per_core.median)} a second of one core, read, decoded and augmented"
+def _batch_data(findings: Findings) -> Dict[str, Any]:
+    """Return the batch by its keys in a recipe, where `global` needs no underscore."""
+    batch = dataclasses.asdict(findings.batch)
+    return {key.rstrip("_"): value for key, value in batch.items()}
+
+
+def _times_data(findings: Findings) -> Dict[str, Any]:
+    """Return the step that was measured."""
+    times = findings.times
+    seconds = {}
+    for name in ("as_trained", "waited", "from_memory", "without_exchange", "update"):
+        values = getattr(times, name)
+        seconds[name] = splitting.spread(values) if values else None
+    return {
+        "accumulation": times.accumulation,
+        "waiting_is_complete": findings.complete,
+        "seconds": seconds,
+        "parts": splitting.parts(times),
+    }
+
+
+def _links_data(findings: Findings) -> Any:
+    """Return the links; None where none could be measured."""
+    links = findings.links
+    if links is None:
+        return None
+    return {
+        "latency": links.latency,
+        "bytes_per_second": links.bandwidth,
+        "between": "processes of one host" if links.loopback else "replicas",
+    }
+
+
+def _method_data(method: Method) -> Dict[str, Any]:
+    """Return an exchange by itself."""
+    candidate = method.candidate
+    return {
+        "name": candidate.name,
+        "label": candidate.method.section.label,
+        "predicted": candidate.network,
+        "measured": method.measured,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with dictionaries in the place of named tuples."""
+    # To json a named tuple is a list.
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _wrapped(name: str, text: str) -> List[str]:
+    """Return the lines of a paragraph with a name in the margin."""
+    return textwrap.wrap(f"{name:<10} {text}", _WIDTH, subsequent_indent=" " * 11)
+
+
+def _range(spread: Spread) -> str:
+    """Return the smallest and the largest repetition."""
+    return f"{duration(spread.low)} to {duration(spread.high)}"
+
+
+def _machine(findings: Findings) -> str:
+    """Return ranks, hosts and their kind."""
+    about = findings.about
+    ranks = count(len(findings.hosts), "rank")
+    hosts = count(len(set(findings.hosts)), "host")
+    kind = about["cpu"]
+    if about["device"] != "cpu":
+        kind = f"{about['device']}, {kind}"
+    sizes = f"{count(about['cores'], 'core')}, {count(about['threads'], 'thread')}"
+    return f"{ranks} on {hosts}; {kind}, {sizes}, torch {about['torch']}"
+
+
+def _step(findings: Findings) -> Iterator[str]:
+    """Yield a step as a bar, and a line for each of its parts."""
+    times = findings.times
+    step = findings.step
+    measured = splitting.spread(times.as_trained)
+    # A long step is computed from a shorter one, which is shown as well.
+    if times.accumulation == findings.batch.accumulation:
+        origin = f" ({_range(measured)}, {measured.repetitions} times)"
+    else:
+        micro_batches = count(times.accumulation, "micro batch", "micro batches")
+        seconds = f"{duration(measured.median)} ({_range(measured)})"
+        origin = f", from steps of {micro_batches}: {seconds}"
+    yield from _wrapped("a step", f"{duration(step)}{origin}")
+    rate = f"{number(findings.images_per_second)} images/s"
+    peak = scaled(findings.peak.median, "FLOP/s")
+    yield from _wrapped("", f"{rate}, MFU {percent(findings.mfu)} of {peak}")
+    yield bar(findings.parts, _WIDTH)
+    for name, (words, letter, _) in PARTS.items():
+        seconds = findings.parts[name]
+        if seconds:
+            share = percent(seconds / step)
+            yield f" {letter}  {words:<31}  {duration(seconds):>8}  {share:>4}"
+    if not findings.complete:
+        few = "too few micro batches for all that was loaded ahead"
+        yield from _wrapped("", f"{few}: waiting for images may be more; try more --seconds")
+
+
+def _images(reading: Reading) -> str:
+    """Return the rates of reading images."""
+    rate = number(reading.per_core.median)
+    text = f"{rate} a second of one core, read, decoded and augmented"
     if reading.unreadable:
-        text += f" ({reading.unreadable:,} of {reading.tried:,} cannot be read and are left out)"
+        unreadable = f"{reading.unreadable:,} of {reading.tried:,}"
+        text += f" ({unreadable} cannot be read and are left out)"
     if reading.bytes is None:
         return f"{text}; they are no files"
-    cached, disk = reading.cached_bytes_per_second, reading.disk_bytes_per_second
-    from_disk = f"{scaled(disk.median, 'B/s')} from the disk" if disk else "the disk was not measurable"
-    again = f"{scaled(cached.median, 'B/s')} read again (out of the page cache of a local disk)"
+    cached = scaled(reading.cached_bytes_per_second.median, "B/s")
+    again = f"{cached} read again (out of the page cache of a local disk)"
+    from_disk = "the disk was not measurable"
+    if reading.disk_bytes_per_second is not None:
+        disk = scaled(reading.disk_bytes_per_second.median, "B/s")
+        from_disk = f"{disk} from the disk"
     return f"{text}, from files of {scaled(reading.bytes, 'B')}: {again}, {from_disk}"
 
 
-def _links(found: Findings) -> str:
-    links = found.links
+def _links(findings: Findings) -> str:
+    """Return latency and bandwidth."""
+    links = findings.links
     if links is None:
         return "two processes of this host could not be connected: no link, and so no prediction"
-    where = "between two processes of this host" if links.loopback else "between replicas"
     latency = f"latency {duration(links.latency.median)} ({_range(links.latency)})"
-    median, low, high = (scaled(8 * each, "bit/s") for each in links.bandwidth[:3])
+    median = scaled(8 * links.bandwidth.median, "bit/s")
+    low = scaled(8 * links.bandwidth.low, "bit/s")
+    high = scaled(8 * links.bandwidth.high, "bit/s")
+    where = "between two processes of this host" if links.loopback else "between replicas"
     return f"{latency}, {median} ({low} to {high}) {where}"
 
 
-def _ranks(found: Findings) -> Iterator[str]:
+def _methods(methods: List[Method]) -> Iterator[str]:
+    """Yield a table of exchanges, if there are any."""
+    if not methods:
+        return
+    rows = [("exchange by itself", "measured", "predicted, network")]
+    for method in methods:
+        measured = "not measured"
+        if method.measured is not None:
+            measured = duration(method.measured.median)
+        label = method.candidate.method.section.label
+        rows.append((label, measured, duration(method.candidate.network)))
+    yield from table(rows, indent=" ", left=(0,))
+
+
+def _ranks(ranks: List[Rank]) -> Iterator[str]:
+    """Yield a table of ranks."""
     rows = [("rank", "host", "forward, backward", "deviation", "behind others")]
-    for row in found.ranks:
+    for row in ranks:
+        name = f"{row.rank} (replica {row.replica}, stage {row.stage})"
         lag = "" if row.lag is None else f"{100 * row.lag:+.0f} %"
-        who = f"{row.rank} (replica {row.replica}, stage {row.stage})"
-        rows.append((who, row.host, duration(row.mean), duration(row.deviation), lag))
+        rows.append((name, row.host, duration(row.mean), duration(row.deviation), lag))
     yield from table(rows, indent=" ", left=(0, 1))
 
 
-def _doubling(found: Findings) -> str:
-    row = found.doubling
-    if row is None:
-        return f"not predicted{', as the figures are in doubt' if found.doubts else ''}"
+def _doubling(findings: Findings) -> str:
+    """Return the prediction for twice as many replicas, or that there is none."""
+    row = findings.doubling
+    if row is not None:
+        return _prediction(row)
+    return "not predicted, as the figures are in doubt" if findings.doubts else "not predicted"
+
+
+def _prediction(row: Row) -> str:
+    """Return the rate and the limit of a predicted step."""
+    replicas = count(row.replicas, "replica")
+    rate = number(row.images_per_second)
     grown = f", with batch.global={row.global_batch}" if row.grown else ""
-    return (
-        f"{count(row.replicas, 'replica')} are predicted to make {number(row.images_per_second)} images/s{grown}: "
-        f"{percent(row.efficiency)} of one replica times {row.replicas}; limit: {row.limit}"
-    )
+    efficiency = f"{percent(row.efficiency)} of one replica times {row.replicas}"
+    gain = f"are predicted to make {rate} images/s{grown}: {efficiency}"
+    return f"{replicas} {gain}; limit: {row.limit}"
 
 
-def _first(found: Findings) -> str:
-    """The advice, or why there is none."""
-    if not found.doubts:
-        return found.advice.text
-    remedy = "Something else may run on the machine: stop that, or give more --seconds, and measure again"
-    return f"No advice, and no machine.yaml is written: {'; '.join(found.doubts)}. {remedy}."
+def _first(findings: Findings) -> str:
+    """Return the advice, or why there is none."""
+    if not findings.doubts:
+        return findings.advice.text
+    reasons = "; ".join(findings.doubts)
+    cause = "Something else may run on the machine"
+    remedy = "stop that, or give more --seconds, and measure again"
+    return f"No advice, and no machine.yaml is written: {reasons}. {cause}: {remedy}."
 
 
-def _range(found: Spread) -> str:
-    return f"{duration(found.low)} to {duration(found.high)}"
+def _draw_bars(panel: Axes, bars: Dict[str, Dict[str, float]]) -> None:
+    """Draw the parts of steps one after the other, a bar for each step.
 
-
-def draw(found: Findings, config: str, output: Path) -> None:
-    """Write a PNG: a step now and after the next doubling of replicas."""
-    figure = outputs.figure(output, (10, 3.8))
-    steps = figure.subplots()
-    bars = {f"{count(found.batch.replicas, 'replica')},\nmeasured": found.parts}
-    if found.doubling is not None:
-        row = found.doubling
-        images = f"\nbatch {row.global_batch}" if row.grown else ""
-        bars[f"{count(row.replicas, 'replica')},\npredicted{images}"] = row.parts
+    Args:
+        panel: to draw on.
+        bars: seconds of each part, by the name of a step.
+    """
+    names = list(bars)
+    steps = [sum(parts.values()) for parts in bars.values()]
     lefts = [0.0] * len(bars)
-    for name, (words, _, colour) in PARTS.items():
-        seconds = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
-        widths = [1e3 * each for each in seconds]
-        if any(widths):
-            drawn = steps.barh(list(bars), widths, left=lefts, color=colour, height=0.6, label=words)
-            shares = [each / sum(parts.values()) for each, parts in zip(seconds, bars.values())]
-            steps.bar_label(drawn, [percent(share) if share > 0.04 else "" for share in shares], label_type="center")
-            lefts = [left + width for left, width in zip(lefts, widths)]
-    steps.invert_yaxis()
-    steps.set_xlabel("milliseconds of a step")
-    steps.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
-    steps.set_title(f"{config}: {found.images_per_second:,.0f} images/s", loc="left", parse_math=False)
-    figure.suptitle(textwrap.fill(_first(found), 120), fontsize=9, x=0.01, ha="left", parse_math=False)
-    figure.savefig(output, dpi=110)
+    for part, (words, _, colour) in PARTS.items():
+        seconds = [max(0.0, parts.get(part, 0.0)) for parts in bars.values()]
+        if not any(seconds):
+            continue
+        widths = [1e3 * value for value in seconds]
+        drawn = panel.barh(names, widths, left=lefts, color=colour, height=0.6, label=words)
+        # Narrow parts have no room for a number.
+        labels = []
+        for value, step in zip(seconds, steps):
+            share = value / step
+            labels.append(percent(share) if share > _LABELLED else "")
+        panel.bar_label(drawn, labels, label_type="center")
+        lefts = [left + width for left, width in zip(lefts, widths)]

@@ -122,8 +122,10 @@ def parts(times: Times) -> Dict[str, float]:
         bubble = 0.0
     else:
         compute = mean_busy
+        # What passes last beyond the slowest stage: filling and emptying the pipeline.
         bubble = max(0.0, length - max(busy))
     exchanged = _exchange_seconds(times)
+    # Replicas wait for the slowest one: on average as long as it is behind their mean.
     straggling = [max(lengths) - statistics.mean(lengths) for lengths in by_step]
     seconds = {
         "compute": compute,
@@ -149,6 +151,7 @@ def _busy_by_stage(times: Times) -> List[float]:
 
 def _exchange_seconds(times: Times) -> List[float]:
     """Return the seconds that the exchange adds to a step, by turn; they may be negative."""
+    # Both were measured right after each other, so slow changes of the machine cancel.
     turns = zip(times.from_memory, times.without_exchange)
     return [whole - without for whole, without in turns]
 
@@ -219,6 +222,7 @@ def _doubts_of_sum(seconds: Dict[str, float], step: float) -> List[str]:
         return [f"the parts, measured one after the other, add up to {total} of a step"]
     changeable = [name for name in seconds if name not in ("compute", "rest")]
     largest = max(seconds[name] for name in changeable) / step
+    # A rest smaller than the part to be mended does not change what comes first.
     if rest >= max(WORTH, largest):
         fault = f"{percent(rest)} of a step is in no part"
         return [f"{fault}, which is more than any part that a recipe can change"]
@@ -255,6 +259,7 @@ def straggling(times: Times, accumulation: int) -> float:
     means = [statistics.mean(lengths) for lengths in by_replica]
     between = statistics.pvariance(means)
     within = statistics.mean(statistics.pvariance(lengths) for lengths in by_replica)
+    # The law of total variance.
     factor = accumulation / times.accumulation
     return math.sqrt(between + within / factor) / statistics.mean(means)
 
@@ -287,6 +292,7 @@ def ranks(measured: Passes, stages: int, hosts: Sequence[str]) -> List[Rank]:
     rows = []
     for rank, values in measured.by_rank.items():
         stage = rank % stages
+        # Stages differ in their work, so a rank is compared with those of its own.
         others = [means[other] for other in means if other != rank and other % stages == stage]
         row = Rank(
             rank=rank,

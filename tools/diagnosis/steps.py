@@ -1,11 +1,14 @@
-"""Measures training steps of a recipe: as it trains, with images in memory, without exchange, and the update alone."""
+"""Measures training steps of a recipe.
+
+They are measured as it trains, with images in memory, without exchange, and the update alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -26,174 +29,334 @@ from tools.diagnosis import splitting
 from tools.diagnosis.splitting import Times
 from tools.planning import workload
 
-_FEWEST, _MOST = 3, 40  # repetitions of each measurement
-# Steps with a timeline. On a GPU each span waits for the device, so these are not timed as a whole; on a CPU all are.
-_TRACED, _TRACED_ON_CPU = 8, 1000
-_TURN = 0.05  # seconds: a turn has as many steps as that takes, since a few milliseconds are no measurement
-_WINDOW = 0.2  # the same for steps as trained, which come in bursts of as many micro batches as there are workers
-_MICRO_BATCHES = 4  # of a step, where the recipe has more: enough for exchange and update to be small beside them
+_FEWEST = 3  # repetitions of each measurement
+_MOST = 40
+# Steps with a timeline. On a GPU each span waits for the device, so these are not timed as a whole;
+# on a CPU all are.
+_TRACED = 8
+_TRACED_ON_CPU = 1000
+# Seconds: a turn has as many steps as that takes, since a few milliseconds are no measurement.
+_TURN = 0.05
+# The same for steps as trained, which come in bursts of as many micro batches as there are workers.
+_WINDOW = 0.2
+# Of a step, where the recipe has more: enough for exchange and update to be small beside them.
+_MICRO_BATCHES = 4
 _LEARNING_RATE = 1e-3  # of updates that are made for their time alone; takes as long as any other
+
+
+class Setup(NamedTuple):
+    """The run that is measured.
+
+    batch: of the recipe.
+    processes: of the run.
+    device: of this rank.
+    lengths: of the run in steps.
+    source: the training images; None where they do not enter.
+    """
+
+    recipe: Recipe
+    batch: Batch
+    processes: Processes
+    device: torch.device
+    lengths: Lengths
+    source: Optional[Source]
+
+    def changed(self, section: str, **keys: object) -> Setup:
+        """Return the setup with other values of some keys of a `section` of its recipe."""
+        return self._replace(recipe=workload.changed(self.recipe, section, **keys))
+
+    def silent(self) -> Setup:
+        """Return the setup without an exchange."""
+        section = Exchange(method="none")
+        return self._replace(recipe=self.recipe.model_copy(update={"exchange": section}))
+
+    def shrunk(self, accumulation: int) -> Setup:
+        """Return the setup with another number of micro batches a step."""
+        total = self.batch.micro * accumulation * self.batch.replicas
+        smaller = self.changed("batch", global_=total)
+        return smaller._replace(batch=arithmetic.divide(smaller.recipe, self.batch.replicas))
+
+
+class Measurement(NamedTuple):
+    """Steps that were measured.
+
+    times: the same on all ranks.
+    engine: on which more can be measured.
+    complete: so many images were used that those loaded ahead of the first step do not count.
+    """
+
+    times: Times
+    engine: TorchEngine
+    complete: bool
+
+
+class _Waiting(NamedTuple):
+    """Steps with images from the loader.
+
+    steps: seconds of each window, by step.
+    waited: for images in them.
+    complete: see `Measurement`.
+    """
+
+    steps: List[float]
+    waited: List[float]
+    complete: bool
 
 
 class _Bench:
     """An engine with the micro batches of a step in memory, the same ones in each step."""
 
-    def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, lengths: Lengths, source: Optional[Source]):
-        self.processes, self.batch, self._recipe = processes, batch, recipe
-        self._rate = schedule.create(recipe, lengths)
-        self.engine = processes.together(lambda: factory.create(recipe, batch, processes, lengths.steps_per_epoch))
-        self._memory = processes.together(lambda: self._loaded(source))
+    def __init__(self, setup: Setup):
+        recipe = setup.recipe
+        steps_per_epoch = setup.lengths.steps_per_epoch
+        self.processes = setup.processes
+        self.batch = setup.batch
+        self._delay = recipe.exchange.delay
+        self._rate = schedule.create(recipe, setup.lengths)
+        # Together: what one rank cannot create, all ranks refuse.
+        self.engine = self.processes.together(
+            lambda: factory.create(recipe, self.batch, self.processes, steps_per_epoch)
+        )
+        self._memory = self.processes.together(lambda: _loaded(setup, self.engine))
         self._step = 0
-        self._count = self._update_count = 1
-
-    def _loaded(self, source: Optional[Source]) -> List[MicroBatch]:
-        recipe, engine = workload.changed(self._recipe, "data", workers=0), self.engine
-        batches = feed.training_batches(source, recipe, self.batch, engine.topology, range(1), engine.device)
-        with contextlib.closing(batches):
-            return list(batches)
+        self._steps_in_turn = 1
+        self._updates_in_turn = 1
 
     def steps(self, count: int, batches: Optional[Iterator[MicroBatch]] = None) -> float:
-        """Seconds of a step, of so many that all ranks begin together; images are in memory, or those of a loader."""
+        """Return the seconds of a step, the mean of several that all ranks begin together.
+
+        Args:
+            count: how many they are.
+            batches: of a loader; None: images are in memory.
+        """
         self.processes.wait_for_all()
         start = time.perf_counter()
         for _ in range(count):
             images = iter(self._memory) if batches is None else batches
             self.engine.train_step(images, self._step, self._rate(self._step))
+            # The clock is read when the device has done the step.
             synchronize(self.engine.device)
             self._step += 1
         return (time.perf_counter() - start) / count
 
     def until_steady(self) -> float:
-        """Do the steps that find nothing ready or make no update. Seconds of one after them, the slowest rank's."""
-        self.steps(1 + self._recipe.exchange.delay)
+        """Do the steps that find nothing ready or make no update.
+
+        Returns:
+            Seconds of one after them, the slowest rank's.
+        """
+        # The first step allocates; with a delay the first ones have nothing to apply.
+        self.steps(1 + self._delay)
         of_step = max(self.processes.gather(self.steps(1)))
         of_update = max(self.processes.gather(self.updates()))
-        self._count, self._update_count = (max(1, math.ceil(_TURN / each)) for each in (of_step, of_update))
+        self._steps_in_turn = max(1, math.ceil(_TURN / of_step))
+        self._updates_in_turn = max(1, math.ceil(_TURN / of_update))
         return of_step
 
     def turn(self) -> float:
-        """Seconds of a step with the images in memory. Of several short ones the first only fills caches."""
-        if self._count > 1:
+        """Return the seconds of a step with the images in memory."""
+        # Of several short ones the first only fills caches.
+        if self._steps_in_turn > 1:
             self.steps(1)
-        return self.steps(self._count)
+        return self.steps(self._steps_in_turn)
 
     def updates(self) -> float:
-        """Seconds of the optimizer's update alone, from the gradient of the step before."""
-        one, weights = torch.ones((), device=self.engine.device), self.engine.weights
+        """Return the seconds of the optimizer's update alone, with the last step's gradient."""
+        one = torch.ones((), device=self.engine.device)
+        weights = self.engine.weights
         self.processes.wait_for_all()
         start = time.perf_counter()
-        for _ in range(self._update_count):
+        for _ in range(self._updates_in_turn):
             finite = weights.prepare(one)
+            # In training this message carries loss and norms, too.
             self.processes.sum((~finite).double())
             weights.apply(self._step, _LEARNING_RATE, finite, False)
         synchronize(self.engine.device)
-        return (time.perf_counter() - start) / self._update_count
+        return (time.perf_counter() - start) / self._updates_in_turn
 
 
-def measure(
-    recipe: Recipe,
-    batch: Batch,
-    processes: Processes,
-    lengths: Lengths,
-    source: Optional[Source],
-    seconds: float,
-    say: Callable[[str], None],
-) -> Tuple[Times, TorchEngine, bool]:
-    """Measure on all ranks, each of which calls this, in about `seconds`; `say` prints if large steps take longer.
+def _loaded(setup: Setup, engine: TorchEngine) -> List[MicroBatch]:
+    """Return the micro batches of the first step, on the device of an engine."""
+    recipe = workload.changed(setup.recipe, "data", workers=0)
+    batches = feed.training_batches(
+        setup.source,
+        recipe,
+        setup.batch,
+        topology=engine.topology,
+        steps=range(1),
+        device=engine.device,
+    )
+    with contextlib.closing(batches):
+        return list(batches)
 
-    Returns the times, the same on all; the engine, on which more can be measured; whether enough images were used that
-    those loaded ahead of the first step do not count.
+
+def measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> Measurement:
+    """Measure on all ranks, each of which calls this.
+
+    Args:
+        setup: of the run.
+        seconds: for measuring, about.
+        say: prints a line, if large steps take longer.
     """
-    # As it trains after its first epochs: the full image size, the last density; at most one step late.
-    settled = {"density_warmup": [], "dense_steps": 0} if recipe.exchange.sparse else {}
-    recipe = workload.changed(recipe, "exchange", delay=min(1, recipe.exchange.delay), **settled)
-    recipe, method = workload.changed(recipe, "data", image_sizes=None), exchange.of(recipe.exchange)
-    fewest = min(batch.accumulation, batch.stages)
-    bench = _Bench(*_shrunk(_silent(recipe), batch, fewest), processes, lengths, source)
-    of_step = bench.until_steady()
-    accumulation = min(batch.accumulation, max(fewest, 2 * batch.stages, _MICRO_BATCHES))
-    exchanges = method.sparse or (batch.replicas > 1 and method.sums)
-    # As trained, and twice in turns, with those that do not count.
-    repetitions = _FEWEST * (9 if exchanges else 3) + 3
-    if accumulation > fewest and of_step / fewest * accumulation * repetitions > seconds:
-        accumulation = fewest
-    of_step *= accumulation / fewest
-    if of_step * repetitions > seconds:
-        say(f"the least step to be measured takes {of_step:.2g} s: steps take {of_step * repetitions:.0f} s in all")
-    on_cpu = bench.engine.device.type == "cpu"
-    traced = _TRACED_ON_CPU if on_cpu else min(_TRACED, max(_FEWEST, int(seconds / 8 / of_step)))
-    del bench
-    shrunk = _shrunk(recipe, batch, accumulation)
-    without = _silent(shrunk[0]) if exchanges else shrunk[0]
-    alone = _Bench(workload.changed(without, "log", trace=traced), shrunk[1], processes, lengths, source)
+    setup = _settled(setup)
+    exchanges = _exchanges(setup)
+    accumulation, step = _size_of_step(setup, exchanges, seconds, say)
+    shrunk = setup.shrunk(accumulation)
+    # Steps without exchange, with a timeline from the second one on.
+    on_cpu = setup.device.type == "cpu"
+    traced = _TRACED_ON_CPU
+    if not on_cpu:
+        traced = min(_TRACED, max(_FEWEST, int(seconds / 8 / step)))
+    without = shrunk.silent() if exchanges else shrunk
+    alone = _Bench(without.changed("log", trace=traced))
     alone.steps(1 if on_cpu else 1 + traced)
-    whole = _Bench(*shrunk, processes, lengths, source) if exchanges else alone
+    # Steps with it, where there is one.
+    whole = _Bench(shrunk) if exchanges else alone
     benches = [whole, alone] if exchanges else [whole]
     for bench in benches:
         bench.until_steady()
     sides = [bench.turn for bench in benches] + [whole.updates]
     # Before and after the steps as trained, since a machine does not stay as fast as it was.
-    before = _turns(sides, processes, 0.25 * seconds)
-    as_trained, waited, complete = _as_trained(whole, source, recipe.data.workers, before[0], 0.4 * seconds)
-    after = _turns(sides, processes, 0.25 * seconds)
+    before = _turns(sides, setup.processes, 0.25 * seconds)
+    waiting = _as_trained(whole, shrunk, min(before[0]), 0.4 * seconds)
+    after = _turns(sides, setup.processes, 0.25 * seconds)
     from_memory, *unexchanged, update = (early + late for early, late in zip(before, after))
-    spans = alone.engine.recorder.collect()  # from the second step on
-    passes = processes.from_main(lambda: splitting.passes(spans, processes.topology.stages))
-    shape = (accumulation, processes.topology.stages, recipe.parallel.virtual_stages or 1)
-    times = Times(*shape, as_trained, waited, from_memory, unexchanged[0] if exchanges else [], update, passes)
-    return times, whole.engine, complete
+    stages = setup.processes.topology.stages
+    spans = alone.engine.recorder.collect()
+    times = Times(
+        accumulation=accumulation,
+        stages=stages,
+        virtual=setup.recipe.parallel.virtual_stages or 1,
+        as_trained=waiting.steps,
+        waited=waiting.waited,
+        from_memory=from_memory,
+        without_exchange=unexchanged[0] if exchanges else [],
+        update=update,
+        passes=setup.processes.from_main(lambda: splitting.passes(spans, stages)),
+    )
+    return Measurement(times, whole.engine, waiting.complete)
 
 
-def _shrunk(recipe: Recipe, batch: Batch, accumulation: int) -> Tuple[Recipe, Batch]:
-    """The recipe with this number of micro batches a step, and its batch."""
-    shrunk = workload.changed(recipe, "batch", global_=batch.micro * accumulation * batch.replicas)
-    return shrunk, arithmetic.divide(shrunk, batch.replicas)
+def _settled(setup: Setup) -> Setup:
+    """Return the setup as it trains after its first epochs.
+
+    That is at the full image size, with the last density, and at most one step late.
+    """
+    section = setup.recipe.exchange
+    setup = setup.changed("exchange", delay=min(1, section.delay))
+    if section.sparse:
+        setup = setup.changed("exchange", density_warmup=[], dense_steps=0)
+    return setup.changed("data", image_sizes=None)
 
 
-def _silent(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"exchange": Exchange(method="none")})
+def _exchanges(setup: Setup) -> bool:
+    """Return whether a step combines gradients."""
+    method = exchange.of(setup.recipe.exchange)
+    return method.sparse or (setup.batch.replicas > 1 and method.sums)
 
 
-def _turns(sides: Sequence[Callable[[], float]], processes: Processes, seconds: float) -> List[List[float]]:
-    """Seconds of each side by turn, the slowest rank's. The order of the sides alternates."""
-    own: List[List[float]] = [[] for _ in sides]
+def _size_of_step(
+    setup: Setup,
+    exchanges: bool,
+    seconds: float,
+    say: Callable[[str], None],
+) -> Tuple[int, float]:
+    """Return the micro batches of the step that is measured, and its seconds.
+
+    Args:
+        setup: of the run.
+        exchanges: a step combines gradients.
+        seconds: for all measurements.
+        say: prints a line, if even the least steps take longer.
+    """
+    batch = setup.batch
+    fewest = min(batch.accumulation, batch.stages)
+    # An engine of its own, which is freed before the others are made.
+    step = _Bench(setup.silent().shrunk(fewest)).until_steady()
+    accumulation = min(batch.accumulation, max(fewest, 2 * batch.stages, _MICRO_BATCHES))
+    # As trained, and twice in turns, with those that do not count.
+    repetitions = _FEWEST * (9 if exchanges else 3) + 3
+    if accumulation > fewest and step / fewest * accumulation * repetitions > seconds:
+        accumulation = fewest
+    step *= accumulation / fewest
+    if step * repetitions > seconds:
+        least = f"the least step to be measured takes {step:.2g} s"
+        say(f"{least}: steps take {step * repetitions:.0f} s in all")
+    return accumulation, step
+
+
+def _turns(
+    sides: Sequence[Callable[[], float]],
+    processes: Processes,
+    seconds: float,
+) -> List[List[float]]:
+    """Return the seconds of each side by turn, the slowest rank's.
+
+    The order of the sides alternates.
+    """
+    measured: List[List[float]] = [[] for _ in sides]
     for number in rounds(processes, seconds):
-        for which in range(len(sides))[:: -1 if number % 2 else 1]:
-            own[which].append(sides[which]())
-    return [slowest(found) for found in zip(*processes.gather(own))]
+        # Neither side always comes first, in caches that the other has filled.
+        order = list(range(len(sides)))
+        if number % 2:
+            order.reverse()
+        for side in order:
+            measured[side].append(sides[side]())
+    by_side = zip(*processes.gather(measured))
+    return [slowest(by_rank) for by_rank in by_side]
 
 
-def _as_trained(
-    bench: _Bench, source: Optional[Source], workers: int, from_memory: Sequence[float], seconds: float
-) -> Tuple[List[float], List[float], bool]:
-    """Seconds of steps with images from the loader, and of waiting in them; whether there was time for enough."""
+def _as_trained(bench: _Bench, setup: Setup, step: float, seconds: float) -> _Waiting:
+    """Measure steps with images from the loader.
+
+    Args:
+        bench: of the run.
+        setup: whose images and workers are used.
+        step: seconds of one with images in memory.
+        seconds: for measuring.
+    """
     processes = bench.processes
-    burst = max(1, math.ceil(workers / bench.batch.accumulation))  # workers deliver their first micro batches together
-    affordable = max(1, int(seconds / 4 / min(from_memory)))
+    # Workers deliver their first micro batches together: a window has one of each.
+    burst = max(1, math.ceil(setup.recipe.data.workers / bench.batch.accumulation))
+    affordable = max(1, int(seconds / 4 / step))
+    # The main rank decides, as all ranks have to do the same steps.
     complete = processes.from_main(lambda: burst <= affordable)
-    window = burst if complete else 1
-    window *= max(1, math.ceil(_WINDOW / (window * min(from_memory))))
-    as_trained, waited = [], []
-    with contextlib.closing(bench.engine.training_batches(source, range(10**9))) as batches:
-        bench.steps(burst if complete else 1, batches)
+    first = burst if complete else 1
+    window = first * max(1, math.ceil(_WINDOW / (first * step)))
+    as_trained = []
+    waited = []
+    with contextlib.closing(bench.engine.training_batches(setup.source, range(10**9))) as batches:
+        # Images that were loaded ahead of the first step cost nothing: they are used up first.
+        bench.steps(first, batches)
         before = max(processes.gather(bench.engine.data_wait()))
         for _ in rounds(processes, seconds):
             as_trained.append(bench.steps(window, batches))
             so_far = max(processes.gather(bench.engine.data_wait()))
             waited.append((so_far - before) / window)
             before = so_far
-    return slowest(processes.gather(as_trained)), waited, complete
+    return _Waiting(slowest(processes.gather(as_trained)), waited, complete)
 
 
 def rounds(processes: Processes, seconds: float) -> Iterator[int]:
-    """Numbers of repetitions, as many on every rank, until the main one has spent `seconds`."""
+    """Yield numbers of repetitions, as many on every rank, until the main one has spent its time.
+
+    Args:
+        processes: of the run.
+        seconds: that the main rank spends.
+    """
     start = time.perf_counter()
     for number in range(_MOST):
-        if number >= _FEWEST and not processes.from_main(lambda: time.perf_counter() - start < seconds):
-            return
+        if number >= _FEWEST:
+            goes_on = processes.from_main(lambda: time.perf_counter() - start < seconds)
+            if not goes_on:
+                return
         yield number
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> List[float]:
-    """Repetition by repetition, the rank that took longest."""
+    """Return, repetition by repetition, the seconds of the rank that took longest.
+
+    Args:
+        by_rank: seconds of each rank's repetitions.
+    """
     return [max(values) for values in zip(*by_rank)]

@@ -82,11 +82,11 @@ def test_the_disk_is_timed_with_files_of_the_user_that_were_dropped_from_the_cac
     assert images._file("https://host/shards/000.tar/image.jpg") is None
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
-        assert images._resident(stream.fileno()) == 1.0  # just written
-        if images._forgotten(str(path)):  # but for a file system in memory
-            assert images._resident(stream.fileno()) == 0.0
+        assert images._share_in_memory(stream.fileno()) == 1.0  # just written
+        if images._drop_from_cache(str(path)):  # but for a file system in memory
+            assert images._share_in_memory(stream.fileno()) == 0.0
             stream.read(10)
-            assert images._resident(stream.fileno()) > 0.0
+            assert images._share_in_memory(stream.fileno()) > 0.0
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
     assert read(photos).disk_bytes_per_second is None
     monkeypatch.setattr(os, "geteuid", lambda: -1)  # the files are another's, and so is their cache
