@@ -51,7 +51,7 @@ def _opened(options):
     if Path(options.checkpoint).suffix in (exported.ONNX, exported.PROGRAM) and not options.best:
         model = exported.read(options.checkpoint, options.weights)
         recipe = weights.recipe_of(model, options.config, options.overrides)
-        model.check(recipe)
+        model.check(recipe.model)
         return model, recipe, model
     stored, recipe = weights.opened(
         options.checkpoint,
@@ -71,7 +71,7 @@ def _score(options) -> int:
     from training import classes, progress, scoring, weights
 
     stored, recipe, engine = _opened(options)
-    known = classes.of_model(stored, recipe)
+    known = classes.of_model(stored, recipe.data, recipe.model.classes)
     source = open_source(recipe.data, recipe.model.classes, "validation", known.names)
     for note in filter(None, (known.note, *source.notes)):
         print(note)
@@ -122,7 +122,7 @@ def _classify(options) -> int:
 
     stored, recipe, engine = _opened(options)
     try:
-        known = classes.of_model(stored, recipe)
+        known = classes.of_model(stored, recipe.data, recipe.model.classes)
     except DataError:  # neither the file nor the data names them
         known = classes.Known(tuple(f"class {label}" for label in range(recipe.model.classes)))
     if known.note:

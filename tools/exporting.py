@@ -96,7 +96,7 @@ def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
 def _known(stored: StoredWeights, recipe: Recipe) -> Known:
     """The classes of the model; without names where neither the file nor the data has them."""
     try:
-        return classes.of_model(stored, recipe)
+        return classes.of_model(stored, recipe.data, recipe.model.classes)
     except DataError:
         return Known(())
 

@@ -1,8 +1,9 @@
 """Checkpoints: written so that a crash at any moment leaves the last good one, read only if whole.
 
-A checkpoint is `step-00001234.pt` (loaded with weights_only) and, renamed into place after it, its manifest
-`step-00001234.json`: step, score, size and SHA-256, also of `step-00001234.replica-0003.pt`, the state of a replica. A
-file without a manifest was cut off and does not count; a manifest that cannot be read, or does not match, is damage.
+A checkpoint is `step-00001234.pt`, loaded with weights_only, and `step-00001234.replica-0003.pt`
+for each replica that has a state of its own. Its manifest `step-00001234.json`
+(`training/manifest.py`) is renamed into place after them. A file without a manifest was cut off and
+does not count; a manifest that cannot be read, or does not match the files, is damage.
 """
 
 from __future__ import annotations
@@ -11,55 +12,48 @@ import contextlib
 import functools
 import hashlib
 import io
-import json
 import os
 import re
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 
 from common.errors import CheckpointError
 from common.files import write
+from training.manifest import File, Manifest, decode, encode
 from training.unpickling import reading, unpickled
 
 FORMAT = 1
+_FORMAT_KEY = "format"
+_REPLICA_FORMAT_KEY = "replica_format"  # another key, as a replica's file holds no weights
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.(pt|json)")
 _REPLICA_NAME = re.compile(r"step-([0-9]{8,})\.replica-([0-9]{4,})\.pt")
-_REPLICA_FORMAT = "replica_format"  # not the key of a checkpoint: a replica's file holds no weights
-_CHECKSUM = "checksum"  # key of the SHA-256 of all others; files of older programs have none
-
-
-class File(NamedTuple):
-    """Length and SHA-256 in hexadecimal digits."""
-
-    bytes: int
-    sha256: str
-
-
-class Manifest(NamedTuple):
-    """Facts about a checkpoint. top1: share in [0, 1], None if it was not scored. replicas: their files, if any."""
-
-    step: int
-    bytes: int
-    sha256: str
-    top1: Optional[float]
-    replicas: Tuple[File, ...] = ()
+_CHUNK = 1 << 20  # bytes that are read at a time for a checksum
 
 
 class CheckpointFolder:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool):
+        """
+        Args:
+            folder: of the checkpoints; the first that is saved makes it.
+            keep_last: number of checkpoints that are kept, the newest.
+            keep_best: whether the one with the highest top-1 is kept, too.
+        """
         self.folder = folder
-        self._keep_last, self._keep_best = keep_last, keep_best
-        self._damaged: Set[int] = set()
-        self._reported: Set[int] = set()  # checkpoints that are known to be no good: each is told of once
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._damaged: Set[int] = set()  # steps whose files are damaged
+        self._reported: Set[int] = set()  # damaged or cut off; the user hears of each step once
 
     def path(self, step: int) -> Path:
+        """Return the file of the checkpoint of `step`."""
         return self.folder / f"step-{step:08d}.pt"
 
     def replica_path(self, step: int, replica: int) -> Path:
+        """Return the file of a `replica` in the checkpoint of `step`."""
         return self.folder / f"step-{step:08d}.replica-{replica:04d}.pt"
 
     def save(
@@ -70,76 +64,103 @@ class CheckpointFolder:
         replica_states: Iterable[dict] = (),
         warn: Callable[[str], None] = functools.partial(print, flush=True),
     ) -> Path:
-        """Write `content` and the state of each replica durably, then remove what need not be kept; return its path.
-        Each state is written before the next is generated, so that only one need be in memory.
+        """Write a checkpoint durably, then remove older ones that need not be kept.
 
-        Args: warn: called for each checkpoint that turns out to be damaged; it is kept, and not compared with others.
+        Args:
+            step: updates done.
+            content: of the checkpoint.
+            top1: share in [0, 1]; None if it was not scored.
+            replica_states: the state of each replica. Each is written before the next is generated,
+                so that only one need be in memory.
+            warn: called for each checkpoint that turns out to be damaged; it is kept, and not
+                compared with others.
 
-        Raises OSError: the disk is full or fails; older checkpoints are untouched and no partial file is left.
+        Returns:
+            The checkpoint's file.
+
+        Raises:
+            OSError: the disk is full or fails; older checkpoints are untouched, and no partial file
+                is left.
         """
-        self.folder.mkdir(exist_ok=True)  # without its parents: the run folder may have been unmounted
+        self.folder.mkdir(exist_ok=True)  # no parents: the run folder may have been unmounted
+        path = self.path(step)
         replicas: List[File] = []
-        with contextlib.ExitStack() as undo:  # what is written counts for nothing, and takes room on a full disk
+        # Files that no manifest lists count for nothing and take room on a full disk: a failure
+        # removes those that were written before it.
+        with contextlib.ExitStack() as undo:
             for state in replica_states:
-                path = self.replica_path(step, len(replicas))
-                replicas.append(_write(path, {_REPLICA_FORMAT: FORMAT, "state": state}))
-                undo.callback(path.unlink)
+                replica_path = self.replica_path(step, len(replicas))
+                replicas.append(_write(replica_path, {_REPLICA_FORMAT_KEY: FORMAT, "state": state}))
+                undo.callback(replica_path.unlink)
                 del state  # or it would stay in memory while the next one is made
-            whole = _write(self.path(step), {"format": FORMAT, **content})
-            undo.callback(self.path(step).unlink)
-            write(self._manifest_path(step), written(Manifest(step, *whole, top1, tuple(replicas))), durable=True)
+            file = _write(path, {_FORMAT_KEY: FORMAT, **content})
+            undo.callback(path.unlink)
+            manifest = Manifest(step, *file, top1=top1, replicas=tuple(replicas))
+            write(self._manifest_path(step), encode(manifest), durable=True)
             undo.pop_all()
         self._damaged.discard(step)
         self._reported.discard(step)
         self._prune(warn)
-        return self.path(step)
+        return path
 
-    def load_newest(self, warn: Callable[[str], None], with_replicas: bool = False) -> Optional[dict]:
+    def load_newest(
+        self,
+        warn: Callable[[str], None],
+        with_replicas: bool = False,
+    ) -> Optional[dict]:
         """Return the content of the newest whole checkpoint, or None if there never was one.
 
-        Args: warn: called for each newer one that is passed over: damaged, or without a manifest. with_replicas:
-        whether the files of its replicas must be whole, too; weights can be had without them.
+        Args:
+            warn: called for each newer one that is passed over: damaged, or without a manifest.
+            with_replicas: whether the files of its replicas must be whole, too; weights can be had
+                without them.
 
-        Raises CheckpointError: there are checkpoints, but none is whole, or the folder cannot be listed.
+        Raises:
+            CheckpointError: there are checkpoints, but none is whole; or the folder cannot be
+                listed.
         """
-        damaged, cut_off = [], []
+        damaged: List[str] = []
+        cut_off: List[str] = []
         for step in reversed(self._steps()):
-            path = self.path(step)
             try:
                 manifest = self.manifest(step)
-                if manifest is None:
-                    cut_off.append(self._cut_off(step))
-                    self._reported.add(step)
-                    warn(f"{cut_off[-1]}; it does not count")
-                    continue
-                content = load(path, manifest)
-                for replica, file in enumerate(manifest.replicas if with_replicas else ()):
-                    _compare(self.replica_path(step, replica), file)
-                return content
+                if manifest is not None:
+                    return self._load_whole(manifest, with_replicas)
+                cut_off.append(self._cut_off(step))
+                warn(f"{cut_off[-1]}; it does not count")
             except CheckpointError as error:
                 damaged.append(str(error))
                 self._damaged.add(step)
-                self._reported.add(step)
                 warn(f"{error}; trying the one before")
-        if damaged or len(cut_off) > 1:  # one may be the first of the run, and its writing cut off
+            self._reported.add(step)
+        # A single one that is cut off may be the first of the run.
+        if damaged or len(cut_off) > 1:
+            fault = (damaged + cut_off)[0]
             raise CheckpointError(
-                f"{[*damaged, *cut_off][0]}; no older checkpoint is whole either: restore one with all files of its "
+                f"{fault}; no older checkpoint is whole either: restore one with all files of its "
                 f"number into {self.folder}, or delete that folder to start from the beginning"
             )
         return None
 
     def load_best(self, warn: Callable[[str], None]) -> Optional[dict]:
-        """Return the content of the whole checkpoint with the highest top-1 (of equals the newest), None if none has.
+        """Return the content of the whole checkpoint with the highest top-1, of equals the newest.
 
-        Args: warn: called for each better one that is damaged, and for each whose top-1 cannot be read.
+        Args:
+            warn: called for each better one that is damaged, and for each whose top-1 cannot be
+                read.
 
-        Raises CheckpointError: one that is damaged may have had a score, and no whole one has.
+        Returns:
+            The content, or None if no checkpoint was scored.
+
+        Raises:
+            CheckpointError: one that is damaged may have had a score, and no whole one has.
         """
         faults: List[str] = []
 
-        def note(line: str) -> None:
-            faults.append(line)
-            warn(line)
+        def note(fault: str) -> None:
+            """Remember a `fault`, and warn of it."""
+            faults.append(fault)
+            warn(fault)
 
         for manifest in _best_first(self.manifests(note)):
             try:
@@ -147,164 +168,197 @@ class CheckpointFolder:
             except CheckpointError as error:
                 note(f"{error}; trying the next best")
         if faults:
+            fault, _, _ = faults[0].rpartition("; ")
             remedy = "no other checkpoint is scored and whole: restore it, or leave out --best"
-            raise CheckpointError(f"{faults[0].rsplit('; ', 1)[0]}; {remedy}")
+            raise CheckpointError(f"{fault}; {remedy}")
         return None
 
     def manifests(self, warn: Callable[[str], None]) -> List[Manifest]:
         """Return all whole manifests, the oldest first.
 
-        Args: warn: called for each checkpoint whose manifest is missing or damaged.
+        Args:
+            warn: called for each checkpoint whose manifest is missing or damaged.
         """
-        found, faults = self._examined()
+        whole, faults = self._examine()
         for fault in faults.values():
             warn(fault)
-        return found
+        return whole
+
+    def manifest(self, step: int) -> Optional[Manifest]:
+        """Return the manifest of a `step`, None where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be read.
+        """
+        return _read_manifest(self._manifest_path(step), step)
 
     def replica_count(self, step: int) -> int:
-        """Number of replicas with a file of their own in the checkpoint of a step, which `load_newest` has read."""
+        """Return how many replicas have a file in the checkpoint of `step`, which is whole."""
         return len(self.manifest(step).replicas)
 
     def replica_state(self, step: int, replica: int) -> dict:
-        """Return that replica's state as it was saved, on the CPU; `load_newest` has compared its checksum.
-        Raises CheckpointError: the file cannot be read, or was not written by this program."""
-        return _checked(self.replica_path(step, replica), _REPLICA_FORMAT)["state"]
+        """Return the state of a `replica` as it was saved at `step`, on the CPU.
+
+        Its checksum is not compared: `load_newest` does that.
+
+        Raises:
+            CheckpointError: the file cannot be read, or was not written by this program.
+        """
+        return _load(self.replica_path(step, replica), _REPLICA_FORMAT_KEY)["state"]
+
+    def _load_whole(self, manifest: Manifest, with_replicas: bool) -> dict:
+        """Return the content; raise CheckpointError unless the files match `manifest`."""
+        content = load(self.path(manifest.step), manifest)
+        if with_replicas:
+            for replica, file in enumerate(manifest.replicas):
+                _compare(self.replica_path(manifest.step, replica), file)
+        return content
 
     def _steps(self) -> List[int]:
-        """Steps that have a checkpoint or a manifest, ascending."""
+        """Return the steps that have a checkpoint or a manifest, ascending."""
         with reading(self.folder):
-            names = os.listdir(self.folder) if self.folder.exists() else ()
-        return sorted({int(found.group(1)) for found in map(_NAME.fullmatch, names) if found})
+            names = os.listdir(self.folder) if self.folder.exists() else []
+        matches = map(_NAME.fullmatch, names)
+        return sorted({int(match.group(1)) for match in matches if match})
 
     def _manifest_path(self, step: int) -> Path:
         return self.path(step).with_suffix(".json")
 
-    def manifest(self, step: int) -> Optional[Manifest]:
-        """Return the manifest of a step, None where there is none.
-        Raises CheckpointError: it is damaged, or cannot be read."""
-        path = self._manifest_path(step)
-        try:
-            with reading(path):
-                return parsed(path.read_bytes(), step) if path.exists() else None
-        except ValueError as error:
-            raise CheckpointError(f"{path}: damaged: {error}") from None
-
-    def _examined(self) -> Tuple[List[Manifest], Dict[int, str]]:
-        """All whole manifests, the oldest first, and by step what is wrong with the others."""
-        found = []
-        faults = {}
+    def _examine(self) -> Tuple[List[Manifest], Dict[int, str]]:
+        """Return all whole manifests, the oldest first, and by step the faults of the others."""
+        whole: List[Manifest] = []
+        faults: Dict[int, str] = {}
         for step in self._steps():
+            fault = self._cut_off(step)
+            manifest = None
             try:
                 manifest = self.manifest(step)
-                fault = self._cut_off(step)
             except CheckpointError as error:
-                manifest = None
                 fault = str(error)
             if manifest is not None:
-                found.append(manifest)
+                whole.append(manifest)
             else:
                 faults[step] = f"{fault}; its score is unknown, and it is passed over"
-        return found, faults
+        return whole, faults
 
     def _cut_off(self, step: int) -> str:
         return f"{self.path(step)}: has no manifest, as if its writing was cut off"
 
     def _prune(self, warn: Callable[[str], None]) -> None:
-        for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed while it wrote
+        """Remove checkpoints that need not be kept, and files that belong to none."""
+        for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed as it wrote
             leftover.unlink()
-        whole, faults = self._examined()
+        whole, faults = self._examine()
         for step in faults.keys() - self._reported:
             warn(faults[step])
         self._reported.update(faults)
+        # Damaged checkpoints push out no whole ones, and are kept: their files may be restored.
         manifests = [manifest for manifest in whole if manifest.step not in self._damaged]
-        best = _best_first(manifests)[:1] if self._keep_best else []
-        kept = {manifest.step for manifest in (*manifests[-self._keep_last :], *best)}
+        kept = self._kept_steps(manifests)
+        # A manifest goes before its files, so that none is left that promises what is gone.
         for manifest in manifests:
             if manifest.step not in kept:
                 self._manifest_path(manifest.step).unlink()
                 self.path(manifest.step).unlink(missing_ok=True)
-        for path in self.folder.glob("step-*.replica-*.pt"):  # those that no manifest lists
-            name = _REPLICA_NAME.fullmatch(path.name)
-            with contextlib.suppress(CheckpointError):  # a manifest that is damaged may list it
-                manifest = self.manifest(int(name.group(1))) if name else None
-                if name and (manifest is None or int(name.group(2)) >= len(manifest.replicas)):
-                    path.unlink()
+        for path in self.folder.glob("step-*.replica-*.pt"):
+            if self._is_unlisted(path):
+                path.unlink()
 
+    def _kept_steps(self, manifests: List[Manifest]) -> Set[int]:
+        """Return the steps of the newest of these checkpoints, and of the best one."""
+        kept = {manifest.step for manifest in manifests[-self._keep_last :]}
+        best_first = _best_first(manifests)
+        if self._keep_best and best_first:
+            kept.add(best_first[0].step)
+        return kept
 
-def _best_first(manifests: List[Manifest]) -> List[Manifest]:
-    """Those that were scored, by falling top-1; of equals the newest first."""
-    scored = [manifest for manifest in manifests if manifest.top1 is not None]
-    return sorted(scored, key=lambda manifest: (manifest.top1, manifest.step), reverse=True)
+    def _is_unlisted(self, path: Path) -> bool:
+        """Return whether a replica's file is in no manifest; a damaged manifest may list it."""
+        name = _REPLICA_NAME.fullmatch(path.name)
+        if name is None:
+            return False  # a user's own file
+        step, replica = map(int, name.groups())
+        try:
+            manifest = self.manifest(step)
+        except CheckpointError:
+            return False
+        return manifest is None or replica >= len(manifest.replicas)
 
 
 def load(path: Path, manifest: Optional[Manifest] = None) -> dict:
     """Return the content of a checkpoint file, on the CPU; never runs code from it.
-    Raises CheckpointError: unreadable, truncated, altered, or not written by this program."""
+
+    Args:
+        path: of the file.
+        manifest: what the file must match; None compares nothing.
+
+    Raises:
+        CheckpointError: unreadable, truncated, altered, or not written by this program.
+    """
     if manifest is not None:
         _compare(path, File(manifest.bytes, manifest.sha256))
-    return _checked(path, "format")
+    return _load(path, _FORMAT_KEY)
 
 
 def load_named(path: Path, warn: Callable[[str], None]) -> dict:
-    """As `load`, of a file that was named by itself: compared with its manifest where that lies beside it.
+    """Load a file that the user named, and compare it with its manifest where that lies beside it.
 
-    Args: warn: called where there is a manifest that cannot be read, so that nothing is compared.
+    Args:
+        path: of the file, see `load`.
+        warn: called where there is a manifest that cannot be read, so that nothing is compared.
     """
-    name = _NAME.fullmatch(path.name)
     manifest = None
+    name = _NAME.fullmatch(path.name)
     if name:
         try:
-            manifest = CheckpointFolder(path.parent, keep_last=2, keep_best=True).manifest(int(name.group(1)))
+            manifest = _read_manifest(path.with_suffix(".json"), int(name.group(1)))
         except CheckpointError as error:
             warn(f"{error}; {path.name} is not compared with its checksum")
     return load(path, manifest)
 
 
-def _checked(path: Path, key: str) -> dict:
+def _best_first(manifests: List[Manifest]) -> List[Manifest]:
+    """Return the manifests that have a score, by falling top-1; of equals the newest first."""
+    scored = [manifest for manifest in manifests if manifest.top1 is not None]
+    return sorted(scored, key=lambda manifest: (manifest.top1, manifest.step), reverse=True)
+
+
+def _read_manifest(path: Path, step: int) -> Optional[Manifest]:
+    """Return the manifest in a file, None without the file; raises CheckpointError for damage."""
+    try:
+        with reading(path):
+            return decode(path.read_bytes(), step) if path.exists() else None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def _load(path: Path, format_key: str) -> dict:
+    """Return a file's content; raise CheckpointError unless it has our format at `format_key`."""
     content = unpickled(path)
-    if not isinstance(content, dict) or content.get(key) != FORMAT:
-        raise CheckpointError(f"{path}: damaged, or not a checkpoint of this program in this version")
+    if not isinstance(content, dict) or content.get(format_key) != FORMAT:
+        fault = "damaged, or not a checkpoint of this program in this version"
+        raise CheckpointError(f"{path}: {fault}")
     return content
 
 
 def _compare(path: Path, expected: File) -> None:
-    digest, size = hashlib.sha256(), 0
+    """Raise CheckpointError unless a file has the `expected` length and checksum."""
+    digest = hashlib.sha256()
+    size = 0
     with reading(path), open(path, "rb") as stream:
-        for chunk in iter(lambda: stream.read(1 << 20), b""):
+        for chunk in iter(lambda: stream.read(_CHUNK), b""):
             digest.update(chunk)
             size += len(chunk)
     if File(size, digest.hexdigest()) != expected:
-        raise CheckpointError(f"{path}: damaged: {size} bytes do not match the manifest's checksum")
-
-
-def _sha256(content: Union[bytes, memoryview]) -> str:
-    return hashlib.sha256(content).hexdigest()
+        fault = f"damaged: {size} bytes do not match the manifest's checksum"
+        raise CheckpointError(f"{path}: {fault}")
 
 
 def _write(path: Path, content: dict) -> File:
-    buffer = io.BytesIO()  # not straight to the file: torch.save hides the reason when a write fails
+    """Write a file durably; return its length and checksum."""
+    # Not straight to the file: torch.save hides the reason when a write fails.
+    buffer = io.BytesIO()
     torch.save(content, buffer)
-    write(path, buffer.getbuffer(), durable=True)
-    return File(buffer.tell(), _sha256(buffer.getbuffer()))
-
-
-def written(manifest: Manifest) -> bytes:
-    # Without an empty list of replicas, which older programs do not know.
-    found = {key: value for key, value in manifest._asdict().items() if key != "replicas" or value}
-    return (json.dumps({**found, _CHECKSUM: _sha256(json.dumps(found, sort_keys=True).encode())}) + "\n").encode()
-
-
-def parsed(content: bytes, step: int) -> Manifest:
-    """The manifest in a file's content, which must be that of `step`. Raises ValueError: damaged."""
-    try:
-        found = json.loads(content.decode())
-        if _CHECKSUM in found and found.pop(_CHECKSUM) != _sha256(json.dumps(found, sort_keys=True).encode()):
-            raise ValueError("it does not match its own checksum")
-        manifest = Manifest(**{**found, "replicas": tuple(File(*file) for file in found.get("replicas", ()))})
-        if not (manifest.top1 is None or 0 <= manifest.top1 <= 1):
-            raise ValueError(f"its top1 is {manifest.top1}")
-    except (TypeError, AttributeError, RecursionError):  # not the keys, or not the types, of a manifest
-        raise ValueError("it is no manifest of a checkpoint") from None
-    if manifest.step != step:
-        raise ValueError(f"it is that of step {manifest.step}")
-    return manifest
+    data = buffer.getbuffer()
+    write(path, data, durable=True)
+    return File(len(data), hashlib.sha256(data).hexdigest())

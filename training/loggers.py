@@ -1,8 +1,8 @@
 """The registry of loggers, which receive the numbers of a run besides metrics.jsonl.
 
-A logger is a schema class that adds its key to the section `log` (recipe/config.py), and a class that registers for it,
-in services.py or a file of its own (example: tests/additions/logger.py). What belongs to a service, such as the
-project, is set by its own environment variables (WANDB_PROJECT ...).
+A logger is a schema class that adds its key to the section `log` (recipe/config.py), and a class
+that registers for it, in services.py or a file of its own (example: tests/additions/logger.py).
+Settings of a service, such as the project, are its own environment variables (WANDB_PROJECT ...).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Type
 
 from common.errors import ConfigError, first_line
 from common.files import write_text
@@ -26,8 +26,12 @@ FILE = "loggers.json"  # in the run folder: state of each service by its key
 
 
 class ServiceState(NamedTuple):
-    """A service's name for the run, the last step it has by kind of event, and the recipe it first received.
-    recipe: None in files of older versions."""
+    """State of a service in a run.
+
+    run: the service's name for it.
+    steps: the last step that the service has, by kind of event.
+    recipe: sections of the recipe that it first received; None in files of older versions.
+    """
 
     run: str
     steps: Dict[str, int]
@@ -35,7 +39,15 @@ class ServiceState(NamedTuple):
 
 
 class Session(NamedTuple):
-    """Arguments of a logger. step: updates done so far. earlier: None in a run's first session."""
+    """Arguments of a logger.
+
+    name: of the run.
+    recipe: its sections.
+    folder: of the run.
+    step: updates done so far.
+    earlier: None in a run's first session, and for loggers of no service.
+    say: prints a line.
+    """
 
     name: str
     recipe: Dict[str, dict]
@@ -48,9 +60,11 @@ class Session(NamedTuple):
 class Logger:
     """Receives the events of one session of a run, on its main rank.
 
-    key: of the section `log`. package: pip's name of a service's package, whose module is named by the key; a service
-    never ends a run: once it fails, it is left out. settings: defaults of its environment variables. run: its name for
-    the run.
+    key: of the section `log`.
+    package: pip's name of a service's package, whose module is named by the key. A service never
+        ends a run: once it fails, it is left out.
+    settings: defaults of the service's environment variables.
+    run: the service's name for the run.
     """
 
     key: str
@@ -61,7 +75,13 @@ class Logger:
     def __init__(self, session: Session): ...
 
     def event(self, kind: str, step: int, values: dict) -> None:
-        """Receive one event of metrics.jsonl; `values` are its fields but `event` and `step`."""
+        """Receive one event of metrics.jsonl.
+
+        Args:
+            kind: train, eval, checkpoint or end.
+            step: updates done.
+            values: its fields but `event` and `step`.
+        """
 
     def close(self, exit_code: int) -> None:
         """End the session; `exit_code` is that of train.py."""
@@ -71,88 +91,148 @@ LOGGERS: Registry[Type[Logger]] = Registry("a logger")
 
 
 def numbers(kind: str, values: dict) -> Dict[str, float]:
-    """Return the numbers of an event by name: `kind/name`, and those of a dictionary `name/key`."""
-    found = {}
+    """Return the numbers of an event by name: `kind/name`, and those of a dictionary `name/key`.
+
+    Args:
+        kind: of the event.
+        values: its fields.
+    """
+    by_name = {}
     for name, value in values.items():
         if isinstance(value, (int, float)):
-            found[f"{kind}/{name}"] = value
+            by_name[f"{kind}/{name}"] = value
         elif isinstance(value, dict):
-            found.update({f"{name}/{key}": number for key, number in value.items()})
-    return found
+            for key, number in value.items():
+                by_name[f"{name}/{key}"] = number
+    return by_name
 
 
 class Service(Logger):
     """A logger that is left out once it fails."""
 
     def __init__(self, logger: Type[Logger], session: Session):
-        self.key, self._say = logger.key, session.say
+        """
+        Args:
+            logger: class of the service's logger.
+            session: its argument.
+        """
+        self.key = logger.key
+        self._say = session.say
         self._logger: Optional[Logger] = None
         for name, value in logger.settings.items():
             os.environ.setdefault(name, value)
-        self._try(lambda: setattr(self, "_logger", logger(session)))
+        self._logger = self._try(lambda: logger(session))
         self.run = self._logger.run if self._logger else None
 
     def event(self, kind: str, step: int, values: dict) -> None:
-        self._try(lambda: self._logger and self._logger.event(kind, step, values))
+        """Pass on an event of this `kind`, unless the service is left out."""
+        logger = self._logger
+        if logger is not None:
+            self._try(lambda: logger.event(kind, step, values))
 
     def close(self, exit_code: int) -> None:
-        self._try(lambda: self._logger and self._logger.close(exit_code))
+        """End the session with `exit_code`, unless the service is left out."""
+        logger = self._logger
+        if logger is not None:
+            self._try(lambda: logger.close(exit_code))
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """Return what `call` returns; where it fails say so, and leave the service out."""
         try:
-            call()
+            return call()
         except Exception as error:  # libraries that talk to servers raise anything
             self._logger = None
             self._say(f"log.{self.key}: {first_line(error)}; the run goes on without it")
-
-
-def _wanted(log: Log) -> List[Type[Logger]]:
-    return [logger for logger in LOGGERS.all_of(log) if getattr(log, logger.key)]
+            return None
 
 
 def check(log: Log) -> None:
-    """Raises ConfigError for a service whose package is not installed."""
-    for key, package in ((logger.key, logger.package) for logger in _wanted(log) if logger.package):
-        found = importlib.util.find_spec(key)
-        if found is None or found.origin is None:  # without an origin it is a folder of this name
-            fault = f"the package {key} is not installed"
-            raise ConfigError(f"log.{key}: {fault}; pip install {package}, or log.{key}=false")
+    """Raise ConfigError for a service whose package is not installed.
+
+    Args:
+        log: section of the recipe, which selects loggers.
+    """
+    for logger in _selected(log):
+        if not logger.package:
+            continue
+        spec = importlib.util.find_spec(logger.key)
+        if spec is None or spec.origin is None:  # without an origin it is a folder of this name
+            fault = f"the package {logger.key} is not installed"
+            remedy = f"pip install {logger.package}, or log.{logger.key}=false"
+            raise ConfigError(f"log.{logger.key}: {fault}; {remedy}")
 
 
 def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
-    """Return the state of each service by key; none for those that have another recipe, or where it cannot be read.
-    A recipe may be changed before anything is trained."""
+    """Return the state of each service by key.
+
+    Services that have another recipe are left out, as their numbers would be those of two runs: a
+    recipe may be changed before anything is trained.
+
+    Args:
+        recipe: of the run.
+        folder: of the run; where its file cannot be read, no service has a state.
+    """
     states = {}
     try:
-        entries = read_json(folder / FILE).items()
-        steps = {kind: event["step"] for kind, event in metrics.last_events(folder / metrics.NAME).items()}
-        for name, entry in entries:
+        last_events = metrics.last_events(folder / metrics.NAME)
+        logged = {kind: event["step"] for kind, event in last_events.items()}
+        for key, entry in read_json(folder / FILE).items():
             state = ServiceState(**entry)
-            have = {kind: max(state.steps.get(kind, 0), steps.get(kind, 0)) for kind in {**state.steps, **steps}}
-            begun = Recipe.model_validate_json(json.dumps(state.recipe)) if state.recipe else recipe
+            steps = _latest(state.steps, logged)
+            begun = recipe
+            if state.recipe:
+                begun = Recipe.model_validate_json(json.dumps(state.recipe))
             if not first_difference(begun, recipe):
-                states[name] = state._replace(steps=have)
+                states[key] = state._replace(steps=steps)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return states
 
 
 def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]:
-    """Start the loggers that the recipe selects, before metrics.jsonl is cut back to the checkpoint of `step`.
+    """Start the loggers that the recipe selects.
 
-    The events behind the checkpoint, which services have, will come a second time. Args: say: prints a line.
+    This comes before metrics.jsonl is cut back to the checkpoint of `step`: the events behind it,
+    which services have, will come a second time.
 
-    Raises OSError where the run folder cannot be written.
+    Args:
+        recipe: of the run.
+        step: updates done.
+        say: prints a line.
+
+    Raises:
+        OSError: the run folder cannot be written.
     """
-    folder, sections = Path(arithmetic.output_folder(recipe)), recipe.model_dump(mode="json", by_alias=True)
-    known = service_states(recipe, folder)
-    found: List[Logger] = []
-    for kind in _wanted(recipe.log):
-        earlier = known.get(kind.key)
-        session = Session(recipe.run.name, sections, folder, step, earlier, say)
-        found.append(Service(kind, session) if kind.package else kind(session))
-        if found[-1].run:
-            known[kind.key] = (earlier or ServiceState("", {}, sections))._replace(run=found[-1].run)
-    if known:
-        write_text(folder / FILE, json_text({name: each._asdict() for name, each in known.items()}, indent=1) + "\n")
-    return found
+    folder = Path(arithmetic.output_folder(recipe))
+    sections = recipe.model_dump(mode="json", by_alias=True)
+    states = service_states(recipe, folder)
+    loggers: List[Logger] = []
+    for kind in _selected(recipe.log):
+        session = Session(
+            name=recipe.run.name,
+            recipe=sections,
+            folder=folder,
+            step=step,
+            earlier=states.get(kind.key),
+            say=say,
+        )
+        logger = Service(kind, session) if kind.package else kind(session)
+        loggers.append(logger)
+        if logger.run:
+            state = session.earlier or ServiceState("", {}, sections)
+            states[kind.key] = state._replace(run=logger.run)
+    # Services that were selected in earlier sessions alone keep their states.
+    if states:
+        content = {key: state._asdict() for key, state in states.items()}
+        write_text(folder / FILE, json_text(content, indent=1) + "\n")
+    return loggers
+
+
+def _selected(log: Log) -> List[Type[Logger]]:
+    return [logger for logger in LOGGERS.all_of(log) if getattr(log, logger.key)]
+
+
+def _latest(sent: Dict[str, int], logged: Dict[str, int]) -> Dict[str, int]:
+    """Return the larger step of each kind of event; every logged event was sent, too."""
+    kinds = {**sent, **logged}
+    return {kind: max(sent.get(kind, 0), logged.get(kind, 0)) for kind in kinds}

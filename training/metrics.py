@@ -16,23 +16,52 @@ from common.json_io import json_text, parse_json
 
 NAME = "metrics.jsonl"
 # Fields that differ between two runs of the same recipe; all others repeat bit for bit.
-TIMING_FIELDS = ("images_per_second", "mfu", "seconds", "data_wait", "input_bound", "workers_needed")
+TIMING_FIELDS = (
+    "images_per_second",
+    "mfu",
+    "seconds",
+    "data_wait",
+    "input_bound",
+    "workers_needed",
+)
 TOP = 5  # classes: a label among so many of the likeliest is a hit of `top5`
 MOST_STEPS = 10**12
 _LARGEST = 3.5e38  # of float32: no run computes with more
 # What readers compute with; other values of an event are only shown.
-_NUMBERS = ("epoch", "loss", "top1", "top5", "best_top1", "lr", "seconds", "images", "images_per_second", "data_wait")
+_NUMBERS = (
+    "epoch",
+    "loss",
+    "top1",
+    "top5",
+    "best_top1",
+    "lr",
+    "seconds",
+    "images",
+    "images_per_second",
+    "data_wait",
+)
 
 
 class Line(NamedTuple):
-    """A line of the file, numbered from 1, and its event, None where it is damaged."""
+    """A line of the file.
+
+    number: counted from 1.
+    event: None where the line is damaged.
+    """
 
     number: int
     event: Optional[dict]
 
 
 def lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of a metrics file except a last one that is cut off. Raises OSError: it cannot be read."""
+    """Yield the lines of a metrics file except a last one that is cut off.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, start=1):
             event = _event_in(line)
@@ -41,44 +70,53 @@ def lines(path: Path) -> Iterator[Line]:
 
 
 def read_events(folder: Path) -> Dict[str, List[dict]]:
-    """Return the events of a run by kind. Raises UserError where the file is missing, or a line is damaged."""
+    """Return the events of a run by kind.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        UserError: the file is missing, or a line is damaged.
+    """
     path = folder / NAME
-    found: Dict[str, List[dict]] = {}
+    events: Dict[str, List[dict]] = {}
     try:
         for line in lines(path):
             if line.event is None:
                 raise UserError(f"{path}:{line.number}: not a line of metrics; remove it")
-            found.setdefault(line.event["event"], []).append(line.event)
+            events.setdefault(line.event["event"], []).append(line.event)
     except OSError:
-        raise UserError(f"{path}: no such file; name a run folder, e.g. runs/quickstart") from None
-    return found
+        remedy = "name a run folder, e.g. runs/quickstart"
+        raise UserError(f"{path}: no such file; {remedy}") from None
+    return events
 
 
 def last_events(path: Path) -> Dict[str, dict]:
-    """Return the last event of each kind in a file, which may be damaged or missing."""
+    """Return the last event of each kind.
+
+    Args:
+        path: of a metrics file, which may be damaged or missing.
+    """
     try:
         return {line.event["event"]: line.event for line in lines(path) if line.event}
     except OSError:
         return {}
 
 
-def _event_in(line: bytes) -> Optional[dict]:
-    try:
-        event = parse_json(line)
-    except ValueError:
-        return None
-    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
-    whole = whole and 0 <= event["step"] < MOST_STEPS and all(is_number(event.get(name)) for name in _NUMBERS)
-    return event if whole else None
-
-
 def is_number(value: object) -> bool:
-    """Whether a value of an event is a finite number, or null in the place of another one."""
-    return value is None or (type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)
+    """Return whether a `value` of an event is a finite number, or null in its place."""
+    if value is None:
+        return True
+    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
 
 
 def length_until(path: Path, step: int) -> int:
-    """Bytes of a file's events until a step is done, without the run's end; 0 if there is no such file."""
+    """Return the bytes of a file's events until a step is done, without the run's end.
+
+    Args:
+        path: of the file; 0 is returned if there is none.
+        step: updates done.
+    """
     length = 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as stream:
         for line in stream:
@@ -89,27 +127,46 @@ def length_until(path: Path, step: int) -> int:
     return length
 
 
+def _event_in(line: bytes) -> Optional[dict]:
+    """Return the event in a line, None where it is damaged."""
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    step = event.get("step")
+    if type(step) is not int or not 0 <= step < MOST_STEPS:  # a bool is no number here
+        return None
+    return event if all(is_number(event.get(name)) for name in _NUMBERS) else None
+
+
 class Metrics:
-    """The file as a run writes it: appended, and cut back to the checkpoint when the run resumes."""
+    """The file as a run writes it: appended, cut back to the checkpoint when the run resumes."""
 
     def __init__(self, path: Path, keep_bytes: int):
+        """
+        Args:
+            path: of the file, which is made if there is none.
+            keep_bytes: what is behind them is cut off.
+        """
         self._path = path
         self._stream: IO[bytes] = open(path, "ab")  # noqa: SIM115
         self._stream.truncate(min(keep_bytes, os.path.getsize(path)))
 
     def check(self) -> None:
-        """Raises OSError where the path no longer leads to the file that was opened."""
+        """Raise OSError where the path no longer leads to the file that was opened."""
         check_same(self._path, self._stream.fileno())
 
     def write(self, event: dict) -> None:
-        """Append an event; numbers that JSON does not know become null."""
+        """Append an `event`; numbers that JSON does not know become null."""
         self.check()
         with writing(self._path):
             self._stream.write((json_text(event) + "\n").encode())
             self._stream.flush()
 
     def position(self) -> int:
-        """The file's length in bytes, all of it safely on the disk."""
+        """Return the file's length in bytes, all of it safely on the disk."""
         self.check()
         with writing(self._path):
             self._stream.flush()

@@ -1,4 +1,7 @@
-"""What a run would refuse only after it has begun, checked before: without torch, and before there is a folder."""
+"""Checks for faults that would end a run only after it has begun.
+
+They need no torch, and come before there is a folder.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,25 @@ _CHECKPOINTS = "checkpoints/step-*.json"
 
 
 def check(recipe: Recipe) -> None:
-    """Raises ConfigError or CheckpointError for a run that cannot begin on this machine."""
+    """Refuse a run that cannot begin on this machine.
+
+    Args:
+        recipe: of the run.
+
+    Raises:
+        ConfigError: a logger's package is missing, or the model cannot be cut as the recipe says.
+        CheckpointError: the weights to start from are not there.
+    """
     loggers.check(recipe.log)
     _check_cut(recipe)
     # A run that is resumed has its weights.
-    if recipe.model.init_from and not any(Path(output_folder(recipe)).glob(_CHECKPOINTS)):
+    is_resumed = any(Path(output_folder(recipe)).glob(_CHECKPOINTS))
+    if recipe.model.init_from and not is_resumed:
         _check_weights(recipe.model.init_from)
 
 
 def _check_cut(recipe: Recipe) -> None:
-    """Raises ConfigError for cut points that the model does not have."""
+    """Raise ConfigError for cut points that the model does not have."""
     split = recipe.parallel.split
     if not isinstance(split, list) or not split:
         return
@@ -36,11 +48,11 @@ def _check_cut(recipe: Recipe) -> None:
 
 
 def _check_weights(init_from: str) -> None:
-    """Raises CheckpointError where the weights to start from are on this machine, but not there."""
-    wanted = timm_weights.parse(init_from)
-    if wanted is not None and wanted.file is None:
+    """Raise CheckpointError where weights that ought to be on this machine are not there."""
+    pretrained = timm_weights.parse(init_from)
+    if pretrained is not None and pretrained.file is None:
         return  # timm downloads them
-    path = Path(wanted.file if wanted is not None else init_from)
+    path = Path(init_from if pretrained is None else pretrained.file)
     remedy = "name a run folder, a checkpoint or a weights file; model.init_from=null starts anew"
     if not path.exists():
         raise CheckpointError(f"model.init_from: {path}: no such file or folder; {remedy}")

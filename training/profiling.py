@@ -1,6 +1,7 @@
-"""What torch records of a session's first updates: log.profile, a profiler's trace; log.memory, the memory of a GPU.
+"""Recordings of a session's first updates: log.profile, torch's trace; log.memory, a GPU's memory.
 
-Every rank writes files of its own, with its number in their names, below `profile/` in the run folder (docs/gpu.md).
+Every rank writes files of its own, with its number in their names, below `profile/` in the run
+folder (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -26,16 +27,31 @@ _VIEWER = "https://pytorch.org/memory_viz"
 class MemoryHistory:
     """A context that records what takes memory of a CUDA device, where `log.memory` asks for it.
 
-    It is entered before the engine is built, so that weights have their origin in the snapshot. `write` ends it; so
-    does running out of memory within the context, with a snapshot. On other devices it does nothing.
+    It is entered before the engine is built, so that weights have their origin in the snapshot.
+    `write` ends it; so does running out of memory within the context, with a snapshot. On other
+    devices it does nothing.
     """
 
-    def __init__(self, recipe: Recipe, place: Topology, device: str, say: Callable[[str], None]):
-        """Args: device: type of the device. say: prints a line, of the main rank."""
-        self._path, self._say = _file(recipe, place, "memory.pickle"), say
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: Topology,
+        device: str,
+        say: Callable[[str], None],
+    ):
+        """
+        Args:
+            recipe: of the run.
+            place: this rank.
+            device: type of its device.
+            say: prints a line, on the main rank.
+        """
+        self._path = _file(recipe, place, "memory.pickle")
+        self._say = say
         self._on = recipe.log.memory and device == "cuda"
         if recipe.log.memory and not self._on:
-            say(f"log.memory: left out; there are snapshots of CUDA memory only, and this device is {device}")
+            reason = f"there are snapshots of CUDA memory only, and this device is {device}"
+            say(f"log.memory: left out; {reason}")
 
     def __enter__(self) -> MemoryHistory:
         if self._on:
@@ -43,16 +59,27 @@ class MemoryHistory:
         return self
 
     def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], traceback: Optional[TracebackType]
+        self,
+        kind: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
     ) -> None:
         if self._on and isinstance(error, torch.cuda.OutOfMemoryError):
             with contextlib.suppress(OSError):  # what counts is the error that is on its way
                 self._dump()
-                print(f"log.memory: memory ran out: {self._path}, for {_VIEWER}", flush=True)  # on any rank
+                # Memory may run out on any rank, so this is no line of the main one.
+                print(f"log.memory: memory ran out: {self._path}, for {_VIEWER}", flush=True)
         self._end()
 
     def write(self, updates: int) -> None:
-        """Write the snapshot after some updates, unless that is done. Raises OSError."""
+        """Write the snapshot, unless that is done.
+
+        Args:
+            updates: of this session, so far.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         if self._on:
             self._dump()
             self._say(f"memory up to update {updates} of this session: {self._path}, for {_VIEWER}")
@@ -70,34 +97,55 @@ class MemoryHistory:
 
 
 class Recordings:
-    """Records the updates that `log.profile` selects, from a session's second on, as the first one compiles and warms
-    up. After the last of them, or after the second without a profile, it also has the history of memory written."""
+    """Records the updates that `log.profile` selects, from a session's second on.
+
+    The first update compiles and warms up. After the last of them, or after the second without a
+    profile, it also has the history of memory written.
+    """
 
     def __init__(self, recipe: Recipe, engine: Engine, monitor: Monitor, history: MemoryHistory):
-        self._path, self._engine, self._monitor = _file(recipe, engine.topology, "json.gz"), engine, monitor
-        self._history, self._wanted = history, recipe.log.profile
-        self._done = 0  # updates of this session
+        """
+        Args:
+            recipe: of the run.
+            engine: whose updates are recorded.
+            monitor: prints lines.
+            history: of the device's memory.
+        """
+        self._path = _file(recipe, engine.topology, "json.gz")
+        self._engine = engine
+        self._monitor = monitor
+        self._history = history
+        self._profiled = recipe.log.profile  # updates, 0 for no profile
+        self._updates = 0  # of this session
         self._profiler: Any = None
 
     def update(self, step: int) -> ContextManager[Any]:
-        """A context for the update that begins at a step."""
-        if self._done == 1 and self._wanted:
+        """Return a context for the update that begins at `step`."""
+        if self._updates == 1 and self._profiled:
             self._start()
-        recorded = self._profiler is not None
-        return torch.profiler.record_function(f"step {step}") if recorded else contextlib.nullcontext()
+        if self._profiler is None:
+            return contextlib.nullcontext()
+        return torch.profiler.record_function(f"step {step}")
 
     def after_update(self, last: bool) -> None:
-        """Write what is complete. Waits for the device only then. Args: last: whether no update follows."""
-        self._done += 1
-        if self._done == 1 + max(1, self._wanted) or last:
-            if self._profiler is not None:
-                self._monitor.check()
-                profiler = self._stop()
-                with writing(self._path):
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    profiler.export_chrome_trace(str(self._path))
-                self._monitor.say(f"profile of updates 2 to {self._done} of this session: {self._path}")
-            self._history.write(self._done)
+        """Write what is complete; only then this waits for the device.
+
+        Args:
+            last: whether no update follows.
+        """
+        self._updates += 1
+        is_complete = self._updates == 1 + max(1, self._profiled)
+        if not (is_complete or last):
+            return
+        if self._profiler is not None:
+            self._monitor.check()
+            profiler = self._stop()
+            with writing(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                profiler.export_chrome_trace(str(self._path))
+            updates = f"updates 2 to {self._updates} of this session"
+            self._monitor.say(f"profile of {updates}: {self._path}")
+        self._history.write(self._updates)
 
     def close(self) -> None:
         """End a profile that is not complete, and throw it away."""
@@ -105,19 +153,23 @@ class Recordings:
             self._stop()
 
     def _start(self) -> None:
-        kinds = torch.profiler.ProfilerActivity
-        cuda = self._engine.device.type == "cuda"
-        self._profiler = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU])
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._engine.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
         self._name_spans(True)
 
     def _stop(self) -> Any:
+        """End the profile, and return its profiler."""
         self._name_spans(False)
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         profiler.stop()
         return profiler
 
     def _name_spans(self, on: bool) -> None:
+        """Let the engine tell the profiler what it does, or not."""
         if self._engine.recorder is not None:
             self._engine.recorder.named = on
 

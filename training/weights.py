@@ -1,4 +1,7 @@
-"""Weights from wherever they come: run folders, checkpoints, exported files, timm's and torch's state dicts."""
+"""Weights of a model from any kind of file.
+
+Run folders, checkpoints, exported files, and state dicts of timm, torch and other programs.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,19 @@ from training.unpickling import unpickled_of_others
 
 _say = functools.partial(print, flush=True)
 _CLASSIFIER = "classifier."
+_OF_CHECKPOINTS = {"format", "engine"}  # keys that only our checkpoints have, both of them
 
 
 class StoredWeights(NamedTuple):
-    """Weights of a model in a file. recipe: YAML text of their run; recipe, classes: None where the file has none.
-    notes: lines for the user about what was taken of the file."""
+    """Weights of a model in a file.
+
+    path: of the file; `timm:NAME` for weights that timm has downloaded.
+    tensors: by their names here, or by timm's.
+    recipe: YAML text of the run that trained them; None where the file has none.
+    classes: names by label; None where the file has none.
+    which: `trained`, or the name of an average.
+    notes: lines for the user about a choice among the weights in the file.
+    """
 
     path: Path
     tensors: Dict[str, torch.Tensor]
@@ -37,43 +48,57 @@ class StoredWeights(NamedTuple):
 
 
 def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
-    """Return the weights in a run folder (newest whole checkpoint, with `best` the one with the highest top-1), a
-    checkpoint, .safetensors, a torch file, or what recipe/timm_weights.py describes.
+    """Return the weights in a file or folder.
 
-    Args: which: `trained`, `step_average` or `epoch_average`, which only checkpoints have, or `ema`, which files of
-    other programs may have. None: trained, or with `best` those that scored best. Raises CheckpointError where there
-    are no such weights.
+    Args:
+        path: a run folder, whose newest whole checkpoint is read; a checkpoint, .safetensors or
+            torch file; or what recipe/timm_weights.py describes.
+        which: `trained`; `step_average` or `epoch_average`, which only checkpoints have; or `ema`,
+            which files of other programs may have. None: trained, or with `best` those that scored
+            best.
+        best: read the run folder's checkpoint with the highest top-1 instead.
+
+    Raises:
+        CheckpointError: there are no such weights.
     """
-    wanted = timm_weights.parse(path)
-    if wanted is not None and wanted.file is None:
-        return _downloaded(wanted.name)
-    path = wanted.file if wanted is not None else path
-    place = Path(path)
-    if place.is_dir():
-        return _of_run(place, which, best)
+    pretrained = timm_weights.parse(path)
+    # Find the file or folder that is meant.
+    if pretrained is not None and pretrained.file is None:
+        return _download(pretrained.name)
+    if pretrained is not None:
+        path = pretrained.file
+    if Path(path).is_dir():
+        return _read_run(Path(path), which, best)
     if best:
-        raise CheckpointError(f"{path}: the best checkpoint is chosen in a run folder; name one")
-    which = which or TRAINED
-    if not place.exists():
-        raise CheckpointError(f"{path}: no such file or folder; name a run folder, a checkpoint or a weights file")
-    if place.suffix == ".safetensors":
-        stored = _of_safetensors(place, which)
-    else:
-        content = unpickled_of_others(place)
-        if isinstance(content, dict) and {"format", "engine"} <= set(content):
-            return _of_checkpoint(place, load_named(place, _say), which)
-        stored = _of_others(place, content, which)
-    if which not in (TRAINED, stored.which):
-        raise CheckpointError(f"{path}: has no {which}, its weights are {stored.which}; ask for {TRAINED}")
+        fault = "the best checkpoint is chosen in a run folder; name one"
+        raise CheckpointError(f"{path}: {fault}")
+    if not Path(path).exists():
+        fault = "no such file or folder; name a run folder, a checkpoint or a weights file"
+        raise CheckpointError(f"{path}: {fault}")
+    # A file of other programs may have averaged weights alone, which are read for trained ones.
+    stored = _read_file(Path(path), which or TRAINED)
+    if which not in (None, TRAINED, stored.which):
+        fault = f"has no {which}, its weights are {stored.which}; ask for {TRAINED}"
+        raise CheckpointError(f"{path}: {fault}")
     return stored
 
 
 def opened(
-    path: str, which: Optional[str], best: bool, config: Optional[str], overrides: Sequence[str]
+    path: str,
+    which: Optional[str],
+    best: bool,
+    config: Optional[str],
+    overrides: Sequence[str],
 ) -> Tuple[StoredWeights, Recipe]:
-    """Return the weights that a command names, and their recipe: see `read` and `recipe_of`.
+    """Return the weights that a command names, and their recipe.
 
-    Args: which: None: in files of other programs, those that `model.init_weights` of `config` names.
+    Args:
+        path: see `read`.
+        which: see `read`. None: in files of other programs, those that `model.init_weights` of
+            `config` names.
+        best: see `read`.
+        config: see `recipe_of`.
+        overrides: see `recipe_of`.
     """
     stored = read(path, which, best)
     recipe = recipe_of(stored, config, overrides)
@@ -83,113 +108,231 @@ def opened(
 
 
 def recipe_of(stored: Any, config: Optional[str], overrides: Sequence[str]) -> Recipe:
-    """Return the recipe in the file `config`, or else the model's own, with overrides."""
+    """Return the recipe of a stored model.
+
+    Args:
+        stored: `StoredWeights` or an `ExportedModel`.
+        config: file of a recipe, which counts in the place of the model's own.
+        overrides: `section.key=value` each.
+
+    Raises:
+        ConfigError: neither has a recipe, or it is not valid.
+    """
     if config:
         return loading.load(config, overrides)
     if stored.recipe is None:
-        raise ConfigError(f"{stored.path}: does not say which recipe it was trained by; name it by --config FILE")
+        fault = "does not say which recipe it was trained by; name it by --config FILE"
+        raise ConfigError(f"{stored.path}: {fault}")
     return loading.loads(stored.recipe, str(stored.path), overrides)
 
 
 def is_classifier(section: Model, name: str) -> bool:
-    """Return whether a tensor of a model, by its name here, is one of the classifier's, with a row for each class."""
+    """Return whether a tensor belongs to the classifier, so that it has a row for each class.
+
+    Args:
+        section: of the model.
+        name: of the tensor in it.
+    """
     return timm_name(section, name).startswith(_CLASSIFIER)
 
 
 def fitted(
-    stored: StoredWeights, shapes: Dict[str, Tuple[int, ...]], section: Model, new_classifier: bool
+    stored: StoredWeights,
+    shapes: Dict[str, Tuple[int, ...]],
+    section: Model,
+    new_classifier: bool,
 ) -> Tuple[Dict[str, torch.Tensor], List[str]]:
-    """Return the stored tensors under a model's names, and the names of those that the file does not have.
+    """Return the stored tensors under a model's names.
 
-    Args: shapes: of the model's parameters and persistent buffers. section: of the recipe, whose family knows timm's
-    names, which the file may use. new_classifier: whether a classifier for other classes may be left out.
+    Args:
+        stored: weights under our names or timm's.
+        shapes: of the model's parameters and persistent buffers.
+        section: of the model.
+        new_classifier: whether a classifier for other classes may be left out.
 
-    Raises CheckpointError: a tensor of the model is missing or of another shape, or the file has one more.
+    Returns:
+        Tensors by name, and the names of those of the classifier that are left out.
+
+    Raises:
+        CheckpointError: a tensor of the model is missing or of another shape, or the file has one
+            that the model does not have.
     """
-    theirs = {name: timm_name(section, name) for name in shapes}
-    ours = {**{timm: name for name, timm in theirs.items()}, **{name: name for name in shapes}}
-    found = {ours[name]: tensor for name, tensor in stored.tensors.items() if name in ours}
-    # torch's count of batches is left out: nothing here reads it.
-    others = [name for name in stored.tensors if name not in ours and not name.endswith("num_batches_tracked")]
-    if not found:
-        fault = f"none of its tensors ({listed(others)}) has a name of the model in the recipe"
-        raise CheckpointError(f"{stored.path}: {fault}; name weights of {section.name}")
-    if others:
-        fault = f"{listed(others)} {'have' if others[1:] else 'has'} no place in the model of the recipe"
-        raise CheckpointError(f"{stored.path}: {fault}; {_remedy(section, stored)}")
+    tensors = _renamed(stored, shapes, section)
     fresh = []
     for name, shape in shapes.items():
-        tensor, of_classifier = found.get(name), is_classifier(section, name)
+        tensor = tensors.get(name)
         if tensor is not None and tuple(tensor.shape) == tuple(shape):
             continue
+        of_classifier = is_classifier(section, name)
         if new_classifier and of_classifier:
-            found.pop(name, None)
+            tensors.pop(name, None)
             fresh.append(name)
             continue
-        fault = "is missing" if tensor is None else f"is {list(tensor.shape)}, the model's is {list(shape)}"
-        classes = f"set model.classes={len(tensor)}" if tensor is not None and of_classifier else None
-        raise CheckpointError(f"{stored.path}: {name} {fault}; {classes or _remedy(section, stored)}")
-    return found, fresh
+        # The tensor does not fit, and must: say which key of the recipe would make it fit.
+        if tensor is None:
+            fault = "is missing"
+        else:
+            fault = f"is {list(tensor.shape)}, the model's is {list(shape)}"
+        if tensor is not None and of_classifier and tensor.dim() > 0:
+            remedy = f"set model.classes={len(tensor)}"
+        else:
+            remedy = _remedy(section, stored)
+        raise CheckpointError(f"{stored.path}: {name} {fault}; {remedy}")
+    return tensors, fresh
+
+
+def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
+    """Return top-1 of the trained weights and of the averages, each by its name.
+
+    Args:
+        scores: of an evaluation, as in a checkpoint's `progression`.
+    """
+    top1 = {TRAINED: scores["top1"]}
+    for name, value in scores.items():
+        if isinstance(value, dict):
+            top1[name] = value["top1"]
+    return top1
+
+
+def names_in_json(text: str, path: Path) -> Optional[List[str]]:
+    """Return the names of classes in the metadata of a file; None for null.
+
+    Args:
+        text: JSON.
+        path: of the file, for errors.
+
+    Raises:
+        CheckpointError: it is no list of texts.
+    """
+    with contextlib.suppress(ValueError):  # not JSON
+        names = parse_json(text)
+        if names is None:
+            return None
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+    raise CheckpointError(f"{path}: damaged: the names of its classes cannot be read")
+
+
+def run_folder_of(path: Path) -> Optional[Path]:
+    """Return the run folder that a file belongs to; None outside of one.
+
+    Args:
+        path: of a checkpoint, or of what tools.export made of one.
+    """
+    folder = path.parent.parent
+    inside = path.parent.name in ("checkpoints", "export")
+    return folder if inside and (folder / "config.yaml").exists() else None
+
+
+def _renamed(
+    stored: StoredWeights,
+    shapes: Dict[str, Tuple[int, ...]],
+    section: Model,
+) -> Dict[str, torch.Tensor]:
+    """Return the stored tensors under a model's names; raise CheckpointError for other tensors."""
+    # A file may use either kind of name; where a name is one of both kinds, ours counts.
+    our_names = {timm_name(section, name): name for name in shapes}
+    our_names.update({name: name for name in shapes})
+    tensors = {}
+    unknown = []
+    for name, tensor in stored.tensors.items():
+        if name in our_names:
+            tensors[our_names[name]] = tensor
+        elif not name.endswith("num_batches_tracked"):  # torch's count, which nothing here reads
+            unknown.append(name)
+    if not tensors:
+        fault = f"none of its tensors ({listed(unknown)}) has a name of the model in the recipe"
+        raise CheckpointError(f"{stored.path}: {fault}; name weights of {section.name}")
+    if unknown:
+        have = "have" if len(unknown) > 1 else "has"
+        fault = f"{listed(unknown)} {have} no place in the model of the recipe"
+        raise CheckpointError(f"{stored.path}: {fault}; {_remedy(section, stored)}")
+    return tensors
 
 
 def _remedy(section: Model, stored: StoredWeights) -> str:
-    """Return `set KEY=VALUE ...` for the keys in which the recipe's model differs from the stored one.
+    """Return `set KEY=VALUE ...` for the keys in which the recipe differs from the stored model.
 
     Where no key shows it, the two are not the same kind of model, and no key would help.
     """
-    own = section.model_dump()
-    keys = FAMILIES.of(section).keys_of({name: tuple(tensor.shape) for name, tensor in stored.tensors.items()})
-    differing = [f"model.{key}={value}" for key, value in keys.items() if own.get(key) != value]
-    return f"set {' '.join(differing)}" if differing else f"name weights of {section.name} as the recipe has it"
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
+    keys = FAMILIES.of(section).keys_of(shapes)
+    values = section.model_dump()
+    differing = [f"model.{key}={value}" for key, value in keys.items() if values.get(key) != value]
+    if differing:
+        return f"set {' '.join(differing)}"
+    return f"name weights of {section.name} as the recipe has it"
 
 
-def _of_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
+def _download(name: str) -> StoredWeights:
+    """Return the weights of timm's model `name`, from its cache or its hub."""
+    import timm
+
+    try:
+        model = timm.create_model(name, pretrained=True)
+    except Exception as error:  # no such weights, no network, no room
+        reason = " ".join(str(error).split())[:200]
+        remedy = f"give a file by model.init_from=timm:{name}:FILE"
+        raise CheckpointError(f"timm:{name}: cannot be downloaded ({reason}); {remedy}") from None
+    return StoredWeights(Path(f"timm:{name}"), model.state_dict())
+
+
+def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
     load = checkpoints.load_best if best else checkpoints.load_newest
     content = load(warn=_say)
     if content is None:
-        what = "scored checkpoint" if best else "checkpoint"
-        raise CheckpointError(f"{folder}: no {what} in this folder; name a run folder that holds one")
-    path = checkpoints.path(content["progression"]["step"])
+        missing = "scored checkpoint" if best else "checkpoint"
+        fault = f"no {missing} in this folder; name a run folder that holds one"
+        raise CheckpointError(f"{folder}: {fault}")
+    progression = content["progression"]
     if best and which is None:
-        top1 = top1_by_weights(content["progression"]["scores"])
-        which = max(top1, key=lambda name: (top1[name], name == TRAINED))
-    return _of_checkpoint(path, content, which or TRAINED)
+        top1 = top1_by_weights(progression["scores"])
+        which = max(top1, key=lambda name: (top1[name], name == TRAINED))  # trained ones at a tie
+    return _of_checkpoint(checkpoints.path(progression["step"]), content, which or TRAINED)
 
 
-def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
-    """Return top-1 of the trained weights and of the averages in an evaluation's scores."""
-    averages = {name: each["top1"] for name, each in scores.items() if isinstance(each, dict)}
-    return {TRAINED: scores["top1"], **averages}
-
-
-def _downloaded(name: str) -> StoredWeights:
-    import timm
-
-    try:
-        model = timm.create_model(name, pretrained=True)  # from its cache or its hub
-    except Exception as error:  # no such weights, no network, no room
-        fault = f"cannot be downloaded ({' '.join(str(error).split())[:200]})"
-        raise CheckpointError(f"timm:{name}: {fault}; give a file by model.init_from=timm:{name}:FILE") from None
-    return StoredWeights(Path(f"timm:{name}"), model.state_dict())
+def _read_file(path: Path, which: str) -> StoredWeights:
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path, which)
+    content = unpickled_of_others(path)
+    if isinstance(content, dict) and set(content) >= _OF_CHECKPOINTS:
+        return _of_checkpoint(path, load_named(path, _say), which)
+    return _of_other_program(path, content, which)
 
 
 def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
-    """Raises CheckpointError also where something is missing: a file by itself has no checksum."""
+    """Return the weights in a checkpoint's content.
+
+    Raises CheckpointError also where something is missing: a file by itself has no checksum.
+    """
     try:
         state = content["engine"]
         if which != TRAINED:
-            averages = {name: average for name, average in state.get("averages", {}).items() if average["count"] > 0}
+            averages = _begun_averages(state)
             if which not in averages:
-                raise CheckpointError(f"{path}: has no {which}; it has {', '.join([TRAINED, *averages])}")
+                names = ", ".join([TRAINED, *averages])
+                raise CheckpointError(f"{path}: has no {which}; it has {names}")
             state = averages[which]
-        tensors = {**state["weights"], **state.get("buffers", {})}
-        return StoredWeights(path, tensors, content["recipe"], content.get("classes"), which)
+        return StoredWeights(
+            path=path,
+            tensors={**state["weights"], **state.get("buffers", {})},
+            recipe=content["recipe"],
+            classes=content.get("classes"),
+            which=which,
+        )
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: damaged: its content is not a checkpoint's ({error})") from None
+        fault = f"damaged: its content is not a checkpoint's ({error})"
+        raise CheckpointError(f"{path}: {fault}") from None
 
 
-def _of_safetensors(path: Path, which: str) -> StoredWeights:
+def _begun_averages(state: dict) -> Dict[str, dict]:
+    """Return the averages in an engine's state that are over at least one set of weights."""
+    averages = state.get("averages", {})
+    return {name: average for name, average in averages.items() if average["count"] > 0}
+
+
+def _read_safetensors(path: Path, which: str) -> StoredWeights:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -198,28 +341,17 @@ def _of_safetensors(path: Path, which: str) -> StoredWeights:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole .safetensors file: {error}") from None
-    if not {"recipe", "weights"} & set(metadata):
-        return _of_others(path, tensors, which)
-    classes = names_in_json(metadata.get("classes", "null"), path)
-    return StoredWeights(path, tensors, metadata.get("recipe"), classes, metadata.get("weights", TRAINED))
+    if "recipe" not in metadata and "weights" not in metadata:
+        return _of_other_program(path, tensors, which)
+    return StoredWeights(
+        path=path,
+        tensors=tensors,
+        recipe=metadata.get("recipe"),
+        classes=names_in_json(metadata.get("classes", "null"), path),
+        which=metadata.get("weights", TRAINED),
+    )
 
 
-def names_in_json(text: str, path: Path) -> Optional[List[str]]:
-    """Names of classes in the metadata of a file; None for null. Raises CheckpointError."""
-    with contextlib.suppress(ValueError):
-        names = parse_json(text)
-        if names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            return names
-    raise CheckpointError(f"{path}: damaged: the names of its classes cannot be read")
-
-
-def _of_others(path: Path, content: object, which: str) -> StoredWeights:
+def _of_other_program(path: Path, content: object, which: str) -> StoredWeights:
     chosen = foreign.choose(path, content, which)
     return StoredWeights(path, chosen.tensors, which=chosen.which, notes=chosen.notes)
-
-
-def run_folder_of(path: Path) -> Optional[Path]:
-    """Return the run folder of a checkpoint, or of what tools.export made of one; None outside of one."""
-    folder = path.parent.parent
-    inside = path.parent.name in ("checkpoints", "export")
-    return folder if inside and (folder / "config.yaml").exists() else None

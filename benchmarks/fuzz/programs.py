@@ -107,7 +107,7 @@ def read_program(path: Path) -> None:
     """Opened, compared with its recipe, and asked for one image."""
     model = exported.read(str(path))
     recipe = weights.recipe_of(model, None, ())
-    model.check(recipe)
+    model.check(recipe.model)
     size, none = recipe.model.image_size or 16, torch.zeros(1, dtype=torch.int64)
     if size <= 64:
         model.predict_step(MicroBatch(torch.zeros(1, 3, size, size, dtype=torch.uint8), none, none, 1, 0, 0, ()))
@@ -123,7 +123,7 @@ def read_metadata(path: Path) -> None:
     path.write_bytes(len(data).to_bytes(8, "little") + data + bytes(24))
     stored = weights.read(str(path))
     recipe = weights.recipe_of(stored, None, ())
-    classes.of_model(stored, recipe)
+    classes.of_model(stored, recipe.data, recipe.model.classes)
 
 
 def devkits(folder: Path) -> List[bytes]:

@@ -10,7 +10,7 @@ import pytest
 from common.errors import CheckpointError
 from tests.training.conftest import content, files, manifest, names
 from training import checkpoint
-from training.checkpoint import File, Manifest, parsed, written
+from training.manifest import File, Manifest, decode, encode
 
 
 def test_what_is_saved_is_loaded_bit_for_bit_the_newest_by_step(save, newest, replicas):
@@ -148,22 +148,22 @@ def test_saving_names_a_damaged_manifest_once_and_keeps_its_checkpoint(save, fol
 def test_every_wrong_bit_of_a_manifest_is_reported():
     """Also those in the checksum and in its name, and the manifest of another step."""
     expected = Manifest(1234, 56_789, "0123456789abcdef" * 4, 0.7512, (File(55, "f" * 64), File(66, "0" * 64)))
-    data = written(expected)
-    assert parsed(data, 1234) == expected
+    data = encode(expected)
+    assert decode(data, 1234) == expected
     with pytest.raises(ValueError, match="it is that of step 1234"):
-        parsed(data, 1235)
+        decode(data, 1235)
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
-            parsed(bytes(flipped), 1234)
+            decode(bytes(flipped), 1234)
 
 
 def test_what_is_no_manifest_is_refused():
     begun = '{"step":1,"bytes":2,"sha256":"","top1":'
     for text in ("", "[]", "7", '{"step": 1}', "[" * 200_000, begun + "NaN}", begun + 'null,"replicas":[[1]]}'):
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
-            parsed(text.encode(), 1)
+            decode(text.encode(), 1)
 
 
 def test_damaged_checkpoints_push_out_no_whole_ones_and_are_kept_until_they_are_written_again(save, newest, folder):

@@ -14,7 +14,7 @@ import torch
 from common.errors import CheckpointError
 from tests.training.conftest import content, files, manifest, names
 from training import checkpoint
-from training.checkpoint import Manifest, written
+from training.manifest import Manifest, encode
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
@@ -85,7 +85,7 @@ def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path, folder, p
     checkpoints = folder()
     path = checkpoints.save(1, content(1), None)
     path.write_bytes(data)
-    manifest(checkpoints, 1).write_bytes(written(Manifest(1, len(data), hashlib.sha256(data).hexdigest(), None)))
+    manifest(checkpoints, 1).write_bytes(encode(Manifest(1, len(data), hashlib.sha256(data).hexdigest(), None)))
     for load in (lambda: checkpoints.load_newest(lambda line: None), lambda: checkpoint.load(path)):
         with pytest.raises(CheckpointError, match="damaged, or not a checkpoint of this program"):
             load()

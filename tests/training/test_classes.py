@@ -27,6 +27,10 @@ def weights(classes=None, recipe=None):
     return StoredWeights(Path("w.pt"), TENSORS, recipe, classes)
 
 
+def known_by(stored, recipe):
+    return of_model(stored, recipe.data, recipe.model.classes)
+
+
 @pytest.fixture
 def recipe(tiny, tmp_path):
     """recipe(classes=4): of class folders with NAMES, and of a model with so many classes."""
@@ -36,25 +40,25 @@ def recipe(tiny, tmp_path):
 
 def test_a_file_names_its_classes_or_the_data_does_in_timms_order_or_in_its_own(recipe, tiny, tmp_path):
     root = tmp_path / "images"
-    assert of_model(weights(["x", "y\x1b", "z", "a"]), recipe()) == Known(("x", "y\\x1b", "z", "a"))
-    of_timm, own = of_model(weights(), recipe()), of_model(weights(recipe="a recipe"), recipe())
+    assert known_by(weights(["x", "y\x1b", "z", "a"]), recipe()) == Known(("x", "y\\x1b", "z", "a"))
+    of_timm, own = known_by(weights(), recipe()), known_by(weights(recipe="a recipe"), recipe())
     assert of_timm.names == ("9", "10", "A", "b") and own.names == NAMES
     assumed = f"w.pt: does not name its classes; assumed: those of {root}/train in"
     assert of_timm.note == f"{assumed} timm's order (numbers by value, case ignored): 9, 10, A, b"
     assert own.note == f"{assumed} the order of their names as bytes: 10, 9, A, b"
-    digits = of_model(weights(), tiny())
+    digits = known_by(weights(), tiny())
     assert digits.names == tuple("0123456789") and "data.source=digits in the order of the data's own" in digits.note
 
 
 def test_a_program_without_names_is_one_of_ours(recipe):
     """tools.export writes no programs but those of runs of this repository, or of weights that it was told about."""
     program = types.SimpleNamespace(path=Path("p.onnx"), recipe="a recipe", classes=None)
-    assert of_model(program, recipe()).names == NAMES
+    assert known_by(program, recipe()).names == NAMES
 
 
 def test_validation_images_tell_where_there_are_none_for_training(recipe, tmp_path):
     (tmp_path / "images/train").rename(tmp_path / "images/elsewhere")
-    assert of_model(weights(), recipe()).names == ("9", "10", "A", "b")
+    assert known_by(weights(), recipe()).names == ("9", "10", "A", "b")
 
 
 def test_packed_class_folders_have_timms_order_and_numbered_tars_their_own(tiny, tmp_path):
@@ -62,17 +66,17 @@ def test_packed_class_folders_have_timms_order_and_numbered_tars_their_own(tiny,
     folder = write_pictures(tmp_path / "images", NAMES, train=1) / "train"
     assert shards.main(["pack", str(folder), str(tmp_path / "shards/train"), "--workers", "1"]) == 0
     recipe = tiny("data.source=shards", f"data.root={tmp_path}/shards", "model.classes=4")
-    assert of_model(weights(), recipe).names == ("9", "10", "A", "b")
+    assert known_by(weights(), recipe).names == ("9", "10", "A", "b")
     assert shards.main(["index", str(tmp_path / "shards/train")]) == 0
-    known = of_model(weights(), recipe)
+    known = known_by(weights(), recipe)
     assert known.names == NAMES and "in the order of the data's own labels" in known.note
 
 
 def test_other_numbers_of_classes_are_refused(recipe, tmp_path):
     with pytest.raises(CheckpointError, match=r"^w.pt: damaged: names 2 classes, but its model has 4"):
-        of_model(weights(["a", "b"]), recipe())
+        known_by(weights(["a", "b"]), recipe())
     with pytest.raises(DataError, match=rf"^{tmp_path}/images/val: 4 classes, but w.pt has 5 and does not name them"):
-        of_model(weights(), recipe(5))
+        known_by(weights(), recipe(5))
 
 
 def fitted():

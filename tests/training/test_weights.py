@@ -173,6 +173,12 @@ def test_weights_of_another_model_are_refused_but_for_the_classifier_where_that_
             fitted(stored, MODEL, Model(), new_classifier)
 
 
+def test_a_classifier_that_is_a_single_number_is_refused_as_any_other_shape():
+    stored = StoredWeights(Path("w.pt"), {**tensors(), "head.classifier.weight": torch.tensor(1.0)})
+    with pytest.raises(CheckpointError, match=r"classifier.weight is \[\], the model's is \[10, 2\]; name weights of"):
+        fitted(stored, MODEL, Model(), new_classifier=False)
+
+
 def test_the_remedy_for_a_timm_model_names_the_keys_that_differ(tiny):
     stored = StoredWeights(Path("b0.pth"), timm.create_model("tf_efficientnet_b0", num_classes=10).state_dict())
     remedy = "set model.width=1.0 model.depth=1.0 model.group_size=1 model.expansion=6 model.norm=batch"

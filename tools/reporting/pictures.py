@@ -132,7 +132,7 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
     stored = weights.read(str(folder))
     recipe = loading.loads(str(stored.recipe), str(stored.path))
     data = _readable(recipe.data, min(recipe.data.workers, cores.available()))
-    known = classes.of_model(stored, recipe)
+    known = classes.of_model(stored, recipe.data, recipe.model.classes)
     source = open_source(data, recipe.model.classes, "validation", known.names)
     # On the devices of this machine: the run may have had others.
     here = recipe.model_copy(update={"run": recipe.run.model_copy(update={"device": "auto"})})
