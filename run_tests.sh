@@ -6,15 +6,18 @@ set -eu
 . "$(dirname "$(readlink -f "$0")")/tools/environment.sh"  # wherever a link to this file lies
 cd "$ROOT"
 
+# The same files are imported by hundreds of processes; containers often forbid to keep them compiled.
+unset PYTHONDONTWRITEBYTECODE
+
 # Most tests run side by side, three processes a core, as many of them wait for processes of their own. Those that measure time run
 # afterwards, alone.
 ALONE="clock or netns"
 
 # run_selected MARKERS PYTEST_ARGUMENTS...: both turns, or one where ALONE is empty; fails if one of them does. A turn may have no
 # tests, not both.
-# Files begin in their own order where pytest-xdist allows that (3.7): by number of tests the longest would begin last.
+# Files begin in the order of tests/conftest.py where pytest-xdist allows that (3.7): by number of tests the longest would begin last.
 run_selected() {
-  local markers=$1 worst=0 empty=0 status
+  local markers=$1 worst=0 empty=0 named=0 argument status
   shift
   local side_by_side=(-n "$((3 * $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
@@ -28,7 +31,11 @@ run_selected() {
   [ "$worst" != 2 ] || return 2  # interrupted
   [ "$worst" != 5 ] || { worst=0; empty=1; }
   status=0
-  [ $# != 0 ] || set -- $(grep -rlE "mark\.(${ALONE// or /|})\b" tests)
+  # Unless tests are named, only files that have such tests: to collect all takes as long as they do.
+  for argument in "$@"; do
+    [ ! -e "${argument%%::*}" ] || named=1
+  done
+  [ $named = 1 ] || set -- "$@" $(grep -rlE "mark\.(${ALONE// or /|})\b" tests)
   "$PYTHON" -m pytest -m "($markers) and ($ALONE)" "$@" || status=$?
   [ "$status" != 5 ] || status=$((empty * 5))
   return $((worst > status ? worst : status))

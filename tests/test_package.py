@@ -1,6 +1,7 @@
 """`pip install .` beside a project whose folders have the names of ours."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def succeed(command, cwd):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_package_and_the_users_folders_are_both_there(tmp_path):
     source, site, project = (tmp_path / name for name in ("source", "site", "project"))
     for room in setup.ROOMS:
@@ -54,6 +56,16 @@ def test_the_package_and_the_users_folders_are_both_there(tmp_path):
     program = project / "own.py"
     program.write_text(PROGRAM.replace("import data", f"sys.path.append({str(site)!r})\nimport data", 1))
     succeed([sys.executable, program, ROOT / "configs" / "quickstart.yaml"], project)
+
+
+@pytest.mark.parametrize("room", setup.ROOMS)
+def test_imports_of_every_file_can_be_moved(room):
+    """Afterwards no import names a room that is not in the package."""
+    rooms = "|".join(setup.ROOMS)
+    for path in sorted((ROOT / room).rglob("*.py")):
+        text = setup.moved(path.read_text(encoding="utf-8"))
+        compile(text, str(path), "exec")
+        assert not re.search(rf"^ *from ({rooms})[. ]", text, re.MULTILINE), path
 
 
 def test_an_import_without_a_name_in_a_package_is_refused():

@@ -91,21 +91,21 @@ def test_only_finished_runs_with_a_folder_are_kept(monkeypatch):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, several):
+@pytest.mark.parametrize("commands", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, commands):
     """In a fresh process: torch's autograd does not survive a fork of a process in which it was used."""
-    (ended,) = ranks.run(1, _train, kept, several, timeout=240)
+    (ended,) = ranks.run(1, _train, kept, commands, timeout=240)
     assert ended.code == 0, "\n".join(ended.errors)
 
 
-def _train(rank, size, folder, several):
+def _train(rank, size, folder, commands):
     runs.RUNS, runs.KEPT = folder, folder.parent / "runs.jsonl"
-    for part in (launched,) if several else (trained_once, diverged, failed):
+    for part in (by_its_command, launched) if commands else (trained_once, diverged, failed):
         part(folder)
 
 
 def trained_once(folder):
-    """Another run is wanted once the first has ended; the command that a page names gives the same bits."""
+    """Another run is wanted once the first has ended; what is kept of both says what their folders say."""
     first, second = (Run(SHORT, seed) for seed in range(2))
     said = []
 
@@ -118,13 +118,6 @@ def trained_once(folder):
         assert runs.KEPT.exists() == kept
     assert len(runs.KEPT.read_text().splitlines()) == 2
 
-    elsewhere = folder.parent / "elsewhere"
-    line = [*first.command()[:-1], f"run.output={elsewhere}"]
-    environment = {**runs.os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(line, cwd=runs.ROOT, check=True, capture_output=True, env=environment)
-    ours, theirs = (weights.read(str(folder)).tensors for folder in (first.folder, elsewhere))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
     def read():
         return [(outcome(run), runs.curve(run, "eval", "top1"), runs.provenance_of(run)) for run in (first, second)]
 
@@ -132,6 +125,18 @@ def trained_once(folder):
     assert before[0][2].processors == (cores.processor(),) and before[0][2].torch == (torch.__version__,)
     shutil.rmtree(folder)
     assert read() == before
+
+
+def by_its_command(folder):
+    """The command that a page names gives the same bits."""
+    run = Run(SHORT, 0)
+    train_all(lambda: [run], 2, print)
+    elsewhere = folder.parent / "elsewhere"
+    line = [*run.command()[:-1], f"run.output={elsewhere}"]
+    environment = {**runs.os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(line, cwd=runs.ROOT, check=True, capture_output=True, env=environment)
+    ours, theirs = (weights.read(str(place)).tensors for place in (run.folder, elsewhere))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def launched(folder):

@@ -49,8 +49,8 @@ ROWS = {
     "checks": 9, "compilation": 2, "B4, bfloat16": 3, "B4, other micro batches": 1, "kernels": 7, "update": 3,
     "JPEG to update": 3, "memory": 4, "B4, eager": 4, "B4, engine.compile": 4,
 }  # fmt: skip
-# The others of their kind run always.
-SLOW = ("memory", "B4, eager", "JPEG to update")
+# The others of their kind run always; layers of "kernels" are in "checks".
+SLOW = ("memory", "B4, eager", "JPEG to update", "kernels")
 
 
 @pytest.fixture
@@ -254,6 +254,7 @@ def test_no_section_costs_the_others_their_rows(tmp_path, monkeypatch):
     assert "| figure | 2 | ms | 1 | 4 | - |  |" in page
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_processes_of_benchmarks_have_the_variable_that_deterministic_runs_need(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -404,6 +405,7 @@ def test_missing_packages_are_one_line_with_the_remedy():
     assert line.startswith("benchmarks.gpu_suite: not installed: pydantic, pyyaml; bring wheels (docs/gpu.md), then: ")
 
 
+@pytest.mark.slow
 def test_the_suite_needs_no_more_packages_than_it_asks_for():
     """What timm and torchvision can do without, and what reads images and remote files."""
     absent = "simplejpeg skimage nvidia.dali safetensors huggingface_hub aiohttp fsspec tqdm rich matplotlib optuna"

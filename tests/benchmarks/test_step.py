@@ -28,8 +28,10 @@ def native():
 
 
 def small(*overrides):
-    """B4's blocks, one of which has a group convolution of 24 channels, on few and small images."""
-    return step.recipe(*step.B4, "model.image_size=32", "batch.micro=2", "batch.global=4", *overrides)
+    """B4's kinds of blocks, one of which has a group convolution of 24 channels, on few and small images."""
+    return step.recipe(
+        *step.B4, "model.depth=0.5", "model.image_size=32", "batch.micro=2", "batch.global=4", *overrides
+    )
 
 
 def test_claims_are_about_the_layout_in_which_timm_is_faster():

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from tests.data.test_decode import encoded, file_of, photograph
 from tests.data.test_loader import content, contents
 from tests.waiting import wait_until
 
-pytest.importorskip("nvidia.dali")
+# Found, not imported: that takes seconds in each process that collects tests.
+pytestmark = pytest.mark.skipif(not find_spec("nvidia") or not find_spec("nvidia.dali"), reason="needs DALI")
 
 CPU = torch.device("cpu")
 SIZE = 48

@@ -102,7 +102,11 @@ MUON = (TREE, "optimizer.name=muon")
 
 @pytest.mark.parametrize(
     "run",
-    [several(2, 1, *MUON, *WHOLE, lr=0.01), several(1, 3, *MUON, lr=0.01), several(2, 2, *MUON, *WHOLE, lr=0.01)],
+    [
+        several(2, 1, *MUON, *WHOLE, lr=0.01, slow=True),
+        several(1, 3, *MUON, lr=0.01, slow=True),
+        several(2, 2, *MUON, *WHOLE, lr=0.01),
+    ],
 )
 def test_orthogonal_steps_have_the_same_bits_for_every_topology(run):
     """A stage does not take its own first and last layer for the model's. Each replica makes the products of matrices

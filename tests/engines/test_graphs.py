@@ -174,7 +174,7 @@ def test_an_engine_learns_the_same_with_recordings(overrides):
     "run",
     [
         case(2, 1, graphed_trains, ("parallel.schedule=1f1b", "parallel.recompute=true")),
-        case(2, 1, graphed_trains, ("parallel.schedule=gpipe",)),
+        case(2, 1, graphed_trains, ("parallel.schedule=gpipe",), slow=True),
         case(1, 2, graphed_trains, (TREE,)),
     ],
 )

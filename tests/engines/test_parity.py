@@ -20,14 +20,17 @@ from tests.engines.noise import as_micro_batches, noise_images
 
 UPDATES, BATCH, SIZE, CLASSES = 6, 8, 48, 10
 COMMON = (
-    "model.width=1.0", "model.depth=1.0", f"model.image_size={SIZE}", "model.dropout=0", "model.drop_path=0",
+    f"model.image_size={SIZE}", "model.dropout=0", "model.drop_path=0",
     f"batch.global={BATCH}", f"batch.micro={BATCH}", "precision.weights=float32", "data.label_smoothing=0.1",
 )  # fmt: skip
 G1_BN_SGD = (
+    "model.width=1.0", "model.depth=1.0",
     "model.group_size=1", "model.expansion=6", "model.norm=batch", "model.norm_momentum=0.1",
     "optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1",
 )  # fmt: skip
+HALF = 0.5  # of the width and depth of a B0, which has the same kinds of blocks
 G16_GN_LARS = (
+    f"model.width={HALF}", f"model.depth={HALF}",
     "optimizer.momentum=0.885", "optimizer.weight_decay=1e-2", "optimizer.trust_coefficient=0.02",
     "optimizer.skip_lr_scale=1", f"batch.micro={BATCH // 2}",
 )  # fmt: skip
@@ -92,6 +95,10 @@ def to_rounding(weights, seed):
     return {name: each * (1 + epsilon * torch.randn(each.shape, generator=generator)) for name, each in weights.items()}
 
 
+def create_half_g16():
+    return create_g16(CLASSES, HALF, HALF)
+
+
 def create_b0():
     return timm.create_model("tf_efficientnet_b0", num_classes=CLASSES, drop_rate=0, bn_momentum=0.1)
 
@@ -100,11 +107,11 @@ def create_b0():
     ("overrides", "lr", "create", "optimizer", "changed"),
     [
         pytest.param(G1_BN_SGD, 3e-4, create_b0, sgd, "optimizer.nesterov=true", marks=pytest.mark.slow),
-        (G16_GN_LARS, 0.1, lambda: create_g16(CLASSES), lars, "optimizer.weight_decay=9e-3"),
+        (G16_GN_LARS, 0.1, create_half_g16, lars, "optimizer.weight_decay=9e-3"),
         pytest.param(
             (*G16_GN_LARS, "optimizer.nesterov=true"),
             0.1,
-            lambda: create_g16(CLASSES),
+            create_half_g16,
             functools.partial(lars, opt="nlars"),
             "optimizer.nesterov=false",
             marks=pytest.mark.slow,

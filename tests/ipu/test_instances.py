@@ -69,16 +69,18 @@ def test_stages_are_what_poprun_gives_and_one_instance_prints_the_plan():
     assert done.stdout.count("48 = 4 micro x 3 accumulation x 4 replicas (4 devices)") == 1
 
 
-def test_the_line_with_popruns_defaults_trains(tmp_path):
+@pytest.mark.parametrize("option", ["--dry-run", pytest.param("run.resume=never", marks=pytest.mark.slow)])
+def test_the_line_with_popruns_defaults_starts_again_and_trains(tmp_path, option):
     """`poprun --num-replicas 2 python train.py ...`: one IPU a replica, where the recipe has two stages."""
-    done = command("poprun", "--num-replicas", 2, *train(f"run.output={tmp_path}/run"))
+    output = f"run.output={tmp_path}/run"
+    done = command("poprun", "--num-replicas", 2, *train(option, output))
     assert done.returncode == 0, done.stderr
     first = done.stdout.splitlines()[0]
     start = "poprun --num-replicas 2 --ipus-per-replica 2 --num-instances "
     assert first.startswith(f"poprun gives each replica 1 IPU, but parallel.stages is 2; started again as: {start}")
-    assert first.endswith(f" run.output={tmp_path}/run")
+    assert first.endswith(f" {output}")
     assert "2 replicas (2 stages each: 4 devices)" in done.stdout
-    assert done.stdout.count("done: top1") == 1
+    assert done.stdout.count("done: top1") == (option != "--dry-run")
 
 
 def test_only_the_first_instance_prints_what_is_wrong():

@@ -92,7 +92,7 @@ def test_all_kernels_together_are_timms_block(name, monkeypatch):
     assert len(merged) == 1
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str)
 def test_gradients_that_others_hold_stay_as_they_are(layout):
     """dy, and those of a gradient that flows on: the expansion writes to a copy, also where its input wants none."""
     _, fused = pair("blocks.1.1")

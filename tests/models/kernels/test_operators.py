@@ -15,6 +15,13 @@ from tests.models.kernels.test_group_norm import FORMATS, drawn, layer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+# As training on a GPU has it, and with --full the other.
+every_layout = pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=() if each is torch.channels_last else pytest.mark.slow) for each in FORMATS],
+    ids=str,
+)
+
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
@@ -24,7 +31,7 @@ def check(name, *arguments):
     torch.library.opcheck(found, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@every_layout
 @pytest.mark.parametrize("shift", [True, False])
 def test_normalisation_says_what_it_returns(layout, shift):
     norm = layer(8, shift=shift, dtype=torch.float16)
@@ -38,7 +45,7 @@ def test_normalisation_says_what_it_returns(layout, shift):
         check("group_norm_gradients", x, x, weight, bias, kept, moments, 4, True, wanted, copied)
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@every_layout
 def test_squeeze_and_excitation_says_what_it_returns(layout):
     block = model_of().block("blocks.1.0").to(DEVICE, torch.float16)
     x = drawn((2, block.bn2.num_channels, 3, 5), torch.float16, layout)
@@ -51,7 +58,7 @@ def test_squeeze_and_excitation_says_what_it_returns(layout):
     check("squeeze_gradients", x, x, weight, bias, layers[0], layers[2], *kept, block.bn2.num_groups)
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@every_layout
 @pytest.mark.parametrize("statistics", [True, False])
 def test_the_convolution_says_what_it_returns(layout, statistics):
     x = drawn((2, 32, 5, 6), torch.float16, layout)

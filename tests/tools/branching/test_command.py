@@ -1,7 +1,6 @@
 """python -m tools.batch RUN --branch: announced, trained by a double of train.py, judged; killed, it goes on."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from tests.conftest import ROOT
 from tests.tools.branching import double
 from tests.tools.branching.conftest import BATCH, PAUSE, PER_EPOCH, RATE, TOTAL
 from tests.waiting import wait_until
+from tests.world import fork_server
 from tools import batch
 from tools.branching import session
 from tools.branching.plan import RULES, Branch
@@ -158,9 +158,9 @@ def started(make_run, tmp_path):
     processes = []
 
     def start(run, slow):
-        context = multiprocessing.get_context("spawn")
-        arguments = (run, {"DOUBLE_SLOW": slow}, tmp_path / "output")
-        processes.append(context.Process(target=in_a_process, args=arguments))
+        environment = {"DOUBLE_SLOW": slow, "PYTHONPATH": str(ROOT)}
+        arguments = (run, environment, tmp_path / "output")
+        processes.append(fork_server().Process(target=in_a_process, args=arguments))
         processes[-1].start()
         wait_until(lambda: (run / "branches" / slow / "starts").exists())
         return processes[-1]

@@ -16,8 +16,9 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
-@pytest.mark.parametrize("outlived", [False, True])  # as where a process cannot be made to end with its parent
+@pytest.mark.parametrize("outlived", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kill_nine_amid_a_trial_loses_and_repeats_nothing(some, outlived):
+    """Args: outlived: by its trial, as where a process cannot be made to end with its parent."""
     some.killed_at(trial=1, evaluations=2)
     before = some.stored()
     assert some.states() == ["COMPLETE", "RUNNING"]
