@@ -10,6 +10,7 @@ from benchmarks.gpu_measure import LEAST_TURNS, Row, Session, missing, recipe, s
 from benchmarks.gpu_training import ours
 from data.base import Source
 from engines import factory
+from engines.base import one_step
 from recipe.batch import divide
 from recipe.config import Recipe
 
@@ -58,7 +59,9 @@ def _from_files(session: Session, place: Tuple[str, ...], reader: str) -> Row:
     engine = factory.create(plan, divide(plan, 1), steps_per_epoch=len(source) // plan.batch.global_)
     batches, numbers = engine.training_batches(source, range(10**6)), itertools.count()
     try:
-        return _row(session, f"{reader} reader", lambda: engine.train_step(batches, next(numbers), lr=0.01), _SETTLING)
+        return _row(
+            session, f"{reader} reader", lambda: engine.train_step(batches, one_step(next(numbers)), lr=0.01), _SETTLING
+        )
     finally:
         batches.close()
         engine.close()

@@ -24,6 +24,7 @@ from benchmarks.gpu_measure import Maker, Plan, Row, Session, Side, missing, rea
 from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
 from engines import factory
+from engines.base import one_step
 from engines.devices import synchronize
 from recipe.batch import divide
 from recipe.config import Recipe
@@ -161,7 +162,7 @@ def ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
     if plan.engine.compile and uncompiled:
         raise RuntimeError(uncompiled[0])
     batches, numbers = itertools.repeat(_on_device(plan, engine.device)), itertools.count()
-    return lambda: engine.train_step(batches, next(numbers), lr=_LR)
+    return lambda: engine.train_step(batches, one_step(next(numbers)), lr=_LR)
 
 
 def _timms(made: Recipe, plan: Plan, dtype: str, compiled: bool, stack: contextlib.ExitStack) -> Side:

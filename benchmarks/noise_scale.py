@@ -27,7 +27,7 @@ from benchmarks.ranks import Ours
 from data.batches import MicroBatch
 from data.sources import open_source
 from engines import factory
-from engines.base import Engine
+from engines.base import Engine, one_step
 from models.families import build
 from recipe import loading
 from recipe.batch import divide
@@ -83,7 +83,9 @@ def measured(engine: Engine, images: torch.Tensor, labels: torch.Tensor, first: 
     """S / |G|^2 by the meter, of weights that a rate of 0 holds; also of updates after which the engine tells none."""
     signal = noise = 0.0
     for step in range(first, first + updates):
-        engine.train_step(drawn(images, labels, MICRO, COUNT, step), 4 * step, 0.0)  # the meter takes one in four
+        engine.train_step(
+            drawn(images, labels, MICRO, COUNT, step), one_step(4 * step), 0.0
+        )  # the meter takes one in four
         if (step + 1 - first) % _EVERY == 0:
             weight, _, more_noise, more_signal, *_ = engine.state_dict()["noise_scale"][""].tolist()
             signal, noise = signal + more_signal / weight, noise + more_noise / weight
@@ -98,7 +100,7 @@ def errors() -> Tuple[List[dict], List[float]]:
     for before in claims.progress(claims.less(SIZES, SIZES[1:2]), "size of noise"):
         engine = factory.create(plan, divide(plan, 1), steps_per_epoch=22)
         for step in range(before):
-            engine.train_step(drawn(images, labels, MICRO, COUNT, step), step, LR * (1 - step / 240))
+            engine.train_step(drawn(images, labels, MICRO, COUNT, step), one_step(step), LR * (1 - step / 240))
         fresh = factory.create(plan, divide(plan, 1), steps_per_epoch=22)
         weights = engine.state_dict()["weights"]
         fresh.load_weights(weights)

@@ -43,6 +43,7 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from parallel.work import Boundary
 from recipe.batch import divide
+from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 
 STAGES = 2
@@ -132,7 +133,8 @@ def automatic_cut(processes: Processes) -> Tuple[List[str], str]:
     """The blocks that open the stages after the first with `parallel.split: auto`, and the engine's line about it."""
     plan = recipe(STAGES, most(), (), "parallel.split=auto")
     model = build(plan.model, plan.run.seed)
-    parts, note = cuts.parts(model, plan, divide(plan, 1), processes, CPU)
+    blocks = cuts.Blocks(model, plan.model, plan.parallel, divide(plan, 1))
+    parts, note = cuts.parts(blocks, processes, CPU, bound=bound_to_cut(plan, 1))
     return [names[0] for names in parts[1:]], note
 
 

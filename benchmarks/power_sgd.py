@@ -39,6 +39,7 @@ from data import loader, mixing
 from data.sources import open_source
 from engines.base import scored
 from engines.feed import training_batches
+from engines.torch_engine import image_settings
 from models.families import build
 from models.normalization import norm_parameters
 from optim import factory, schedule
@@ -98,9 +99,15 @@ def rank_trains(rank: int, given: List[str], compresses: bool) -> Outcome:
     rate = schedule.create(recipe, length)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's hook divides by norms of 0 in the first updates
-        for step, micro in enumerate(
-            training_batches(source, recipe, batch, place, range(length.total), torch.device("cpu"))
-        ):
+        micro_batches = training_batches(
+            source,
+            image_settings(recipe),
+            batch=batch,
+            replica=place.replica,
+            steps=range(length.total),
+            device=torch.device("cpu"),
+        )
+        for step, micro in enumerate(micro_batches):
             plan = mixing.draw(recipe.data, recipe.run.seed, step, rank, 16, 16, *micro.images.shape[2:])
             whole.draws.step, whole.draws.micro_batch = step, rank
             logits = model(micro.images if plan is None else mixing.mix_images(micro.images, plan))

@@ -15,6 +15,7 @@ import torch
 from benchmarks import claims
 from common.errors import first_line
 from data.batches import MicroBatch
+from engines.base import one_step
 from engines.torch_engine import TorchEngine
 from parallel import parent_death
 from parallel.parent_death import die_with_parent
@@ -183,5 +184,5 @@ class Ours:
 
     def update(self) -> None:
         """One step: all micro batches forward and backward, exchange, update."""
-        self.engine.train_step(iter(self._images), self._step, lr=0.1)
+        self.engine.train_step(iter(self._images), one_step(self._step), lr=0.1)
         self._step += 1

@@ -35,6 +35,7 @@ from benchmarks.loader import our_batches, timm_batches
 from benchmarks.ranks import images_and_labels
 from benchmarks.timm_peer import Loop
 from common.errors import ConfigError
+from engines.base import one_step
 from models.native import library
 from recipe import loading
 from recipe.config import Recipe
@@ -93,7 +94,7 @@ def ours(plan: Recipe) -> Side:
             plan.data.model_copy(update={"workers": workers}), size, plan.batch.micro, plan.batch.global_
         )
 
-    return Side(lambda images: engine.train_step(images, next(steps), lr=0.1), batches)
+    return Side(lambda images: engine.train_step(images, one_step(next(steps)), lr=0.1), batches)
 
 
 def timms(plan: Recipe, layout: torch.memory_format) -> Side:

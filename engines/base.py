@@ -1,17 +1,26 @@
-"""Interface of an engine, which computes steps on some hardware: the loop above it needs nothing else."""
+"""Interface of an engine, which computes steps on some hardware: the loop needs nothing else."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch.nn import functional as F
 
 from data.base import Source
 from data.batches import MicroBatch
-from engines.timeline import Recorder
-from optim.averaging import WeightAverage
 from optim.norms import Norms
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -19,18 +28,29 @@ from recipe.course import Update, is_known
 from recipe.division import Batch
 
 AVERAGES = ("step_average", "epoch_average")
+_RESOLUTION = 2**24  # of summed losses, to an image
 
 
 class Diverged(Exception):
-    """The loss or the weights are not finite on a device that makes every update: the weights are lost."""
+    """The loss or the weights are not finite on a device that makes every update.
+
+    So the weights are lost.
+    """
 
 
 class StepResult(NamedTuple):
-    """One update, over all replicas, on every rank. Tensors stay on the device: reading one waits for it.
+    """One update, over all replicas, on every rank.
 
-    loss: float32 [], mean over the images. correct: int64 [], top-1 hits. skipped, skipped_in_row: int64 [], updates
-    left out because of gradients that were not finite, in all and in a row until now. loss_scale: float32 []. norms: if
-    requested and available. unreadable: a message for each image that could not be decoded.
+    Tensors stay on the device: reading one waits for it.
+
+    loss: float32 [], mean over the images.
+    correct: int64 [], top-1 hits.
+    images: that were seen.
+    skipped, skipped_in_row: int64 [], updates left out because of gradients that were not finite,
+        in all and in a row until now.
+    loss_scale: float32 [].
+    norms: if requested and available.
+    unreadable: a message for each image that could not be decoded.
     """
 
     loss: torch.Tensor
@@ -43,13 +63,12 @@ class StepResult(NamedTuple):
     unreadable: Tuple[str, ...]
 
 
-def summable(losses: torch.Tensor) -> torch.Tensor:
-    """Losses as float64, rounded to multiples of 2**-24: sums below 2**28 are exact, so in any order the same."""
-    return (losses.double() * 2**24).round() / 2**24
-
-
 class Counts(NamedTuple):
-    """Sums over evaluated images. loss: float64 [], of `summable` cross entropies. top1, top5: int64 [], hits."""
+    """Sums over evaluated images.
+
+    loss: float64 [], of `summable` cross entropies.
+    top1, top5: int64 [], hits.
+    """
 
     images: int
     loss: torch.Tensor
@@ -57,26 +76,11 @@ class Counts(NamedTuple):
     top5: torch.Tensor
 
 
-def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
-    """Scores of images. Args: logits: float32 [images, classes]; labels: int64 [images]."""
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    loss = summable(F.cross_entropy(logits.double(), labels, reduction="none")).sum()
-    return Counts(len(labels), loss, best[:, 0].sum(), best.any(1).sum())
-
-
-def total(
-    counts: Sequence[Counts], unreadable: Sequence[str], processes: Processes, device: torch.device
-) -> Tuple[Counts, List[str]]:
-    """The sum of the counts of all processes, and the messages of all, on every one."""
-    own = [torch.stack([torch.as_tensor(value, device=device).double() for value in each]) for each in counts]
-    sums = torch.stack(own).sum(0) if own else torch.zeros(4, dtype=torch.float64, device=device)
-    images, loss, top1, top5 = processes.sum(sums)
-    messages = [message for part in processes.gather(list(unreadable)) for message in part]
-    return Counts(int(images), loss, top1.long(), top5.long()), messages
-
-
 class NoiseScale(NamedTuple):
-    """The gradient noise scale, `images` = noise / signal, and its standard error: see engines/noise_scale.py."""
+    """The gradient noise scale, `images` = noise / signal: see engines/noise_scale.py.
+
+    error: standard error of `images`.
+    """
 
     images: float
     error: float
@@ -84,128 +88,274 @@ class NoiseScale(NamedTuple):
     noise: float
 
     def __str__(self) -> str:
-        """`1,310±90`; no figure where zero is within two standard errors."""
-        return f"{self.images:,.0f}±{self.error:,.0f}" if is_known(self.images, self.error) else "unknown"
+        """Return `1,310±90`; no figure where zero is within two standard errors."""
+        if not is_known(self.images, self.error):
+            return "unknown"
+        return f"{self.images:,.0f}±{self.error:,.0f}"
+
+
+def one_step(step: int) -> Update:
+    """Return the update that takes one step, if all before it do: number `step`, from 0."""
+    return Update(step, 1, step)
+
+
+def summable(losses: torch.Tensor) -> torch.Tensor:
+    """Return losses whose sums are the same in any order.
+
+    Args:
+        losses: floating-point.
+
+    Returns:
+        float64, rounded to multiples of 2**-24, so that sums below 2**28 are exact.
+    """
+    return (losses.double() * _RESOLUTION).round() / _RESOLUTION
+
+
+def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
+    """Score images.
+
+    Args:
+        logits: float32 [images, classes].
+        labels: int64 [images].
+    """
+    guesses = min(5, logits.shape[1])
+    hits = logits.topk(guesses, dim=1).indices == labels[:, None]
+    losses = F.cross_entropy(logits.double(), labels, reduction="none")
+    return Counts(
+        images=len(labels),
+        loss=summable(losses).sum(),
+        top1=hits[:, 0].sum(),
+        top5=hits.any(1).sum(),
+    )
+
+
+def total(
+    counts: Sequence[Counts],
+    unreadable: Sequence[str],
+    processes: Processes,
+    device: torch.device,
+) -> Tuple[Counts, List[str]]:
+    """Add up the counts of all processes, and join their messages. Every process calls.
+
+    Args:
+        counts: of this process.
+        unreadable: messages of this process.
+        processes: of the run.
+        device: on which messages between processes lie.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    if counts:
+        rows = []
+        for row in counts:
+            values = [torch.as_tensor(value, device=device).double() for value in row]
+            rows.append(torch.stack(values))
+        sums = torch.stack(rows).sum(0)
+    images, loss, top1, top5 = processes.sum(sums)
+    by_rank = processes.gather(list(unreadable))
+    messages = [message for part in by_rank for message in part]
+    return Counts(int(images), loss, top1.long(), top5.long()), messages
 
 
 class Engine(ABC):
     """A model with its weights and optimizer on some hardware, or this process's part of it.
 
     Where a run has several processes, all of them call the same methods in the same order.
+
+    batch: of a step.
+    processes, topology: of the run.
+    device: of inputs and outputs.
+    shapes: of the model's parameters and persistent buffers, by name.
+    notes: lines to print at the start of a run.
+    cut: the blocks that open each stage after the first, where processes have one each.
+    recorder: of the steps that `log.trace` selects (engines.timeline); None on devices without.
     """
 
     batch: Batch
     processes: Processes
     topology: Topology
     device: torch.device
-    shapes: Dict[str, Tuple[int, ...]]  # of the model's parameters and persistent buffers
-    notes: Tuple[str, ...]  # lines to print at the start of a run
-    cut: Sequence[str] = ()  # the blocks that open each stage after the first, where processes have one each
-    recorder: Optional[Recorder] = None  # of the steps that `log.trace` selects; None on devices without
-    _averages: Dict[str, WeightAverage]
+    shapes: Dict[str, Tuple[int, ...]]
+    notes: Tuple[str, ...]
+    cut: Sequence[str] = ()
+    recorder: Any = None
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
-        """Micro batches for `train_step` in these steps; closing them ends the processes that load them. `source` is
-        None, and there are none, where images do not enter (`topology.is_first`)."""
+        """Return micro batches for `train_step`; closing them ends the processes that load them.
+
+        Args:
+            source: of the images; None where they do not enter (`topology.is_first`), and there
+                are none then.
+            steps: whose micro batches they are.
+        """
 
     @abstractmethod
     def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
-        """This process's share of the `images` validation images, which can be iterated repeatedly; with a method
-        `close`. Where images do not enter, `source` is None and there are as many times None."""
+        """Return this process's share of the validation images.
+
+        They can be iterated repeatedly, and have a method `close`.
+
+        Args:
+            source: of the images; None where they do not enter, and there are as many times None
+                then.
+            images: number of validation images.
+        """
 
     @abstractmethod
     def data_wait(self) -> float:
-        """Seconds that the device waited for training images since `training_batches`, without the first wait."""
+        """Return the seconds that the device waited for training images since they were begun.
+
+        The first wait, in which workers start, does not count.
+        """
 
     @abstractmethod
     def train_step(
-        self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False, update: Optional[Update] = None
+        self,
+        micro_batches: Iterator[Any],
+        update: Update,
+        lr: float,
+        measure: bool = False,
     ) -> StepResult:
-        """Make one update. Takes exactly the update's images of this process, each when it is needed.
+        """Make one update.
 
         Args:
-            step: the first that the update takes, from 0: selects the random draws.
+            micro_batches: of which exactly the update's are taken, each when it is needed.
+            update: its steps and number, which select the random draws.
+            lr: learning rate.
             measure: also compute the norms and trust ratios.
-            update: where it takes several steps; None takes one, and is number `step`.
 
-        Raises UnreadableImage under data.bad_images=error; Diverged on every rank.
+        Raises:
+            UnreadableImage: under data.bad_images=error.
+            Diverged: on every rank.
         """
 
     def balance(self, step: int) -> List[str]:
-        """Between two updates, the next of which begins at `step`: let replicas compute as many micro batches as they
-        are fast, where the recipe asks for it; lines for the user. Waits; every process calls."""
+        """Let replicas compute as many micro batches as they are fast, if the recipe asks for it.
+
+        Every process calls between two updates; waits for the device.
+
+        Args:
+            step: at which the next update begins.
+
+        Returns:
+            Lines for the user.
+        """
         return []
 
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
-        """The gradient noise scale of the whole model, if known, and by parameter. Waits; every process calls."""
+        """Return the noise scale of the whole model, if known, and those by parameter.
+
+        Every process calls; waits for the device.
+        """
         return None, {}
 
     def not_finite(self) -> List[str]:
-        """Names of this process's parameters whose gradient of the last step was not finite, if known. Waits."""
+        """Return names of this process's parameters whose last gradient was not finite, if known.
+
+        Waits for the device.
+        """
         return []
 
     @abstractmethod
     def end_epoch(self) -> None:
         """Add the weights to the average over epochs, if there is one."""
 
+    @abstractmethod
     def averages(self) -> Tuple[str, ...]:
-        """Those of `AVERAGES` that hold something."""
-        return tuple(name for name, average in self._averages.items() if average.count)
+        """Return those of `AVERAGES` that hold something."""
 
     @abstractmethod
     def using(self, weights: str) -> ContextManager[None]:
-        """A context in which scores and predictions are those of one of `averages()`, or of the weights themselves
-        (`trained`); no training step may be made in it."""
+        """Return a context in which scores and predictions are those of other weights.
+
+        No training step may be made in it.
+
+        Args:
+            weights: one of `averages()`, or "trained".
+        """
 
     @abstractmethod
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
-        """Score the valid images with the weights in use, dropout off. Counts are 0 but on the replica's last stage.
-        Args: batch: None where images do not enter."""
+        """Score the valid images of a `batch` with the weights in use, dropout off.
+
+        It is None where images do not enter. Counts are 0 but on the replica's last stage.
+        """
 
     @abstractmethod
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits of the valid images, dropout off: float32 [valid, classes]; in a process that computes all stages."""
+        """Compute the logits of the valid images of a `batch`, dropout off.
+
+        Only a process that computes all stages can.
+
+        Returns:
+            float32 [valid, classes].
+        """
 
     @abstractmethod
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
-        """Replace the parameters and buffers of those names; others and the optimizer's state stay.
-        Raises ValueError for a name or shape that is not the model's."""
+        """Replace the parameters and buffers that `weights` names; all else stays.
+
+        Raises:
+            ValueError: a name or shape that is not the model's.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict:
-        """All that persists of the whole model, on the CPU, whatever the topology. Empty but on the main rank."""
+        """Return all that persists of the whole model, on the CPU, whatever the topology.
+
+        It is empty but on the main rank. Every process calls.
+        """
 
     def live_state(self) -> Dict[str, torch.Tensor]:
-        """All that steps change in this process' part of the model, where all replicas have the same: on the device, as
-        it is, not copied. No other process takes part."""
+        """Return all that steps change in this process's part of the model, as it is.
+
+        All replicas have the same. It is on the device and not copied, and no other process takes
+        part.
+        """
         raise NotImplementedError
 
     def load_live_state(self, saved: Dict[str, torch.Tensor]) -> None:
-        """Copy what `live_state` gave here, or to a process that has the same part of the model."""
+        """Copy what `live_state` gave here, or to a process with the same part: `saved`."""
         raise NotImplementedError
 
     @abstractmethod
-    def load_state_dict(self, state: dict) -> None:
-        """Load the `state_dict` of any topology. Raises ValueError naming a tensor that does not fit."""
+    def load_state_dict(self, saved: dict) -> None:
+        """Load the `state_dict` of any topology, here `saved`.
+
+        Raises:
+            ValueError: a tensor does not fit; names it.
+        """
 
     def replica_states(self) -> Iterator[dict]:
-        """State that differs between replicas, one dictionary for each in order, on the CPU, made one at a time; on
-        other ranks than the main one as many empty ones. Every rank iterates to the end."""
+        """Yield the state that differs between replicas, on the CPU, one replica at a time.
+
+        There is one dictionary for each replica, in order; on other ranks than the main one there
+        are as many empty ones. Every rank iterates to the end.
+        """
         return iter(())
 
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
-        """Load the `replica_states` of `count` replicas, which `read` returns on the main rank, in order. Each replica
-        takes the share of those whose images it now computes. Every rank calls, after `load_state_dict`.
+        """Load the `replica_states` of any number of replicas.
 
-        Raises ValueError naming what does not fit, and the errors of `read`, on every rank.
+        Each replica takes the share of those whose images it now computes. Every rank calls, after
+        `load_state_dict`.
+
+        Args:
+            count: number of replicas.
+            read: returns their states on the main rank; called in order.
+
+        Raises:
+            ValueError: what does not fit; on every rank, as are the errors of `read`.
         """
         if count:
             raise ValueError(f"{count} replicas have a state of their own there, none has one here")
 
     @abstractmethod
     def peak_flops(self) -> float:
-        """Floating-point operations per second that all devices together reach in large matrix products, measured."""
+        """Return the operations per second that all devices together reach in matrix products.
+
+        They are floating-point operations of large products, measured.
+        """
 
     @abstractmethod
     def close(self) -> None:

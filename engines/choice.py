@@ -81,7 +81,9 @@ def resolve(
         report(f"exchange.method auto: dense; {why}")
     else:
         gradient = processes.together(lambda: _gradient(recipe, batch, processes))
-        link, selection, rounding = _measured(section, gradient, processes, device_of(recipe, processes.topology))
+        link, selection, rounding = _measured(
+            section, gradient, processes, device_of(recipe.run.device, processes.topology)
+        )
         candidates = predict(exchange.candidates(section), recipe, batch, gradient, link, selection, rounding)
         bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s" if link.seconds_per_byte else "not to be measured"
         report(
@@ -141,7 +143,9 @@ def _gradient(recipe: Recipe, batch: Batch, processes: Processes) -> Gradient:
     with torch.device("meta"):
         model = build(recipe.model, recipe.run.seed)
     stages = processes.topology.stages
-    parts = cuts.counted(model, recipe, batch)[0] if stages > 1 else [model.names]
+    parts = (
+        cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names if stages > 1 else [model.names]
+    )
     found = []
     for stage in range(stages):
         own = [model.block(name).parameters() for part in parts[stage::stages] for name in part]

@@ -1,11 +1,12 @@
-"""Cut of a recipe's model into parts: at the blocks that the recipe names, or by what blocks cost.
+"""Cut of a model into parts: at the blocks that the recipe names, or by what blocks cost.
 
 Costs are measured only where the cut changes no bit of what is learned: elsewhere they are counted.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Sequence, Tuple
+from dataclasses import dataclass
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -17,92 +18,171 @@ from models.balance import split_names
 from models.base import BlockList
 from parallel.processes import Processes
 from parallel.topology import Topology
-from recipe.checks import bound_to_cut
-from recipe.config import Recipe
+from recipe.distribution import Parallel
 from recipe.division import Batch
+from recipe.network import Model
 
-_BYTES_PER_PARAMETER = 16  # working copy, gradient, and float32 scratch of weight and momentum; half weights add 4
+# Working copy, gradient, and float32 scratch of weight and momentum; half weights add 4.
+_BYTES_PER_PARAMETER = 16
 
 
-def parts(
-    model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
-) -> Tuple[List[List[str]], str]:
-    """Names of the blocks of each part of the model, and a line about an automatic cut.
+class Parts(NamedTuple):
+    """The parts of a model.
+
+    names: of the blocks of each part, in order.
+    note: a line for the user about an automatic cut, or "".
+    """
+
+    names: List[List[str]]
+    note: str
+
+
+@dataclass
+class Blocks:
+    """A model that is to be cut, and what a cut depends on.
+
+    model: whole.
+    section: of the recipe, from which blocks are counted.
+    parallel: of the recipe: how many parts, and where.
+    batch: of a step.
+    """
+
+    model: BlockList
+    section: Model
+    parallel: Parallel
+    batch: Batch
+
+
+def parts(blocks: Blocks, processes: Processes, device: torch.device, *, bound: str) -> Parts:
+    """Cut a model for the processes of a run, all of which call.
 
     One process that computes all stages has one part; wrong cut points are refused there too.
 
-    Raises ConfigError: cut points that are no blocks, out of order, or leave a part without parameters; too many parts.
+    Args:
+        blocks: the model.
+        processes: of the run; they measure at once, as they will compute.
+        device: that computes.
+        bound: why another cut would be another result (`recipe.checks.bound_to_cut`), or "".
+
+    Raises:
+        ConfigError: cut points that are no blocks, out of order, or leave a part without
+            parameters; too many parts.
     """
-    single = processes.topology.stages == 1
-    automatic = (lambda: ([], "")) if single else (lambda: _automatic(model, recipe, batch, processes, device))
-    divided, note = _divided(model, recipe, automatic)
-    return ([model.names] if single else divided), note
+    if processes.topology.stages == 1:
+        _divided(blocks, lambda: ([], ""))
+        return Parts([blocks.model.names], "")
+    return _divided(blocks, lambda: _automatic(blocks, processes, device, bound=bound))
 
 
-def counted(model: BlockList, recipe: Recipe, batch: Batch) -> Tuple[List[List[str]], str]:
-    """All parts, also of one process, where blocks cannot be timed one by one: an automatic cut balances multiply-adds
-    and ignores memory."""
+def counted(blocks: Blocks) -> Parts:
+    """Cut a model where blocks cannot be timed one by one, also for one process.
+
+    An automatic cut balances multiply-adds, and ignores memory.
+
+    Args:
+        blocks: the model.
+
+    Raises:
+        ConfigError: cut points that the model does not have.
+    """
 
     def automatic() -> Tuple[Sequence[str], str]:
-        count, found = recipe.parallel.parts, _counted_costs(model, recipe, batch)
-        cut = balance.balance(found, count, in_flight=[batch.accumulation] * count)
+        count = blocks.parallel.parts
+        in_flight = [blocks.batch.accumulation] * count
+        cut = balance.balance(_counted_costs(blocks), count, in_flight=in_flight)
         return cut.cuts, cut.describe("counted")
 
-    return ([model.names], "") if recipe.parallel.stages == 1 else _divided(model, recipe, automatic)
+    if blocks.parallel.stages == 1:
+        return Parts([blocks.model.names], "")
+    return _divided(blocks, automatic)
 
 
-def own_parts(divided: Sequence[Sequence[str]], topology: Topology) -> Dict[int, Sequence[str]]:
-    """By number, the parts of this process: every `stages`-th, so that neighbours are on neighbours."""
-    return {number: names for number, names in enumerate(divided) if number % topology.stages == topology.stage}
+def own_parts(names: Sequence[Sequence[str]], topology: Topology) -> Dict[int, Sequence[str]]:
+    """Return the parts of this process by number.
+
+    Args:
+        names: of the blocks of each part.
+        topology: of the run. A process has every `stages`-th part, so that neighbours are on
+            neighbours.
+    """
+    own = {}
+    for number, blocks in enumerate(names):
+        if number % topology.stages == topology.stage:
+            own[number] = blocks
+    return own
 
 
-def _counted_costs(model: BlockList, recipe: Recipe, batch: Batch) -> Dict[str, balance.BlockCost]:
-    itemsize = next(model.parameters()).element_size()
-    return shapes.costs(recipe.model, recipe.model.image_size, batch.micro, itemsize)
+def _counted_costs(blocks: Blocks) -> Dict[str, balance.BlockCost]:
+    itemsize = next(blocks.model.parameters()).element_size()
+    section = blocks.section
+    return shapes.costs(section, section.image_size, blocks.batch.micro, itemsize)
 
 
-def _divided(
-    model: BlockList, recipe: Recipe, automatic: Callable[[], Tuple[Sequence[str], str]]
-) -> Tuple[List[List[str]], str]:
-    """The parts that cut points make, the recipe's or automatic ones; and a line about these. Raises ConfigError."""
-    found = {name for name in model.names if any(True for _ in model.block(name).parameters())}
-    count = recipe.parallel.parts
-    if count > len(found):
-        raise ConfigError(f"parallel.stages: {count} parts are more than the {len(found)} blocks that have parameters")
-    cut, note = (recipe.parallel.split, "") if isinstance(recipe.parallel.split, list) else automatic()
+def _divided(blocks: Blocks, automatic: Callable[[], Tuple[Sequence[str], str]]) -> Parts:
+    """Return the parts that cut points make, the recipe's or automatic ones. Raises ConfigError."""
+    model = blocks.model
+    parallel = blocks.parallel
+    # A part needs a parameter to train.
+    trained = set()
+    for name in model.names:
+        if any(True for _ in model.block(name).parameters()):
+            trained.add(name)
+    if parallel.parts > len(trained):
+        raise ConfigError(
+            f"parallel.stages: {parallel.parts} parts are more than the {len(trained)} blocks that have parameters"
+        )
+    # The recipe's own cut, or one that is made here.
+    note = ""
+    if isinstance(parallel.split, list):
+        cut: Sequence[str] = parallel.split
+    else:
+        cut, note = automatic()
     try:
         divided = split_names(model.names, cut)
     except ValueError as error:
         raise ConfigError(f"parallel.split: {error}") from None
     for names in divided:
-        if not found.intersection(names):
+        if not trained.intersection(names):
             raise ConfigError(f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind")
-    return divided, note
+    return Parts(divided, note)
 
 
 def _automatic(
-    model: BlockList, recipe: Recipe, batch: Batch, processes: Processes, device: torch.device
+    blocks: Blocks,
+    processes: Processes,
+    device: torch.device,
+    *,
+    bound: str,
 ) -> Tuple[List[str], str]:
-    """The balanced cut. All ranks measure at once, as they will compute, and the median counts.
+    """Return the balanced cut. All ranks measure at once, and the median counts.
 
-    A counted cut is a function of the recipe and the number of replicas, whatever memory is free now.
+    A counted cut is a function of the recipe and the number of replicas, whatever memory is free.
     """
-    parallel, size, memory = recipe.parallel, recipe.model.image_size, None
-    why = "" if parallel.split == "counted" else bound_to_cut(recipe, processes.topology.replicas)
-    if parallel.split == "counted" or why:
-        found = _counted_costs(model, recipe, batch)
-        origin = f"counted, not measured: {why}, so that another cut would be another result" if why else "counted"
+    parallel = blocks.parallel
+    batch = blocks.batch
+    memory = None
+    if parallel.split == "counted":
+        block_costs = _counted_costs(blocks)
+        origin = "counted"
+    elif bound:
+        block_costs = _counted_costs(blocks)
+        origin = f"counted, not measured: {bound}, so that another cut would be another result"
     else:
+        size = blocks.section.image_size
         generator = torch.Generator().manual_seed(0)
-        images = torch.randint(0, 256, (batch.micro, 3, size, size), dtype=torch.uint8, generator=generator)
-        found = costs.median(processes.gather(costs.measure(model, images.to(device))))
-        memory, origin = memory_of(device) // (parallel.virtual_stages or 1), "measured"
+        shape = (batch.micro, 3, size, size)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        measured = costs.measure(blocks.model, images.to(device))
+        block_costs = costs.median(processes.gather(measured))
+        memory = memory_of(device) // (parallel.virtual_stages or 1)
+        origin = "measured"
+    # One process decides: free memory differs between hosts.
     cut = processes.from_main(
         lambda: balance.balance(
-            found,
+            block_costs,
             parallel.parts,
             in_flight=parallel.in_flight(batch.accumulation),
-            recompute=blocks_to_recompute(model.names, parallel.recompute),
+            recompute=blocks_to_recompute(blocks.model.names, parallel.recompute),
             bytes_per_parameter=_BYTES_PER_PARAMETER,
             memory=memory,
             phases=parallel.schedule == "gpipe",

@@ -11,7 +11,6 @@ import torch
 
 from common.errors import ConfigError
 from parallel.topology import Topology
-from recipe.config import Recipe
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SUPPORTED = "supported are NVIDIA GPUs (cuda), CPUs and IPUs"
@@ -19,45 +18,64 @@ _SUPPORTED = "supported are NVIDIA GPUs (cuda), CPUs and IPUs"
 _REPEATING = (":4096:8", ":16:8")
 
 
-def device_of(recipe: Recipe, topology: Topology) -> torch.device:
-    """Device of this process: each process on a host has a GPU of its own.
+def device_of(wanted: str, topology: Topology) -> torch.device:
+    """Return the device of this process: each process on a host has a GPU of its own.
 
-    Raises ConfigError: no CUDA device, or fewer than processes on this host; PyTorch for ROCm, unless the CPU is named.
+    Args:
+        wanted: `run.device`, other than "ipu".
+        topology: which process this is.
+
+    Raises:
+        ConfigError: no CUDA device, or fewer than processes on this host; PyTorch for ROCm, unless
+            the CPU is named.
     """
-    wanted, found = recipe.run.device, torch.cuda.is_available()
+    available = torch.cuda.is_available()
     if wanted != "cpu" and torch.version.hip:  # its devices are called cuda, too
         raise ConfigError(f"run.device {wanted}: this PyTorch is for ROCm; {_SUPPORTED}; use run.device=cpu")
-    if wanted == "cuda" and not found:
+    if wanted == "cuda" and not available:
         raise ConfigError("run.device cuda: PyTorch finds no CUDA device here; use run.device=cpu or auto")
-    if wanted == "cpu" or not found:
+    if wanted == "cpu" or not available:
         return torch.device("cpu")
     if topology.world == 1:
         return torch.device("cuda")
     devices = torch.cuda.device_count()
     if topology.local_rank >= devices:
         raise ConfigError(
-            f"process {topology.local_rank + 1} on this host has no GPU, there are {devices}: NCCL cannot run two "
-            "ranks on one; start fewer processes, or use run.device=cpu"
+            f"process {topology.local_rank + 1} on this host has no GPU, there are {devices}: NCCL "
+            "cannot run two ranks on one; start fewer processes, or use run.device=cpu"
         )
     return torch.device("cuda", topology.local_rank)
 
 
-def unused(recipe: Recipe) -> Tuple[str, ...]:
-    """A line for the user if `run.device=auto` leaves out a GPU that PyTorch has found here."""
-    if recipe.run.device != "auto" or torch.cuda.is_available():
+def unused(wanted: str) -> Tuple[str, ...]:
+    """Return a line for the user if `auto` leaves out a GPU that PyTorch has found here.
+
+    Args:
+        wanted: `run.device`.
+    """
+    if wanted != "auto" or torch.cuda.is_available():
         return ()
-    others = {"Apple's GPU (MPS)": torch.backends.mps, "Intel's GPU (XPU)": getattr(torch, "xpu", None)}  # from 2.3 on
-    found = [name for name, backend in others.items() if backend is not None and backend.is_available()]
-    return tuple(f"run.device auto: the CPU computes, {name} does not; {_SUPPORTED}" for name in found)
+    backends = {
+        "Apple's GPU (MPS)": torch.backends.mps,
+        "Intel's GPU (XPU)": getattr(torch, "xpu", None),  # from torch 2.3 on
+    }
+    lines = []
+    for name, backend in backends.items():
+        if backend is not None and backend.is_available():
+            lines.append(f"run.device auto: the CPU computes, {name} does not; {_SUPPORTED}")
+    return tuple(lines)
 
 
 def name_of(device: torch.device) -> str:
-    """The kind of device, as `NVIDIA H200` or `cpu`: devices of a kind are equally fast and add in the same order."""
+    """Return the kind of `device`, as `NVIDIA H200` or `cpu`.
+
+    Devices of a kind are equally fast, and add in the same order.
+    """
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has no work left."""
+    """Wait until a `device` has no work left."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -71,17 +89,22 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A block to be measured."""
+        """Measure the time of a block."""
         before = self._mark()
         yield
         self._marks.append((before, self._mark()))
 
     def read(self) -> Tuple[float, int]:
-        """Seconds in blocks since the last call, and how many of them. Waits for the device."""
+        """Return the seconds in blocks since the last call, and how many these are.
+
+        Waits for the device.
+        """
         synchronize(self._device)
-        marks, self._marks = self._marks, []
+        marks = self._marks
+        self._marks = []
         if self._device.type == "cuda":
-            return sum(before.elapsed_time(after) for before, after in marks) / 1000, len(marks)
+            milliseconds = sum(before.elapsed_time(after) for before, after in marks)
+            return milliseconds / 1000, len(marks)
         return sum(after - before for before, after in marks), len(marks)
 
     def _mark(self) -> Any:
@@ -92,18 +115,29 @@ class Stopwatch:
         return event
 
 
-def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Dtype of activations and working weights."""
-    if recipe.precision.compute == "auto":
+def compute_dtype(compute: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations and working weights.
+
+    Args:
+        compute: `precision.compute`.
+        device: that computes; `auto` depends on it.
+    """
+    if compute == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
-    return DTYPES[recipe.precision.compute]
+    return DTYPES[compute]
 
 
 def set_switches(deterministic: bool) -> None:
-    """Process-wide switches of torch. Shapes seldom change within a run, so cuDNN may search for kernels. float32 is
-    IEEE's in every kernel, so that the choice of one changes no more than rounding.
+    """Set the process-wide switches of torch.
 
-    Raises ConfigError: deterministic, but cuBLAS would not be: it reads its variable only once, as CUDA starts.
+    Shapes seldom change within a run, so cuDNN may search for kernels. float32 is IEEE's in every
+    kernel, so that the choice of one changes no more than rounding.
+
+    Args:
+        deterministic: whether runs repeat bit for bit.
+
+    Raises:
+        ConfigError: cuBLAS would not repeat: it reads its variable only once, as CUDA starts.
     """
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.deterministic = deterministic
@@ -114,19 +148,29 @@ def set_switches(deterministic: bool) -> None:
 
 
 def _check_cublas() -> None:
-    """Set cuBLAS's variable while that counts: commands have it from their beginning, other programs may not."""
+    """Set cuBLAS's variable while that counts.
+
+    Commands have it from their beginning, other programs may not.
+    """
     wanted = " or ".join(_REPEATING)
     given = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if given is None and torch.cuda.is_initialized():
-        fault = "CUDA has started without CUBLAS_WORKSPACE_CONFIG"
-        raise ConfigError(f"run.deterministic: {fault}; set it to {wanted} before")
+        raise ConfigError(
+            f"run.deterministic: CUDA has started without CUBLAS_WORKSPACE_CONFIG; set it to {wanted} before"
+        )
     if given not in (None, *_REPEATING):
         raise ConfigError(f"run.deterministic: CUBLAS_WORKSPACE_CONFIG is {given}; set it to {wanted}, or unset it")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _REPEATING[0])
 
 
 def timed(work: Callable[[], object], device: torch.device, calls: int) -> List[float]:
-    """Seconds of each of some calls of `work`, until the device is done; the first ones warm caches and compilers."""
+    """Return the seconds of each of some calls, until the device is done.
+
+    Args:
+        work: to be called; the first calls warm caches and compilers.
+        device: that computes.
+        calls: how many.
+    """
     seconds = []
     for _ in range(calls):
         synchronize(device)
@@ -138,7 +182,12 @@ def timed(work: Callable[[], object], device: torch.device, calls: int) -> List[
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that this process may count on: of its GPU, or its share of what the host has free."""
+    """Return the bytes that this process may count on.
+
+    Args:
+        device: a GPU, of which all that is free counts, or a CPU, of whose free memory each process
+            on the host has a share.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,11 +1,10 @@
-"""A replica's gradients between its last backward pass and the update: exchanged, and possibly delayed."""
+"""A replica's gradients between its last backward pass and the update: exchanged, perhaps late."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, Callable, Deque, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional
 
 import torch
@@ -20,49 +19,86 @@ from optim.weight_state import WeightState
 from parallel import exchange
 from parallel.exchange import Running, Setup
 from parallel.processes import Processes
-from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.optimization import Sgd
+from recipe.exchange import Exchange
+from recipe.optimization import Optimizer, Precision, Sgd
 
-_SUBTRACT = Sgd(momentum=0.0, weight_decay=0.0, skip=[])  # of updates that are made before they are exchanged
+# Subtracts updates that are made before they are exchanged.
+_SUBTRACT = Sgd(momentum=0.0, weight_decay=0.0, skip=[])
+
+
+class UpdateSections(NamedTuple):
+    """The sections of a recipe that an update depends on."""
+
+    optimizer: Optimizer
+    exchange: Exchange
+    precision: Precision
 
 
 def create_weights(
-    recipe: Recipe,
+    sections: UpdateSections,
     parameters: Mapping[str, nn.Parameter],
-    norms: Iterable[str],
     *,
+    norms: Iterable[str],
     hidden: Mapping[str, int],
+    seed: int,
     **options: Any,
 ) -> WeightState:
-    """The weights of a recipe with the optimizer of what is exchanged: gradients, or the updates that replicas made.
+    """Create the weights of a run, with the optimizer of what is exchanged.
+
+    That is the recipe's for gradients, and a subtraction for the updates that replicas made.
 
     Args:
+        sections: of the recipe.
+        parameters: of this process, by name.
         norms: names of the normalisations' parameters.
         hidden: result of `optim.factory.hidden_layers` for the whole model.
+        seed: of stochastic rounding.
         options: of WeightState.
     """
-    section = _SUBTRACT if recipe.exchange.compresses_update(recipe.optimizer) else recipe.optimizer
+    section = sections.optimizer
+    if sections.exchange.compresses_update(section):
+        section = _SUBTRACT
     return WeightState(
         parameters.items(),
         lambda named: factory.create(section, named, norms, hidden),
-        dtype=DTYPES[recipe.precision.weights],
-        rounding=recipe.precision.rounding,
-        seed=recipe.run.seed,
+        dtype=DTYPES[sections.precision.weights],
+        rounding=sections.precision.rounding,
+        seed=seed,
         clip_norm=section.clip_norm,
         **options,
     )
 
 
+class _ExchangedWeights:
+    """The weights as an exchange sees them: see parallel.exchange.Setup."""
+
+    def __init__(self, weights: WeightState, averages: Mapping[str, torch.Tensor]):
+        self.flat = weights.flat
+        self.store = weights.store
+        self.refresh = weights.refresh
+        self._weights = weights
+        self._averages = averages
+
+    def own_state(self) -> Dict[str, torch.Tensor]:
+        """Return all that an update changes, and the averages, by name."""
+        return {**self._weights.own_state(), **self._averages}
+
+
 class _Alone(Running):
-    """Of a replica that has nothing to exchange."""
+    """The exchange of a replica that has nothing to exchange."""
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         pass
 
 
 class _Entry(NamedTuple):
-    """A gradient that is still to be applied, the divisor that makes a mean of it, and its exchange if not yet done."""
+    """A gradient that is still to be applied.
+
+    gradient: float32 [length].
+    divisor: float32 [], makes a mean of it.
+    exchange: under way; None where it is done.
+    """
 
     gradient: torch.Tensor
     divisor: torch.Tensor
@@ -77,10 +113,10 @@ class _Entry(NamedTuple):
 class Delay:
     """Takes a step's gradient and returns that of `steps` steps before.
 
-    On a CPU one thread exchanges the gradients, in order and one at a time, beside the next step's computation; an
-    exchange therefore needs a process group that nothing else uses meanwhile. If one fails, the next call raises its
-    error, and no later one begins: it would meet the other replicas' earlier ones. On other devices a gradient is
-    exchanged when it is taken.
+    On a CPU one thread exchanges the gradients, in order and one at a time, beside the next step's
+    computation; an exchange therefore needs a process group that nothing else uses meanwhile. If
+    one fails, the next call raises its error, and no later one begins: it would meet the other
+    replicas' earlier ones. On other devices a gradient is exchanged when it is taken.
 
     entries: gradients to be applied, oldest first.
     """
@@ -88,33 +124,48 @@ class Delay:
     def __init__(self, gradients: torch.Tensor, steps: int, exchange: Optional[Callable[..., None]]):
         """
         Args:
-            gradients: float32 [length], the buffer of a step's gradients and of the update; it stays the same tensor.
-            steps: >= 1: as many buffers are kept beside it.
-            exchange: sums a buffer over the replicas, in place, given the number of the update and the divisor; None
-                where there are no other replicas.
+            gradients: float32 [length], the buffer of a step's gradients and of the update; it
+                stays the same tensor.
+            steps: 1 or more: as many buffers are kept beside it.
+            exchange: sums a buffer over the replicas, in place, given the number of the update and
+                the divisor; None where there are no other replicas.
         """
-        self._gradients, self._steps, self._exchange = gradients, steps, exchange
+        self._gradients = gradients
+        self._steps = steps
+        self._exchange = exchange
         self.entries: Deque[_Entry] = deque()
-        # The interpreter waits for this thread before it ends: amid torch's code it would abort the process.
+        # The interpreter waits for this thread before it ends: amid torch's code it would abort the
+        # process.
         in_thread = exchange is not None and gradients.device.type == "cpu"
         self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
 
     def advance(self, step: int, divisor: torch.Tensor) -> Optional[torch.Tensor]:
-        """Replace the gradient in the buffer, of update `step`, by that of `steps` calls before, summed over replicas;
-        in the first steps, when none is due, by zeros.
+        """Replace the gradient in the buffer by that of `steps` calls before, summed over replicas.
 
-        Args: divisor: float32 [], of the former. Returns: that of the latter, if one is due.
+        In the first steps, when none is due, zeros take its place.
+
+        Args:
+            step: number of the update whose gradient lies in the buffer.
+            divisor: float32 [], of that gradient.
+
+        Returns:
+            The divisor of the gradient that lies there afterwards; None if none was due.
         """
+        # An exchange that has failed ends the run as soon as possible.
         for entry in self.entries:
             if entry.exchange is not None and entry.exchange.done():
                 entry.finish()
-        new, divisor, due = self._gradients.clone(), divisor.clone(), None
+        new = self._gradients.clone()
+        divisor = divisor.clone()
+        due = None
         if len(self.entries) < self._steps:
             self._gradients.zero_()
         else:
-            self.entries[0].finish()
-            gradient, due, _ = self.entries.popleft()
-            self._gradients.copy_(gradient)
+            oldest = self.entries[0]
+            oldest.finish()
+            self.entries.popleft()
+            self._gradients.copy_(oldest.gradient)
+            due = oldest.divisor
         self.entries.append(_Entry(new, divisor, self._start(new, step, divisor)))
         return due
 
@@ -129,8 +180,12 @@ class Delay:
             self._thread.shutdown()
 
     def _start(self, *arguments: Any) -> Optional[Future]:
-        """Exchange a gradient after those before it, with as many of torch's threads as the main thread has."""
-        exchange, threads = self._exchange, torch.get_num_threads()
+        """Exchange a gradient after those before it.
+
+        The thread gets as many of torch's threads as the main thread has.
+        """
+        exchange = self._exchange
+        threads = torch.get_num_threads()
         if self._thread is None:
             if exchange is not None:
                 exchange(*arguments)
@@ -147,65 +202,104 @@ class Delay:
 
 
 class GradientExchange:
-    """Puts the gradient of the whole batch in the place of the replica's own; as late as `exchange.delay` says.
+    """Puts the gradient of the whole batch in the place of the replica's own.
 
-    arm: to be called before the last backward pass of a step where the exchange can begin within it; else None.
+    It does so as late as `exchange.delay` says.
+
+    arm: to be called before the last backward pass of a step where the exchange can begin within
+        it; else None.
     """
 
     def __init__(
         self,
         weights: WeightState,
         parameters: Mapping[str, nn.Parameter],
+        sections: UpdateSections,
+        *,
         norms: Iterable[str],
-        recipe: Recipe,
         batch: Batch,
         processes: Processes,
         steps_per_epoch: Optional[int],
-        averages: Optional[Dict[str, torch.Tensor]] = None,
+        averages: Optional[Mapping[str, torch.Tensor]] = None,
     ):
-        """Args: weights: of `create_weights`, with the same parameters and norms. steps_per_epoch: None for an engine
-        that does not train. averages: of the weights, by name, laid out as these."""
-        self._weights, self._processes = weights, processes
+        """
+        Args:
+            weights: of `create_weights`.
+            parameters, sections, norms: those with which the weights were created.
+            batch: of a step.
+            processes: of the run.
+            steps_per_epoch: None for an engine that does not train.
+            averages: of the weights, by name, laid out as these.
+        """
+        section = sections.exchange
+        optimizer = sections.optimizer
+        method = exchange.of(section)
+        self._weights = weights
+        self._processes = processes
         self._buffer = weights.gradients.flat
-        section, method = recipe.exchange, exchange.of(recipe.exchange)
-        # A late gradient is exchanged in a thread of its own, which needs a group of its own.
-        single = processes.topology.replicas == 1
-        group = None if single else processes.further_replica_group() if section.delay else processes.replica_group
+        # Without other replicas there is no group; a late gradient is exchanged in a thread of its
+        # own, which needs a group of its own.
+        if processes.topology.replicas == 1:
+            group = None
+        elif section.delay:
+            group = processes.further_replica_group()
+        else:
+            group = processes.replica_group
         self._replica_update: Optional[ReplicaUpdate] = None
-        if section.compresses_update(recipe.optimizer):
+        if section.compresses_update(optimizer):
+            whole = []
+            if section.whole_1d:
+                whole = [name for name, tensor in parameters.items() if tensor.dim() == 1]
             self._replica_update = weights.create_replica_update(
-                factory.create(recipe.optimizer, dict(parameters), norms),
-                clip_norm=recipe.optimizer.clip_norm,
+                factory.create(optimizer, dict(parameters), norms),
+                clip_norm=optimizer.clip_norm,
                 buckets=section.sketch,
                 replicas=processes.topology.replicas,
                 add_up=processes.sum_over_replicas,
-                whole=[name for name, each in parameters.items() if section.whole_1d and each.dim() == 1],
+                whole=whole,
             )
-        exchanged = SimpleNamespace(flat=weights.flat, store=weights.store, refresh=weights.refresh)
-        exchanged.own_state = lambda: {**weights.own_state(), **(averages or {})}
-        setup = Setup(
-            *(batch, processes, self._buffer, weights.places(), weights.gradients.collect),
-            *(group, steps_per_epoch, self._replica_update, exchanged),
+        running = method.create(
+            Setup(
+                batch=batch,
+                processes=processes,
+                gradients=self._buffer,
+                places=weights.places(),
+                collect=weights.gradients.collect,
+                group=group,
+                steps_per_epoch=steps_per_epoch,
+                replica_update=self._replica_update,
+                weights=_ExchangedWeights(weights, averages or {}),
+            )
         )
-        running = method.create(setup)
         self._running = running or _Alone()
+        # A method may implement the delay itself.
         self._late = 0 if self._running.delays else section.delay
         self._delay = Delay(self._buffer, self._late, running) if self._late else None
-        overlaps = self._delay is None and self._running.overlaps
-        self.arm: Optional[Callable[[], None]] = self._running.arm if overlaps else None
-        self.after_update = self._running.after_update  # to be called when update `step` has been made
+        self.arm: Optional[Callable[[], None]] = None
+        if self._delay is None and self._running.overlaps:
+            self.arm = self._running.arm
+        self.after_update = self._running.after_update  # to be called once update `step` is made
         self._summed = batch.micro_batches if method.sums else batch.accumulation
         self.divide(batch)
 
     def divide(self, batch: Batch) -> None:
-        """From the next step on replicas compute the shares of `batch`. The gradients have their sums already."""
+        """Let replicas compute the shares of `batch` from the next step on.
+
+        The gradients have their sums already.
+        """
         self._running.divide(batch.shares, self._weights.gradients.sums)
 
     def __call__(self, step: int, scale: torch.Tensor, lr: float) -> Optional[torch.Tensor]:
-        """Exchange the gradient of update `step`, from 0, that lies in the weights' buffer; or the update of it.
+        """Exchange the gradient that lies in the weights' buffer; or the update of it.
 
-        Args: scale: float32 [], the loss scale it was computed with. lr: learning rate of the update. Returns: the
-        divisor of the gradient that lies in the buffer now, float32 []; None where no gradient is due yet.
+        Args:
+            step: number of the update, from 0.
+            scale: float32 [], the loss scale the gradient was computed with.
+            lr: learning rate of the update.
+
+        Returns:
+            The divisor of the gradient that lies in the buffer now, float32 []; None where no
+            gradient is due yet.
         """
         divisor = scale * self._summed
         if self._replica_update is not None:
@@ -216,54 +310,85 @@ class GradientExchange:
         return divisor
 
     def rate(self, lr: float) -> float:
-        """Learning rate of what was exchanged: updates have theirs already."""
+        """Return the learning rate of what was exchanged: updates have theirs, `lr`, already."""
         return lr if self._replica_update is None else 1.0
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
-        """The mean over replicas of a buffer laid out as the weights; itself where replicas have the same. All call."""
+        """Return the mean over replicas of a buffer, `flat`, laid out as the weights.
+
+        It is the buffer itself where replicas have the same. All replicas call.
+        """
         mean = self._running.mean(flat)
         return flat if mean is None else mean
 
     def norms(self, applied: Norms) -> Norms:
-        """Norms of an update, of which replicas may have made what `applied` does not know. All stages call."""
+        """Return the norms of an update. All stages call.
+
+        Args:
+            applied: what the weights know; replicas may have made the update before.
+        """
         return applied if self._replica_update is None else self._replica_update.norms(applied)
 
     def state_dict(self) -> Dict[str, dict]:
-        """State that all replicas share: `delayed`, gradients still to be applied, oldest first, and `exchange`, {kind:
-        {parameter: tensor}}; either is left out where there is none."""
-        delayed = {}
+        """Return the state that all replicas share; what is empty is left out.
+
+        Returns:
+            `delayed`, gradients still to be applied, oldest first, and `exchange`, {kind:
+            {parameter: tensor}}.
+        """
+        saved = {}
         if self._delay is not None:
             self._delay.wait()
-            for number, (gradient, divisor, _) in enumerate(self._delay.entries):
-                own = {"gradient": self._weights.by_name(gradient), "divisor": divisor.to("cpu", copy=True)}
-                delayed[str(number)] = own
-        common = {name: self._weights.by_name(flat) for name, flat in self._running.common_state().items()}
-        return {name: found for name, found in (("delayed", delayed), ("exchange", common)) if found}
+            delayed = {}
+            for number, entry in enumerate(self._delay.entries):
+                delayed[str(number)] = {
+                    "gradient": self._weights.by_name(entry.gradient),
+                    "divisor": entry.divisor.to("cpu", copy=True),
+                }
+            if delayed:
+                saved["delayed"] = delayed
+        common = self._running.common_state()
+        if common:
+            saved["exchange"] = {name: self._weights.by_name(flat) for name, flat in common.items()}
+        return saved
 
     def load_state_dict(self, saved: dict) -> None:
-        """Load the result of `state_dict`; other names are ignored. Raises ValueError naming what does not fit."""
-        entries, common = list(saved.get("delayed", {}).values()), saved.get("exchange", {})
-        if len(entries) > self._late:
-            raise ValueError(f"{len(entries)} gradients are still to be applied, but exchange.delay is {self._late}")
+        """Load the result of `state_dict`; other names in `saved` are ignored.
+
+        Raises:
+            ValueError: names what does not fit.
+        """
+        delayed = saved.get("delayed", {})
+        if len(delayed) > self._late:
+            raise ValueError(f"{len(delayed)} gradients are still to be applied, but exchange.delay is {self._late}")
         if self._delay is not None:
             self._delay.wait()
-            device = self._buffer.device
-            loaded = [(self._flat(each["gradient"]), each["divisor"].to(device, copy=True)) for each in entries]
-            self._delay.entries = deque(_Entry(*each) for each in loaded)
+            self._delay.entries = deque()
+            for entry in delayed.values():
+                gradient = self._flat(entry["gradient"])
+                divisor = entry["divisor"].to(self._buffer.device, copy=True)
+                self._delay.entries.append(_Entry(gradient, divisor))
+        common = saved.get("exchange", {})
         own = self._running.common_state()
         if own.keys() != common.keys():
             name = sorted(own.keys() ^ common.keys())[0]
-            raise ValueError(f"exchange: {name} is {'missing' if name in own else 'of another exchange'}")
+            fault = "missing" if name in own else "of another exchange"
+            raise ValueError(f"exchange: {name} is {fault}")
         for name, flat in own.items():
             flat.copy_(self._flat(common[name]))
 
     def own_state(self) -> Dict[str, torch.Tensor]:
-        """State of this replica for later steps, by name: [length] each, laid out as the weights."""
+        """Return the state of this replica for later steps, by name.
+
+        Returns:
+            [length] each, laid out as the weights.
+        """
         return self._running.state()
 
     def replica_states(self) -> Iterator[dict]:
-        """State of each replica for later steps: see engines/base.py."""
-        own, place = self._running.state(), self._processes.topology
+        """Yield the state of each replica for later steps: see engines/base.py."""
+        own = self._running.state()
+        place = self._processes.topology
         if not own:
             return
         if self._delay is not None:
@@ -276,25 +401,38 @@ class GradientExchange:
             yield merged(self._processes.gather_to_main(sent, ranks))
 
     def load_replica_states(self, count: int, read: Callable[[int], dict]) -> None:
-        """Load the state of `count` replicas: see engines/base.py. Shares are added, so that the sum over replicas, or
-        their mean where that counts, stays."""
-        own, place, means = self._running.state(), self._processes.topology, self._running.states_are_means
+        """Load the state of `count` replicas that `read` returns: see engines/base.py.
+
+        Shares are added, so that the sum over replicas, or their mean where that counts, stays.
+
+        Raises:
+            ValueError: the states do not fit; on all replicas.
+        """
+        own = self._running.state()
+        means = self._running.states_are_means
         if count and not own:
             raise ValueError(f"{count} replicas have kept a part of their gradients; exchange.method is not sparse")
         if not own or (means and not count):
             return  # such replicas begin with the common state
-        sums = {name: torch.zeros_like(flat, dtype=torch.float32) for name, flat in own.items()}
+        # Each replica takes the share of those whose images it computes now.
+        place = self._processes.topology
+        sums = {}
+        for name, flat in own.items():
+            sums[name] = torch.zeros_like(flat, dtype=torch.float32)
         fault = ""
         for number in range(count):
             state = self._processes.from_main(functools.partial(read, number))
             share = _overlap(number, count, place.replica, place.replicas)
+            if not share:
+                continue
             try:
-                for name, total in sums.items() if share else ():
+                for name, total in sums.items():
                     total.add_(self._flat(state.get(name, {})), alpha=share)
             except ValueError as error:
                 fault = str(error)  # the others still have to be sent theirs
-        for each in filter(None, self._processes.gather(fault)):
-            raise ValueError(each)
+        for message in self._processes.gather(fault):
+            if message:
+                raise ValueError(message)
         scale = place.replicas / count if means else 1.0
         for name, flat in own.items():
             flat.copy_(sums[name].mul_(scale))
@@ -307,14 +445,17 @@ class GradientExchange:
         self._running.close()
 
     def _flat(self, tensors: Dict[str, torch.Tensor]) -> torch.Tensor:
-        """A buffer laid out as the weights are, with the tensors that belong to this stage. Raises ValueError."""
+        """Return a buffer laid out as the weights, with the tensors that belong to this stage."""
         flat = torch.zeros_like(self._buffer)
         self._weights.load_flat(flat, self._weights.own(tensors))
         return flat
 
 
 def _overlap(old: int, olds: int, new: int, news: int) -> float:
-    """Share of the images of replica `old` of `olds` that replica `new` of `news` computes: replicas take a step's
-    micro batches in order, each as many as the others."""
-    first, last = max(old * news, new * olds), min((old + 1) * news, (new + 1) * olds)
+    """Return the share of the images of replica `old` of `olds` that replica `new` of `news` has.
+
+    Replicas take a step's micro batches in order, each as many as the others.
+    """
+    first = max(old * news, new * olds)
+    last = min((old + 1) * news, (new + 1) * olds)
     return max(0, last - first) / news

@@ -25,7 +25,7 @@ def connect(recipe: Recipe, topology: Topology, elastic: Optional[Elastic] = Non
         return ipu_engine.connect(recipe, topology)
     from engines.devices import device_of
 
-    return Processes(topology, device_of(recipe, topology), recipe.parallel.silence, elastic)
+    return Processes(topology, device_of(recipe.run.device, topology), recipe.parallel.silence, elastic)
 
 
 def create(

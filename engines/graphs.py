@@ -10,17 +10,17 @@ activations that are computed again, nor several micro batches between their pas
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from common.errors import first_line
+from engines.listeners import StepListener
 from engines.stage import Stage
 from models.stochastic import RANDOM_LAYERS
-from recipe.config import Recipe
-from recipe.division import Batch
+from recipe.course import Update
 
 DEVICES = ("cuda",)  # types that record
 _FEW = 4  # micro batches of a replica in a step
@@ -46,15 +46,50 @@ def recorder() -> Record:
     return record
 
 
-def recorded(stages: Dict[int, Stage], recipe: Recipe, batch: Batch, device: torch.device, overlaps: bool) -> dict:
-    """What computes the training passes of some stages: with recordings where `engine.graphs` and the device have them.
+def recorded(
+    stages: Dict[int, Stage],
+    mode: str,
+    *,
+    accumulation: int,
+    device: torch.device,
+    overlaps: bool,
+) -> Dict[int, nn.Module]:
+    """Return what computes the training passes of some stages, recorded where that is possible.
 
-    Args: overlaps: whether hooks of the parameters begin the exchange in the last backward pass of a step, which
-    recordings do not call. That is worth more where there are few others.
+    Args:
+        stages: by number.
+        mode: `engine.graphs`.
+        accumulation: micro batches of a replica in a step.
+        device: that computes.
+        overlaps: whether hooks of the parameters begin the exchange in the last backward pass of a
+            step, which recordings do not call. That is worth more where there are few others.
+
+    Returns:
+        `stages` itself, or a `Graphed` for each.
     """
-    if device.type not in DEVICES or recipe.engine.graphs == "never" or (overlaps and batch.accumulation < _FEW):
+    if device.type not in DEVICES or mode == "never" or (overlaps and accumulation < _FEW):
         return stages
     return {number: Graphed(stage, recorder) for number, stage in stages.items()}
+
+
+class GraphListener(StepListener):
+    """Tells recordings that a step begins, and collects what could not be recorded."""
+
+    def __init__(self, passes: Mapping[int, nn.Module]):
+        """Follow the result of `recorded`, here `passes`."""
+        self._graphed = [each for each in passes.values() if isinstance(each, Graphed)]
+
+    def begin(self, update: Update) -> None:
+        for graphed in self._graphed:
+            graphed.begin()
+
+    def take_lines(self) -> List[str]:
+        """Return lines for the user that were not returned before."""
+        lines = []
+        for graphed in self._graphed:
+            lines += graphed.lines
+            graphed.lines.clear()
+        return lines
 
 
 class Graphed(nn.Module):

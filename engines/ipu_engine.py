@@ -84,7 +84,7 @@ class IpuEngine(Engine):
         self._dtype = DTYPES[compute_dtype(recipe)]  # of arithmetic and weights: ipu/rules.py requires one for both
         training, evaluation = (device_model(recipe, self._dtype) for _ in range(2))
         self.shapes = state.shapes(evaluation)
-        parts, note = cuts.counted(evaluation, recipe, batch)
+        parts, note = cuts.counted(cuts.Blocks(evaluation, recipe.model, recipe.parallel, batch))
         for name in recipe.ipu.keep_activations:
             if name not in evaluation.names:
                 blocks = ", ".join(evaluation.names)
@@ -176,10 +176,9 @@ class IpuEngine(Engine):
         place = self.topology
         return EvaluationFeed(source, self._recipe, self._rows, place.replica // place.served, place.world)
 
-    def train_step(
-        self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False, update: Optional[Update] = None
-    ) -> StepResult:
-        assert update is None or update.steps == 1, update
+    def train_step(self, micro_batches: Iterator[Any], update: Update, lr: float, measure: bool = False) -> StepResult:
+        assert update.steps == 1, update
+        step = update.step
         images = next(micro_batches)
         assert images.step == step, (images.step, step)
         for group, scale in zip(self._optimizer.param_groups, self._rate_scales):
@@ -205,6 +204,9 @@ class IpuEngine(Engine):
         if "epoch_average" in self._averages:
             self._fetch_weights()
             self._averages["epoch_average"].add([self._host.flat])
+
+    def averages(self) -> Tuple[str, ...]:
+        return tuple(name for name, average in self._averages.items() if average.count)
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:

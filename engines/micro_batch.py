@@ -21,6 +21,7 @@ from common.json_io import read_json
 from data import mixing
 from data.batches import MicroBatch
 from engines import cache, factory
+from engines.base import one_step
 from engines.devices import compute_dtype, device_of, memory_of, name_of, synchronize
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -42,7 +43,7 @@ def resolve(recipe: Recipe, batch: Batch, processes: Processes, report: Callable
     """
     if recipe.batch.micro is not None:
         return recipe
-    device = device_of(recipe, processes.topology)
+    device = device_of(recipe.run.device, processes.topology)
     if device.type not in _WITH_TRIALS or recipe.run.deterministic:
         why = "as run.deterministic asks, the" if recipe.run.deterministic else f"on a {device.type.upper()} the"
         report(f"batch.micro auto: {batch.micro}, {why} largest up to 32 that the batch allows")
@@ -55,7 +56,10 @@ def resolve(recipe: Recipe, batch: Batch, processes: Processes, report: Callable
         own, trials = _tried(recipe, sizes, batch.micro, device)
         by_rank, origin = processes.gather(own), "tried"
     taken = min(by_rank)
-    pixels, dtype = max(training_image_sizes(recipe)), str(compute_dtype(recipe, device)).split(".")[1]
+    pixels, dtype = (
+        max(training_image_sizes(recipe)),
+        str(compute_dtype(recipe.precision.compute, device)).split(".")[1],
+    )
     place = f"images of {pixels} x {pixels} in {dtype} on {name_of(device)}"
     if not taken:
         fault = f"batch.micro auto: not even a micro batch of {sizes[0]} fits, of {place}"
@@ -124,7 +128,7 @@ def _train(recipe: Recipe, micro: int, device: torch.device) -> None:
         labels = torch.zeros(micro, dtype=torch.int64)
         batch = MicroBatch(images.contiguous(memory_format=torch.channels_last), labels, labels, micro, 0, 0, ())
         del images
-        engine.train_step(itertools.repeat(batch), 0, lr=0.0)
+        engine.train_step(itertools.repeat(batch), one_step(0), lr=0.0)
         synchronize(device)
     finally:
         engine.close()

@@ -1,7 +1,8 @@
 """The gradient noise scale of a run: how large a batch pays.
 
-Source: McCandless et al., 1812.06162, appendix A. With G the gradient of the whole distribution of images and S the
-trace of the covariance of single images' gradients, the mean gradient g_B of B images has
+Source: McCandless et al., 1812.06162, appendix A. With G the gradient of the whole distribution of
+images and S the trace of the covariance of single images' gradients, the mean gradient g_B of B
+images has
 
     E |g_B|^2 = |G|^2 + S / B
 
@@ -15,91 +16,152 @@ The noise scale S / |G|^2, in images, is a ratio of two averages over updates.
 from __future__ import annotations
 
 import functools
-from typing import Dict, List, Optional, Tuple
+from dataclasses import dataclass
+from typing import Dict, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
 from engines.base import NoiseScale
+from engines.listeners import StepListener
+from optim.gradients import Gradients
+from optim.loss_scale import LossScale
 from optim.norms import norm
-from parallel.exchange import Method
-from recipe.config import Recipe
+from recipe.course import Update
 from recipe.division import Batch
 
-_EVERY = 4  # updates, of which one is measured: reading every micro batch's gradient once more takes its time
+_EVERY = 4  # updates, of which one is measured: reading each micro batch's gradient again takes time
 _MOST = 8  # micro batches of a step that are measured
 _DECAY = 0.96  # of the averages, in each measured update: about the last two hundred updates count
-_MOMENTS = 7  # sums over updates: weights, squared weights; weighted S, |G|^2, their squares and product
+_MOMENTS = 7  # sums over updates: weights, squared weights; weighted S, |G|^2, their squares, product
 _FEWEST = 10.0  # measured updates, as they count, from which a standard error means something
+_WHOLE = ""  # the name under which the whole model's averages are kept
+_SQUARES = "squared norms"  # the name under which processes add them up
+
+
+@dataclass
+class Batches:
+    """The two batches whose gradients are compared, and this replica's part of a step.
+
+    small, large: their images.
+    micro_batches: of a step over all replicas.
+    share: this replica's, of these; to be replaced when shares change.
+    weight: of this replica's norm of the large batch in the mean over replicas.
+    """
+
+    small: int
+    large: int
+    micro_batches: int
+    share: range
+    weight: float
 
 
 class Meter:
-    """Running averages of S and |G|^2, from the norms of micro batches' gradients and of the whole batch's gradient.
+    """Running averages of S and |G|^2, from norms of micro batches' and the whole batch's gradients.
 
-    Hooks, which parameters have in measured updates only, measure each gradient before it is accumulated, so every
-    pipeline schedule works, and an exchange that overlaps the backward pass. Of a step the same micro batches are
-    measured whichever replica computes them. Where the exchange does not give each replica the sum of all gradients,
-    the large batch is the replica's own. Updates that are not finite are ignored. Nothing waits for the device.
+    Hooks, which parameters have in measured updates only, measure each gradient before it is
+    accumulated, so every pipeline schedule works, and an exchange that overlaps the backward pass.
+    Of a step the same micro batches are measured whichever replica computes them. Where the
+    exchange does not give each replica the sum of all gradients, the large batch is the replica's
+    own. Updates that are not finite are ignored. Nothing waits for the device.
 
     on: whether the current update is measured; never without parameters.
     """
 
-    def __init__(
-        self, parameters: Dict[str, nn.Parameter], small: int, large: int, micro_batches: int, own: float, layers: bool
-    ):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], batches: Batches, *, layers: bool):
         """
         Args:
-            small, large: images of the two batches. micro_batches: of a step over all replicas.
-            own: this replica's weight in the mean over replicas of the large batch's squared norm.
-            layers: whether to keep averages for each parameter as well, from this replica's micro batches alone.
+            parameters: of this process, by name; none measures nothing.
+            batches: that are compared.
+            layers: whether to keep averages for each parameter as well, from this replica's micro
+                batches alone.
         """
-        self._small, self._large, self._own = small, large, own
-        most = min(_MOST, micro_batches)
-        self._measured = [number * micro_batches // most for number in range(most)]  # evenly, from the first on
-        self._norms: List[Dict[int, torch.Tensor]] = [{} for _ in parameters]  # by number of a measured micro batch
+        self.batches = batches
         self.on = False
-        self._parameters, self._hooks = list(parameters.values()), []
-        self._names = [*([""] if parameters else ()), *(parameters if layers else ())]  # the whole model first
-        device = next((each.device for each in parameters.values()), None)
+        self._parameters = list(parameters.values())
+        self._hooks: List[torch.utils.hooks.RemovableHandle] = []
+        # Evenly over the step, from the first micro batch on.
+        most = min(_MOST, batches.micro_batches)
+        self._measured = [number * batches.micro_batches // most for number in range(most)]
+        # The norm of each parameter's gradient, by number of a measured micro batch.
+        self._norms: List[Dict[int, torch.Tensor]] = [{} for _ in self._parameters]
+        self._names: List[str] = []
+        if parameters:
+            self._names.append(_WHOLE)
+        if layers:
+            self._names.extend(parameters)
+        device = self._parameters[0].device if self._parameters else None
         self.moments = torch.zeros(_MOMENTS, len(self._names), dtype=torch.float64, device=device)
 
-    def start(self, number: int, share: range, steps: int = 1) -> None:
+    def start(self, number: int, steps: int = 1) -> None:
         """Begin update `number`, from 0.
 
-        Args: share: this replica's, of a step's micro batches. steps: of the update; the first is measured.
+        Args:
+            steps: of the update; the first is measured.
         """
-        self.on, self._steps = bool(self._norms) and number % _EVERY == 0, steps
-        self._share, self._passed = share, [0] * len(self._norms)
-        while self._hooks:
-            self._hooks.pop().remove()
-        for place, parameter in enumerate(self._parameters if self.on else ()):
-            self._hooks.append(parameter.register_hook(functools.partial(self._measure, place)))
+        self.on = bool(self._norms) and number % _EVERY == 0
+        self._steps = steps
+        self._passed = [0] * len(self._norms)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         for norms in self._norms:
             norms.clear()
+        if not self.on:
+            return
+        for place, parameter in enumerate(self._parameters):
+            hook = functools.partial(self._measure, place)
+            self._hooks.append(parameter.register_hook(hook))
 
-    def squares(self, gradients: List[torch.Tensor], scale: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        """This process's share of the squared norms of the gradients of each micro batch that is measured, and of the
-        large batch: float64 [measured + 1], to be added up over all stages and replicas. Of several replicas one has
-        what is not zero, so that the sum does not depend on their number.
+    def squares(
+        self,
+        gradients: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+        divisor: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return this process's share of the squared norms.
 
-        Args: gradients: sums over the large batch; `divisor` makes means of them. scale: of the loss.
+        Of several replicas one has what is not zero, so that the sum does not depend on their
+        number.
+
+        Args:
+            gradients: sums over the large batch, a tensor for each parameter.
+            scale: float32 [], of the loss.
+            divisor: float32 [], makes means of the gradients.
+
+        Returns:
+            Of each micro batch that is measured, and of the large batch: float64 [measured + 1], to
+            be added up over all stages and replicas.
         """
         none = torch.zeros((), dtype=torch.float64, device=scale.device)
-        every = torch.stack([norms.get(each, none) for each in self._measured for norms in self._norms])
-        every = (every / scale).square().view(len(self._measured), -1)
-        whole = torch.stack([norm(each) for each in gradients]) / divisor
-        count = max(1, sum(each in self._share for each in self._measured))
-        own = every.sum(0) / count
-        self._squares = torch.stack([own, whole.square()])
-        return torch.cat([every.sum(1), whole.square().sum()[None] * self._own])
+        small = []
+        for number in self._measured:
+            for norms in self._norms:
+                small.append(norms.get(number, none))
+        small_squares = (torch.stack(small) / scale).square().view(len(self._measured), -1)
+        large_norms = torch.stack([norm(gradient) for gradient in gradients]) / divisor
+        large_squares = large_norms.square()
+        # Averages by parameter are of this replica's micro batches alone.
+        count = sum(number in self.batches.share for number in self._measured)
+        self._by_parameter = torch.stack([small_squares.sum(0) / max(1, count), large_squares])
+        whole = large_squares.sum() * self.batches.weight
+        return torch.cat([small_squares.sum(1), whole[None]])
 
     def add(self, squares: torch.Tensor, finite: torch.Tensor) -> None:
-        """Count an update. Args: squares: float64 [measured + 1], of all processes. finite: bool []."""
+        """Count an update.
+
+        Args:
+            squares: float64 [measured + 1], of all processes.
+            finite: bool [], whether the update counts.
+        """
         whole = torch.stack([squares[:-1].mean(), squares[-1]])
-        each = torch.cat([whole[:, None], self._squares[:, : len(self._names) - 1]], dim=1)
-        (small, large), batch = each, self._large * self._steps
-        signal = (batch * large - self._small * small) / (batch - self._small)
-        noise = (small - large) / (1 / self._small - 1 / batch)
+        parameters = self._by_parameter[:, : len(self._names) - 1]
+        small, large = torch.cat([whole[:, None], parameters], dim=1)
+        # The two estimates of the source, for the whole model and each parameter.
+        images = self.batches.small
+        batch = self.batches.large * self._steps
+        signal = (batch * large - images * small) / (batch - images)
+        noise = (small - large) / (1 / images - 1 / batch)
         one = torch.ones_like(small)
         new = torch.stack([one, one, noise, signal, noise**2, signal**2, noise * signal])
         past = self.moments * _DECAY
@@ -107,55 +169,133 @@ class Meter:
         self.moments = torch.where(finite, past + new, self.moments)
 
     def values(self) -> Dict[str, NoiseScale]:
-        """The noise scales that are known, by parameter and, as "", of the whole model. Waits for the device."""
-        found = {name: estimate(moments) for name, moments in zip(self._names, self.moments.T.tolist())}
-        return {name: each for name, each in found.items() if each is not None}
+        """Return the noise scales that are known, by parameter, and of the whole model as "".
+
+        Waits for the device.
+        """
+        known = {}
+        for name, moments in zip(self._names, self.moments.T.tolist()):
+            scale = estimate(moments)
+            if scale is not None:
+                known[name] = scale
+        return known
 
     def state_dict(self) -> Dict[str, torch.Tensor]:
-        """The averages, by parameter and, as "", of the whole model, on the CPU."""
-        return {name: moments.to("cpu", copy=True) for name, moments in zip(self._names, self.moments.T)}
+        """Return the averages by parameter, and of the whole model as "", on the CPU."""
+        columns = zip(self._names, self.moments.T)
+        return {name: moments.to("cpu", copy=True) for name, moments in columns}
 
     def load_state_dict(self, saved: Dict[str, torch.Tensor]) -> None:
-        """Go on from the result of `state_dict`; what is missing begins anew."""
+        """Go on from the result of `state_dict`, here `saved`; what is missing begins anew."""
         for name, moments in zip(self._names, self.moments.T):
             if name in saved:
                 moments.copy_(saved[name])
 
-    def _measure(self, number: int, gradient: torch.Tensor) -> None:
-        """Backward passes come in the order of the micro batches."""
-        passed = self._passed[number]
-        self._passed[number] += 1
-        if passed < len(self._share) and self._share[passed] in self._measured:
-            self._norms[number][self._share[passed]] = norm(gradient)
+    def _measure(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Measure a gradient; backward passes come in the order of the micro batches."""
+        passed = self._passed[parameter]
+        self._passed[parameter] += 1
+        share = self.batches.share
+        if passed < len(share) and share[passed] in self._measured:
+            self._norms[parameter][share[passed]] = norm(gradient)
 
 
-def create(
-    recipe: Recipe, batch: Batch, method: Method, parameters: Dict[str, nn.Parameter], replica: int
-) -> Tuple[Meter, str]:
-    """The meter that `log.noise_scale` asks for, or one that measures nothing; and the reason if the recipe insists."""
-    wanted, large = recipe.log.noise_scale, batch.global_ if method.complete else batch.micro * batch.accumulation
-    why = ""
-    if recipe.model.batch_statistics:
-        why = "batch normalisation makes a gradient depend on the other images of its micro batch"
-    elif large == batch.micro:
-        why = "a gradient of one micro batch has nothing to be compared with"
-    note = f"log.noise_scale: not measured, as {why}" if why and wanted not in ("auto", False) else ""
-    measured = {} if why or not wanted else parameters
-    own = float(replica == 0) if method.complete else 1 / batch.replicas
-    return Meter(measured, batch.micro, large, batch.micro_batches, own, wanted == "layers"), note
+class NoiseListener(StepListener):
+    """Feeds a meter with the gradients of training steps.
 
-
-def estimate(moments: List[float]) -> Optional[NoiseScale]:
-    """The ratio of the averages; None for fewer than ten updates, or where the gradient is lost in its noise.
-
-    The error is that of a ratio of two means, to first order, as if updates were independent.
+    meter: the running averages.
     """
-    weight, squared, noise, signal, noise2, signal2, product = moments
-    if not squared or weight**2 / squared < _FEWEST:
+
+    def __init__(self, meter: Meter, gradients: Gradients, loss_scale: LossScale, *, summed: bool):
+        """
+        Args:
+            meter: that is fed.
+            gradients: of this process.
+            loss_scale: of the loss that they are computed of.
+            summed: whether the large batch is that of all replicas, not of this one.
+        """
+        self.meter = meter
+        self._gradients = gradients
+        self._loss_scale = loss_scale
+        self._summed = summed
+        self._squares: Optional[torch.Tensor] = None
+
+    def begin(self, update: Update) -> None:
+        self._squares = None
+        self.meter.start(update.number, update.steps)
+
+    def computed(self, divisor: torch.Tensor) -> None:
+        if not self._summed:
+            self._measure(divisor)
+
+    def exchanged(self, divisor: Optional[torch.Tensor]) -> None:
+        if self._summed and divisor is not None:
+            self._measure(divisor)
+
+    def contribution(self) -> Dict[str, torch.Tensor]:
+        return {} if self._squares is None else {_SQUARES: self._squares}
+
+    def agreed(self, sums: Dict[str, torch.Tensor], finite: torch.Tensor) -> None:
+        if _SQUARES in sums:
+            self.meter.add(sums[_SQUARES], finite)
+
+    def _measure(self, divisor: torch.Tensor) -> None:
+        if self.meter.on:
+            scale = self._loss_scale.scale
+            self._squares = self.meter.squares(self._gradients.views, scale, divisor)
+
+
+def compared(batch: Batch, replica: int, *, summed: bool) -> Batches:
+    """Return the batches that a run compares.
+
+    Args:
+        batch: of a step.
+        replica: this one.
+        summed: whether its gradients become the sums over all replicas.
+    """
+    large = batch.micro * batch.accumulation
+    weight = 1 / batch.replicas
+    if summed:
+        large = batch.global_
+        weight = float(replica == 0)
+    share = batch.shares[replica]
+    return Batches(batch.micro, large, batch.micro_batches, share=share, weight=weight)
+
+
+def obstacle(batches: Batches, batch_statistics: bool) -> str:
+    """Return why the noise scale cannot be measured; "" where it can.
+
+    Args:
+        batches: that would be compared.
+        batch_statistics: whether the model normalises by statistics of a micro batch.
+    """
+    if batch_statistics:
+        return "batch normalisation makes a gradient depend on the other images of its micro batch"
+    if batches.large == batches.small:
+        return "a gradient of one micro batch has nothing to be compared with"
+    return ""
+
+
+def estimate(moments: Sequence[float]) -> Optional[NoiseScale]:
+    """Return the ratio of the averages, with the standard error of a ratio of two means.
+
+    The error is to first order, as if updates were independent.
+
+    Args:
+        moments: sums over updates: of weights and squared weights; weighted by these, of noise,
+            signal, their squares and their product.
+
+    Returns:
+        None for fewer than ten updates, or where the gradient is lost in its noise.
+    """
+    weight, squared_weight, *weighted = moments
+    if not squared_weight or weight**2 / squared_weight < _FEWEST:
         return None
-    noise, signal = noise / weight, signal / weight
+    noise, signal, noise_squared, signal_squared, product = (total / weight for total in weighted)
     if noise <= 0 or signal <= 0:
         return None
     ratio = noise / signal
-    spread = noise2 / weight / noise**2 + signal2 / weight / signal**2 - 2 * product / weight / (noise * signal)
-    return NoiseScale(ratio, ratio * (max(0.0, spread) * squared / weight**2) ** 0.5, signal, noise)
+    spread = noise_squared / noise**2 + signal_squared / signal**2 - 2 * product / (noise * signal)
+    # The error of a mean is smaller by the root of the updates that count, weight^2 / squared_weight.
+    error = ratio * (max(0.0, spread) * squared_weight / weight**2) ** 0.5
+    return NoiseScale(ratio, error, signal=signal, noise=noise)

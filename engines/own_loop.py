@@ -14,7 +14,7 @@ from torch import nn
 from common.errors import ConfigError
 from engines import same_start, state
 from engines.devices import DTYPES
-from engines.exchange import GradientExchange, create_weights
+from engines.exchange import GradientExchange, UpdateSections, create_weights
 from engines.unused import UnusedParameters
 from optim import factory
 from optim.loss_scale import LossScale
@@ -96,9 +96,23 @@ class DistributedOptimizer:
                 same_start.check_same(processes, module, about)
                 same_start.share(processes, module, device)
         norms = [name for name, each in parameters.items() if each.dim() == 1]
-        self.weights = create_weights(recipe, parameters, norms, hidden=factory.hidden_layers(module))
-        of_weights = self.weights, parameters, norms
-        self._exchange = GradientExchange(*of_weights, recipe, self._batch, processes, steps_per_epoch)
+        sections = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
+        self.weights = create_weights(
+            sections,
+            parameters,
+            norms=norms,
+            hidden=factory.hidden_layers(module),
+            seed=seed,
+        )
+        self._exchange = GradientExchange(
+            self.weights,
+            parameters,
+            sections,
+            norms=norms,
+            batch=self._batch,
+            processes=processes,
+            steps_per_epoch=steps_per_epoch,
+        )
         self._scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, device)
         self._unused = UnusedParameters(self.weights.places(), device)
         self._processes, self.steps = processes, 0

@@ -10,15 +10,21 @@ from typing import Iterator, List, NamedTuple
 import torch
 
 from engines.devices import synchronize
+from engines.listeners import StepListener
 from parallel.processes import Processes
+from recipe.course import Update
+
+KINDS = ("forward", "backward", "exchange", "update", "load")
 
 
 class Span(NamedTuple):
     """One activity of one rank.
 
-    kind: "forward", "backward", "exchange", "update" or "load". micro_batch: its number within the replica's share of
-    the step; -1 where the span belongs to none. step: number of the update. start, end: seconds on a clock that all
-    ranks have in common.
+    replica, stage, rank: who.
+    kind: one of `KINDS`.
+    micro_batch: its number within the replica's share of the step; -1 where the span has none.
+    step: number of the update.
+    start, end: seconds on a clock that all ranks have in common.
     """
 
     replica: int
@@ -31,29 +37,47 @@ class Span(NamedTuple):
     end: float
 
 
-class Recorder:
-    """Records spans of the steps that were begun so; on CUDA each waits for the device, so that it is its time.
+class Recorder(StepListener):
+    """Records spans of some steps; on CUDA each waits for the device, so that it is its time.
 
-    named: whether profilers are told the spans, too: torch.profiler, and Nsight on CUDA (NVTX). For them none waits.
+    named: whether profilers are told the spans, too: torch.profiler, and Nsight on CUDA (NVTX). For
+        them none waits.
     """
 
-    def __init__(self, processes: Processes, device: torch.device):
-        self._processes, self._device = processes, device
-        self._on, self._step, self._start = False, 0, 0.0
-        self._spans: List[Span] = []
+    def __init__(self, processes: Processes, device: torch.device, steps: int = 0):
+        """
+        Args:
+            processes: of the run, all of which record.
+            device: that computes.
+            steps: how many are recorded, from the second on: the first starts what is new.
+        """
         self.named = False
+        self._processes = processes
+        self._device = device
+        self._recorded = range(1, 1 + steps)
+        self._begun = 0
+        self._on = False
+        self._step = 0
+        self._start = 0.0
+        self._spans: List[Span] = []
 
-    def begin(self, step: int, on: bool) -> None:
-        """Begin a step, recorded or not. The first that is starts the clocks of all ranks together."""
-        self._on, self._step = on, step
-        if on and not self._start:
+    def begin(self, update: Update) -> None:
+        self._on = self._begun in self._recorded
+        self._begun += 1
+        self._step = update.step
+        if self._on and not self._start:
+            # The clocks of all ranks start together.
             self._processes.wait_for_all()
             self._start = time.monotonic()
 
     @contextlib.contextmanager
     def span(self, kind: str, number: int = -1) -> Iterator[None]:
-        """Record the time of a block. number: of the micro batch within the replica's share."""
-        with self._naming(f"{kind} {number}" if number >= 0 else kind) if self.named else contextlib.nullcontext():
+        if kind not in KINDS:
+            yield
+            return
+        with contextlib.ExitStack() as naming:
+            if self.named:
+                naming.enter_context(self._naming(f"{kind} {number}" if number >= 0 else kind))
             if not self._on:
                 yield
                 return
@@ -61,26 +85,44 @@ class Recorder:
             start = time.monotonic()
             yield
             synchronize(self._device)
-            place = self._processes.topology
-            times = start, time.monotonic()
-            self._spans.append(Span(place.replica, place.stage, place.rank, kind, number, self._step, *times))
+            self._note(kind, number, start)
+
+    def _note(self, kind: str, number: int, start: float) -> None:
+        place = self._processes.topology
+        span = Span(
+            replica=place.replica,
+            stage=place.stage,
+            rank=place.rank,
+            kind=kind,
+            micro_batch=number,
+            step=self._step,
+            start=start,
+            end=time.monotonic(),
+        )
+        self._spans.append(span)
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
-        nvtx = torch.cuda.nvtx.range(name) if self._device.type == "cuda" else contextlib.nullcontext()
-        with torch.profiler.record_function(name), nvtx:
+        with contextlib.ExitStack() as profilers:
+            profilers.enter_context(torch.profiler.record_function(name))
+            if self._device.type == "cuda":
+                profilers.enter_context(torch.cuda.nvtx.range(name))
             yield
 
     def collect(self) -> List[Span]:
-        """End the recording; return the spans of all ranks on the main rank, elsewhere none. Every rank calls.
+        """End the recording; return the spans of all ranks on the main rank, elsewhere none.
 
-        They are in seconds since all clocks were started; on other hosts than the main rank's they are off by the time
-        that a barrier takes to end, less than a millisecond in a good network.
+        Every rank calls. Spans are in seconds since all clocks were started; on other hosts than
+        the main rank's they are off by the time that a barrier takes to end, less than a
+        millisecond in a good network.
         """
         self._on = False
         host, start = self._processes.gather((platform.node(), self._start))[0]
         if platform.node() != host:
             start = self._start
-        spans, self._spans = self._spans, []
-        own = [span._replace(start=span.start - start, end=span.end - start) for span in spans]
-        return [span for part in self._processes.gather_to_main(own) for span in part]
+        spans = []
+        for span in self._spans:
+            spans.append(span._replace(start=span.start - start, end=span.end - start))
+        self._spans = []
+        by_rank = self._processes.gather_to_main(spans)
+        return [span for rank_spans in by_rank for span in rank_spans]

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import statistics
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
 from data import loader
 from data.base import Source
 from data.batches import MicroBatch
-from engines import cuts, feed, graphs, noise_scale, state, tuning
-from engines.base import AVERAGES, Counts, Engine, NoiseScale, StepResult, scored
-from engines.devices import Stopwatch, compute_dtype, device_of, set_switches, timed, unused
-from engines.exchange import GradientExchange, create_weights
-from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
+from engines import agreement, feed, graphs, model_part, noise_scale, state, tuning
+from engines.agreement import Agreement
+from engines.averages import Averages
+from engines.base import Counts, Engine, NoiseScale, StepResult, scored
+from engines.devices import compute_dtype, device_of, set_switches, timed, unused
+from engines.exchange import GradientExchange, UpdateSections, create_weights
+from engines.listeners import Listeners
+from engines.measured_shares import MeasuredShares
+from engines.passes import Passes
+from engines.stage import compile_stages
+from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
-from models.families import build
-from models.normalization import norm_parameters
-from optim.averaging import WeightAverage
-from optim.factory import hidden_layers
+from engines.training_work import TrainingWork
 from optim.loss_scale import LossScale
+from optim.norms import Norms
 from parallel import exchange
 from parallel.processes import Processes
-from parallel.speeds import Speeds
-from parallel.work import Boundary, SingleProcess
 from recipe.batch import training_image_size, training_image_sizes
+from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
@@ -34,335 +37,478 @@ from recipe.shares import subtrees
 
 
 class TorchEngine(Engine):
-    """Computes one stage of one replica, or all stages, on one device, accumulating gradients in float32."""
+    """Computes one stage of one replica, or all stages, on one device.
 
-    def __init__(self, recipe: Recipe, batch: Batch, processes: Processes, steps_per_epoch: Optional[int] = None):
-        """Args: steps_per_epoch: for what changes with the epoch; None for an engine that does not train."""
-        self.batch, self.topology, self.processes = batch, processes.topology, processes
-        self._recipe, self._trains, self._steps_per_epoch = recipe, steps_per_epoch is not None, steps_per_epoch or 1
-        self.device = device_of(recipe, self.topology)
+    Gradients are accumulated in float32. The constructor joins the parts that a recipe asks for;
+    everything after it works with these.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        batch: Batch,
+        processes: Processes,
+        steps_per_epoch: Optional[int] = None,
+    ):
+        """
+        Args:
+            recipe: of the run.
+            batch: of a step.
+            processes: of the run; all of them call.
+            steps_per_epoch: for what changes with the epoch; None for an engine that does not
+                train.
+        """
+        self.batch = batch
+        self.processes = processes
+        self.topology = processes.topology
+        self.device = device_of(recipe.run.device, self.topology)
+        self._recipe = recipe
+        self._trains = steps_per_epoch is not None
+        self._steps_per_epoch = steps_per_epoch or 1
+        self._batches: Any = None
         if self.device.type == "cuda":
             set_switches(recipe.run.deterministic)
-        self._compute = compute_dtype(recipe, self.device)
+        self._compute = compute_dtype(recipe.precision.compute, self.device)
         if self._trains:
             tuning.check(recipe.engine, self.device, self._compute)
         self._build()
-        decays = zip(AVERAGES, (recipe.average.step_decay, recipe.average.epoch_decay))
-        self._averages = {name: WeightAverage(decay, self._averaged()) for name, decay in decays if decay is not None}
-        self._method = exchange.of(recipe.exchange)
-        measured = self._parameters if self._trains else {}
-        self._meter, note = noise_scale.create(recipe, batch, self._method, measured, self.topology.replica)
-        self.notes += (note,) if note and self._trains else ()
-        self._exchange = self.exchange_of(recipe, steps_per_epoch)
-        self.recorder = Recorder(processes, self.device)
-        arm = self._exchange.arm if len(self._stages) == 1 else None
-        self._passes = graphs.recorded(self._stages, recipe, batch, self.device, overlaps=arm is not None)
-        self._work = feed.TrainingStep(
-            *(recipe, processes, self.device, self._model.draws),
-            *(self.weights.gradients, self._loss_scale, self.recorder),
-            arm if self._passes is self._stages else None,
-        )
-        self._schedules, self._steps_made, self._batches = {}, 0, None
-        self._stopwatch, self._settled = Stopwatch(self.device), False
-        follows = recipe.parallel.shares == "measured" and self.topology.replicas > 1
-        self._speeds = Speeds(recipe.parallel.least) if follows else None
-        if recipe.engine.compile and self.device.type == "cuda":
-            sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
-            entering = [self._boundaries(batch.micro, size, self._work.image_dtype) for size in sizes]
-            scored = self._boundaries(recipe.batch.evaluation, recipe.model.image_size, torch.uint8)
-            mode = recipe.engine.compile_mode
-            self.notes += compile_stages(self._stages, entering, scored, self.device, mode)
+        self._follow_steps()
+        self._prepare_passes()
+        self._compile()
+
+    # Parts of the engine ----------------------------------------------------------------------
 
     def _build(self) -> None:
-        """The model, this process's part of it, and its weights."""
+        """Create the model's part, its weights, and their exchange."""
         recipe = self._recipe
-        whole = build(recipe.model, recipe.run.seed).to(self.device, self._compute)
-        self._memory_format = tuning.apply(whole, recipe.engine, self.device)
-        self._norms = norm_parameters(whole)
-        self.shapes = state.shapes(whole)
-        recomputed = blocks_to_recompute(whole.names, recipe.parallel.recompute)
-        self._parts, note = cuts.parts(whole, recipe, self.batch, self.processes, self.device)
-        self.cut = [names[0] for names in self._parts[1:]]
-        self.notes = unused(recipe) + ((note,) if note else ())
-        if self.batch.stages > 1 and self.topology.stages == 1:
-            self.notes += (f"one process computes all {self.batch.stages} stages itself, on one device",)
-        own = cuts.own_parts(self._parts, self.topology)
-        self._stages = {
-            number: Stage(whole.part(names), whole.draws, recomputed, self._memory_format)
-            for number, names in own.items()
-        }
-        self._model = whole.part([name for names in own.values() for name in names])
-        self._model.draws = whole.draws
-        self._buffers, self._parameters = state.persistent_buffers(self._model), dict(self._model.named_parameters())
-        together = [[name for name, _ in whole.part(names).named_parameters()] for names in own.values()]
+        placement = model_part.Placement(
+            device=self.device,
+            dtype=self._compute,
+            engine=recipe.engine,
+            parallel=recipe.parallel,
+            bound=bound_to_cut(recipe, self.topology.replicas),
+        )
+        self._part = model_part.create(
+            recipe.model,
+            recipe.run.seed,
+            placement,
+            batch=self.batch,
+            processes=self.processes,
+        )
+        self._model = self._part.model
+        self._buffers = self._part.buffers
+        self.shapes = self._part.shapes
+        self.cut = self._part.cut
+        self.notes = (*unused(recipe.run.device), *self._part.notes)
+
         # Where the model is computed by functions in C++, so is the update.
-        compiled = recipe.engine.compile or self._memory_format == torch.channels_last
+        compiled = recipe.engine.compile or self._part.memory_format == torch.channels_last
+        self._sections = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
         self.weights = create_weights(
-            recipe,
-            self._parameters,
-            self._norms,
-            hidden=hidden_layers(whole),
-            model=[name for name, _ in whole.named_parameters()],
-            tree=(self._leaves(), together) if recipe.exchange.in_tree else None,
+            self._sections,
+            self._part.parameters,
+            norms=self._part.norms,
+            hidden=self._part.hidden,
+            seed=recipe.run.seed,
+            model=self._part.whole_names,
+            tree=(self._leaves(), self._part.together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
             compile=compiled and self._trains,
         )
-        self.notes += self.weights.notes if recipe.engine.compile else ()
-        self._loss_scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, self.device)
-
-    def _leaves(self) -> List[int]:
-        """Micro batches of each of the largest subtrees in this replica's share."""
-        return [len(each) for each in subtrees(self.batch.shares[self.topology.replica], self.batch.micro_batches)]
+        if recipe.engine.compile:
+            self.notes += self.weights.notes
+        precision = recipe.precision
+        dynamic = precision.dynamic_loss_scale
+        self._loss_scale = LossScale(precision.loss_scale, dynamic, self.device)
+        self._averages = Averages(recipe.average, self.weights, self._buffers)
+        steps_per_epoch = self._steps_per_epoch if self._trains else None
+        self._exchange = self.exchange_of(recipe, steps_per_epoch)
 
     def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
-        """The exchange of `recipe` for this engine's weights. Args: steps_per_epoch: as of GradientExchange."""
-        averages = {name: average.tensors[0] for name, average in self._averages.items()}
-        of_weights = self.weights, self._parameters, self._norms
-        return GradientExchange(*of_weights, recipe, self.batch, self.processes, steps_per_epoch, averages)
+        """Return the exchange of `recipe` for this engine's weights.
+
+        Args:
+            recipe: may be another one than the engine's.
+            steps_per_epoch: as for GradientExchange.
+        """
+        return GradientExchange(
+            self.weights,
+            self._part.parameters,
+            UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision),
+            norms=self._part.norms,
+            batch=self.batch,
+            processes=self.processes,
+            steps_per_epoch=steps_per_epoch,
+            averages=self._averages.flat(),
+        )
+
+    def _follow_steps(self) -> None:
+        """Create what follows the steps. Statistics come before averages, which contain them."""
+        recipe = self._recipe
+        method = exchange.of(recipe.exchange)
+        self.recorder = Recorder(self.processes, self.device, recipe.log.trace)
+        self._statistics = RunningStatistics(
+            self._buffers,
+            self.batch,
+            self.processes,
+            momentum=recipe.model.norm_momentum,
+            combined=method.sums,
+        )
+        self._noise = self._noise_listener(summed=method.complete)
+        listeners = [self.recorder, self._statistics, self._noise, self._averages]
+        self._shares: Optional[MeasuredShares] = None
+        if recipe.parallel.shares == "measured" and self.topology.replicas > 1:
+            self._shares = MeasuredShares(self.processes, self.device, recipe.parallel.least)
+            listeners.append(self._shares)
+        # Recordings call no hook, by which an exchange begins within the last backward pass.
+        can_overlap = self._exchange.arm is not None and len(self._part.stages) == 1
+        self._training_stages = graphs.recorded(
+            self._part.stages,
+            recipe.engine.graphs,
+            accumulation=self.batch.accumulation,
+            device=self.device,
+            overlaps=can_overlap,
+        )
+        self._graphs = graphs.GraphListener(self._training_stages)
+        listeners.append(self._graphs)
+        self._listeners = Listeners(listeners)
+        overlaps = can_overlap and self._training_stages is self._part.stages
+        self._arm = self._exchange.arm if overlaps else None
+
+    def _noise_listener(self, *, summed: bool) -> noise_scale.NoiseListener:
+        """Return what measures the noise scale, or, where the recipe or a fact forbids it, nothing.
+
+        Args:
+            summed: whether each replica gets the sum of all gradients.
+        """
+        wanted = self._recipe.log.noise_scale
+        batches = noise_scale.compared(self.batch, self.topology.replica, summed=summed)
+        obstacle = noise_scale.obstacle(batches, self._recipe.model.batch_statistics)
+        if obstacle and self._trains and wanted not in ("auto", False):
+            self.notes += (f"log.noise_scale: not measured, as {obstacle}",)
+        measures = self._trains and wanted and not obstacle
+        parameters = self._part.parameters if measures else {}
+        meter = noise_scale.Meter(parameters, batches, layers=wanted == "layers")
+        gradients = self.weights.gradients
+        return noise_scale.NoiseListener(meter, gradients, self._loss_scale, summed=summed)
+
+    def _prepare_passes(self) -> None:
+        """Create what computes micro batches, and what feeds them."""
+        recipe = self._recipe
+        self._settings = image_settings(recipe)
+        self._feed = feed.Feed(self._settings, self.processes, self.device)
+        self._work = TrainingWork(
+            self._feed,
+            self._model.draws,
+            self.weights.gradients,
+            loss_scale=self._loss_scale,
+            label_smoothing=recipe.data.label_smoothing,
+            listeners=self._listeners,
+            check=self.processes.check,
+            arm=self._arm,
+            device=self.device,
+        )
+        self._passes = Passes(
+            self._part,
+            recipe.model,
+            recipe.parallel,
+            self.processes,
+            training=self._training_stages,
+            device=self.device,
+            dtype=self._compute,
+            rows={"training": self.batch.micro, "evaluation": recipe.batch.evaluation},
+        )
+
+    def _compile(self) -> None:
+        """Compile the stages where the recipe asks for it, by dry passes of all sizes of images."""
+        recipe = self._recipe
+        if not recipe.engine.compile or self.device.type != "cuda":
+            return
+        sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
+        images = self._feed.image_dtype
+        entering = [self._passes.boundaries("training", size, images) for size in sizes]
+        size = recipe.model.image_size
+        scored_images = self._passes.boundaries("evaluation", size, torch.uint8)
+        mode = recipe.engine.compile_mode
+        stages = self._part.stages
+        self.notes += compile_stages(stages, entering, scored_images, self.device, mode)
+
+    # Training ---------------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        micro_batches: Iterator[Any],
+        update: Update,
+        lr: float,
+        measure: bool = False,
+    ) -> StepResult:
+        self._listeners.begin(update)
+        self._compute_gradients(micro_batches, update)
+        divisor = self._exchange_gradients(update, lr)
+        with self._listeners.span("update"):
+            agreed = self._agree(divisor)
+            norms = self._apply(update, lr, agreed.finite, divisor=divisor, measure=measure)
+        with self._listeners.span("exchange"):
+            self._exchange.after_update(update.step)
+        self._listeners.applied(update, agreed.finite)
+        self._loss_scale.update(agreed.finite)
+        return self._account(update, agreed, norms)
+
+    def _compute_gradients(self, micro_batches: Iterator[MicroBatch], update: Update) -> None:
+        """Compute this replica's micro batches, forward and backward, into the gradients."""
+        share = self.batch.shares[self.topology.replica]
+        size = self._settings.size_of_epoch(update.step // self._steps_per_epoch)
+        count = update.steps * len(share)
+        self._model.train()
+        with self._listeners.span("compute"):
+            self._feed.start(
+                micro_batches,
+                steps=range(update.step, update.end),
+                share=share,
+                rows=self.batch.micro,
+                size=size,
+            )
+            self._work.start(self.batch.micro)
+            self._passes.training(size, count, self._feed.image_dtype).train(self._work)
+            self._feed.finish()
+        self._listeners.computed(self._loss_scale.scale * self.batch.accumulation)
+
+    def _exchange_gradients(self, update: Update, lr: float) -> Optional[torch.Tensor]:
+        """Put the gradients of all replicas in the place of this one's.
+
+        Returns:
+            What makes means of them, float32 []; None where a late one is still on its way.
+        """
+        scale = self._loss_scale.scale * update.steps
+        with self._listeners.span("exchange"):
+            divisor = self._exchange(update.step, scale, lr)
+        self._listeners.exchanged(divisor)
+        return divisor
+
+    def _agree(self, divisor: Optional[torch.Tensor]) -> Agreement:
+        """Let all processes know whether all gradients are finite, and what was learned, at once."""
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        if divisor is not None:
+            finite = self.weights.prepare(divisor)
+        numbers = {
+            "not finite": (~finite).double(),
+            "loss": self._work.total,
+            "correct": self._work.correct.double(),
+            **self._listeners.contribution(),
+        }
+        sums = agreement.add_up(self.processes.sum, numbers)
+        finite = sums["not finite"] == 0
+        self._listeners.agreed(sums, finite)
+        return Agreement(finite, loss=sums["loss"], correct=sums["correct"].long())
+
+    def _apply(
+        self,
+        update: Update,
+        lr: float,
+        finite: torch.Tensor,
+        *,
+        divisor: Optional[torch.Tensor],
+        measure: bool,
+    ) -> Optional[Norms]:
+        """Make the update, unless its gradient is still on its way."""
+        if divisor is None:
+            return None
+        rate = self._exchange.rate(lr)
+        norms = self.weights.apply(update.number, rate, finite, measure)
+        return None if norms is None else self._exchange.norms(norms)
+
+    def _account(self, update: Update, agreed: Agreement, norms: Optional[Norms]) -> StepResult:
+        """Say what an update has seen and done."""
+        images, unreadable = self._images_seen(update.steps)
+        micro_batches = self.batch.micro_batches * update.steps
+        return StepResult(
+            loss=(agreed.loss / micro_batches).float(),
+            correct=agreed.correct,
+            images=images,
+            skipped=self._loss_scale.skipped,
+            skipped_in_row=self._loss_scale.skipped_in_row,
+            loss_scale=self._loss_scale.scale,
+            norms=norms,
+            unreadable=tuple(unreadable),
+        )
+
+    def _images_seen(self, steps: int) -> Tuple[int, List[str]]:
+        """Return the images of an update over all replicas, and what could not be read.
+
+        Only where unreadable images are skipped does this need a message.
+        """
+        if self.topology.world == 1:
+            return self._feed.images_seen, self._feed.unreadable
+        if self._settings.data.bad_images != "skip":
+            return steps * self.batch.global_, []
+        by_rank = self.processes.gather((self._feed.images_seen, self._feed.unreadable))
+        images = sum(count for count, _ in by_rank)
+        return images, [message for _, messages in by_rank for message in messages]
+
+    def _leaves(self) -> List[int]:
+        """Return the micro batches of each of the largest subtrees in this replica's share."""
+        share = self.batch.shares[self.topology.replica]
+        return [len(leaves) for leaves in subtrees(share, self.batch.micro_batches)]
+
+    # Between updates --------------------------------------------------------------------------
+
+    def balance(self, step: int) -> List[str]:
+        lines = self._graphs.take_lines()
+        if self._shares is not None:
+            shares, reasons = self._shares.follow(self.batch.shares)
+            lines += reasons
+            if shares is not None:
+                self.divide(step, shares)
+        return lines
+
+    def divide(self, step: int, shares: List[range]) -> None:
+        """Let replicas compute other `shares` of a step's micro batches, from a step on.
+
+        Every rank calls, between two steps.
+        """
+        self.batch = self.batch.divided(shares)
+        own = shares[self.topology.replica]
+        self.weights.gradients.divide(self._leaves())
+        self._exchange.divide(self.batch)
+        self._statistics.batch = self.batch
+        self._noise.meter.batches.share = own
+        self._passes.forget()
+        if self._shares is not None:
+            self._shares.unsettle()
+        if self._batches is not None and self.topology.is_first:
+            self._batches.divide(step, own)
+
+    def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
+        by_name = self._noise.meter.values()
+        if self._recipe.log.noise_scale == "layers" and self.topology.stages > 1:
+            by_stage = self.processes.gather(by_name)[: self.topology.stages]
+            by_name = {name: scale for values in by_stage for name, scale in values.items()}
+        whole = by_name.pop("", None)
+        return whole, by_name
+
+    def not_finite(self) -> List[str]:
+        method = exchange.of(self._recipe.exchange)
+        if method.sparse or self._recipe.exchange.sent_bits:
+            return []  # its result has one element that is not finite, wherever the others' were
+        return self.weights.not_finite()
+
+    def end_epoch(self) -> None:
+        self._averages.end_epoch()
+
+    # Images and scores ------------------------------------------------------------------------
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
-        self._batches = feed.training_batches(source, self._recipe, self.batch, self.topology, steps, self.device)
+        self._batches = feed.training_batches(
+            source,
+            self._settings,
+            batch=self.batch,
+            replica=self.topology.replica,
+            steps=steps,
+            device=self.device,
+        )
         return self._batches
 
     def data_wait(self) -> float:
         return self._batches.waited()
 
     def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
-        recipe, place = self._recipe, self.topology
-        rows, replica = recipe.batch.evaluation, {"replica": place.replica, "replicas": place.replicas}
+        place = self.topology
+        rows = self._recipe.batch.evaluation
         if source is None:
-            return feed.Nothing([None] * len(loader.evaluation_share(images, rows, **replica)))
-        size, device = recipe.model.image_size, self.device
-        return loader.EvaluationBatches(source, data=recipe.data, image_size=size, batch=rows, device=device, **replica)
+            share = loader.evaluation_share(images, rows, place.replica, place.replicas)
+            return feed.Nothing([None] * len(share))
+        return loader.EvaluationBatches(
+            source,
+            data=self._recipe.data,
+            image_size=self._recipe.model.image_size,
+            batch=rows,
+            device=self.device,
+            replica=place.replica,
+            replicas=place.replicas,
+        )
 
-    def train_step(
-        self, micro_batches: Iterator[Any], step: int, lr: float, measure: bool = False, update: Optional[Update] = None
-    ) -> StepResult:
-        steps, number = (update.steps, update.number) if update else (1, step)
-        self.recorder.begin(step, 0 < self._steps_made <= self._recipe.log.trace)  # from the session's second step on
-        self._model.train()
-        statistics_before = [buffer.clone() for buffer in self._buffers.values()]
-        self._meter.start(number, self.batch.shares[self.topology.replica], steps)
-        # The first step with these shares also starts what is new.
-        measured = self._speeds is not None and self._settled
-        with self._stopwatch.running() if measured else contextlib.nullcontext():
-            self._compute_gradients(micro_batches, range(step, step + steps))
-        self._settled = True
-        squares = self._squares(self._loss_scale.scale * self.batch.accumulation, summed=False)
-        with self.recorder.span("exchange"):
-            divisor = self._exchange(step, self._loss_scale.scale * steps, lr)
-        squares += self._squares(divisor, summed=True)
-        if self._buffers and self._method.sums:
-            how = self._recipe.model.norm_momentum, self.batch.shares, self.processes
-            state.combine_statistics(self._buffers, statistics_before, *how)
-        with self.recorder.span("update"):
-            finite, norms = torch.ones((), dtype=torch.bool, device=self.device), None
-            if divisor is not None:  # else the first gradient is still on its way
-                finite = self.weights.prepare(divisor)
-            own = [(~finite).double(), self._work.total, self._work.correct.double(), *squares]
-            unfinished, loss, correct, *squares = self.processes.sum(torch.stack(own))  # one message
-            finite = unfinished == 0
-            if squares:
-                self._meter.add(torch.stack(squares), finite)
-            if divisor is not None:
-                norms = self.weights.apply(number, self._exchange.rate(lr), finite, measure)
-                norms = None if norms is None else self._exchange.norms(norms)
-        with self.recorder.span("exchange"):
-            self._exchange.after_update(step)
-        for buffer, before in zip(self._buffers.values(), statistics_before):
-            buffer.copy_(torch.where(finite, buffer, before))
-        if "step_average" in self._averages:
-            self._averages["step_average"].add(self._averaged(), counts=finite.long() * steps)
-        scale = self._loss_scale
-        scale.update(finite)
-        self._steps_made += 1
-        images, unreadable = self._seen(steps)
-        loss = (loss / (self.batch.micro_batches * steps)).float()
-        counts = scale.skipped, scale.skipped_in_row, scale.scale
-        return StepResult(loss, correct.long(), images, *counts, norms, tuple(unreadable))
+    def averages(self) -> Tuple[str, ...]:
+        return self._averages.filled()
 
-    def _graphed(self) -> List[graphs.Graphed]:
-        return [] if self._passes is self._stages else list(self._passes.values())
-
-    def balance(self, step: int) -> List[str]:
-        reported = [graphed.lines.pop() for graphed in self._graphed() if graphed.lines]
-        if self._speeds is None:
-            return reported
-        (seconds, steps), share = self._stopwatch.read(), self.batch.shares[self.topology.replica]
-        ranks = self.processes.gather(seconds / (steps * len(share)) if steps else 0.0)
-        stages = self.topology.stages
-        replicas = [max(ranks[first : first + stages]) for first in range(0, len(ranks), stages)]
-        if not all(replicas):
-            return reported  # no step was measured
-        shares, lines = self._speeds.follow(self.batch.shares, replicas)
-        if shares is not None:
-            self.divide(step, shares)
-        return [*reported, *lines]
-
-    def divide(self, step: int, shares: List[range]) -> None:
-        """From a step on replicas compute these shares of its micro batches. Every rank calls, between two steps."""
-        self.batch, self._settled = self.batch.divided(shares), False
-        self.weights.gradients.divide(self._leaves())
-        self._exchange.divide(self.batch)
-        self._schedules = {key: each for key, each in self._schedules.items() if key[0] is None}
-        if self._batches is not None and self.topology.is_first:
-            self._batches.divide(step, shares[self.topology.replica])
-
-    def _squares(self, divisor: Optional[torch.Tensor], summed: bool) -> List[torch.Tensor]:
-        """This process's share of the noise scale's squared norms; none where they are not to be measured here.
-
-        Args: divisor: of the gradient that is there, None if none is. summed: whether the exchange is done.
-        """
-        if not self._meter.on or divisor is None or summed != self._method.complete:
-            return []
-        return list(self._meter.squares(self.weights.gradients.views, self._loss_scale.scale, divisor))
-
-    def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
-        parts = [self._meter.values()]
-        if self._recipe.log.noise_scale == "layers" and self.topology.stages > 1:
-            parts = self.processes.gather(parts[0])[: self.topology.stages]
-        found = {name: each for part in parts for name, each in part.items()}
-        return found.pop("", None), found
-
-    def _compute_gradients(self, micro_batches: Iterator[MicroBatch], steps: range) -> None:
-        """All micro batches of this replica in some steps, forward and backward."""
-        share = self.batch.shares[self.topology.replica]
-        size = training_image_size(self._recipe, steps.start // self._steps_per_epoch)
-        self._work.start(micro_batches, steps, share, self.batch.micro, size)
-        for graphed in self._graphed():
-            graphed.begin()
-        self._schedule(size, len(steps) * len(share)).train(self._work)
-        self._work.finish()
-
-    def _schedule(self, size: Optional[int], count: int = 1) -> Any:
-        """What computes `count` training micro batches of this size, or, if None, evaluation batches, in a pipeline."""
-        if size is not None and self.topology.stages == 1:
-            return SingleProcess(self._passes[0], count)
-        if (size, count) not in self._schedules:
-            from parallel.pipeline import Pipeline
-
-            recipe, named = self._recipe, {"group": self.processes.stage_group, "device": self.device}
-            passes = self._stages if size is None else self._passes
-            if size is None:
-                entering = self._boundaries(recipe.batch.evaluation, recipe.model.image_size, torch.uint8)
-            else:
-                entering = self._boundaries(self.batch.micro, size, self._work.image_dtype)
-                named.update(schedule=recipe.parallel.schedule, micro_batches=count)
-            self._schedules[size, count] = Pipeline(passes, entering, **named)
-        return self._schedules[size, count]
-
-    def _boundaries(self, rows: int, size: int, dtype: torch.dtype) -> list:
-        with torch.device("meta"):
-            model = build(self._recipe.model, self._recipe.run.seed)
-        images = Boundary((rows, 3, size, size), dtype)
-        return boundaries(self._parts, model, images, self._compute, self._memory_format)
-
-    def _seen(self, steps: int) -> Tuple[int, List[str]]:
-        """Images of an update over all replicas, and what could not be read. Only `skip` needs a message."""
-        if self.topology.world == 1:
-            return self._work.images_seen, self._work.unreadable
-        if self._recipe.data.bad_images != "skip":
-            return steps * self.batch.global_, []
-        counts, messages = zip(*self.processes.gather((self._work.images_seen, self._work.unreadable)))
-        return sum(counts), [message for part in messages for message in part]
-
-    def not_finite(self) -> List[str]:
-        if self._method.sparse or self._recipe.exchange.sent_bits:
-            return []  # its result has one element that is not finite, wherever the others' were
-        return self.weights.not_finite()
-
-    def end_epoch(self) -> None:
-        if "epoch_average" in self._averages:
-            self._averages["epoch_average"].add(self._averaged())
-
-    @contextlib.contextmanager
-    def using(self, weights: str) -> Iterator[None]:
-        flat, *averaged = self._mean_of(self._averaged() if weights == "trained" else self._averages[weights].tensors)
-        if flat is self.weights.flat:
-            yield
-            return
-        buffers = list(self._buffers.values())
-        trained = [buffer.clone() for buffer in buffers]
-        with self.weights.shown(flat):
-            try:
-                _copy(averaged, buffers)
-                yield
-            finally:
-                _copy(trained, buffers)
+    def using(self, weights: str) -> ContextManager[None]:
+        return self._averages.shown(weights, self._exchange.mean)
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
-        logits = self._forward(batch)
+        logits = self._predict(batch)
         if logits is None:
             zero = torch.zeros((), dtype=torch.int64, device=self.device)
             return Counts(0, zero.double(), zero, zero)
-        labels = self._work.evaluation_labels(len(logits))
+        labels = self._feed.evaluation_labels(len(logits))
         return scored(logits[: len(labels)].float(), labels)
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
         assert self.topology.stages == 1, "logits lie on the last stage"
-        return self._forward(batch)[: batch.valid].float()
+        return self._predict(batch)[: batch.valid].float()
 
-    def _forward(self, batch: Optional[MicroBatch]) -> Optional[torch.Tensor]:
-        """Logits of all rows, padding included, on the last stage; None elsewhere."""
+    def _predict(self, batch: Optional[MicroBatch]) -> Optional[torch.Tensor]:
+        """Return the logits of all rows, with padding, on the last stage; None elsewhere."""
         self._model.eval()
-        images = self._work.evaluation_images(batch) if self.topology.is_first else None
-        if self.topology.stages > 1:
-            return self._schedule(None).predict(images)
-        with torch.no_grad():
-            return self._stages[0](images)
+        images = self._feed.evaluation_images(batch) if self.topology.is_first else None
+        return self._passes.predict(images)
+
+    # State ------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
         state.check_shapes(weights, self.shapes)
-        self.weights.replace({name: tensor for name, tensor in weights.items() if name not in self._buffers})
-        for name, buffer in self._buffers.items():
-            if name in weights:
-                buffer.copy_(weights[name])
+        parameters = {}
+        for name, tensor in weights.items():
+            if name in self._buffers:
+                self._buffers[name].copy_(tensor)
+            else:
+                parameters[name] = tensor
+        self.weights.replace(parameters)
 
     def state_dict(self) -> dict:
-        averaged = (each.tensors for each in self._averages.values())
-        means = [self._mean_of(each) for each in (self._averaged(), *averaged)]
-        own = self._state_of(means) if self.topology.replica == 0 else {}
-        return state.merged(self.processes.gather_to_main(own, range(self.topology.stages)))
-
-    def live_state(self) -> Dict[str, torch.Tensor]:
-        found = {**self.weights.own_state(), **self._buffers, **self._loss_scale.state()}
-        for name, average in self._averages.items():
-            own = average.count, *average.tensors
-            found.update({f"{name} {number}": tensor for number, tensor in enumerate(own)})
-        return {**found, "noise_scale": self._meter.moments}
-
-    def load_live_state(self, saved: Dict[str, torch.Tensor]) -> None:
-        self._loss_scale.load_state_dict(saved)  # then it has a tensor for each value: one may stand for several before
-        for name, tensor in self.live_state().items():
-            tensor.copy_(saved[name])
-        self.weights.refresh()
-
-    def _state_of(self, tensors: List[list]) -> dict:
-        """This process' part of the state. Args: tensors: of the weights, then of each average, as `_averaged`; their
-        means over replicas."""
-        (flat, *buffers), *averaged = tensors
-        averages = {}
-        for (own, *others), (name, average) in zip(averaged, self._averages.items()):
-            parts = {"weights": self.weights.by_name(own), "buffers": self._buffers_by_name(others)}
-            averages[name] = {**parts, "count": average.count.to("cpu", copy=True)}
-        own = {**self.weights.state_dict(flat), "loss_scale": self._loss_scale.state_dict(), "averages": averages}
-        own = {**own, **self._exchange.state_dict(), "buffers": self._buffers_by_name(buffers)}
-        noise = self._meter.state_dict()
-        return {**own, **({"noise_scale": noise} if noise else {})}
+        # Means over replicas, which all have to compute; the first one then has the whole state.
+        trained = self._exchange.mean(self.weights.flat)
+        averages = self._averages.means(self._exchange.mean)
+        own = {}
+        if self.topology.replica == 0:
+            own = {
+                **self.weights.state_dict(trained),
+                "loss_scale": self._loss_scale.state_dict(),
+                "averages": self._averages.state_dict(averages),
+                **self._exchange.state_dict(),
+                "buffers": state.on_cpu(self._buffers),
+            }
+            noise = self._noise.meter.state_dict()
+            if noise:
+                own["noise_scale"] = noise
+        stages = range(self.topology.stages)
+        return state.merged(self.processes.gather_to_main(own, stages))
 
     def load_state_dict(self, saved: dict) -> None:
-        state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages)
-        saved = state.without(saved, self.shapes.keys() - self._parameters.keys() - self._buffers.keys())
+        state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages.names())
+        # Each stage loads its part.
+        others = self.shapes.keys() - self._part.parameters.keys() - self._buffers.keys()
+        saved = state.without(saved, others)
         self.weights.load_state_dict(saved)
         self._loss_scale.load_state_dict(saved["loss_scale"])
         self._exchange.load_state_dict(saved)
         state.load_buffers(self._buffers, saved["buffers"])
-        self._meter.load_state_dict(saved.get("noise_scale", {}))
-        for name, average in self._averages.items():
-            part = saved["averages"][name]
-            self.weights.load_flat(average.tensors[0], part["weights"])
-            state.load_buffers(dict(zip(self._buffers, average.tensors[1:])), part["buffers"])
-            average.count = part["count"].to(self.device, copy=True)
+        self._noise.meter.load_state_dict(saved.get("noise_scale", {}))
+        self._averages.load_state_dict(saved["averages"])
+
+    def live_state(self) -> Dict[str, torch.Tensor]:
+        return {
+            **self.weights.own_state(),
+            **self._buffers,
+            **self._loss_scale.state(),
+            **self._averages.live_state(),
+            "noise_scale": self._noise.meter.moments,
+        }
+
+    def load_live_state(self, saved: Dict[str, torch.Tensor]) -> None:
+        # Then it has a tensor for each value: before, one may have stood for several.
+        self._loss_scale.load_state_dict(saved)
+        for name, tensor in self.live_state().items():
+            tensor.copy_(saved[name])
+        self.weights.refresh()
 
     def replica_states(self) -> Iterator[dict]:
         return self._exchange.replica_states()
@@ -371,31 +517,26 @@ class TorchEngine(Engine):
         self._exchange.load_replica_states(count, read)
 
     def peak_flops(self) -> float:
-        """Of a large matrix product: the median of three, after a first."""
         size = 8192 if self.device.type == "cuda" else 1024
         left = torch.randn(size, size, device=self.device).to(self._compute)
         self.processes.wait_for_all()  # ranks that share a machine share what it can
+        # The median of three products, after one that starts what is new.
         seconds = statistics.median(timed(lambda: left @ left, self.device, 4)[1:])
-        return self.processes.sum(torch.tensor(2 * size**3 / seconds, dtype=torch.float64, device=self.device)).item()
+        rate = torch.tensor(2 * size**3 / seconds, dtype=torch.float64, device=self.device)
+        return self.processes.sum(rate).item()
 
     def close(self) -> None:
         self._exchange.close()
         self.processes.part()
         torch.cuda.empty_cache()
 
-    def _mean_of(self, tensors: Sequence[torch.Tensor]) -> list:
-        """The same with the mean over replicas of the weights, where these differ. Every rank calls."""
-        flat, *others = tensors
-        return [self._exchange.mean(flat), *others]
 
-    def _averaged(self) -> list:
-        """The tensors of an average: the persistent weights in one, then each buffer."""
-        return [self.weights.flat, *self._buffers.values()]
-
-    def _buffers_by_name(self, buffers: Sequence[torch.Tensor]) -> dict:
-        return {name: buffer.to("cpu", copy=True) for name, buffer in zip(self._buffers, buffers)}
-
-
-def _copy(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-    for tensor, buffer in zip(tensors, buffers):
-        buffer.copy_(tensor)
+def image_settings(recipe: Recipe) -> feed.ImageSettings:
+    """Return how a `recipe` reads, mixes and labels its images."""
+    return feed.ImageSettings(
+        data=recipe.data,
+        classes=recipe.model.classes,
+        seed=recipe.run.seed,
+        batch_statistics=recipe.model.batch_statistics,
+        size_of_epoch=functools.partial(training_image_size, recipe),
+    )

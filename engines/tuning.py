@@ -127,7 +127,7 @@ def resolve(
     section = recipe.engine
     if "auto" not in (section.memory_format, section.kernels) or recipe.run.device == "ipu":
         return recipe
-    device = device_of(recipe, processes.topology)
+    device = device_of(recipe.run.device, processes.topology)
     if device.type not in _MEASURED:
         return _with(recipe, _on_cpu(recipe, processes, device, report, begun))
     kernels = list(_KERNELS) if patching.available() else ["torch"]
@@ -172,7 +172,7 @@ def _on_cpu(
     """
     fault = ""
     if _names(recipe.engine, NATIVE):  # else nothing need be compiled
-        faults = processes.gather(native_fault(compute_dtype(recipe, device)))
+        faults = processes.gather(native_fault(compute_dtype(recipe.precision.compute, device)))
         fault = next(filter(None, faults), "")
     candidates = [each for each in (NATIVE, PLAIN) if _names(recipe.engine, each) and not (each == NATIVE and fault)]
     if not candidates:
@@ -201,7 +201,7 @@ def _fastest(
 ) -> Candidate:
     """The fastest candidate; the first one where none could be measured: training will show what is wrong."""
     names, entering = processes.together(lambda: _largest_part(recipe, batch, device))
-    shape, dtype = list(entering.shape), str(compute_dtype(recipe, device)).split(".")[1]
+    shape, dtype = list(entering.shape), str(compute_dtype(recipe.precision.compute, device)).split(".")[1]
     file = cache.place(
         "engine",
         *(recipe.model.model_dump(mode="json"), names, shape, dtype, recipe.parallel.recompute),
@@ -231,10 +231,10 @@ def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> Tuple[L
     with torch.device("meta"):
         model = build(recipe.model, recipe.run.seed)
     size = max(training_image_sizes(recipe))
-    parts = cuts.counted(model, recipe, batch)[0]
+    parts = cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names
     work = shapes.blocks(recipe.model, size)
     images = Boundary((batch.micro, 3, size, size), torch.uint8)
-    entering = boundaries(parts, model, images, compute_dtype(recipe, device))
+    entering = boundaries(parts, model, images, compute_dtype(recipe.precision.compute, device))
     return max(zip(parts, entering), key=lambda part: sum(work[name].multiply_adds for name in part[0]))
 
 
@@ -253,7 +253,7 @@ def _seconds(
     recipe: Recipe, names: Sequence[str], entering: Boundary, device: torch.device, candidate: Candidate
 ) -> float:
     """The median of some micro batches, of random pixels in the loader's layout, or of activations."""
-    model = build(recipe.model, recipe.run.seed).to(device, compute_dtype(recipe, device))
+    model = build(recipe.model, recipe.run.seed).to(device, compute_dtype(recipe.precision.compute, device))
     memory_format = apply(model, recipe.engine.model_copy(update=candidate._asdict()), device)
     stage = Stage(
         model.part(names), model.draws, blocks_to_recompute(model.names, recipe.parallel.recompute), memory_format

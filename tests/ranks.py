@@ -83,10 +83,10 @@ def before_step(number, action):
 
     step = TorchEngine.train_step
 
-    def disturbed(engine, micro_batches, at, *arguments, **keywords):
-        if at + 1 == number:
+    def disturbed(engine, micro_batches, update, *arguments, **keywords):
+        if update.end == number:
             action()
-        return step(engine, micro_batches, at, *arguments, **keywords)
+        return step(engine, micro_batches, update, *arguments, **keywords)
 
     TorchEngine.train_step = disturbed
 

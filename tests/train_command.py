@@ -63,10 +63,10 @@ def before_step(monkeypatch):
     original = TorchEngine.train_step
 
     def at(step, action, *arguments):
-        def disturbed(engine, micro_batches, number, *rest, **keywords):
-            if number + 1 == step:
+        def disturbed(engine, micro_batches, update, *rest, **keywords):
+            if update.end == step:
                 action(*arguments)
-            return original(engine, micro_batches, number, *rest, **keywords)
+            return original(engine, micro_batches, update, *rest, **keywords)
 
         monkeypatch.setattr(TorchEngine, "train_step", disturbed)
 

@@ -118,4 +118,4 @@ def _device(recipe: Recipe, processes: Processes) -> dict:
     """The kind of device of the main process, as a place of decisions."""
     from engines.devices import device_of, name_of
 
-    return processes.from_main(lambda: {"device": name_of(device_of(recipe, processes.topology))})
+    return processes.from_main(lambda: {"device": name_of(device_of(recipe.run.device, processes.topology))})

@@ -139,7 +139,7 @@ class Trainer:
         last = done == self.lengths.total
         log = last or update.reaches(self.recipe.log.every_steps)
         with self.recordings.update(step):
-            result = self.engine.train_step(micro_batches, step, self._rate_of(update), measure=log, update=update)
+            result = self.engine.train_step(micro_batches, update, self._rate_of(update), measure=log)
         if self.memory is not None:
             self.memory.check(self.engine)
         self._loss += result.loss * update.steps

@@ -107,7 +107,7 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
             say(f"{output}: this run is finished: {result}; train again with run.output=FOLDER")
             processes.part()
             return
-        device = "IPUs" if recipe.run.device == "ipu" else name_of(device_of(recipe, place))
+        device = "IPUs" if recipe.run.device == "ipu" else name_of(device_of(recipe.run.device, place))
         say(f"run {recipe.run.name} in {output}, on {device}")
         parameters = sum(shape.parameters for shape in shapes.blocks(model, model.image_size).values())
         say(f"{model.describe()}: {parameters:,} parameters, {model.image_size} px")
@@ -117,7 +117,7 @@ def _run(recipe: Recipe, processes: Processes, memory: Optional[Memory] = None) 
         say(lengths.describe())
         if later:
             recipe = _with_cut(recipe, processes, memory)
-        kind = "ipu" if recipe.run.device == "ipu" else device_of(recipe, place).type
+        kind = "ipu" if recipe.run.device == "ipu" else device_of(recipe.run.device, place).type
         with MemoryHistory(recipe, place, kind, say) as history:
             engine = choices.create_engine(recipe, given, batch, processes, lengths.steps_per_epoch, say)
             for note in engine.notes:

@@ -18,6 +18,7 @@ from benchmarks import claims, ranks
 from benchmarks.step import B0
 from benchmarks.step import recipe as of_step
 from data.batches import MicroBatch
+from engines.base import one_step
 from engines.torch_engine import TorchEngine
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -69,7 +70,7 @@ def rank_takes_turns(rank: int) -> Dict[str, List[Turn]]:
 
     def step() -> None:
         share = engine.batch.shares[rank]
-        engine.train_step(iter(whole[share.start : share.stop]), 0, lr=0.1)
+        engine.train_step(iter(whole[share.start : share.stop]), one_step(0), lr=0.1)
 
     def turn(shares: List[range], _: int) -> Turn:
         engine.divide(0, shares)
@@ -78,7 +79,7 @@ def rank_takes_turns(rank: int) -> Dict[str, List[Turn]]:
         start = time.perf_counter()
         step()
         seconds = time.perf_counter() - start
-        return Turn(seconds, engine._stopwatch.read()[0], len(shares[rank]))
+        return Turn(seconds, engine._shares.read()[0], len(shares[rank]))
 
     even = engine.batch.shares
     for _ in range(SETTLING):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from data import mixing
 from data.loader import EvaluationBatches
 from data.sources import open_source
+from engines.base import one_step
 from models.efficientnet import build
 from optim.averaging import WeightAverage
 from tests.engines.noise import as_micro_batches, micro_batches, noise_images
@@ -21,7 +22,7 @@ FLOAT32 = ("precision.weights=float32",)
 
 def train(engine, steps, lr=1.0):
     for step in steps:
-        engine.train_step(micro_batches(step), step, lr)
+        engine.train_step(micro_batches(step), one_step(step), lr)
 
 
 def test_averages_take_in_the_persistent_weights_after_each_update_and_epoch(create):
@@ -74,7 +75,7 @@ def test_statistics_come_from_images_not_from_padding(create):
     for filling in (torch.zeros(8, 3, 16, 16), batch.images[:4].repeat(2, 1, 1, 1)):
         engine = create(*BATCH_NORM, "batch.global=12")
         batch.images[4:] = filling
-        engine.train_step(iter([batch]), 0, 1.0)
+        engine.train_step(iter([batch]), one_step(0), 1.0)
         found.append(engine.state_dict()["buffers"])
     assert_bitwise_equal(*found)
 
@@ -99,7 +100,7 @@ def test_mixed_images_and_targets_give_the_loss_and_gradients_of_a_plain_loop(cr
         loss = loss - (targets * log_p).sum(1).mean() / 8
     assert 0 < boxes < 8, "some micro batches cut, some not"
     loss.backward()
-    result = engine.train_step(micro_batches(5, micro=3), 5, 1.0, measure=True)
+    result = engine.train_step(micro_batches(5, micro=3), one_step(5), 1.0, measure=True)
     assert result.loss.item() == pytest.approx(loss.item(), rel=1e-5) and result.correct == hits
     gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert result.norms.gradient.item() == pytest.approx(gradients.norm().item(), rel=1e-4)

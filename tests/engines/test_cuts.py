@@ -9,8 +9,13 @@ from models.efficientnet import build
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.batch import divide
+from recipe.checks import bound_to_cut
 
 CPU = torch.device("cpu")
+
+
+def blocks_of(model, recipe):
+    return cuts.Blocks(model, recipe.model, recipe.parallel, divide(recipe))
 
 
 @pytest.fixture
@@ -22,7 +27,7 @@ def parts(tiny):
         processes = Processes(Topology(), CPU)
         processes.topology = Topology(1, stages)
         model = change(build(recipe.model, 0))
-        return model, *cuts.parts(model, recipe, divide(recipe), processes, CPU)
+        return model, *cuts.parts(blocks_of(model, recipe), processes, CPU, bound=bound_to_cut(recipe, 1))
 
     return divided
 
@@ -75,4 +80,4 @@ def test_cuts_that_make_no_stages_are_refused(parts, tiny, overrides, message):
             parts(processes, "parallel.stages=2", *overrides)
     recipe = tiny("parallel.stages=2", *overrides)
     with pytest.raises(ConfigError, match=message):
-        cuts.counted(build(recipe.model, 0), recipe, divide(recipe))
+        cuts.counted(blocks_of(build(recipe.model, 0), recipe))

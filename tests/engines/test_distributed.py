@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engines import factory
+from engines.base import one_step
 from models.families import build
 from optim.factory import hidden_layers
 from parallel.topology import Topology
@@ -129,11 +130,12 @@ def moves(processes, overrides):
     engine = engine_of(processes, overrides)
     train_step = engine.train_step
 
-    def divided(batches, step, *arguments, **keywords):
+    def divided(batches, update, *arguments, **keywords):
+        step = update.step
         if processes.topology.replicas > 1 and step in DIVISIONS:
             engine.divide(step, [range(*ends) for ends in itertools.pairwise(DIVISIONS[step])])
             batches = micro_batches(step, engine)
-        return train_step(batches, step, *arguments, **keywords)
+        return train_step(batches, update, *arguments, **keywords)
 
     engine.train_step = divided
     found = worlds.train(engine)
@@ -247,7 +249,7 @@ def grow(engine, updates):
     for update in updates:
         steps = range(update.step, update.end)
         batches = itertools.chain.from_iterable(micro_batches(step, engine) for step in steps)
-        result = engine.train_step(batches, update.step, 2.0, update=update)
+        result = engine.train_step(batches, update, 2.0)
         found.append((result.loss.item(), result.correct.item(), result.images))
     return found
 
@@ -260,7 +262,7 @@ def test_an_update_of_two_steps_is_one_of_twice_the_batch():
     two, large = engine_of(single(), (*FLOAT32, *STILL)), engine_of(single(), (*FLOAT32, *STILL, "batch.global=24"))
     ((loss, correct, images),) = grow(two, [Update(0, 2, 0)])
     given = itertools.chain(micro_batches(0, two), micro_batches(1, two))
-    result = large.train_step(given, 0, 2.0)
+    result = large.train_step(given, one_step(0), 2.0)
     assert (loss, correct, images) == (result.loss.item(), result.correct.item(), 24) and result.images == 24
     for part in ("weights", "momentum_buffer"):
         assert_bitwise_equal(two.state_dict()[part], large.state_dict()[part])

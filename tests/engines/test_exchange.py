@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from engines.base import one_step
 from engines.exchange import _overlap
 from models import costs
 from models.balance import BlockCost
@@ -203,10 +204,10 @@ def test_late_gradients_are_those_of_earlier_steps():
     start = late.weights.state_dict()
     for step in range(3):
         assert_bitwise_equal(late.weights.state_dict(), start)
-        result = late.train_step(micro_batches(step, late), step, 2.0, measure=True)
+        result = late.train_step(micro_batches(step, late), one_step(step), 2.0, measure=True)
         assert (result.norms is None) == (step < 2)
         assert result.loss > 0 and result.images == 12
-    prompt.train_step(micro_batches(0, prompt), 0, 2.0)
+    prompt.train_step(micro_batches(0, prompt), one_step(0), 2.0)
     assert_bitwise_equal(late.weights.state_dict(), prompt.weights.state_dict())
     late.close()
 
@@ -230,7 +231,7 @@ def test_late_gradients_do_not_depend_on_the_topology(run):
 def test_a_late_gradient_that_is_not_finite_is_left_out_when_it_is_due():
     engine = engine_of(single(), ("exchange.delay=2",))
     worlds.poison(engine)
-    skipped = [engine.train_step(micro_batches(step, engine), step, 2.0).skipped.item() for step in range(5)]
+    skipped = [engine.train_step(micro_batches(step, engine), one_step(step), 2.0).skipped.item() for step in range(5)]
     assert skipped == [0, 0, 0, 1, 1]  # the gradient of step 1 is due in step 3
     engine.close()
 
@@ -253,7 +254,7 @@ def after_each_step(processes):
     """Of each of two steps the weights of every replica, what is saved, and the scores."""
     engine, found = engine_of(processes, LOCAL, steps_per_epoch=2), []
     for step in range(2):
-        engine.train_step(micro_batches(step, engine), step, 2.0)
+        engine.train_step(micro_batches(step, engine), one_step(step), 2.0)
         saved = engine.state_dict()
         states = [state for state in engine.replica_states() if engine.topology.is_main]
         scores = []

@@ -189,7 +189,7 @@ def test_stages_and_replicas_learn_the_same_with_recordings(run):
 def test_there_are_none_where_they_do_not_pay_or_are_not_wanted():
     """With few micro batches, an exchange that begins in the last backward pass is worth more."""
     engine = worlds.engine_of(single(), ())
-    assert engine._passes is engine._stages  # on a CPU
+    assert engine._training_stages is engine._part.stages  # on a CPU
     with on_cpus(graphs._FEW):
         for overlaps, accumulation, keys, graphed in (
             (True, 3, (), False),
@@ -198,8 +198,14 @@ def test_there_are_none_where_they_do_not_pay_or_are_not_wanted():
             (False, 8, ("engine.graphs=never",), False),
         ):
             recipe, few = worlds.recipe_of(keys), replace(engine.batch, accumulation=accumulation)
-            found = graphs.recorded(engine._stages, recipe, few, engine.device, overlaps)
-            assert (found is not engine._stages) == graphed
+            found = graphs.recorded(
+                engine._part.stages,
+                recipe.engine.graphs,
+                accumulation=few.accumulation,
+                device=engine.device,
+                overlaps=overlaps,
+            )
+            assert (found is not engine._part.stages) == graphed
 
 
 def test_a_line_reports_once_what_could_not_be_recorded():

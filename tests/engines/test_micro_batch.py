@@ -188,10 +188,10 @@ def test_a_trial_is_a_whole_update_of_two_micro_batches_of_the_largest_images_be
     seen, engines = [], weakref.WeakSet()
 
     class Watched(TorchEngine):
-        def train_step(self, micro_batches, step, lr, **options):
+        def train_step(self, micro_batches, update, lr, **options):
             engines.add(self)
             taken = itertools.islice(micro_batches, 3)
-            result = super().train_step(taken, step, lr, **options)
+            result = super().train_step(taken, update, lr, **options)
             assert len(list(taken)) == 1  # of three
             seen.append((result.images, result.skipped.item(), next(iter(micro_batches)).images.shape))
             return result

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.base import NoiseScale
-from engines.noise_scale import Meter, estimate
+from engines.base import NoiseScale, one_step
+from engines.noise_scale import Batches, Meter, estimate
 from recipe.shares import divide
 from tests.engines import worlds
 from tests.engines.worlds import FLOAT32, case, engine_of, micro_batches, outcome
@@ -19,11 +19,12 @@ def measured(parameters, batches, micro, updates, scale=ONE, layers=False):
     Args: batches: of an update, gradients of single images of each parameter, [images, ...].
     """
     large = len(next(iter(batches(0).values())))
-    meter = Meter(parameters, micro, large, large // micro, 1.0, layers)
+    batches_of_step = Batches(micro, large, large // micro, share=range(large // micro), weight=1.0)
+    meter = Meter(parameters, batches_of_step, layers=layers)
     for step in range(updates):
         for parameter in parameters.values():
             parameter.grad = None
-        meter.start(step, range(large // micro))
+        meter.start(step)
         if not meter.on:
             continue
         images = batches(step)
@@ -114,12 +115,12 @@ def metered(processes, overrides, steps=5):
     """A case: the averages after some steps, of the whole model and of each layer."""
     engine = engine_of(processes, (*LAYERS, *overrides), steps_per_epoch=4)
     for step in range(steps):
-        engine.train_step(micro_batches(step, engine), step, 0.05)
+        engine.train_step(micro_batches(step, engine), one_step(step), 0.05)
     value, _ = engine.noise_scale()
     state = engine.state_dict()
     alike = "exchange.method=local" not in overrides
     own = worlds.digest(engine.weights.state_dict()) if alike else ()
-    return value, own, (state.get("noise_scale"), engine._meter._large)
+    return value, own, (state.get("noise_scale"), engine._noise.meter.batches.large)
 
 
 HALF = "exchange.method=half"
@@ -155,8 +156,9 @@ def test_the_micro_batches_of_a_step_that_are_measured_are_spread_over_it_and_ov
     gradients = torch.arange(1.0, 13.0)
     found = []
     for share in divide(12, [1.0, 2.0, 1.0]):
-        meter = Meter(parameter, 1, 12, 12, float(share.start == 0), False)
-        meter.start(0, share)
+        batches = Batches(1, 12, 12, share=share, weight=float(share.start == 0))
+        meter = Meter(parameter, batches, layers=False)
+        meter.start(0)
         for number in [*share, *share]:  # an update of two steps, of which the first counts
             (parameter["a"] * gradients[number]).backward()
         found.append(meter.squares([gradients.sum()[None]], ONE, torch.tensor(12.0)))
@@ -181,7 +183,7 @@ def test_an_update_that_is_left_out_does_not_count():
         before = engine.state_dict()["noise_scale"]
         if step == 4:
             engine._loss_scale.scale.fill_(float("inf"))
-        engine.train_step(micro_batches(step, engine), step, 0.05)
+        engine.train_step(micro_batches(step, engine), one_step(step), 0.05)
         after = engine.state_dict()["noise_scale"]
         assert [not torch.equal(before[name], after[name]) for name in ("", "head.classifier.bias")] == [counts] * 2
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from benchmarks.timm_peer import create_g16
 from engines import factory
+from engines.base import one_step
 from models.efficientnet import timm_name
 from models.preprocess import Preprocess
 from recipe.batch import divide
@@ -56,7 +57,7 @@ def ours(recipe, lr):
     """{timm's name: tensor} of our engine before the first and after the last update, and the losses."""
     engine = factory.create(recipe, divide(recipe))
     before, batches = by_timm_name(engine.state_dict()), micro_batches(recipe.batch.micro)
-    losses = [engine.train_step(batches, step, lr).loss.item() for step in range(UPDATES)]
+    losses = [engine.train_step(batches, one_step(step), lr).loss.item() for step in range(UPDATES)]
     return before, by_timm_name(engine.state_dict()), losses
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engines import timeline
+from engines.base import one_step
 from engines.timeline import Recorder
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -44,9 +45,10 @@ def test_named_spans_are_ranges_of_nvtx_on_cuda_and_nothing_waits(told):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_recorded_spans_wait_whether_they_are_named_or_not(told, named):
-    recorder = Recorder(Processes(Topology(), CPU), GPU)
+    recorder = Recorder(Processes(Topology(), CPU), GPU, steps=1)
     recorder.named = named
-    recorder.begin(5, on=True)
+    recorder.begin(one_step(4))  # the first of a session, which starts what is new
+    recorder.begin(one_step(5))
     spans(recorder)
     assert told.count("wait") == 4 and len(told) == 4 + 4 * named
     assert [(span.kind, span.micro_batch, span.step) for span in recorder.collect()] == [

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from engines.base import one_step
 from engines.torch_engine import TorchEngine
 from models.kernels import patching
 from optim.lars import update_class
@@ -22,7 +23,7 @@ AVERAGES = ("average.step_decay=0.6", "average.epoch_decay=0.9", "model.norm=bat
 
 def train(engine, steps, lr=1.0):
     """Steps on noise, other images in each; the results."""
-    return [engine.train_step(micro_batches(step), step, lr) for step in steps]
+    return [engine.train_step(micro_batches(step), one_step(step), lr) for step in steps]
 
 
 @pytest.mark.parametrize("valid", [9, 0])
@@ -35,8 +36,8 @@ def test_an_image_left_out_does_not_change_the_weight_of_the_others(create, vali
     unreadable, count = ("a.jpg: empty",), 12 + valid
     engine, other = create(*SGD), create(*SGD, f"batch.global={count}", f"batch.micro={count}")
     start = engine.state_dict()["weights"]
-    result = engine.train_step(iter([first, second._replace(valid=valid, unreadable=unreadable)]), 0, 1.0)
-    expected = other.train_step(as_micro_batches(images[:count], labels[:count], count), 0, count / 24)
+    result = engine.train_step(iter([first, second._replace(valid=valid, unreadable=unreadable)]), one_step(0), 1.0)
+    expected = other.train_step(as_micro_batches(images[:count], labels[:count], count), one_step(0), count / 24)
     assert result.loss.item() == pytest.approx(expected.loss.item() * count / 24, rel=1e-5)
     assert (result.images, result.unreadable, result.skipped.item()) == (count, unreadable, 0)
     found, expected = (run.state_dict()["weights"] for run in (engine, other))
@@ -60,11 +61,11 @@ def test_a_power_of_two_as_loss_scale_changes_no_bit(create):
 def test_a_step_pulls_exactly_its_micro_batches(create):
     engine = create("batch.micro=6")
     supply = itertools.chain(*(micro_batches(0, micro=6) for _ in range(3)))
-    engine.train_step(supply, 0, 1.0)
+    engine.train_step(supply, one_step(0), 1.0)
     assert len(list(supply)) == 2 * 4
     before = engine.state_dict()
     with pytest.raises(AssertionError, match="only 3 micro batches came"):
-        engine.train_step(itertools.islice(micro_batches(0, micro=6), 3), 0, 1.0)
+        engine.train_step(itertools.islice(micro_batches(0, micro=6), 3), one_step(0), 1.0)
     assert_bitwise_equal(engine.state_dict(), before)
 
 
@@ -74,7 +75,7 @@ def test_each_step_and_each_micro_batch_has_draws_of_its_own(create):
     losses = set()
     for step, number in ((0, 0), (0, 1), (1, 0), (0, 0)):
         engine = create(*RANDOM_LAYERS, "batch.global=12")
-        losses.add(engine.train_step(iter([only._replace(number=number)]), step, 1.0).loss.item())
+        losses.add(engine.train_step(iter([only._replace(number=number)]), one_step(step), 1.0).loss.item())
     assert len(losses) == 3
 
 

@@ -15,6 +15,7 @@ import torch
 
 from data.batches import MicroBatch
 from engines import base, factory
+from engines.base import one_step
 from models.efficientnet import build
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -133,7 +134,7 @@ def train(engine, first=0, steps=3, sizes=(16,), saved=None, lr=2.0, poisoned=No
     results = []
     for step in range(first, first + steps):
         batches = micro_batches(step, engine, sizes[step % len(sizes)])
-        result = engine.train_step(batches, step, lr, measure=True)
+        result = engine.train_step(batches, one_step(step), lr, measure=True)
         norms = {name: getattr(result.norms, name).item() for name in ("gradient", "weight", "update")}
         trust = {name: ratio.item() for name, ratio in result.norms.trust.items()}
         results.append((result.loss.item(), result.correct.item(), result.images, norms, trust, result.skipped.item()))
@@ -146,9 +147,9 @@ def poison(engine):
     """One gradient of this rank is not finite in step 1."""
     compute = engine._compute_gradients
 
-    def poisoned(micro_batches, steps):
-        compute(micro_batches, steps)
-        if steps[0] == 1:
+    def poisoned(micro_batches, update):
+        compute(micro_batches, update)
+        if update.step == 1:
             engine.weights.gradients.flat[3] = float("nan")
 
     engine._compute_gradients = poisoned
@@ -170,7 +171,7 @@ def goes_on(processes, overrides, first, steps, saved=None, states=()):
         engine.load_state_dict(saved)
         engine.load_replica_states(len(states), lambda number: states[number])
     for step in range(first, first + steps):
-        engine.train_step(micro_batches(step, engine), step, 2.0, measure=True)
+        engine.train_step(micro_batches(step, engine), one_step(step), 2.0, measure=True)
     found = engine.state_dict(), [state for state in engine.replica_states() if engine.topology.is_main]
     engine._exchange.close()
     return (engine.cut, engine.notes), digest(engine.weights.state_dict()), found

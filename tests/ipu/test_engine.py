@@ -14,6 +14,7 @@ import evaluate
 from common.errors import ConfigError
 from data.sources import open_source
 from engines import base, factory
+from engines.base import one_step
 from optim import schedule
 from parallel.topology import Topology
 from recipe import loading
@@ -141,7 +142,7 @@ def test_what_one_engine_saved_another_goes_on_from(tiny, tmp_path, first, secon
     batches = engine.training_batches(source, range(4, 7))
     rate = schedule.create(recipe, lengths(recipe, len(source)))
     for step in range(4, 7):
-        engine.train_step(batches, step, rate(step))
+        engine.train_step(batches, one_step(step), rate(step))
         if (step + 1) % 3 == 0:
             engine.end_epoch()
     batches.close()
@@ -172,7 +173,7 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     batches = engine.training_batches(source, range(2))
     seen = []
     for step in range(2):
-        engine.train_step(batches, step, 1.0)
+        engine.train_step(batches, one_step(step), 1.0)
         engine.end_epoch()
         total, state = evaluated(engine, recipe), engine.state_dict()
         with engine.using("epoch_average"):

@@ -182,10 +182,10 @@ def poison(rank):
     """From the fifth step on a parameter's gradient is infinite on rank 1."""
     train_step = TorchEngine.train_step
 
-    def poisoned(engine, micro_batches, step, *arguments, **keywords):
-        if step == 4 and rank == 1:
+    def poisoned(engine, micro_batches, update, *arguments, **keywords):
+        if update.step == 4 and rank == 1:
             dict(engine._model.named_parameters())[LAYER].register_hook(lambda gradient: gradient + math.inf)
-        return train_step(engine, micro_batches, step, *arguments, **keywords)
+        return train_step(engine, micro_batches, update, *arguments, **keywords)
 
     TorchEngine.train_step = poisoned
 

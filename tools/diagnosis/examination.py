@@ -187,7 +187,7 @@ def _connect(recipe: Recipe) -> Tuple[Processes, torch.device]:
     """Return the processes of the run, and the device of this one. Raises UserError."""
     try:
         place = topology.from_environment(recipe)
-        device = device_of(recipe, place)
+        device = device_of(recipe.run.device, place)
         return Processes(place, device, recipe.parallel.silence), device
     except ConfigError as error:
         # It is worded for train.py, the one program that run_pod.sh starts.

@@ -15,8 +15,9 @@ import torch
 from data.base import Source
 from data.batches import MicroBatch
 from engines import factory, feed
+from engines.base import one_step
 from engines.devices import synchronize
-from engines.torch_engine import TorchEngine
+from engines.torch_engine import TorchEngine, image_settings
 from optim import schedule
 from parallel import exchange
 from parallel.processes import Processes
@@ -133,7 +134,7 @@ class _Bench:
         start = time.perf_counter()
         for _ in range(count):
             images = iter(self._memory) if batches is None else batches
-            self.engine.train_step(images, self._step, self._rate(self._step))
+            self.engine.train_step(images, one_step(self._step), self._rate(self._step))
             # The clock is read when the device has done the step.
             synchronize(self.engine.device)
             self._step += 1
@@ -180,9 +181,9 @@ def _loaded(setup: Setup, engine: TorchEngine) -> List[MicroBatch]:
     recipe = workload.changed(setup.recipe, "data", workers=0)
     batches = feed.training_batches(
         setup.source,
-        recipe,
-        setup.batch,
-        topology=engine.topology,
+        image_settings(recipe),
+        batch=setup.batch,
+        replica=engine.topology.replica,
         steps=range(1),
         device=engine.device,
     )

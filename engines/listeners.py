@@ -1,0 +1,108 @@
+"""What follows a training step without the engine knowing it: a noise meter, averages, a timeline.
+
+A step has five phases. Replicas compute their gradients, exchange them, agree on what happened,
+apply the update, and account for it. A listener is called between them. It may add numbers to the
+one message by which processes agree, so that it costs no message of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import ContextManager, Dict, Iterator, Optional, Sequence
+
+import torch
+
+from recipe.course import Update
+
+
+class StepListener:
+    """Follows training steps; each method does nothing unless a subclass needs it.
+
+    Every process of a run has the same listeners, in the same order.
+    """
+
+    def begin(self, update: Update) -> None:
+        """Prepare for an `update` whose first micro batch comes next."""
+
+    def computed(self, divisor: torch.Tensor) -> None:
+        """Take note that this replica's gradients are complete, and not yet exchanged.
+
+        Args:
+            divisor: float32 [], makes means over this replica's images of them.
+        """
+
+    def exchanged(self, divisor: Optional[torch.Tensor]) -> None:
+        """Take note that the exchange is done.
+
+        Args:
+            divisor: float32 [], makes means of the gradients that are there now; None where a late
+                gradient is still on its way, so that none is there.
+        """
+
+    def contribution(self) -> Dict[str, torch.Tensor]:
+        """Return float64 tensors, by name, to be summed over all processes with the step's own."""
+        return {}
+
+    def agreed(self, sums: Dict[str, torch.Tensor], finite: torch.Tensor) -> None:
+        """Take the sums of what all processes contributed.
+
+        Args:
+            sums: float64, by the names of `contribution`.
+            finite: bool [], whether all processes have finite gradients; else the update is left
+                out. On the device, as are the sums: reading one waits for it.
+        """
+
+    def applied(self, update: Update, finite: torch.Tensor) -> None:
+        """Take note that the weights have been updated, or left as they were where not `finite`."""
+
+    def span(self, kind: str, number: int) -> ContextManager[None]:
+        """Return a context for an activity that begins now.
+
+        Args:
+            kind: "compute", "load", "forward", "backward", "exchange" or "update".
+            number: of a micro batch within the replica's share; -1 where it belongs to none.
+        """
+        return contextlib.nullcontext()
+
+
+class Listeners(StepListener):
+    """Some listeners as one."""
+
+    def __init__(self, listeners: Sequence[StepListener]):
+        """Join `listeners`, which are called in this order."""
+        self._listeners = tuple(listeners)
+        # Spans are opened for each micro batch: those who do not time them need not be asked.
+        self._timing = [each for each in listeners if type(each).span is not StepListener.span]
+
+    def begin(self, update: Update) -> None:
+        for listener in self._listeners:
+            listener.begin(update)
+
+    def computed(self, divisor: torch.Tensor) -> None:
+        for listener in self._listeners:
+            listener.computed(divisor)
+
+    def exchanged(self, divisor: Optional[torch.Tensor]) -> None:
+        for listener in self._listeners:
+            listener.exchanged(divisor)
+
+    def contribution(self) -> Dict[str, torch.Tensor]:
+        joined: Dict[str, torch.Tensor] = {}
+        for listener in self._listeners:
+            joined.update(listener.contribution())
+        return joined
+
+    def agreed(self, sums: Dict[str, torch.Tensor], finite: torch.Tensor) -> None:
+        for listener in self._listeners:
+            listener.agreed(sums, finite)
+
+    def applied(self, update: Update, finite: torch.Tensor) -> None:
+        for listener in self._listeners:
+            listener.applied(update, finite)
+
+    @contextlib.contextmanager
+    def span(self, kind: str, number: int = -1) -> Iterator[None]:
+        with contextlib.ExitStack() as spans:
+            for listener in self._timing:
+                spans.enter_context(listener.span(kind, number))
+            yield

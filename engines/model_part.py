@@ -1,0 +1,131 @@
+"""The part of a model that a process computes: its stages, parameters and running statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Dict, FrozenSet, List, Mapping, Tuple
+
+import torch
+from torch import nn
+
+from engines import cuts, state, tuning
+from engines.stage import Stage, blocks_to_recompute
+from models.base import BlockList
+from models.families import build
+from models.normalization import norm_parameters
+from optim.factory import hidden_layers
+from parallel.processes import Processes
+from recipe.distribution import Parallel
+from recipe.division import Batch
+from recipe.hardware import EngineSection
+from recipe.network import Model
+
+
+@dataclass
+class ModelPart:
+    """A process's part of a model, on its device.
+
+    model: the part as one list of blocks.
+    stages: the same as modules, by number of the part; several where stages are virtual.
+    parameters, buffers: of the part; buffers are running statistics.
+    together: names of the parameters that get a micro batch's gradients at once.
+    part_names: names of the blocks of each part of the model, of all processes.
+    whole_names: names of the whole model's parameters.
+    shapes: of the whole model's parameters and persistent buffers.
+    norms: names of the parameters of normalisations.
+    hidden: result of `optim.factory.hidden_layers` for the whole model.
+    memory_format: of activations.
+    notes: lines for the user.
+    """
+
+    model: BlockList
+    stages: Dict[int, Stage]
+    parameters: Dict[str, nn.Parameter]
+    buffers: Dict[str, torch.Tensor]
+    together: List[List[str]]
+    part_names: List[List[str]]
+    whole_names: List[str]
+    shapes: Dict[str, Tuple[int, ...]]
+    norms: FrozenSet[str]
+    hidden: Mapping[str, int]
+    memory_format: torch.memory_format
+    notes: Tuple[str, ...]
+
+    @property
+    def cut(self) -> List[str]:
+        """The blocks that open each part after the first."""
+        return [names[0] for names in self.part_names[1:]]
+
+
+@dataclass
+class Placement:
+    """Where and how a model is computed.
+
+    device, dtype: of activations.
+    engine: kernels and layout.
+    parallel: stages and recomputation.
+    bound: why another cut would be another result (`recipe.checks.bound_to_cut`), or "".
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    engine: EngineSection
+    parallel: Parallel
+    bound: str
+
+
+def create(
+    section: Model,
+    seed: int,
+    placement: Placement,
+    *,
+    batch: Batch,
+    processes: Processes,
+) -> ModelPart:
+    """Build the whole model, the same on all processes, and keep what this one computes.
+
+    Args:
+        section: the model.
+        seed: of its first weights.
+        placement: where it is computed.
+        batch: of a step.
+        processes: of the run; all of them call.
+
+    Raises:
+        ConfigError: cut points, or blocks to recompute, that the model does not have.
+    """
+    whole = build(section, seed).to(placement.device, placement.dtype)
+    memory_format = tuning.apply(whole, placement.engine, placement.device)
+    parallel = placement.parallel
+    recomputed = blocks_to_recompute(whole.names, parallel.recompute)
+
+    blocks = cuts.Blocks(whole, section, parallel, batch)
+    part_names, note = cuts.parts(blocks, processes, placement.device, bound=placement.bound)
+    notes = [note] if note else []
+    if batch.stages > 1 and processes.topology.stages == 1:
+        notes.append(f"one process computes all {batch.stages} stages itself, on one device")
+
+    stages = {}
+    together = []
+    own_names: List[str] = []
+    for number, names in cuts.own_parts(part_names, processes.topology).items():
+        part = whole.part(names)
+        stages[number] = Stage(part, whole.draws, recomputed, memory_format)
+        together.append([name for name, _ in part.named_parameters()])
+        own_names += names
+    model = whole.part(own_names)
+    model.draws = whole.draws
+    return ModelPart(
+        model=model,
+        stages=stages,
+        parameters=dict(model.named_parameters()),
+        buffers=state.persistent_buffers(model),
+        together=together,
+        part_names=part_names,
+        whole_names=[name for name, _ in whole.named_parameters()],
+        shapes=state.shapes(whole),
+        norms=norm_parameters(whole),
+        hidden=hidden_layers(whole),
+        memory_format=memory_format,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,119 @@
+"""What computes the micro batches of a step: one process alone, or a pipeline of several."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import torch
+from torch import nn
+
+from engines.model_part import ModelPart
+from engines.stage import boundaries
+from models.families import build
+from parallel.processes import Processes
+from parallel.work import Boundary, SingleProcess
+from recipe.distribution import Parallel
+from recipe.network import Model
+
+
+class Passes:
+    """Forward and backward passes of this process's part of a model."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        section: Model,
+        parallel: Parallel,
+        processes: Processes,
+        *,
+        training: Mapping[int, nn.Module],
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: Dict[str, int],
+    ):
+        """
+        Args:
+            part: of the model that is described by `section`.
+            section: the model.
+            parallel: the schedule of a pipeline.
+            processes: of the run.
+            training: what computes a stage in training, by number of its part.
+            device: that computes.
+            dtype: of activations.
+            rows: images of a micro batch, in "training" and "evaluation".
+        """
+        self._part = part
+        self._section = section
+        self._parallel = parallel
+        self._processes = processes
+        self._training = training
+        self._device = device
+        self._dtype = dtype
+        self._rows = rows
+        # Pipelines know the shapes of their messages: there is one for each size and number.
+        self._pipelines: Dict[Tuple[int, int], Any] = {}
+        self._evaluation: Any = None
+
+    def training(self, size: int, count: int, images: torch.dtype) -> Any:
+        """Return what computes `count` micro batches of a replica.
+
+        Args:
+            size: pixels a side of their images.
+            count: how many there are.
+            images: dtype of the images, as they enter the model.
+        """
+        if self._processes.topology.stages == 1:
+            return SingleProcess(self._training[0], count)
+        if (size, count) not in self._pipelines:
+            from parallel.pipeline import Pipeline  # needs a newer torch than the IPU's
+
+            self._pipelines[size, count] = Pipeline(
+                self._training,
+                self.boundaries("training", size, images),
+                schedule=self._parallel.schedule,
+                micro_batches=count,
+                group=self._processes.stage_group,
+                device=self._device,
+            )
+        return self._pipelines[size, count]
+
+    def predict(self, images: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """Compute a micro batch in evaluation.
+
+        Args:
+            images: uint8 [rows, 3, H, W]; None where they do not enter.
+
+        Returns:
+            Logits of all rows, padding included, on the last stage; None elsewhere.
+        """
+        if self._processes.topology.stages == 1:
+            with torch.no_grad():
+                return self._part.stages[0](images)
+        if self._evaluation is None:
+            from parallel.pipeline import Pipeline
+
+            self._evaluation = Pipeline(
+                self._part.stages,
+                self.boundaries("evaluation", self._section.image_size, torch.uint8),
+                group=self._processes.stage_group,
+                device=self._device,
+            )
+        return self._evaluation.predict(images)
+
+    def forget(self) -> None:
+        """Forget pipelines of training, as replicas get other shares."""
+        self._pipelines.clear()
+
+    def boundaries(self, kind: str, size: int, images: torch.dtype) -> List[Boundary]:
+        """Return what enters each part of the model, and what leaves the last.
+
+        Args:
+            kind: "training" or "evaluation".
+            size: pixels a side.
+            images: their dtype, as they enter the model.
+        """
+        with torch.device("meta"):
+            model = build(self._section, 0)
+        entering = Boundary((self._rows[kind], 3, size, size), images)
+        memory_format = self._part.memory_format
+        return boundaries(self._part.part_names, model, entering, self._dtype, memory_format)
