@@ -8,9 +8,9 @@ from recipe.distribution import Parallel
 from recipe.exchange import Exchange
 from recipe.hardware import EngineSection, Ipu
 from recipe.images import Data
-from recipe.kinds import Parts
 from recipe.network import Model
 from recipe.optimization import Average, Optimizer, Precision, Schedule
+from recipe.parts import Parts
 from recipe.section import PathText, Section, check_pairs, exactly_one, or_auto
 
 

@@ -1,4 +1,4 @@
-"""Sections that come in kinds, sections that have parts, and the registry of what implements them.
+"""Sections that come in kinds, and the registry of what implements them. Sections that have parts are in parts.py.
 
 A section that comes in kinds has a base class with the keys common to all of them, and a class for each kind with its
 own keys, ranges and defaults. To add one, write the class, here or in a file of your own::
@@ -9,9 +9,6 @@ own keys, ranges and defaults. To add one, write the class, here or in a file of
 
 Then `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an `Adagrad`; JSON Schema,
 suggestions and errors know it. The first kind is the default. `Optimizer(name="sgd", momentum=0.8)` makes an `Sgd`.
-
-A section that has parts (`Log`) has the keys of all its subclasses: `class Csv(Log): csv: bool = False` adds `log.csv`,
-and `isinstance(recipe.log, Csv)` holds.
 
 The implementation registers itself for the class, in a file of its own::
 
@@ -26,9 +23,9 @@ The implementation registers itself for the class, in a file of its own::
 Ask the object that `of` returns for whatever depends on the kind; do not compare names.
 """
 
-from typing import Any, Callable, ClassVar, Dict, Generic, List, Optional, Tuple, Type, TypeVar, get_args
+from typing import Any, Callable, ClassVar, Dict, Generic, Iterable, List, Optional, Tuple, Type, TypeVar, get_args
 
-from pydantic import ValidationError, create_model, model_validator
+from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
@@ -37,36 +34,64 @@ from recipe.section import Section
 T = TypeVar("T")
 
 
-class _Open(Section):
-    """A section whose classes are looked up when a recipe is read, so that those defined after `Recipe` count."""
+class OpenSection:
+    """Base of `Kind` and `Parts`: the class of such a section is chosen when a recipe is read.
+
+    A discriminated union of pydantic would be fixed once `Recipe` is defined. Here classes that are defined later, in
+    files of users, count like any other.
+    """
 
     @classmethod
-    def section(cls) -> Type["_Open"]:  # the class below Kind or Parts
-        return cls.__mro__[cls.__mro__.index(_Open) - 2]  # type: ignore[return-value]
+    def is_section(cls) -> bool:
+        """Return whether this is a section of a recipe, such as Optimizer: a direct subclass of Kind or of Parts."""
+        return any(OpenSection in base.__bases__ for base in cls.__bases__)
 
-    def __new__(cls, **values: Any) -> "_Open":
-        return super().__new__(cls._class_for(values) if cls is cls.section() else cls)
+    @classmethod
+    def section(cls) -> Type["OpenSection"]:
+        """Return the section that this kind or part belongs to; a section returns itself."""
+        return next(base for base in cls.__mro__ if base.is_section())
+
+    @classmethod
+    def class_for(cls, values: Any) -> Type["OpenSection"]:
+        """Return the class that a section's keys stand for.
+
+        Args:
+            values: the keys with their values, as a recipe gives them.
+
+        Raises:
+            ValidationError: there is no such class.
+        """
+        raise NotImplementedError
+
+    def __new__(cls, **values: Any) -> "OpenSection":
+        """Make an object of the class that `values` stand for, where a section itself is called."""
+        return super().__new__(cls.class_for(values) if cls.is_section() else cls)
+
+    @classmethod
+    def _validated(cls, value: Any) -> "OpenSection":
+        return value if isinstance(value, cls) else cls.class_for(value).model_validate(value)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        if cls.__mro__[2].__name__ != "_Open":
-            return handler(source)
-        return core_schema.no_info_plain_validator_function(
-            lambda value: value if isinstance(value, cls) else cls._class_for(value).model_validate(value)
-        )
+        # pydantic calls this as it makes the class; a field of a section's type is then validated by our function.
+        if cls.is_section():
+            return core_schema.no_info_plain_validator_function(cls._validated)
+        return handler(source)
 
 
-class Kind(_Open):
+class Kind(OpenSection, Section):
     """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its names."""
 
+    # The key that names the kind.
     tag: ClassVar[str] = "name"
-    kinds: ClassVar[Dict[str, Type["Kind"]]] = {}  # of the section, by name
     # Whether a recipe that changes the kind drops the keys that only the kind before it had.
     resets: ClassVar[bool] = True
+    # Those of the section, by name.
+    kinds: ClassVar[Dict[str, Type["Kind"]]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        if cls is cls.section():
+        if cls.is_section():
             cls.kinds = {}
         for name in get_args(cls.model_fields[cls.tag].annotation):
             if name in cls.kinds:
@@ -75,71 +100,63 @@ class Kind(_Open):
 
     @classmethod
     def default_name(cls) -> str:
-        """Name of this kind; of a section or a kind with several, the default."""
-        kind = next(iter(cls.kinds.values())) if cls is cls.section() else cls
+        """Return the name of this kind; of a section, or of a kind with several, the default."""
+        kind = next(iter(cls.kinds.values())) if cls.is_section() else cls
         return kind.model_fields[cls.tag].default
 
     @classmethod
     def own_keys(cls) -> List[str]:
-        """The keys of this kind that are not common to all."""
-        return [name for name in cls.model_fields if name not in cls.section().model_fields]
+        """Return the keys of this kind that are not common to all."""
+        common = cls.section().model_fields
+        return [name for name in cls.model_fields if name not in common]
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
-        """The keys in a file; of the whole section those of all kinds, as the first that has one describes it."""
-        section = cls.section()
-        found = {**super().fields(), cls.tag: section.model_fields[cls.tag]}
-        for kind in cls.kinds.values() if cls is section else ():
-            found = {**found, **{key: field for key, field in kind.fields().items() if key not in found}}
-        return found
+        """Return the keys in a file; of a section those of all kinds, as the first that has one describes it."""
+        fields = super().fields()
+        fields[cls.tag] = cls.section().model_fields[cls.tag]
+        if cls.is_section():
+            for kind in cls.kinds.values():
+                for key, field in kind.fields().items():
+                    fields.setdefault(key, field)
+        return fields
 
     def defaults(self) -> Dict[str, Any]:
+        """Return the default of each key for a recipe with this kind, whose name is no default if others come first."""
         return {**super().defaults(), self.tag: self.section().default_name()}
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
-        """Reason why this kind refuses `key`, which another kind has; None: the key is ignored."""
+        """Return why this kind refuses a key that only other kinds have; None where the key is ignored.
+
+        Args:
+            key: of another kind.
+            value: what the recipe gives it.
+        """
         owner = next(name for name, kind in cls.kinds.items() if key in kind.model_fields)
-        own = ", ".join(cls.own_keys()) or "none of its own"
-        return f"{key} belongs to {owner}, not to {cls.default_name()} (its keys: {own}); remove {key}"
+        known = ", ".join(cls.own_keys()) or "none of its own"
+        return f"{key} belongs to {owner}, not to {cls.default_name()} (its keys: {known}); remove {key}"
 
     @classmethod
     def changed(cls, before: Dict[str, Any], after: Dict[str, Any]) -> bool:
-        """Whether the layer `after` names another kind than `before`, of which only keys common to all stay."""
-        old, new = before.get(cls.tag) or cls.default_name(), after.get(cls.tag)
-        return cls.resets and new is not None and cls.kinds.get(str(new)) is not cls.kinds.get(str(old))
+        """Return whether a layer changes the kind, so that only keys common to all kinds stay.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_own_keys(cls, values: Any) -> Any:
-        """Null stands for the default of a kind's own key, and for nothing at another kind's."""
-        if not isinstance(values, dict):
-            return values
-        others = {key for kind in cls.kinds.values() for key in kind.model_fields}.difference(cls.model_fields)
-        for key in others.intersection(values):
-            if values[key] is not None:
-                cls._check_foreign(key, values[key])
-        absent = {*others, *(key for key in cls.own_keys() if values.get(key) is None)}
-        return {key: value for key, value in values.items() if key not in absent}
+        Args:
+            before: the section's keys of lower layers.
+            after: those of the layer.
+        """
+        old = before.get(cls.tag) or cls.default_name()
+        new = after.get(cls.tag)
+        if not cls.resets or new is None:
+            return False
+        return cls.kinds.get(str(new)) is not cls.kinds.get(str(old))
 
     @classmethod
-    def _check_foreign(cls, key: str, value: Any) -> None:
-        """Raises ValueError where the kind refuses the key, ValidationError for a value that no owner of it takes."""
-        fault = cls.foreign(key, value)
-        if fault:
-            raise ValueError(fault)
-        for owner in [kind for kind in cls.kinds.values() if key in kind.model_fields]:
-            try:
-                owner.model_validate({key: value})
-                return
-            except ValidationError as error:
-                invalid = error
-        raise invalid
-
-    @classmethod
-    def _class_for(cls, values: Any) -> Type["Kind"]:
-        """The kind that `values` name. Raises ValidationError for an unknown name."""
-        name = values.get(cls.tag, cls.default_name()) if isinstance(values, dict) else cls.default_name()
+    def class_for(cls, values: Any) -> Type["Kind"]:
+        """Return the kind that `values` name, or the default. Raises ValidationError for an unknown name."""
+        name = cls.default_name()
+        if isinstance(values, dict):
+            name = values.get(cls.tag, name)
         if isinstance(name, str) and name in cls.kinds:
             return cls.kinds[name]
         *names, last = map(repr, cls.kinds)
@@ -147,69 +164,83 @@ class Kind(_Open):
         fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
         raise ValidationError.from_exception_data(cls.__name__, [fault])
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_own_keys(cls, values: Any) -> Any:
+        """Null stands for the default of a kind's own key, and for nothing at another kind's."""
+        if not isinstance(values, dict):
+            return values
+        keys = {key for kind in cls.kinds.values() for key in kind.model_fields}
+        others = keys.difference(cls.model_fields)
+        for key in others.intersection(values):
+            if values[key] is not None:
+                cls._check_foreign(key, values[key])
+        defaulted = {key for key in cls.own_keys() if values.get(key) is None}
+        return {key: value for key, value in values.items() if key not in others and key not in defaulted}
+
+    @classmethod
+    def _check_foreign(cls, key: str, value: Any) -> None:
+        """Raise ValueError where the kind refuses the key, ValidationError for a value that no owner of it takes."""
+        fault = cls.foreign(key, value)
+        if fault:
+            raise ValueError(fault)
+        for kind in cls.kinds.values():
+            if key not in kind.model_fields:
+                continue
+            try:
+                kind.model_validate({key: value})
+                return
+            except ValidationError as error:
+                refusal = error
+        raise refusal
+
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
-        if cls is not cls.section():
+        """Describe a section by its kinds: by one of them, or where it ignores keys of others by all keys at once."""
+        if not cls.is_section():
             return handler(schema)
         references = {kind: handler(kind.__pydantic_core_schema__) for kind in cls.kinds.values()}
         properties = {kind: handler.resolve_ref_schema(found)["properties"] for kind, found in references.items()}
-        every = {
-            key: [own[key] for own in properties.values() if key in own] for each in properties.values() for key in each
-        }
-        for kind, own in properties.items():
+        nodes = _nodes_by_key(properties.values())
+        # Null is a value of every key but the common ones; see `_only_own_keys`.
+        for kind, of_kind in properties.items():
             for key in kind.own_keys():
-                _allow_null(own[key])
-            for key in every:
-                own.setdefault(key, {"type": "null"})
+                _allow_null(of_kind[key])
+            for key in nodes:
+                of_kind.setdefault(key, {"type": "null"})
         if cls.resets and len(references) > 1:
             return {"description": cls.__doc__, "anyOf": list(references.values())}
         # Keys of another kind are often ignored: one object with all keys is as exact, and much shorter.
-        merged = {key: each[0] if each.count(each[0]) == len(each) else {"anyOf": each} for key, each in every.items()}
-        described = cls.model_fields[cls.tag].description
-        merged[cls.tag] = {"enum": list(cls.kinds), "default": cls.default_name(), "description": described}
+        merged = {key: _any_of(options) for key, options in nodes.items()}
+        description = cls.model_fields[cls.tag].description
+        merged[cls.tag] = {"enum": list(cls.kinds), "default": cls.default_name(), "description": description}
         return {"description": cls.__doc__, "additionalProperties": False, "type": "object", "properties": merged}
 
 
+def _nodes_by_key(properties: Iterable[Dict[str, Any]]) -> Dict[str, List[Dict[str, Any]]]:
+    """Return the JSON Schemas of each key, one from each kind that has it."""
+    nodes: Dict[str, List[Dict[str, Any]]] = {}
+    for of_kind in properties:
+        for key, node in of_kind.items():
+            nodes.setdefault(key, []).append(node)
+    return nodes
+
+
+def _any_of(options: List[Dict[str, Any]]) -> Dict[str, Any]:
+    first = options[0]
+    if all(option == first for option in options):
+        return first
+    return {"anyOf": options}
+
+
 def _allow_null(node: Dict[str, Any]) -> None:
-    if not any(option.get("type") == "null" for option in node.get("anyOf", ())):
-        described = {key: node.pop(key) for key in ("title", "default", "description") if key in node}
-        options = node.pop("anyOf", None) or [dict(node)]
-        node.clear()
-        node.update(described, anyOf=[*options, {"type": "null"}])
-
-
-class Parts(_Open):
-    """Base of sections that have parts, which add keys of their own to the section."""
-
-    parts: ClassVar[List[Type["Parts"]]] = []
-    _whole: ClassVar[Dict[int, Type["Parts"]]] = {}  # the class of all parts, by how many there were
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        if cls is cls.section():
-            cls.parts, cls._whole = [], {}
-        elif len(cls.__bases__) == 1:
-            cls.parts.append(cls)
-
-    @classmethod
-    def _class_for(cls, values: Any) -> Type["Parts"]:
-        count, section = len(cls.parts), cls.section()
-        if count not in cls._whole:
-            bases, doc = (*reversed(cls.parts), section), section.__doc__
-            cls._whole[count] = create_model(section.__name__, __base__=bases, __module__=__name__, __doc__=doc)
-        return cls._whole[count]
-
-    @classmethod
-    def fields(cls) -> Dict[str, FieldInfo]:
-        """The keys in a file, of all parts."""
-        return dict(cls._class_for({}).model_fields)
-
-    def __reduce__(self) -> tuple:
-        return self.section().model_validate, (dict(self),)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
-        return handler(cls._class_for({}).__pydantic_core_schema__ if cls is cls.section() else schema)
+    """Add null to the values of a key, in place."""
+    if any(option.get("type") == "null" for option in node.get("anyOf", ())):
+        return
+    described = {key: node.pop(key) for key in ("title", "default", "description") if key in node}
+    options = node.pop("anyOf", None) or [dict(node)]
+    node.clear()
+    node.update(described, anyOf=[*options, {"type": "null"}])
 
 
 class Registry(Generic[T]):
@@ -217,30 +248,35 @@ class Registry(Generic[T]):
 
     def __init__(self, noun: str) -> None:
         self._noun = noun
-        self._found: Dict[type, T] = {}
+        self._implementations: Dict[type, T] = {}
 
     def implements(self, *sections: Type[Section]) -> Callable[[T], T]:
-        """A decorator that registers what it decorates for these classes, each of which has one implementation."""
+        """Return a decorator that registers what it decorates for `sections`, each of which has one implementation."""
 
         def register(implementation: T) -> T:
             for section in sections:
-                if self._found.setdefault(section, implementation) is not implementation:
-                    raise TypeError(f"{section.__name__} has an implementation as {self._noun}: {self._found[section]}")
+                known = self._implementations.setdefault(section, implementation)
+                if known is not implementation:
+                    raise TypeError(f"{section.__name__} has an implementation as {self._noun}: {known}")
             return implementation
 
         return register
 
     def of(self, section: Section) -> T:
-        """The implementation of the section's class, or of its nearest base class. Raises TypeError without one."""
+        """Return the implementation of the class of `section`, or of its nearest base class.
+
+        Raises:
+            TypeError: there is none.
+        """
         for cls in type(section).__mro__:
-            if cls in self._found:
-                return self._found[cls]
+            if cls in self._implementations:
+                return self._implementations[cls]
         raise TypeError(f"nothing implements {type(section).__name__} as {self._noun}; import the file that does")
 
     def all_of(self, section: Section) -> List[T]:
-        """Every implementation for a class that `section` is an instance of, in the order of registration."""
-        return [found for cls, found in self._found.items() if isinstance(section, cls)]
+        """Return every implementation for a class of which `section` is an instance, in the order of registration."""
+        return [made for cls, made in self._implementations.items() if isinstance(section, cls)]
 
     def items(self) -> List[Tuple[type, T]]:
-        """Each class with its implementation."""
-        return list(self._found.items())
+        """Return each class with its implementation."""
+        return list(self._implementations.items())
