@@ -366,7 +366,7 @@ class TorchEngine(Engine):
 
         Every rank calls, between two steps.
         """
-        self.batch = self.batch.divided(shares)
+        self.batch = self.batch.with_shares(shares)
         own = shares[self.topology.replica]
         self.weights.gradients.divide(self._leaves())
         self._exchange.divide(self.batch)

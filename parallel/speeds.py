@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import FrozenSet, List, Optional, Sequence, Tuple
 
-from recipe.shares import divide
+from recipe.shares import by_speed
 
 # With less gain, of a step's time, shares stay: noise would move them after every measurement.
 _GAIN = 0.05
@@ -47,7 +47,7 @@ class Speeds:
         # Would other shares end a step noticeably sooner?
         lines = self._changes(seconds)
         speeds = [1 / time for time in seconds]
-        proposed = divide(shares[-1].stop, speeds, self._least)
+        proposed = by_speed(shares[-1].stop, speeds, self._least)
         before = _step_seconds(shares, seconds)
         after = _step_seconds(proposed, seconds)
         if after > (1 - _GAIN) * before:

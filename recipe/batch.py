@@ -15,12 +15,17 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.ipu import plan as ipu_plan
 from recipe.ipu import poprun
-from recipe.section import as_yaml
+from recipe.section import Section, as_yaml
 
-# Keys that the first lines of a plan describe.
 _ASSUMED = 32  # images: the most that `batch.micro: auto` takes where nothing is tried
 _MOST = 1 << 16  # images of a micro batch that `auto` may take
-_DESCRIBED = ("run.name", "run.output", "run.epochs", "run.steps", "run.images", "batch.global", "batch.micro")
+_UNITS = ("epochs", "steps", "images")  # in which a recipe may give a length
+# Keys that the first lines of a plan describe.
+_DESCRIBED = (
+    *(f"run.{key}" for key in ("name", "output", *_UNITS)),
+    "batch.global",
+    "batch.micro",
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Lengths:
     warmup: int
 
     def describe(self) -> str:
-        """One line: epochs, steps, warm-up, images left out."""
+        """Return one line: epochs, steps, warm-up, images left out."""
         epochs = self.total / self.steps_per_epoch
         return (
             f"{count(self.total, 'step')} = {count(epochs, 'epoch')} x {count(self.steps_per_epoch, 'step')}, "
@@ -43,122 +48,176 @@ class Lengths:
 
 
 def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
-    """The batch of `recipe` over `replicas` (None: the recipe's own number, one where that is auto).
+    """Divide the images of a step into micro batches and over replicas.
 
-    `batch.micro: auto` is taken as on a CPU: the largest micro batch of at most 32 images that the recipe allows, else
-    the smallest above. On GPUs engines/micro_batch.py finds another.
+    `batch.micro: auto` is taken as on a CPU: the largest micro batch of at most 32 images that the
+    recipe allows, else the smallest above. On GPUs engines/micro_batch.py finds another.
 
-    Raises ConfigError with the nearest batches for one that is no multiple of micro batch x replicas (in tree order, of
-    the micro batch).
+    Args:
+        recipe: whose `batch.global` is divided.
+        replicas: None takes the recipe's own number, or one where that is auto.
+
+    Raises:
+        ConfigError: the batch is no multiple of micro batch x replicas (in tree order, of the micro
+            batch), or sections do not go together. The message names the nearest batches.
     """
     replicas = replicas or recipe.parallel.replicas or 1
     if recipe.batch.micro is not None:
-        return _divided(recipe, recipe.batch.micro, replicas)
-    sizes = _sizes(recipe, replicas)
+        return _with_micro_batch(recipe, recipe.batch.micro, replicas)
+    sizes = _micro_batch_sizes(recipe, replicas)
     small = [micro for micro in sizes if micro <= _ASSUMED]
-    first, *others = [*reversed(small), *sizes[len(small) :]]
-    for micro in (first, *others):
+    large = sizes[len(small) :]
+    in_order = [*reversed(small), *large]
+    for micro in in_order:
         with contextlib.suppress(ConfigError):
-            return _divided(recipe, micro, replicas)
-    return _divided(recipe, first, replicas)  # raises: no micro batch mends what is wrong
+            return _with_micro_batch(recipe, micro, replicas)
+    # No micro batch mends what is wrong: this raises the fault of the first.
+    return _with_micro_batch(recipe, in_order[0], replicas)
 
 
 def candidates(recipe: Recipe, replicas: int) -> List[int]:
-    """The micro batches that `batch.micro: auto` may take with so many replicas, ascending. They divide a replica's
-    share of `batch.global`, and so of every batch of `batch.schedule`, and pass the checks across sections."""
-    found = []
-    for micro in _sizes(recipe, replicas):
+    """Return the micro batches that `batch.micro: auto` may take, ascending.
+
+    They divide a replica's share of `batch.global`, and so of every batch of `batch.schedule`, and
+    pass the checks across sections.
+
+    Args:
+        recipe: whose `batch.global` is divided.
+        replicas: of the run.
+    """
+    allowed = []
+    for micro in _micro_batch_sizes(recipe, replicas):
         with contextlib.suppress(ConfigError):
-            found.append(_divided(recipe, micro, replicas).micro)
-    return found
+            _with_micro_batch(recipe, micro, replicas)
+            allowed.append(micro)
+    return allowed
 
 
 def settled(recipe: Recipe, micro: int) -> Recipe:
-    """`recipe` with a micro batch in the place of `auto`."""
-    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro": micro})})
+    """Return `recipe` with `micro` images in the place of `batch.micro: auto`."""
+    batch = recipe.batch.model_copy(update={"micro": micro})
+    return recipe.model_copy(update={"batch": batch})
 
 
-def _sizes(recipe: Recipe, replicas: int) -> List[int]:
-    """The divisors of what a replica has of `batch.global` (in tree order, of all of it), ascending; at least 1."""
-    total, in_tree = recipe.batch.global_, recipe.exchange.in_tree
-    portion = total if in_tree else 1 if total % replicas else total // replicas
-    return [1, *(micro for micro in range(2, min(portion, _MOST) + 1) if portion % micro == 0)]
+def _micro_batch_sizes(recipe: Recipe, replicas: int) -> List[int]:
+    """Return the divisors of what a replica has of `batch.global`, ascending; at least 1."""
+    images = recipe.batch.global_
+    if not recipe.exchange.in_tree:  # in tree order replicas may have different numbers of micro batches
+        images = images // replicas if images % replicas == 0 else 1
+    largest = min(images, _MOST)
+    return [1, *(micro for micro in range(2, largest + 1) if images % micro == 0)]
 
 
-def _divided(recipe: Recipe, micro: int, replicas: int) -> Batch:
-    """As `divide`, with this micro batch."""
-    total, in_tree = recipe.batch.global_, recipe.exchange.in_tree
-    portion = micro if in_tree else micro * replicas
-    if total % portion:
-        below = total // portion * portion
-        product = "" if in_tree else f" x {count(replicas, 'replica')} = {portion}"
-        raise ConfigError(
-            f"batch.global {total} is not a multiple of {micro} micro{product}; "
-            f"nearest: {f'{below} or ' if below else ''}{below + portion}"
-        )
-    found = total // micro
-    if found < replicas:
-        few = f"batch.global {total} is {count(found, 'micro batch', 'micro batches')} of {micro}"
+def _with_micro_batch(recipe: Recipe, micro: int, replicas: int) -> Batch:
+    """Divide the images of a step as `divide` does, with a given micro batch."""
+    images = recipe.batch.global_
+    in_tree = recipe.exchange.in_tree
+    unit = micro if in_tree else micro * replicas
+    if images % unit:
+        product = "" if in_tree else f" x {count(replicas, 'replica')} = {unit}"
+        below = images // unit * unit
+        above = below + unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(f"batch.global {images} is not a multiple of {micro} micro{product}; nearest: {nearest}")
+    micro_batches = images // micro
+    if micro_batches < replicas:
+        few = f"batch.global {images} is {count(micro_batches, 'micro batch', 'micro batches')} of {micro}"
         raise ConfigError(f"{few}, too few for {count(replicas, 'replica')}; lower batch.micro or start fewer")
-    even = shares.even(found, replicas, min(recipe.parallel.least, found // replicas))
-    batch = Batch(total, micro, found // replicas, replicas, recipe.parallel.stages).divided(even)
+    accumulation = micro_batches // replicas
+    batch = Batch(images, micro, accumulation, replicas, recipe.parallel.stages)
+    # The pipeline needs some micro batches on each replica. Where there are too few, `check` says so.
+    least = min(recipe.parallel.least, accumulation)
+    batch = batch.with_shares(shares.even(micro_batches, replicas, least))
     checks.check(recipe, batch)
     return batch
 
 
 def whole_pod(recipe: Recipe) -> Recipe:
-    """`recipe` on all IPUs of its pod, if neither it nor poprun gives a number of replicas. Raises ConfigError."""
-    pod, stages = recipe.ipu.pod, recipe.parallel.stages
+    """Return `recipe` on all IPUs of its pod, if neither it nor poprun gives a number of replicas.
+
+    Raises:
+        ConfigError: the stages of a replica do not divide the pod.
+    """
+    pod = recipe.ipu.pod
+    stages = recipe.parallel.stages
     if recipe.run.device != "ipu" or pod is None or recipe.parallel.replicas or poprun.launched_by(os.environ):
         return recipe
     if pod % stages:
         raise ConfigError(f"ipu.pod {pod} is not a multiple of parallel.stages {stages}; correct one of them")
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"replicas": pod // stages})})
+    parallel = recipe.parallel.model_copy(update={"replicas": pod // stages})
+    return recipe.model_copy(update={"parallel": parallel})
 
 
 def planned(recipe: Recipe) -> Batch:
-    """The batch as a process that this environment starts would divide it. Raises ConfigError as `divide` does."""
+    """Return the batch of `recipe` as a process that this environment starts would divide it.
+
+    Raises:
+        ConfigError: see `divide`; or poprun started what does not fit the recipe.
+    """
     launched = poprun.launched_by(os.environ) if recipe.run.device == "ipu" else None
-    if launched is not None:
-        poprun.check_launched(recipe, launched)
-    return divide(recipe, launched.replicas if launched else None)
+    if launched is None:
+        return divide(recipe)
+    poprun.check_launched(recipe, launched)
+    return divide(recipe, launched.replicas)
 
 
 def lengths(recipe: Recipe, train_images: int) -> Lengths:
-    """The run in steps for `train_images` images an epoch. Raises DataError for fewer images than one global batch,
-    ConfigError for a warm-up or a delay as long as the run."""
+    """Return the lengths of a run in steps.
+
+    Args:
+        recipe: of the run.
+        train_images: in an epoch.
+
+    Raises:
+        DataError: there are fewer images than one global batch.
+        ConfigError: the warm-up or the delay of the exchange is as long as the run.
+    """
     size = recipe.batch.global_
     per_epoch = steps_per_epoch(train_images, size)
     if per_epoch == 0:
-        replicas = recipe.parallel.replicas or 1
-        micro = recipe.batch.micro or 1
-        each, portion = train_images // replicas, micro * replicas
-        fitting = train_images // portion * portion
-        remedy = f"batch.global={fitting}" if fitting else f"batch.global={each * replicas} batch.micro={each}"
-        fault = f"batch.global {size} is more than the {train_images} training images"
-        raise DataError(f"{fault}; give more images or {remedy}")
-    run, schedule = recipe.run, recipe.schedule
-    total = max(1, in_steps(run.epochs, run.steps, run.images, per_epoch, size))
-    warmup = in_steps(schedule.warmup_epochs, schedule.warmup_steps, schedule.warmup_images, per_epoch, size)
+        raise DataError(_too_few_images(recipe, train_images))
+    total = max(1, _length(recipe.run, "", per_epoch, size))
+    warmup = _length(recipe.schedule, "warmup_", per_epoch, size)
     if warmup >= total:
+        lower = f"schedule.{_given(recipe.schedule, 'warmup_')}"
         fault = f"the warm-up of {count(warmup, 'step')} is not shorter than the run of {total}"
-        raise ConfigError(f"{fault}; lower {_given(recipe, 'schedule', 'warmup_')} or raise {_given(recipe, 'run')}")
-    if recipe.exchange.delay >= total:
-        fault = f"exchange.delay {recipe.exchange.delay} is not shorter than the run of {count(total, 'step')}"
-        raise ConfigError(f"{fault}: no gradient would ever be applied; lower it or raise {_given(recipe, 'run')}")
+        raise ConfigError(f"{fault}; lower {lower} or raise run.{_given(recipe.run)}")
+    delay = recipe.exchange.delay
+    if delay >= total:
+        fault = f"exchange.delay {delay} is not shorter than the run of {count(total, 'step')}"
+        raise ConfigError(f"{fault}: no gradient would ever be applied; lower it or raise run.{_given(recipe.run)}")
     return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
 
 
-def _given(recipe: Recipe, section: str, prefix: str = "") -> str:
-    """Return the key by which a recipe gives the length of its run or of its warm-up."""
-    part = getattr(recipe, section)
-    keys = [f"{prefix}{unit}" for unit in ("epochs", "steps", "images")]
-    return next(f"{section}.{key}" for key in keys if getattr(part, key) is not None)
+def _too_few_images(recipe: Recipe, train_images: int) -> str:
+    """Return the fault of fewer images than one global batch, with a batch that they would fill."""
+    replicas = recipe.parallel.replicas or 1
+    unit = (recipe.batch.micro or 1) * replicas
+    fitting = train_images // unit * unit
+    if fitting:
+        remedy = f"batch.global={fitting}"
+    else:  # not even one micro batch on each replica
+        micro = train_images // replicas
+        remedy = f"batch.global={micro * replicas} batch.micro={micro}"
+    fault = f"batch.global {recipe.batch.global_} is more than the {train_images} training images"
+    return f"{fault}; give more images or {remedy}"
+
+
+def _length(section: Section, prefix: str, per_epoch: int, size: int) -> int:
+    """Return in steps the length that a section gives by PREFIXepochs, PREFIXsteps or PREFIXimages."""
+    epochs, steps, images = (getattr(section, f"{prefix}{unit}") for unit in _UNITS)
+    return in_steps(epochs, steps, images, per_epoch, size)
+
+
+def _given(section: Section, prefix: str = "") -> str:
+    """Return the key by which a section gives the length of the run or of the warm-up."""
+    keys = [f"{prefix}{unit}" for unit in _UNITS]
+    return next(key for key in keys if getattr(section, key) is not None)
 
 
 def _check_warmup(recipe: Recipe) -> None:
-    """Raises ConfigError for a warm-up as long as the run where that shows without the number of images."""
-    for unit in ("epochs", "steps", "images"):
+    """Raise ConfigError for a warm-up as long as the run where that shows without the number of images."""
+    for unit in _UNITS:
         warmup = getattr(recipe.schedule, f"warmup_{unit}")
         length = getattr(recipe.run, unit)
         if warmup and length is not None and warmup >= length:
@@ -167,12 +226,23 @@ def _check_warmup(recipe: Recipe) -> None:
 
 
 def steps_per_epoch(train_images: int, global_batch: int) -> int:
-    """Whole global batches in an epoch; the images left over are not trained on in that epoch."""
+    """Return the whole batches of `global_batch` images in an epoch of `train_images`.
+
+    The images left over are not trained on in that epoch.
+    """
     return train_images // global_batch
 
 
 def in_steps(epochs: float | None, steps: int | None, images: int | None, per_epoch: int, global_batch: int) -> int:
-    """A duration in whole steps (epochs to the nearest, images rounded up); 0 if none of the three is given."""
+    """Return a duration in whole steps; 0 if none of the three is given.
+
+    Args:
+        epochs: rounded to the nearest step.
+        steps: taken before the others.
+        images: rounded up to a whole step.
+        per_epoch: steps in an epoch.
+        global_batch: images in a step.
+    """
     if steps is not None:
         return steps
     if images is not None:
@@ -181,13 +251,14 @@ def in_steps(epochs: float | None, steps: int | None, images: int | None, per_ep
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
-    """The learning rate at the end of the warm-up, for the recipe's global batch."""
+    """Return the learning rate at the end of the warm-up, for the global batch of `recipe`."""
     schedule = recipe.schedule
+    size = recipe.batch.global_
     if schedule.peak_per_image is not None:
-        return schedule.peak_per_image * recipe.batch.global_
+        return schedule.peak_per_image * size
     if schedule.batch_rule == "none":
         return schedule.peak
-    return schedule.peak * rate_factor(schedule.batch_rule, recipe.batch.global_ / schedule.reference_batch)
+    return schedule.peak * rate_factor(schedule.batch_rule, size / schedule.reference_batch)
 
 
 def rate_factor(rule: str, ratio: float) -> float:
@@ -203,14 +274,15 @@ def rate_factor(rule: str, ratio: float) -> float:
 
 
 def training_image_size(recipe: Recipe, epoch: int) -> int:
-    """Pixels a side of the training images of an epoch, counted from 0."""
+    """Return the pixels a side of the training images of an epoch, counted from 0."""
     sizes = recipe.data.image_sizes or [(0, recipe.model.image_size)]
     return [pixels for first, pixels in sizes if first <= epoch][-1]
 
 
 def training_image_sizes(recipe: Recipe) -> Set[int]:
-    """Pixels a side of the training images of all epochs."""
-    return {pixels for _, pixels in recipe.data.image_sizes or [(0, recipe.model.image_size)]}
+    """Return the pixels a side of the training images of all epochs of `recipe`."""
+    sizes = recipe.data.image_sizes or [(0, recipe.model.image_size)]
+    return {pixels for _, pixels in sizes}
 
 
 def describe(recipe: Recipe, here: bool = True) -> str:
@@ -223,28 +295,44 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     Raises:
         ConfigError, DataError: the run would be refused.
     """
-    batch, number = planned(recipe), recipe.data.images("train")
+    batch = planned(recipe)
     recipe.data.check_classes(recipe.model.classes)
+    # The images decide on the length of an epoch: those that are here, else as many as the recipe expects.
     images, counted = _images(recipe) if here else ("", None)
-    number = counted if counted is not None else number
+    number = recipe.data.images("train") if counted is None else counted
     if number is None:
         _check_warmup(recipe)
-    auto = recipe.batch.micro is None and recipe.run.device != "cpu"
-    length = f"{number} training images; {lengths(recipe, number).describe()}" if number else ""
+    if number:
+        length = f"{number} training images; {lengths(recipe, number).describe()}"
+    else:
+        length = "known once data.root is read (or data.train_images given)"
+    division = batch.describe()
+    if recipe.batch.micro is None and recipe.run.device != "cpu":
+        division += "; batch.micro auto: a GPU takes the largest that fits"
+    # What follows from several keys, then the keys of each section.
     lines = [
         ("run", f"{recipe.run.name} -> {output_folder(recipe)}"),
-        ("batch", batch.describe() + ("; batch.micro auto: a GPU takes the largest that fits" if auto else "")),
+        ("batch", division),
         ("peak", f"learning rate {peak_learning_rate(recipe):.6g}"),
-        ("length", length or "known once data.root is read (or data.train_images given)"),
+        ("length", length),
         ("images", images),
     ]
-    for section, part in recipe:
-        tag = getattr(part, "tag", None)
-        keys = {**({tag: getattr(part, tag)} if tag else {}), **part.changes()}
-        words = [f"{key} {as_yaml(value)}" for key, value in keys.items() if f"{section}.{key}" not in _DESCRIBED]
-        lines.append((section, ", ".join(words)))
+    for name, section in recipe:
+        lines.append((name, _changed_keys(name, section)))
     plan = [f"{name:<10} {printable(text)}" for name, text in lines if text]
-    return "\n".join([*plan, *(ipu_plan.lines(recipe, batch) if recipe.run.device == "ipu" else ())])
+    if recipe.run.device == "ipu":
+        plan += ipu_plan.lines(recipe, batch)
+    return "\n".join(plan)
+
+
+def _changed_keys(name: str, section: Section) -> str:
+    """Return the keys of a section that are not defaults, its kind first, without those described already."""
+    keys = {}
+    tag = getattr(section, "tag", None)
+    if tag is not None:
+        keys[tag] = getattr(section, tag)
+    keys.update(section.changes())
+    return ", ".join(f"{key} {as_yaml(value)}" for key, value in keys.items() if f"{name}.{key}" not in _DESCRIBED)
 
 
 def _images(recipe: Recipe) -> Tuple[str, int | None]:
@@ -258,15 +346,16 @@ def _images(recipe: Recipe) -> Tuple[str, int | None]:
         found = {split: found_images.find(recipe.data, split) for split in splits}
     except DataError as error:
         return f"not found here: {error}", None
-    counted = {split: each for split, each in found.items() if each is not None}
-    for split, each in counted.items():
-        found_images.check(recipe, each, split)
+    counted = {split: images for split, images in found.items() if images is not None}
+    for split, images in counted.items():
+        found_images.check(recipe, images, split)
     if len(counted) == len(splits):
         found_images.check_classes(counted["train"], counted["validation"])
-    text = ", ".join(f"{each.images:,} in {each.place}" for each in counted.values())
-    return f"found: {text}" if text else "", counted["train"].images if "train" in counted else None
+    text = ", ".join(f"{split.images:,} in {split.place}" for split in counted.values())
+    training = counted["train"].images if "train" in counted else None
+    return f"found: {text}" if text else "", training
 
 
 def output_folder(recipe: Recipe) -> str:
-    """The run folder: run.output, or runs/NAME."""
+    """Return the run folder of `recipe`: run.output, or runs/NAME."""
     return recipe.run.output or f"runs/{recipe.run.name}"

@@ -13,7 +13,15 @@ from recipe.shares import subtrees
 
 
 def check(recipe: Recipe, batch: Batch) -> None:
-    """Raises ConfigError for sections that do not go together, on the recipe's device."""
+    """Check that sections go together, on the recipe's device.
+
+    Args:
+        recipe: with any sections, each of which is valid by itself.
+        batch: how `batch.global` is divided.
+
+    Raises:
+        ConfigError: they do not; the first fault and its remedy.
+    """
     for fault in _faults(recipe, batch):
         raise ConfigError(fault)
     if recipe.run.device == "ipu":
@@ -21,80 +29,28 @@ def check(recipe: Recipe, batch: Batch) -> None:
 
 
 def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
-    """What is wrong, and the remedy, for each rule that the recipe breaks."""
-    data, exchange, optimizer = recipe.data, recipe.exchange, recipe.optimizer
-    delay, statistics, schedule = exchange.delay, recipe.model.batch_statistics, recipe.batch.schedule
+    """Yield what is wrong, and the remedy, for each rule that the recipe breaks, in the order of this file."""
     if recipe.batch.micro is None:
         yield from _automatic_micro_batch(recipe)
     if batch.micro == 1:
-        alone = "mixes images of one micro batch, but batch.micro is 1; raise it, or"
-        if statistics:
-            yield "model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it"
-        if data.mixup:
-            yield f"data.mixup {alone} data.mixup=0"
-        if data.cutmix is not None:
-            yield f"data.cutmix {alone} data.cutmix=null"
-    if exchange.compresses_update(optimizer):
-        if not optimizer.replica_update:
-            goes = "exchange.compress update goes with lars and sgd"
-            yield f"{goes}, not with {optimizer.name}; use exchange.compress=gradient"
-        if delay:
-            goes = "exchange.compress update needs the weights of its step, which exchange.delay has changed"
-            yield f"{goes}; use exchange.compress=gradient or exchange.delay=0"
-    if statistics and exchange.method == "local":
-        yield "exchange.method local: each replica would have its own running statistics; use model.norm=group"
-    if statistics and delay:
-        yield "exchange.delay: running statistics would be ahead; use model.norm=group or exchange.delay=0"
-    if delay and exchange.method != "local" and recipe.precision.dynamic_loss_scale:
-        late = "exchange.delay: a late overflow would lower the scale of steps that are computed already"
-        yield f"{late}; use precision.dynamic_loss_scale=false"
-    # Nothing may count updates, or sum in an order that depends on how many micro batches an update has.
-    plain = exchange.method in ("dense", "none", "auto") and not exchange.in_tree and not delay
-    if schedule is not None and not plain:
-        goes = "batch.schedule goes with a dense exchange in fast order without a delay only"
-        yield f"{goes}; use exchange.method=dense exchange.order=fast exchange.delay=0"
-    if schedule is not None and statistics:
-        yield "batch.schedule changes the order in which running statistics are summed; use model.norm=group"
-    if schedule == "noise" and not recipe.log.noise_scale:
-        yield "batch.schedule noise follows log.noise_scale, which is false; use log.noise_scale=auto"
-    if schedule == "noise" and batch.micro == batch.global_:
-        several = f"several micro batches in batch.global {batch.global_}"
-        yield f"batch.schedule noise measures the noise scale by {several}; lower batch.micro {batch.micro}"
-    if exchange.in_tree and delay and any(len(subtrees(share, batch.micro_batches)) > 1 for share in batch.shares):
-        late = "exchange.delay keeps one sum of a replica's gradients, but in tree order"
-        yield f"{late} {count(batch.replicas, 'replica')} have several; use exchange.delay=0 or order=fast"
+        yield from _single_images(recipe)
+    yield from _compressed_updates(recipe)
+    yield from _late_gradients(recipe)
+    if recipe.batch.schedule is not None:
+        yield from _growing_batch(recipe, batch)
+    yield from _sums_in_tree_order(recipe, batch)
     if recipe.parallel.shares == "measured":
-        goes = "parallel.shares measured goes with exchange.order tree"
-        if not exchange.in_tree:
-            yield f"{goes}, in which shares change no bit; use exchange.order=tree or parallel.shares=even"
-        if delay:
-            yield f"{goes} without a delay; use exchange.delay=0 or parallel.shares=even"
-        if statistics:
-            yield f"{goes}, but running statistics are summed by share; use model.norm=group or parallel.shares=even"
-        if recipe.parallel.schedule == "interleaved":
-            yield f"{goes} and any number of micro batches; use parallel.schedule=1f1b or parallel.shares=even"
+        yield from _measured_shares(recipe)
     if recipe.log.memory and recipe.run.device == "cpu":
         yield "log.memory records the memory of CUDA devices, but run.device is cpu; use log.memory=false"
-    yield from _elastic(recipe, batch)
-    # The schedules of torch.distributed.pipelining, and their number of micro batches.
-    name, stages = recipe.parallel.schedule, batch.stages
-    if recipe.run.device == "ipu":
-        return
-    if name == "sharded":
-        yield f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
-    for accumulation in sorted(set(map(len, batch.shares))):
-        rounds = accumulation // stages
-        if stages > 1 and accumulation < recipe.parallel.least:
-            found = f"accumulation is {accumulation} and parallel.stages {stages}"
-            yield f"parallel.schedule {name} needs a micro batch a stage, but {found}; lower batch.micro, or use gpipe"
-        elif name == "interleaved" and accumulation % rounds:
-            remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
-            needed = f"needs a multiple of {rounds} micro batches, not {accumulation}"
-            yield f"parallel.schedule interleaved {needed}; {remedy}"
+    if recipe.parallel.elastic:
+        yield from _elastic(recipe, batch)
+    if recipe.run.device != "ipu":
+        yield from _pipeline(recipe, batch)
 
 
 def _automatic_micro_batch(recipe: Recipe) -> Iterator[str]:
-    """Where the size of a micro batch changes what is learned, or is bound by more than memory."""
+    """Refuse `batch.micro: auto` where it changes what is learned, or is bound by more than memory."""
     if recipe.run.device == "ipu":
         yield "batch.micro auto on IPUs: programs are compiled for one size, and no other is tried; give a number"
     if recipe.model.batch_statistics:
@@ -104,16 +60,92 @@ def _automatic_micro_batch(recipe: Recipe) -> Iterator[str]:
         yield f"batch.micro auto: {idle}; give a number, or parallel.stages=1"
 
 
-def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:
-    """What needs each replica's own state, or sums in an order that depends on how many there are."""
-    parallel, exchange = recipe.parallel, recipe.exchange
-    if not parallel.elastic:
+def _single_images(recipe: Recipe) -> Iterator[str]:
+    """Refuse micro batches of one image for what needs several."""
+    alone = "mixes images of one micro batch, but batch.micro is 1; raise it, or"
+    if recipe.model.batch_statistics:
+        yield "model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it"
+    if recipe.data.mixup:
+        yield f"data.mixup {alone} data.mixup=0"
+    if recipe.data.cutmix is not None:
+        yield f"data.cutmix {alone} data.cutmix=null"
+
+
+def _compressed_updates(recipe: Recipe) -> Iterator[str]:
+    """Refuse to select from an update that a replica cannot make alone."""
+    exchange = recipe.exchange
+    optimizer = recipe.optimizer
+    if not exchange.compresses_update(optimizer):
         return
+    if not optimizer.replica_update:
+        goes = "exchange.compress update goes with lars and sgd"
+        yield f"{goes}, not with {optimizer.name}; use exchange.compress=gradient"
+    if exchange.delay:
+        goes = "exchange.compress update needs the weights of its step, which exchange.delay has changed"
+        yield f"{goes}; use exchange.compress=gradient or exchange.delay=0"
+
+
+def _late_gradients(recipe: Recipe) -> Iterator[str]:
+    """Refuse what a gradient or a mean of weights that is late, or each replica's own, would make wrong."""
+    exchange = recipe.exchange
+    is_local = exchange.method == "local"
+    if recipe.model.batch_statistics and is_local:
+        yield "exchange.method local: each replica would have its own running statistics; use model.norm=group"
+    if recipe.model.batch_statistics and exchange.delay:
+        yield "exchange.delay: running statistics would be ahead; use model.norm=group or exchange.delay=0"
+    if recipe.precision.dynamic_loss_scale and exchange.delay and not is_local:
+        late = "exchange.delay: a late overflow would lower the scale of steps that are computed already"
+        yield f"{late}; use precision.dynamic_loss_scale=false"
+
+
+def _growing_batch(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Refuse a growing batch beside what counts updates, or adds in an order that depends on their micro batches."""
+    exchange = recipe.exchange
+    is_plain = exchange.method in ("dense", "none", "auto") and not exchange.in_tree and not exchange.delay
+    if not is_plain:
+        goes = "batch.schedule goes with a dense exchange in fast order without a delay only"
+        yield f"{goes}; use exchange.method=dense exchange.order=fast exchange.delay=0"
+    if recipe.model.batch_statistics:
+        yield "batch.schedule changes the order in which running statistics are summed; use model.norm=group"
+    if recipe.batch.schedule != "noise":
+        return
+    if not recipe.log.noise_scale:
+        yield "batch.schedule noise follows log.noise_scale, which is false; use log.noise_scale=auto"
+    if batch.micro == batch.global_:
+        several = f"several micro batches in batch.global {batch.global_}"
+        yield f"batch.schedule noise measures the noise scale by {several}; lower batch.micro {batch.micro}"
+
+
+def _sums_in_tree_order(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Refuse a delay where a replica has several partial sums, of which a delayed exchange keeps one."""
+    if not recipe.exchange.in_tree or not recipe.exchange.delay:
+        return
+    if any(len(subtrees(share, batch.micro_batches)) > 1 for share in batch.shares):
+        late = "exchange.delay keeps one sum of a replica's gradients, but in tree order"
+        yield f"{late} {count(batch.replicas, 'replica')} have several; use exchange.delay=0 or order=fast"
+
+
+def _measured_shares(recipe: Recipe) -> Iterator[str]:
+    """Refuse shares that follow measured times where they would change bits, or a schedule fixes them."""
+    goes = "parallel.shares measured goes with exchange.order tree"
+    if not recipe.exchange.in_tree:
+        yield f"{goes}, in which shares change no bit; use exchange.order=tree or parallel.shares=even"
+    if recipe.exchange.delay:
+        yield f"{goes} without a delay; use exchange.delay=0 or parallel.shares=even"
+    if recipe.model.batch_statistics:
+        yield f"{goes}, but running statistics are summed by share; use model.norm=group or parallel.shares=even"
+    if recipe.parallel.schedule == "interleaved":
+        yield f"{goes} and any number of micro batches; use parallel.schedule=1f1b or parallel.shares=even"
+
+
+def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Refuse what needs each replica's own state, or adds in an order that depends on how many there are."""
+    parallel = recipe.parallel
     if recipe.run.device == "ipu":
         yield "parallel.elastic is for CPUs and GPUs; use parallel.elastic=false"
-    if not exchange.in_tree:
+    if not recipe.exchange.in_tree:
         yield "parallel.elastic goes with exchange.order tree, in which any replicas have the same bits; use it"
-    if exchange.delay:
+    if recipe.exchange.delay:
         yield "parallel.elastic: a gradient on its way would be lost with its replica; use exchange.delay=0"
     if recipe.model.batch_statistics:
         yield "parallel.elastic: running statistics are summed by replica; use model.norm=group"
@@ -123,11 +155,33 @@ def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:
         yield f"parallel.minimum {parallel.minimum} is more than {count(batch.replicas, 'replica')}; lower it"
 
 
+def _pipeline(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Refuse numbers of micro batches that a schedule of torch.distributed.pipelining does not take."""
+    name = recipe.parallel.schedule
+    stages = batch.stages
+    if name == "sharded":
+        yield f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
+    for accumulation in sorted({len(share) for share in batch.shares}):
+        if stages > 1 and accumulation < recipe.parallel.least:
+            few = f"accumulation is {accumulation} and parallel.stages {stages}"
+            yield f"parallel.schedule {name} needs a micro batch a stage, but {few}; lower batch.micro, or use gpipe"
+            continue
+        rounds = accumulation // stages
+        if name == "interleaved" and accumulation % rounds:
+            remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
+            needed = f"needs a multiple of {rounds} micro batches, not {accumulation}"
+            yield f"parallel.schedule interleaved {needed}; {remedy}"
+
+
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:
-    """Reason why another cut into stages would change what `replicas` replicas learn; empty if it changes no bit.
+    """Return why another cut into stages would change what replicas learn; an empty text if it changes no bit.
 
     An all-reduce adds in an order that depends on an element's place in the stage's buffer. This matters for three
     replicas or more. `half` and the tree add each element in the order of replicas, wherever it is.
+
+    Args:
+        recipe: of the run.
+        replicas: of the run.
     """
     exchange = recipe.exchange
     if exchange.sparse:

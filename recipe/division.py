@@ -1,4 +1,4 @@
-"""Division of the images of a step: the result of the arithmetic in batch.py."""
+"""The batch of a step: the images of a step, divided into micro batches and over replicas by batch.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from common.text import count
 
 @dataclass(frozen=True)
 class Batch:
-    """`global_` images make a step (an optimizer update): each of `replicas` copies of the model, cut into `stages`,
-    takes `accumulation` micro batches of `micro` images.
+    """The division of a step (an optimizer update) of `global_` images.
+
+    Each of `replicas` copies of the model, cut into `stages`, takes `accumulation` micro batches of `micro` images.
 
     uneven: where replicas take different numbers of micro batches, that of each, of which `accumulation` is the most.
     """
@@ -33,18 +34,23 @@ class Batch:
     def shares(self) -> List[range]:
         """The micro batches of each replica, of those of a step."""
         counts = self.uneven or (self.accumulation,) * self.replicas
-        return [range(end - own, end) for own, end in zip(counts, accumulate(counts))]
+        ends = accumulate(counts)
+        return [range(end - size, end) for size, end in zip(counts, ends)]
 
-    def divided(self, shares: List[range]) -> Batch:
-        """The same batch with other shares."""
-        counts = tuple(map(len, shares))
-        return replace(self, accumulation=max(counts), uneven=counts if len(set(counts)) > 1 else ())
+    def with_shares(self, shares: List[range]) -> Batch:
+        """Return the same batch with other shares, one range of micro batches for each replica."""
+        counts = tuple(len(share) for share in shares)
+        is_even = len(set(counts)) == 1
+        return replace(self, accumulation=max(counts), uneven=() if is_even else counts)
 
     def describe(self) -> str:
-        """The line that every run prints, e.g. `6144 = 3 micro x 32 accumulation x 64 replicas (...)`."""
-        devices, replicas = self.replicas * self.stages, count(self.replicas, "replica")
-        each = f"{self.stages} stages each: " if self.stages > 1 else ""
-        product = f"{self.accumulation} accumulation x {replicas}"
+        """Return the line that every run prints, e.g. `6144 = 3 micro x 32 accumulation x 64 replicas (...)`."""
+        replicas = count(self.replicas, "replica")
         if self.uneven:
             product = f"{self.micro_batches} on {replicas}, accumulation {min(self.uneven)} to {self.accumulation}"
-        return f"{self.global_} = {self.micro} micro x {product} ({each}{count(devices, 'device')})"
+        else:
+            product = f"{self.accumulation} accumulation x {replicas}"
+        devices = count(self.replicas * self.stages, "device")
+        if self.stages > 1:
+            devices = f"{self.stages} stages each: {devices}"
+        return f"{self.global_} = {self.micro} micro x {product} ({devices})"

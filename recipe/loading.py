@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Container, Sequence
+from typing import Any, Container, List, NamedTuple, Sequence
 
 import yaml
 from pydantic import ValidationError
@@ -25,10 +25,19 @@ _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*):-(?P<default>[^{}]
 _ANY_CLASSES = 2  # in the place of `auto`, until the images are known
 
 
+class _Layer(NamedTuple):
+    """Sections that one file or override gives, and the place that errors call it."""
+
+    place: str
+    content: dict
+
+
 def find(path: str | Path) -> Path:
-    """`path` where there is such a file here, else that of the repository if there is one."""
-    own = _ROOT / path
-    return own if os.path.exists(own) and not os.path.exists(path) else Path(path)
+    """Return `path` where there is such a file here, else that of the repository if there is one."""
+    in_repository = _ROOT / path
+    if not os.path.exists(path) and os.path.exists(in_repository):
+        return in_repository
+    return Path(path)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), used: Container[str] = ()) -> Recipe:
@@ -44,112 +53,165 @@ def load(path: str | Path, overrides: Sequence[str] = (), used: Container[str] =
     """
     path = find(path)
     layers = _chain(path)
-    named = len(layers) - (not idle.is_resolved(layers[-1][1]))
-    return _checked(layers, overrides, default=str(path), named=named, used=used)
+    # Keys of the file itself must have an effect, those that it inherits need not.
+    named = len(layers) if idle.is_resolved(layers[-1].content) else len(layers) - 1
+    layering = _Layering(layers, overrides)
+    recipe = layering.recipe(default=str(path))
+    layering.check_effects(recipe, named, used)
+    return recipe
 
 
 def loads(text: str, place: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe that `dump` wrote as `text`, then `overrides`; errors call it `place`. Raises ConfigError."""
-    return _checked([(place, _mapping(parse_yaml(text, place), place))], overrides, default=place, named=1)
+    """Return the recipe that `dump` wrote, with overrides.
 
+    Args:
+        text: YAML, as of `dump`.
+        place: what errors call it.
+        overrides: texts such as "section.key=value".
 
-def _checked(layers: list, overrides: Sequence[str], default: str, named: int, used: Container[str] = ()) -> Recipe:
-    """Check the recipe of layers, (place, mapping) each, of which the later ones win; then the overrides.
-
-    Args: named: number of the first layer whose keys must have an effect. used: of these, those that the caller uses.
+    Raises:
+        ConfigError: the recipe is wrong, or an override names a key that has no effect.
     """
-    merged: dict = {section: {} for section in Recipe.model_fields}
-    origin: dict = {}
-    levels: dict = {}
-    # Names first: they decide which keys there are, and a new one unsets the keys of the old.
-    overrides = sorted(overrides, key=lambda text: not text.partition("=")[0].endswith((".name", ".init_from")))
-    typed = [(COMMAND_LINE, {each.section: {each.key: each.value}}) for each in map(parse, overrides)]
-    for number, (place, layer) in enumerate([*layers, *typed]):
-        try:
-            _merge(merged, layer)
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
-        for section, content in layer.items():
-            keys = [f"{section}.{key}" for key in content or ()]
-            origin.update(dict.fromkeys([section, *keys], place))
-            levels.update(dict.fromkeys(keys, min(number, len(layers))))
-    _settle_stages(merged["parallel"])
-    try:
-        if merged["model"].get("classes") == "auto":
-            merged["model"]["classes"] = _ANY_CLASSES
-            merged["model"]["classes"] = Recipe.model_validate(merged).data.count_classes()
-        recipe = Recipe.model_validate(merged)
-    except ValidationError as error:
-        (section, *rest), words = first_fault(error, suggestions.for_unknown)
-        name = ".".join(map(str, (section, *rest[:1])))
-        where = f"{name}: {''.join(f'[{part}]' for part in rest[1:])}".rstrip()
-        raise ConfigError(f"{origin.get(name) or origin.get(section) or default}: {where} {words}") from None
-    for key, fault in idle.faults(recipe, merged, levels, first=named):
-        if key not in used:
-            raise ConfigError(f"{origin[key]}: {key} {fault}")
+    layering = _Layering([_Layer(place, _mapping(parse_yaml(text, place), place))], overrides)
+    recipe = layering.recipe(default=place)
+    layering.check_effects(recipe, named=1)
     return recipe
+
+
+class _Layering:
+    """Layers of sections, of which the later ones win, then overrides, with the origin of each key."""
+
+    def __init__(self, layers: Sequence[_Layer], overrides: Sequence[str]):
+        self._merged: dict = {section: {} for section in Recipe.model_fields}
+        self._origins: dict = {}  # place by section and by section.key
+        self._levels: dict = {}  # number of the last layer that gives a key; overrides count as one layer
+        # Names first: they decide which keys there are, and a new one unsets the keys of the old.
+        names_first = sorted(overrides, key=lambda text: not _is_name(text))
+        parsed = [parse(text) for text in names_first]
+        typed = [_Layer(COMMAND_LINE, {each.section: {each.key: each.value}}) for each in parsed]
+        for number, layer in enumerate([*layers, *typed]):
+            self._lay(layer, level=min(number, len(layers)))
+        _settle_stages(self._merged["parallel"])
+
+    def _lay(self, layer: _Layer, level: int) -> None:
+        try:
+            _merge(self._merged, layer.content)
+        except ConfigError as error:
+            raise ConfigError(f"{layer.place}: {error}") from None
+        for section, content in layer.content.items():
+            keys = [f"{section}.{key}" for key in content or ()]
+            self._origins.update(dict.fromkeys([section, *keys], layer.place))
+            self._levels.update(dict.fromkeys(keys, level))
+
+    def recipe(self, default: str) -> Recipe:
+        """Return the recipe. Raises ConfigError; `default` is the place of keys that no layer gives."""
+        model = self._merged["model"]
+        try:
+            if model.get("classes") == "auto":
+                model["classes"] = _ANY_CLASSES
+                model["classes"] = Recipe.model_validate(self._merged).data.count_classes()
+            return Recipe.model_validate(self._merged)
+        except ValidationError as error:
+            (section, *rest), words = first_fault(error, suggestions.for_unknown)
+        name = ".".join(map(str, (section, *rest[:1])))
+        origin = self._origins.get(name) or self._origins.get(section) or default
+        indices = "".join(f"[{part}]" for part in rest[1:])
+        where = f"{name}: {indices}".rstrip()
+        raise ConfigError(f"{origin}: {where} {words}")
+
+    def check_effects(self, recipe: Recipe, named: int, used: Container[str] = ()) -> None:
+        """Raise ConfigError for a key without effect that the user has named.
+
+        Args:
+            recipe: that came of these layers.
+            named: number of the first layer whose keys must have an effect.
+            used: of these keys, those that the caller uses.
+        """
+        for key, fault in idle.faults(recipe, self._merged, self._levels, first=named):
+            if key not in used:
+                raise ConfigError(f"{self._origins[key]}: {key} {fault}")
+
+
+def _is_name(override: str) -> bool:
+    """Return whether an override names a kind, or weights whose name stands for keys."""
+    key, _, _ = override.partition("=")
+    return key.endswith((".name", ".init_from"))
 
 
 def _settle_stages(parallel: dict) -> None:
     """Replace `stages: auto` by the launcher's number, and a list of cuts for another number by auto."""
-    if parallel.get("stages") == "auto":
-        parallel["stages"] = stages_of_launcher(os.environ) or 1
-        if isinstance(parallel.get("split"), list) and len(parallel["split"]) != parallel["stages"] - 1:
-            parallel["split"] = "auto"
+    if parallel.get("stages") != "auto":
+        return
+    stages = stages_of_launcher(os.environ) or 1
+    parallel["stages"] = stages
+    split = parallel.get("split")
+    if isinstance(split, list) and len(split) != stages - 1:
+        parallel["split"] = "auto"
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load` reads back to an equal recipe."""
-    return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=Dumper, sort_keys=False, width=110)
+    """Return `recipe` with all keys as YAML that `load` reads back to an equal recipe."""
+    content = recipe.model_dump(mode="json", by_alias=True)
+    return yaml.dump(content, Dumper=Dumper, sort_keys=False, width=110)
 
 
-def _chain(path: Path) -> list:
-    """(place, mapping) of `path` and the files it extends, the base first."""
-    layers: list = []
-    seen: list = []
-    child, base = None, path.name
-    while base is not None:
-        if not isinstance(base, str):
-            raise ConfigError(f"{path}: extends: {base!r} is not the name of a file")
-        try:
-            path = path.parent / expanded(base)
-        except ValueError as error:
-            raise ConfigError(f"{path}: extends: {error}") from None
-        place = f"{child}: extends {path}" if child else str(path)
-        remedy = (
-            "correct the name or make the file" if child else "name an existing recipe, e.g. configs/quickstart.yaml"
-        )
+def _chain(path: Path) -> List[_Layer]:
+    """Return the layers of a file and of those that it extends, the base first."""
+    layers: List[_Layer] = []
+    read: List[str] = []  # real paths, so that a circle is found whatever the links
+    place = str(path)
+    remedy = "name an existing recipe, e.g. configs/quickstart.yaml"
+    while True:
         layer = _mapping(read_yaml(path, place, remedy), str(path))
-        if os.path.realpath(path) in seen:
-            raise ConfigError(f"{child}: extends itself through {path}; break the circle")
-        seen.append(os.path.realpath(path))
-        child, base = str(path), layer.pop("extends", None)
+        if os.path.realpath(path) in read:
+            raise ConfigError(f"{layers[0].place}: extends itself through {path}; break the circle")
+        read.append(os.path.realpath(path))
+        base = layer.pop("extends", None)
         # What a run stored has no variables any more: a text that looks like one was typed so.
-        layers.insert(0, (child, layer if idle.is_resolved(layer) else _with_variables(layer)))
-    return layers
+        content = layer if idle.is_resolved(layer) else _with_variables(layer)
+        layers.insert(0, _Layer(str(path), content))
+        if base is None:
+            return layers
+        child = path
+        path = _extended(child, base)
+        place = f"{child}: extends {path}"
+        remedy = "correct the name or make the file"
+
+
+def _extended(child: Path, base: Any) -> Path:
+    """Return the path of the file that `child` extends by `extends: base`."""
+    if not isinstance(base, str):
+        raise ConfigError(f"{child}: extends: {base!r} is not the name of a file")
+    try:
+        return child.parent / expanded(base)
+    except ValueError as error:
+        raise ConfigError(f"{child}: extends: {error}") from None
 
 
 def _with_variables(value: Any) -> Any:
-    """Return a file's content with `${NAME:-DEFAULT}` replaced by the environment's NAME, or by DEFAULT where NAME is
-    not set or empty, as shells do it. What a run stores has the outcome, so that it does not change with the
-    environment."""
+    """Replace `${NAME:-DEFAULT}` by the environment's NAME, or by DEFAULT where NAME is not set or empty.
+
+    So do shells. What a run stores has the outcome, so that it does not change with the environment.
+    """
     if isinstance(value, str):
-        return _VARIABLE.sub(lambda found: os.environ.get(found["name"]) or found["default"], value)
+        return _VARIABLE.sub(lambda match: os.environ.get(match["name"]) or match["default"], value)
     if isinstance(value, list):
-        return [_with_variables(each) for each in value]
+        return [_with_variables(item) for item in value]
     if isinstance(value, dict):
-        return {key: _with_variables(each) for key, each in value.items()}
+        return {key: _with_variables(item) for key, item in value.items()}
     return value
 
 
 def _mapping(layer: Any, place: str) -> dict:
-    if not isinstance(layer, (dict, type(None))):
+    if layer is None:
+        return {}
+    if not isinstance(layer, dict):
         raise ConfigError(f"{place}: not a recipe: expected sections such as `run:` and `model:`")
-    return layer or {}
+    return layer
 
 
 def _merge(merged: dict, layer: dict) -> None:
-    """Lay `layer` over `merged`, section by section. Raises ConfigError."""
+    """Lay the sections of a layer over those of `merged`. Raises ConfigError."""
     for section, content in layer.items():
         if section not in merged:
             raise ConfigError(f"{section}: unknown key{suggestions.for_unknown(section)}")
@@ -157,16 +219,24 @@ def _merge(merged: dict, layer: dict) -> None:
             continue
         if not isinstance(content, dict):
             raise ConfigError(f"{section}: expected keys below it, found {content!r}")
-        for group in ALTERNATIVES:
-            names = [name.split(".")[1] for name in group if name.startswith(section + ".")]
-            named = [name for name in names if content.get(name) is not None]
-            if len(named) > 1:
-                raise ConfigError(f"{section}: {' and '.join(named)} are both given; keep one")
-            for name in names if named else ():
-                merged[section].pop(name, None)
+        _unset_alternatives(merged[section], section, content)
+        # The name of timm's weights stands for keys of the model, over which those of the layer are laid.
         weights = timm_weights.parse(content.get("init_from")) if section == "model" else None
         given = {**timm_weights.keys(weights.name), **content} if weights else content
         annotation = Recipe.model_fields[section].annotation
         if issubclass(annotation, Kind) and annotation.changed(merged[section], given):
-            merged[section] = {key: value for key, value in merged[section].items() if key in annotation.model_fields}
+            common = annotation.model_fields
+            merged[section] = {key: value for key, value in merged[section].items() if key in common}
         merged[section].update(given)
+
+
+def _unset_alternatives(lower: dict, section: str, content: dict) -> None:
+    """Remove from `lower` the keys in whose place `content` gives another. Raises ConfigError if it gives two."""
+    for group in ALTERNATIVES:
+        names = [name.split(".")[1] for name in group if name.startswith(f"{section}.")]
+        named = [name for name in names if content.get(name) is not None]
+        if len(named) > 1:
+            raise ConfigError(f"{section}: {' and '.join(named)} are both given; keep one")
+        if named:
+            for name in names:
+                lower.pop(name, None)

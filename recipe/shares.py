@@ -11,37 +11,44 @@ import functools
 import heapq
 from typing import Dict, Iterator, List, Sequence, Tuple
 
-_LONGER = 0.01  # that a step may take for fewer partial sums, which are memory and messages
+_LONGER = 0.01  # share of its time by which a step may be longer for fewer partial sums, which are memory and messages
 
 
 def halves(subtree: range) -> Tuple[range, range]:
-    """The two parts of a subtree of several leaves: equal ones, or where the number is odd a power of two as large as
-    possible first. So 7 leaves give ((0+1)+(2+3)) + ((4+5)+6), and 6 give ((0+1)+2) + ((3+4)+5).
+    """Return the two parts of a subtree of several leaves.
+
+    They are equal, or where the number is odd the first is the largest power of two below it. So 7 leaves give
+    ((0+1)+(2+3)) + ((4+5)+6), and 6 give ((0+1)+2) + ((3+4)+5).
 
     The error of a sum grows with the depth of the tree, ceil(log2(leaves)). Source: Higham, The accuracy of floating
     point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
     """
     leaves = len(subtree)
-    left = leaves // 2 if leaves % 2 == 0 else 1 << (leaves - 1).bit_length() - 1
+    if leaves % 2 == 0:
+        left = leaves // 2
+    else:
+        left = 1 << ((leaves - 1).bit_length() - 1)
     return subtree[:left], subtree[left:]
 
 
 def mean_sums(shares: Sequence[range]) -> float:
-    """Partial sums of a replica, on average over all."""
-    return sum(len(subtrees(share, shares[-1].stop)) for share in shares) / len(shares)
+    """Return how many partial sums a replica has, on average over all `shares`."""
+    micro_batches = shares[-1].stop
+    return sum(len(subtrees(share, micro_batches)) for share in shares) / len(shares)
 
 
 @functools.lru_cache(maxsize=None)
 def additions_by_leaf(leaves: int) -> Tuple[int, ...]:
-    """How many sums are complete once a leaf is added, for each leaf of a tree in order."""
+    """Return for each of a tree's `leaves`, in order, how many sums are complete once it is added."""
     if leaves == 1:
         return (0,)
-    *before, last = (each for half in halves(range(leaves)) for each in additions_by_leaf(len(half)))
+    first, second = halves(range(leaves))
+    *before, last = (*additions_by_leaf(len(first)), *additions_by_leaf(len(second)))
     return (*before, last + 1)
 
 
 def subtrees(share: range, micro_batches: int) -> List[range]:
-    """The largest subtrees of the tree of `micro_batches` leaves within a share, in order."""
+    """Return the largest subtrees of the tree of `micro_batches` leaves within a share, in order."""
 
     def within(subtree: range) -> Iterator[range]:
         if subtree.start >= share.start and subtree.stop <= share.stop:
@@ -54,68 +61,104 @@ def subtrees(share: range, micro_batches: int) -> List[range]:
 
 
 def additions(parts: Sequence[range]) -> List[List[Tuple[int, int]]]:
-    """The additions (i, j), sum i += sum j, that make sum 0 that of the whole tree, in rounds of independent ones.
+    """Return the additions that make sum 0 that of the whole tree, in rounds of independent ones.
 
-    Args: parts: the subtrees whose sums there are; they follow one another, and cover the tree.
+    Args:
+        parts: the subtrees whose sums there are; they follow one another, and cover the tree.
+
+    Returns:
+        A list for each round of pairs (i, j): sum j is added to sum i.
     """
     places: Dict[range, int] = {part: place for place, part in enumerate(parts)}
     rounds: List[List[Tuple[int, int]]] = []
 
     def add(subtree: range) -> Tuple[int, int]:
-        """Place of its sum, and rounds until it is there."""
+        """Return the place of the subtree's sum, and the rounds until it is there."""
         if subtree in places:
             return places[subtree], 0
-        (left, early), (right, late) = map(add, halves(subtree))
-        number = max(early, late)
-        rounds.extend([] for _ in range(number + 1 - len(rounds)))
-        rounds[number].append((left, right))
-        return left, number + 1
+        first, second = halves(subtree)
+        left, left_rounds = add(first)
+        right, right_rounds = add(second)
+        done = max(left_rounds, right_rounds)
+        while len(rounds) <= done:
+            rounds.append([])
+        rounds[done].append((left, right))
+        return left, done + 1
 
     add(range(parts[-1].stop))
     return rounds
 
 
 def even(micro_batches: int, replicas: int, least: int = 1) -> List[range]:
-    """The shares of replicas that are equally fast: equal ones if `replicas` divides `micro_batches`."""
+    """Return the shares of replicas that are equally fast: equal ones if `replicas` divides `micro_batches`.
+
+    Args:
+        micro_batches: of a step.
+        replicas: of the run.
+        least: micro batches that each replica has at least.
+    """
     if micro_batches % replicas:
-        return divide(micro_batches, [1.0] * replicas, least)
-    own = micro_batches // replicas
-    return [range(each * own, (each + 1) * own) for each in range(replicas)]
+        return by_speed(micro_batches, [1.0] * replicas, least)
+    size = micro_batches // replicas
+    return [range(replica * size, (replica + 1) * size) for replica in range(replicas)]
 
 
-def divide(micro_batches: int, speeds: Sequence[float], least: int = 1) -> List[range]:
-    """The shares of replicas, in order, such that the slowest is done as early as possible, to a hundredth.
+def by_speed(micro_batches: int, speeds: Sequence[float], least: int = 1) -> List[range]:
+    """Return the shares of replicas, in order, such that the slowest is done as early as possible, to a hundredth.
 
     Within that, shares end where larger subtrees do: there are fewer partial sums.
 
-    Args: speeds: of each replica, above 0. least: micro batches of a replica; least * len(speeds) <= micro_batches.
+    Args:
+        micro_batches: of a step.
+        speeds: micro batches a second of each replica, in any unit, above 0.
+        least: micro batches that each replica has at least; least * len(speeds) <= micro_batches.
     """
-    replicas = range(len(speeds))
     assert least * len(speeds) <= micro_batches, (micro_batches, speeds, least)
-    counts = [least for _ in replicas]
-    ends = [((least + 1) / speeds[each], each) for each in replicas]  # of one more micro batch on each
-    heapq.heapify(ends)
-    for _ in range(micro_batches - sum(counts)):
-        first = ends[0][1]
-        counts[first] += 1
-        heapq.heapreplace(ends, ((counts[first] + 1) / speeds[first], first))
-    end = max(counts[each] / speeds[each] for each in replicas) * (1 + _LONGER)
+    counts = _fastest_counts(micro_batches, speeds, least)
+    # How many micro batches each replica may have for the step to end a hundredth later at most.
+    end = max(size / speed for size, speed in zip(counts, speeds)) * (1 + _LONGER)
     most = [int(end * speed) for speed in speeds]
-    shares, start = [], 0
-    for each in replicas[:-1]:
-        first = max(start + least, micro_batches - sum(most[each + 1 :]))
-        last = min(start + most[each], micro_batches - least * (len(speeds) - each - 1))
-        stop = min(range(first, last + 1), key=lambda at: (_depth(at, micro_batches), abs(at - start - counts[each])))
+    shares = []
+    start = 0
+    for replica, size in enumerate(counts[:-1]):
+        # The others must be able to compute what is left, and need their least.
+        others = len(speeds) - replica - 1
+        earliest = max(start + least, micro_batches - sum(most[replica + 1 :]))
+        latest = min(start + most[replica], micro_batches - least * others)
+        stop = _cut(range(earliest, latest + 1), start + size, micro_batches)
         shares.append(range(start, stop))
         start = stop
-    return [*shares, range(start, micro_batches)]
+    shares.append(range(start, micro_batches))
+    return shares
 
 
-def _depth(place: int, micro_batches: int) -> int:
-    """Depth in the tree at which a division before leaf `place` cuts a subtree into its halves: it makes as many
-    partial sums, and two."""
-    subtree, depth = range(micro_batches), 0
-    while halves(subtree)[1].start != place:
-        subtree = next(half for half in halves(subtree) if half.start < place < half.stop)
+def _fastest_counts(micro_batches: int, speeds: Sequence[float], least: int) -> List[int]:
+    """Return how many micro batches each replica has if each goes to the replica that ends it first."""
+    counts = [least] * len(speeds)
+    ends = [((least + 1) / speed, replica) for replica, speed in enumerate(speeds)]  # of one more micro batch on each
+    heapq.heapify(ends)
+    for _ in range(micro_batches - sum(counts)):
+        _, first = ends[0]
+        counts[first] += 1
+        heapq.heapreplace(ends, ((counts[first] + 1) / speeds[first], first))
+    return counts
+
+
+def _cut(leaves: range, wanted: int, micro_batches: int) -> int:
+    """Return the leaf before which a share ends: where the largest subtrees do, and of these next to `wanted`."""
+    return min(leaves, key=lambda leaf: (_depth(leaf, micro_batches), abs(leaf - wanted)))
+
+
+def _depth(leaf: int, micro_batches: int) -> int:
+    """Return the depth in the tree at which a cut before `leaf` divides a subtree into its halves.
+
+    It makes as many partial sums, and two.
+    """
+    depth = 0
+    subtree = range(micro_batches)
+    first, second = halves(subtree)
+    while second.start != leaf:
+        subtree = first if leaf < first.stop else second
+        first, second = halves(subtree)
         depth += 1
     return depth

@@ -6,7 +6,7 @@ from torch import nn
 
 from engines.base import NoiseScale, one_step
 from engines.noise_scale import Batches, Meter, estimate
-from recipe.shares import divide
+from recipe.shares import by_speed
 from tests.engines import worlds
 from tests.engines.worlds import FLOAT32, case, engine_of, micro_batches, outcome
 
@@ -155,7 +155,7 @@ def test_the_micro_batches_of_a_step_that_are_measured_are_spread_over_it_and_ov
     parameter = {"a": nn.Parameter(torch.zeros(1))}
     gradients = torch.arange(1.0, 13.0)
     found = []
-    for share in divide(12, [1.0, 2.0, 1.0]):
+    for share in by_speed(12, [1.0, 2.0, 1.0]):
         batches = Batches(1, 12, 12, share=share, weight=float(share.start == 0))
         meter = Meter(parameter, batches, layers=False)
         meter.start(0)

@@ -11,7 +11,7 @@ from optim.gradients import TreeSum
 from parallel import reduce
 from parallel.exchange import Setup
 from recipe.exchange import Exchange
-from recipe.shares import divide, subtrees
+from recipe.shares import by_speed, subtrees
 from tests.parallel import threads
 
 UNIT = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
@@ -125,7 +125,7 @@ def test_dense_tree_continues_the_tree_of_micro_batches(size):
     """Also where shares are uneven, or of one micro batch."""
     leaves = torch.stack([random_gradients(number) for number in range(13)])
     speeds = ([1.0] * size, [1.0, *[3.0] * (size - 1)], [*[0.1] * (size - 1), 9.0])
-    divisions = [divide(13, each) for each in speeds]
+    divisions = [by_speed(13, each) for each in speeds]
     for found in threads.run(size, tree_over_replicas, leaves, divisions):
         assert same_bits([tree_sum(leaves), *found])
 

@@ -116,9 +116,9 @@ def test_uneven_shares_fill_a_pipeline_and_follow_one_another():
         found = divide(made, 5)
         assert [each.start for each in found.shares[1:]] == [each.stop for each in found.shares[:-1]]
         assert (min(found.uneven), sum(found.uneven), found.accumulation) == (least, 12, max(found.uneven))
-    again = found.divided([range(0, 4), range(4, 6), range(6, 12)])
+    again = found.with_shares([range(0, 4), range(4, 6), range(6, 12)])
     assert (again.uneven, again.accumulation, again.micro_batches) == ((4, 2, 6), 6, 12)
-    assert found.divided([range(0, 6), range(6, 12)]).uneven == ()
+    assert found.with_shares([range(0, 6), range(6, 12)]).uneven == ()
 
 
 def test_lengths_of_the_published_run():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from recipe.shares import additions, additions_by_leaf, divide, halves, subtrees
+from recipe.shares import additions, additions_by_leaf, by_speed, halves, subtrees
 
 REPLICAS = range(1, 17)
 MOST = 40  # micro batches
@@ -77,7 +77,7 @@ def test_each_micro_batch_has_one_owner_and_the_sum_is_that_of_one_process(repli
     """Even shares, and those of replicas of different speeds."""
     for count in range(replicas, MOST + 1):
         for speeds in ([1.0] * replicas, [1.0 + number % 3 for number in range(replicas)]):
-            division = divide(count, speeds)
+            division = by_speed(count, speeds)
             assert list(itertools.chain(*division)) == list(range(count)) and all(division)
             assert symbolic_total(division, count) == tree_by_counter(count), (count, speeds)
 
@@ -88,7 +88,7 @@ def test_shares_are_even_and_partial_sums_few(replicas):
     equal subtrees exist each replica has one."""
     found, best = [], []
     for count in range(replicas, MOST + 1):
-        division = divide(count, [1.0] * replicas)
+        division = by_speed(count, [1.0] * replicas)
         most = max(map(len, division))
         assert most == -(-count // replicas)
         found.append(sum(len(subtrees(share, count)) for share in division))
@@ -117,7 +117,7 @@ def test_a_partial_sum_is_as_large_as_a_share_allows(share):
 @pytest.mark.parametrize("speeds", [(1.0, 0.5), (3.0, 1.0, 2.0), (1.0, 1.0, 0.01), (0.7, 1.3, 1.1, 0.9, 5.0)])
 def test_the_slowest_replica_is_done_as_early_as_can_be(speeds, count, least):
     """To a hundredth, which buys larger subtrees. The best end: the first at which all micro batches could be done."""
-    division = divide(count, speeds, least)
+    division = by_speed(count, speeds, least)
     ends = sorted(number / speed for speed in speeds for number in range(1, count + 1))
     best = next(end for end in ends if sum(max(least, int(end * speed + 1e-9)) for speed in speeds) >= count)
     best = max(best, least / min(speeds))
@@ -126,8 +126,8 @@ def test_the_slowest_replica_is_done_as_early_as_can_be(speeds, count, least):
 
 
 def test_the_documented_divisions():
-    assert divide(12, [1.0] * 4) == [range(0, 3), range(3, 6), range(6, 9), range(9, 12)]
-    assert [subtrees(share, 24) for share in divide(24, [1.0] * 3)][:2] == [
+    assert by_speed(12, [1.0] * 4) == [range(0, 3), range(3, 6), range(6, 9), range(9, 12)]
+    assert [subtrees(share, 24) for share in by_speed(24, [1.0] * 3)][:2] == [
         [range(0, 6), range(6, 8)], [range(8, 9), range(9, 12), range(12, 15), range(15, 16)],
     ]  # fmt: skip
     assert additions([range(0, 6), range(6, 8), range(8, 9), range(9, 12)]) == [[(1, 2)], [(1, 3)], [(0, 1)]]
