@@ -1,4 +1,4 @@
-"""Scores of a classifier: exact whatever the batch size, and by class, as a table and as a picture."""
+"""Scores of a classifier: exact for any batch size, and by class, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ from training.exported import ExportedModel
 from training.metrics import TOP
 
 _NAMED_CLASSES = 40  # more do not fit beside the picture's rows
+_FORMULA = tuple("=+-@")  # with which a formula of a spreadsheet begins
+_TICKS = {0: "0", 0.01: "1 %", 0.1: "10 %", 0.25: "25 %", 0.5: "50 %", 1: "all"}  # of the picture
 
 
 class Scores(NamedTuple):
-    """Shares in [0, 1] and the mean cross entropy (nats) over `images` readable images.
-    confusion: of `score` alone, int64 [classes, classes], rows are labels, columns predictions."""
+    """Scores over all readable images.
+
+    top1, top5: shares in [0, 1].
+    loss: mean cross entropy, nats.
+    images: readable ones.
+    unreadable: images that were left out.
+    confusion: from `score` alone, int64 [classes, classes]; rows are labels, columns predictions.
+    """
 
     top1: float
     top5: float
@@ -34,13 +42,31 @@ class Scores(NamedTuple):
 
 
 def accuracy(top1: float, top5: float, classes: int) -> str:
-    """`top1 71.20%  top5 90.10%`, without top5 where so few classes are always among the likeliest five."""
-    return f"top1 {top1:.2%}" + (f"  top5 {top5:.2%}" if classes > TOP else "")
+    """Return `top1 71.20%  top5 90.10%`.
+
+    Args:
+        top1: share in [0, 1].
+        top5: share in [0, 1].
+        classes: of the model; top5 is left out where it is 100 % in any case.
+    """
+    text = f"top1 {top1:.2%}"
+    if classes > TOP:
+        text += f"  top5 {top5:.2%}"
+    return text
 
 
 def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
-    """Scores of the engine's current weights, over all replicas. Waits for the device once, at the end.
-    Args: batches: of this replica; where images do not enter, as many times None."""
+    """Score the engine's current weights, over all replicas.
+
+    Waits for the device once, at the end.
+
+    Args:
+        engine: of this process; every process calls.
+        batches: of this replica; where images do not enter, as many times None.
+
+    Raises:
+        DataError: no image can be read.
+    """
     counts: List[Counts] = []
     unreadable: List[str] = []
     for batch in batches:
@@ -48,85 +74,163 @@ def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
             unreadable.extend(batch.unreadable)
         counts.append(engine.evaluate_step(batch))
     total, messages = base.total(counts, unreadable, engine.processes, engine.device)
-    if not total.images:  # all ranks find it, one prints it
+    if not total.images:
+        # All ranks raise the error, one prints it.
         fault = f"no validation image can be read; the first: {messages[0]}"
         raise DataError(fault if engine.topology.is_main else "")
     return _scores(total, len(messages))
 
 
-def _scores(total: Counts, unreadable: int) -> Scores:
-    images = int(total.images)
-    return Scores(*(float(each) / images for each in (total.top1, total.top5, total.loss)), images, unreadable)
-
-
 def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
     """Return an engine of one replica with stored weights, unrounded.
-    Raises ConfigError where its device is not there, CheckpointError for weights of another model."""
-    if recipe.run.device != "ipu":  # there weights have the format of the arithmetic
+
+    Args:
+        stored: weights of the recipe's model.
+        recipe: with the device.
+
+    Raises:
+        ConfigError: the device is not there.
+        CheckpointError: the weights are another model's.
+    """
+    if recipe.run.device != "ipu":  # where weights have the format of the arithmetic
         precision = recipe.precision.model_copy(update={"weights": "float32"})
         recipe = recipe.model_copy(update={"precision": precision})
     engine = factory.create(recipe, divide(recipe, 1))
-    engine.load_weights(weights.fitted(stored, engine.shapes, recipe.model, new_classifier=False)[0])
+    tensors, _ = weights.fitted(stored, engine.shapes, recipe.model, new_classifier=False)
+    engine.load_weights(tensors)
     return engine
 
 
-def score(engine: Union[Engine, ExportedModel], batches: Iterable[MicroBatch], classes: int) -> Scores:
-    """Classify every image of `batches` once. Raises DataError where none of them can be read."""
+def score(
+    engine: Union[Engine, ExportedModel],
+    batches: Iterable[MicroBatch],
+    classes: int,
+) -> Scores:
+    """Classify every image once.
+
+    Args:
+        engine: of a single process, or an exported program.
+        batches: of images and labels.
+        classes: of the model.
+
+    Raises:
+        DataError: none of the images can be read.
+    """
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
-    counts, unreadable = [], []
+    counts: List[Counts] = []
+    unreadable: List[str] = []
     for batch in batches:
         unreadable.extend(batch.unreadable)
-        if batch.valid:
-            logits, labels = engine.predict_step(batch).cpu(), batch.labels[: batch.valid]
-            counts.append(base.scored(logits, labels))
-            best = logits.topk(min(TOP, classes), dim=1).indices[:, 0]
-            confusion += torch.bincount(labels * classes + best, minlength=classes * classes)
+        if not batch.valid:
+            continue
+        logits = engine.predict_step(batch).cpu()
+        labels = batch.labels[: batch.valid]
+        counts.append(base.scored(logits, labels))
+        # Of classes with equal logits the one that top1 counts, which need not be argmax.
+        best = logits.topk(min(TOP, classes), dim=1).indices[:, 0]
+        confusion += torch.bincount(labels * classes + best, minlength=classes * classes)
     if not counts:
         raise DataError(f"no image can be read; the first: {unreadable[0]}")
-    scores = _scores(Counts(*map(sum, zip(*counts))), len(unreadable))
+    total = Counts(*(sum(field) for field in zip(*counts)))
+    scores = _scores(total, len(unreadable))
     return scores._replace(confusion=confusion.view(classes, classes))
 
 
 def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
-    """Return a row per class, worst first: images, top1, and the class that most of its misses were taken for."""
+    """Return a row per class, worst first.
+
+    Args:
+        report: with a confusion matrix.
+        names: of the classes, by label.
+
+    Returns:
+        Rows with `class`, `images`, `top1`, `taken_for`, the class that most of its misses were
+        taken for, and `times`, how many.
+    """
     rows = []
     for label, name in enumerate(names):
-        counts = report.confusion[label].clone()
-        total, right = int(counts.sum()), int(counts[label])
-        counts[label] = 0
-        wrong = int(counts.argmax())
-        taken_for = names[wrong] if counts[wrong] else ""
-        top1 = right / total if total else None
-        rows.append({"class": name, "images": total, "top1": top1, "taken_for": taken_for, "times": int(counts[wrong])})
+        predictions = report.confusion[label].clone()
+        images = int(predictions.sum())
+        hits = int(predictions[label])
+        predictions[label] = 0
+        mistaken = int(predictions.argmax())
+        misses = int(predictions[mistaken])
+        rows.append(
+            {
+                "class": name,
+                "images": images,
+                "top1": hits / images if images else None,
+                "taken_for": names[mistaken] if misses else "",
+                "times": misses,
+            }
+        )
     return sorted(rows, key=lambda row: (row["top1"] is None, row["top1"]))
 
 
 def write_class_table(path: Path, rows: Sequence[dict]) -> None:
-    """Write rows as CSV; names that a spreadsheet would take for a formula get an apostrophe."""
+    """Write a table as CSV.
+
+    Names that a spreadsheet would take for a formula get an apostrophe.
+
+    Args:
+        path: of the file.
+        rows: of `class_rows`, at least one.
+    """
     with open(path, "w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
         for row in rows:
-            names = {key: row[key] for key in ("class", "taken_for")}
-            quoted = {key: f"'{name}" if name.startswith(tuple("=+-@")) else name for key, name in names.items()}
-            writer.writerow({**row, **quoted})
+            quoted = dict(row)
+            for key in ("class", "taken_for"):
+                if row[key].startswith(_FORMULA):
+                    quoted[key] = f"'{row[key]}"
+            writer.writerow(quoted)
 
 
 def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str) -> None:
-    """Draw the confusion matrix as shares of each row, so that rare classes show as well as frequent ones."""
+    """Draw the confusion matrix.
+
+    Its rows are shares, so that rare classes show as well as frequent ones.
+
+    Args:
+        path: of the picture, or a binary stream.
+        report: with a confusion matrix.
+        names: of the classes, by label.
+        title: of the picture.
+    """
     from matplotlib.figure import Figure
 
     shares = report.confusion / report.confusion.sum(1, keepdim=True).clamp(min=1)
-    side = 4.5 + 0.12 * min(len(names), _NAMED_CLASSES)
+    side = 4.5 + 0.12 * min(len(names), _NAMED_CLASSES)  # inches
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.add_subplot()
     # The square root lifts a few percent of mistakes out of the white.
-    picture = axes.imshow(shares.sqrt().numpy(), cmap="magma_r", vmin=0, vmax=1, interpolation="nearest")
-    bar = figure.colorbar(picture, ax=axes, ticks=[share**0.5 for share in (0, 0.01, 0.1, 0.25, 0.5, 1)], shrink=0.8)
-    bar.ax.set_yticklabels(["0", "1 %", "10 %", "25 %", "50 %", "all"])
+    picture = axes.imshow(
+        shares.sqrt().numpy(),
+        cmap="magma_r",
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+    )
+    ticks = [share**0.5 for share in _TICKS]
+    bar = figure.colorbar(picture, ax=axes, ticks=ticks, shrink=0.8)
+    bar.ax.set_yticklabels(list(_TICKS.values()))
     bar.set_label("share of the images of the class")
     if len(names) <= _NAMED_CLASSES:
-        axes.set_xticks(range(len(names)), names, rotation=90, parse_math=False)  # names may have dollar signs
-        axes.set_yticks(range(len(names)), names, parse_math=False)
+        positions = range(len(names))
+        # Names may have dollar signs, between which matplotlib would look for mathematics.
+        axes.set_xticks(positions, names, rotation=90, parse_math=False)
+        axes.set_yticks(positions, names, parse_math=False)
     axes.set(xlabel="taken for", ylabel="class", title=title)
     figure.savefig(path, dpi=110)
+
+
+def _scores(total: Counts, unreadable: int) -> Scores:
+    images = int(total.images)
+    return Scores(
+        top1=float(total.top1) / images,
+        top5=float(total.top5) / images,
+        loss=float(total.loss) / images,
+        images=images,
+        unreadable=unreadable,
+    )
