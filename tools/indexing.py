@@ -70,6 +70,7 @@ class LeftOut:
 
     def counts(self) -> dict[str, int]:
         """Return the members of each kind, most frequent first."""
+        # Then by name, so that two calls print the same.
         return dict(sorted(self._counts.items(), key=lambda item: (-item[1], item[0])))
 
     def lines(self, place: str) -> list[str]:
@@ -131,6 +132,7 @@ def members(
 def _check_member(member: tarfile.TarInfo, place: str) -> None:
     """Check that a member is a folder or a plain file within the archive. Raises DataError."""
     name = member.name
+    # Others unpack such archives: these names and links could write anywhere.
     if name.startswith("/") or ".." in name.split("/"):
         raise DataError(f"{place}: {name!r} leads out of the archive; make the archive without it")
     if member.isdir():
@@ -172,6 +174,7 @@ def split(name: str) -> Part | None:
     key, dot, extension = last.partition(".")
     if not key or not dot:
         return None
+    # Without another dot there is no variant.
     variant, _, kind = extension.lower().rpartition(".")
     return Part(folder + slash + key, variant, kind)
 

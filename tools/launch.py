@@ -47,7 +47,7 @@ class _Given(NamedTuple):
     """The recipe of a command line.
 
     overrides: of the recipe's file.
-    note: on what the command line did not say, for the line that is printed.
+    note: on cuts of the recipe that gave way, for the line that is printed; else empty.
     """
 
     recipe: Recipe
@@ -248,6 +248,7 @@ def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
         replicas = batch.whole_pod(recipe).parallel.replicas
         if replicas:
             return replicas
+        # What one replica does is planned all the same.
         if dry_run:
             return 1
         raise UserError("how many IPUs there are is not known here; give the number of replicas: --replicas R")
@@ -369,6 +370,7 @@ def _summary(layout: _Layout, on_ipus: bool, note: str, command: List[str]) -> s
     """Return a line: what is started on which hosts, a note on it, and the command."""
     place = layout.hosts
     where = ""
+    # Which hosts of a pod are used is up to poprun.
     if not on_ipus:
         where = " on this host"
         if place.number > 1:

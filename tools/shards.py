@@ -168,6 +168,7 @@ def _pack(options: argparse.Namespace) -> _Report:
         with progress.lines(lambda: "listing the images"):
             source = _source(options)
     except OSError as error:
+        # A fault without a file is not one of the input.
         if error.filename is None:
             raise
         fault = f"{error.filename}: {error.strerror}"
@@ -433,6 +434,7 @@ def _reading(activity: str, total: int) -> Iterator[Callable[[int], None]]:
     def advance(number: int) -> None:
         """Count a `number` of bytes."""
         nonlocal done
+        # Threads of several shards add to the same number.
         with lock:
             done += number
 
@@ -447,6 +449,7 @@ def _by_threads(work: Callable[[Task], Result], tasks: Sequence[Task]) -> list[R
     """
     results = []
     with ThreadPoolExecutor(cores.available()) as pool:
+        # In order, so that the fault which is named first is always the same.
         for result in pool.map(work, tasks):
             results.append(result)
             _print_progress(len(results), len(tasks))

@@ -57,6 +57,7 @@ class TrainingProcess:
         environment.update(launchers.without(os.environ))
         environment.update(credentials.environment())
         with open(self.log, "ab") as stream:
+            # The log shows each command before its output.
             line = f"$ {shlex.join(self.command)}\n"
             stream.write(line.encode("utf-8", "surrogateescape"))
             self._log_start = stream.tell()
@@ -101,6 +102,7 @@ class TrainingProcess:
     def last_line(self) -> str:
         """Return the last line of the newest process's output, or nothing."""
         with open(self.log, "rb") as stream:
+            # Behind the output of the processes before it.
             stream.seek(self._log_start)
             text = stream.read().decode("utf-8", "replace")
         lines = text.strip().split("\n")

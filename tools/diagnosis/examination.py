@@ -139,6 +139,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     started = time.perf_counter()
     processes, device = _connect(recipe)
     is_main = processes.topology.is_main
+    # One rank prints for all.
     if not is_main:
         say = _say_nothing
     _check_same(recipe, processes)
@@ -164,19 +165,9 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     figures = _measure(setup, seconds, say)
     if not is_main:
         return None
-    # What follows from the figures, unless they are in doubt.
     elapsed = time.perf_counter() - started
     findings = _findings(setup, figures, training_images, notes=notes, seconds=elapsed)
-    if findings.doubts:
-        return findings
-    findings = findings._replace(advice=advice.advise(resolved, findings))
-    if findings.links is None:
-        return findings
-    planned = _planned(resolved, processes.topology.stages)
-    work = workload.of(planned)
-    machine = machines.described(planned, device, work, findings)
-    doubling = scaling.predict(planned, machine, 2 * replicas, work)
-    return findings._replace(machine=machine, doubling=doubling)
+    return _concluded(findings, setup)
 
 
 def _say_nothing(line: str) -> None:
@@ -342,6 +333,22 @@ def _findings(
         seconds=seconds,
         doubts=splitting.doubts(times, parts),
     )
+
+
+def _concluded(findings: Findings, setup: Setup) -> Findings:
+    """Return the findings with what follows from them, unless they are in doubt."""
+    if findings.doubts:
+        return findings
+    findings = findings._replace(advice=advice.advise(setup.recipe, findings))
+    # A prediction for more replicas needs a link between them.
+    if findings.links is None:
+        return findings
+    place = setup.processes.topology
+    planned = _planned(setup.recipe, place.stages)
+    work = workload.of(planned)
+    machine = machines.described(planned, setup.device, work, findings)
+    doubling = scaling.predict(planned, machine, 2 * place.replicas, work)
+    return findings._replace(machine=machine, doubling=doubling)
 
 
 def _planned(recipe: Recipe, stages: int) -> Recipe:

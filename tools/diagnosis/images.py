@@ -136,8 +136,8 @@ def to_device(micro: int, image_size: int, device: torch.device, seconds: float)
         images = images.pin_memory()
     there = torch.empty_like(images, device=device)
 
-    def copy(_: int) -> int:
-        """Copy a micro batch; return its bytes."""
+    def copy(number: int) -> int:
+        """Copy the micro batch, whatever its `number`; return its bytes."""
         there.copy_(images, non_blocking=True)
         synchronize(device)
         return images.numel()

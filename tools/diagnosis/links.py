@@ -98,6 +98,7 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
 
 def _slowest_links(by_rank: List[List[Link]]) -> List[Link]:
     """Return for each repetition the larger figures of all ranks."""
+    # In each round an exchange waits for the slowest rank.
     slowest_links = []
     for links in zip(*by_rank):
         latency = max(link.latency for link in links)
@@ -155,6 +156,7 @@ def _gradient(engine: TorchEngine, whole_1d: bool) -> Gradient:
     layers = 0
     for _, parameter in engine.weights.places():
         elements += parameter.numel()
+        # Vectors are biases and those of normalisation; the others are layers.
         if parameter.dim() == 1:
             vectors += parameter.numel()
         elif parameter.dim() > 1:

@@ -28,6 +28,7 @@ def measure() -> Optional[List[Link]]:
         store = os.path.join(folder, "store")
         by_rank = pool.map(_measure, [store, store], [0, 1])
         try:
+            # Both ranks return the same.
             return next(by_rank)
         except RuntimeError:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import TYPE_CHECKING, Any, Dict, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence
 
 import torch
 
@@ -58,7 +58,7 @@ def described(
     name = facts["device" if on_gpu else "cpu"]
     ranks = count(len(findings.hosts), "rank")
     source = f"measured by tools.doctor on {facts['date']}, {name}, {ranks}"
-    # Devices of a host, of which this run may use some only.
+    # A run may use some of a host's GPUs only.
     ranks_of_host = findings.hosts.count(findings.hosts[0])
     devices_of_host = ranks_of_host
     if on_gpu:
@@ -75,10 +75,6 @@ def described(
     backward = slowest * scaling.backward_share(work)
     overlap = _overlap(recipe.exchange, findings.methods, measured["exchange"], backward)
     decoding = _decoding(recipe.data.source, recipe.model.image_size, findings.reading)
-    disk = findings.reading.disk_bytes_per_second
-    from_disk = None
-    if disk is not None:
-        from_disk = _figure(disk.median, source, "files that were in no cache of the host")
     copying = "" if on_gpu else "a copy in memory"
     return Machine(
         name=f"{len(findings.hosts)} x {name}",
@@ -93,7 +89,7 @@ def described(
         overlap=overlap,
         cores=facts["cores"] / devices_of_host,
         decode=_figure(findings.reading.per_core.median, source, decoding),
-        disk=from_disk,
+        disk=_disk(findings.reading, source),
         to_device=_figure(findings.to_device.median, source, copying),
     )
 
@@ -152,6 +148,14 @@ def _decoding(source: str, image_size: int, reading: Reading) -> str:
     if reading.bytes is not None:
         text += f", files of {reading.bytes / 1e3:.0f} kB read again"
     return text
+
+
+def _disk(reading: Reading, source: str) -> Optional[Dict[str, Any]]:
+    """Return the bytes a second from a disk; None where that was not measurable."""
+    rate = reading.disk_bytes_per_second
+    if rate is None:
+        return None
+    return _figure(rate.median, source, "files that were in no cache of the host")
 
 
 def _reach(links: Links, hosts: int, source: str) -> Reach:

@@ -65,6 +65,7 @@ def as_data(findings: Findings, config: str) -> Dict[str, Any]:
         findings: of the examination.
         config: the recipe's file.
     """
+    # Other programs read these keys.
     reading = findings.reading
     data = {
         "config": config,
@@ -271,6 +272,7 @@ def _links(findings: Findings) -> str:
     if links is None:
         return "two processes of this host could not be connected: no link, and so no prediction"
     latency = f"latency {duration(links.latency.median)} ({_range(links.latency)})"
+    # Networks are known by their bits a second.
     median = scaled(8 * links.bandwidth.median, "bit/s")
     low = scaled(8 * links.bandwidth.low, "bit/s")
     high = scaled(8 * links.bandwidth.high, "bit/s")

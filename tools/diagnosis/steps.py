@@ -72,7 +72,7 @@ class Setup(NamedTuple):
         return self._replace(recipe=self.recipe.model_copy(update={"exchange": section}))
 
     def shrunk(self, accumulation: int) -> Setup:
-        """Return the setup with another number of micro batches a step."""
+        """Return the setup with `accumulation` micro batches a step."""
         total = self.batch.micro * accumulation * self.batch.replicas
         smaller = self.changed("batch", global_=total)
         return smaller._replace(batch=arithmetic.divide(smaller.recipe, self.batch.replicas))
