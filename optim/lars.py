@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable
+from typing import Any, Dict, Iterable, Type
 
 import torch
 from torch.optim import Optimizer
 
+from optim import lars_formula
 from optim.base import OPTIMIZERS, HasSlots
+from optim.lars_formula import Hyperparameters
 from optim.lars_update import LarsUpdate
-from optim.norms import in_float32, norm
+from optim.norms import clamped
 from optim.optimizer_update import Target
 from recipe.optimization import Lars
 
@@ -27,18 +29,23 @@ class LARS(HasSlots, Optimizer):
     `trust="momentum"`, the form that LAMB with beta2 = 1 takes (and so IPUs can run):
         m = mu m + (1 - mu) g;  u = m + wd w;  ratio = eta |w| / (|u| + eps);  w = w - lr ratio u
 
-    Where a norm is 0 the ratio is 1 in the first form, as in the published code, and eta in the second, as
-    in PopART. Groups with `adapt=False` take plain momentum (or Nesterov's) without weight decay: m = mu m + lr g
-    in the first form, and the same step through w = w - lr m / (1 - mu) in the second. `lr_scale` multiplies a
-    group's learning rate. Gradients are read, never written. Ratios and momentum are float32, norms are exact to
-    float32 rounding whatever the finite values are.
+    Where a norm is 0 the ratio is 1 in the first form, as in the published code, and eta in the
+    second, as in PopART. Groups with `adapt=False` take plain momentum (or Nesterov's) without
+    weight decay: m = mu m + lr g in the first form, and the same step through
+    w = w - lr m / (1 - mu) in the second. `lr_scale` multiplies a group's learning rate. Gradients
+    are read, never written. Ratios and momentum are float32, norms are exact to float32 rounding
+    whatever the finite values are.
 
-    Source: You, Gitman and Ginsburg, 1708.03888, algorithm 1; the skip list and the place of the learning
-    rate follow the TensorFlow 1 implementation that the G16 recipe used. Nesterov momentum: SimCLR's LARS with classic
-    momentum, and timm's, which differs in the place of the rate. Second form: You et al., 1904.00962.
+    Source: You, Gitman and Ginsburg, 1708.03888, algorithm 1; the skip list and the place of the
+    learning rate follow the TensorFlow 1 implementation that the G16 recipe used. Nesterov
+    momentum: SimCLR's LARS with classic momentum, and timm's, which differs in the place of the
+    rate. Second form: You et al., 1904.00962.
+
+    trust_ratios: by parameter, float32 [], those of the last `step`.
     """
 
-    slots, numbers = Lars.all_slots, ("momentum", "trust_coefficient", "trust", "nesterov", "eps")
+    slots = Lars.all_slots
+    numbers = ("momentum", "trust_coefficient", "trust", "nesterov", "eps")
 
     def __init__(
         self,
@@ -51,62 +58,94 @@ class LARS(HasSlots, Optimizer):
         eps: float = 0.0,
         nesterov: bool = False,
     ):
-        """Args: params: tensors, or groups with their own `weight_decay`, `adapt` and `lr_scale`."""
+        """
+        Args:
+            params: tensors, or groups with their own `weight_decay`, `adapt` and `lr_scale`.
+            lr: learning rate.
+            momentum: mu above.
+            weight_decay: wd above.
+            trust_coefficient: eta above.
+            trust: "gradient" or "momentum", the form.
+            eps: added to the divisor of the ratio.
+            nesterov: look one step ahead along the momentum; of the first form.
+        """
         assert trust in ("gradient", "momentum"), trust
         assert trust == "gradient" or not nesterov, "the second form has no Nesterov momentum"
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps, "nesterov": nesterov}
-        super().__init__(params, {**defaults, "trust_coefficient": trust_coefficient, "adapt": True, "lr_scale": 1.0})
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "adapt": True,
+            "lr_scale": 1.0,
+        }
+        super().__init__(params, defaults)
         self.trust = trust
-        self.trust_ratios: dict = {}
+        self.trust_ratios: Dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update of all parameters that have gradients, without host-device synchronisation.
+        """Update all parameters that have gradients, without waiting for the device.
 
-        For those who have no WeightState, and as a reference. Leaves the ratios, float32 [], in `trust_ratios`.
+        For loops without a WeightState, which has a faster update of its own.
+
+        Args:
+            closure: None.
         """
         assert closure is None
         for group in self.param_groups:
+            settings = Hyperparameters(
+                trust=self.trust,
+                nesterov=group["nesterov"],
+                momentum=group["momentum"],
+                weight_decay=group["weight_decay"],
+                trust_coefficient=group["trust_coefficient"],
+                eps=group["eps"],
+                adapt=group["adapt"],
+            )
+            lr = group["lr"] * group["lr_scale"]
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._step(group, weight, weight.grad.float())
+                    self._step(weight, lr, settings)
 
-    def _step(self, group: dict, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        lr, mu, published = group["lr"] * group["lr_scale"], group["momentum"], self.trust == "gradient"
-        if not self.state[weight]:
-            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
-        momentum = self.state[weight]["momentum_buffer"]
-        if not published:
-            momentum.mul_(mu).add_(gradient, alpha=1 - mu)
-        direction = gradient if published else momentum
-        if not group["adapt"]:
-            step = direction * (lr if published else lr / (1 - mu))
-        else:
-            decayed = direction + group["weight_decay"] * weight.float()
-            weight_norm = norm(weight)
-            length = norm(gradient if published else decayed)
-            below = length + group["eps"] + (group["weight_decay"] * weight_norm if published else 0.0)
-            without_norm = 1.0 if published else group["trust_coefficient"]
-            ratio = group["trust_coefficient"] * weight_norm / below
-            ratio = torch.where((weight_norm > 0) & (length > 0), ratio, without_norm)
-            step = decayed * in_float32(lr * ratio)
-            self.trust_ratios[weight] = in_float32(ratio)
-        if published:
-            momentum.mul_(mu).add_(step)
-            step = momentum * mu + step if group["nesterov"] else momentum
-        weight.sub_(step)
+    def _step(self, weight: torch.Tensor, lr: float, settings: Hyperparameters) -> None:
+        """Update one parameter and its momentum."""
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
+        momentum = state["momentum_buffer"]
+        after = lars_formula.updated(
+            weight.float(),
+            momentum,
+            weight.grad.float(),
+            lr=lr,
+            settings=settings,
+        )
+        weight.copy_(after.weight)
+        momentum.copy_(after.momentum)
+        if after.ratio is not None:
+            self.trust_ratios[weight] = clamped(after.ratio)
 
     @staticmethod
     def options(section: Lars, skipped: bool) -> dict:
-        others = {"adapt": False, "lr_scale": section.skip_lr_scale} if skipped else {}
-        return {**HasSlots.options(section, skipped), **others}
+        options = HasSlots.options(section, skipped)
+        if skipped:
+            options["adapt"] = False
+            options["lr_scale"] = section.skip_lr_scale
+        return options
 
     def create_update(self, target: Target, create: object) -> LarsUpdate:
         return update_class(target.layout.device)(self, target)
 
 
-def update_class(device: torch.device) -> type:
-    """LarsUpdate, or on CUDA Triton's, where there is Triton."""
+def update_class(device: torch.device) -> Type[LarsUpdate]:
+    """Return LarsUpdate, or on CUDA that by Triton, where there is Triton.
+
+    Args:
+        device: of the weights.
+    """
     if device.type == "cuda" and torch.version.hip is None:
         with contextlib.suppress(ImportError):
             from optim.kernels.lars import TritonLarsUpdate

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from optim.layout import Run, in_parts, in_rows
-from optim.norms import Norms, asks, clip_factor, in_float32, repaired
+from optim.norms import Norms, clamped, clip_factor, host_may_read, repaired
 from optim.optimizer_update import Target
 from optim.rounding import lower, random_bits, rounded, upper
 
@@ -32,7 +32,7 @@ class LarsUpdate:
         self.run: Run = in_parts
         parameters, self._layout, self._buffers, self._bits, self._clip_norm, self._model = target
         device = self._layout.device
-        self.asks = asks(device)  # whether to step; elsewhere a mask decides
+        self.host_may_read = host_may_read(device)  # whether to step; elsewhere a mask decides
         self._rules = Rules(lars, parameters, device)
         self._decay = self._layout.spread(self._rules.decay)
 
@@ -53,8 +53,8 @@ class LarsUpdate:
             if directions:
                 directions = self._sums(scale)[3:]
         ratio = self._ratios(weight, directions[0] if directions else gradient)
-        if not self.asks or finite:
-            subtracted = self._step(step, scale, lr, ratio, None if self.asks else finite, measure)
+        if not self.host_may_read or finite:
+            subtracted = self._step(step, scale, lr, ratio, None if self.host_may_read else finite, measure)
         else:
             subtracted = torch.full_like(weight, float("nan"))
         if not measure:
@@ -92,7 +92,7 @@ class LarsUpdate:
         if self._bits is not None:
             bit_rows = self._bits.rows
             draws = (self._bits.lanes, self._bits.draw(step, "weight")[0])
-        rate = self._layout.spread(in_float32(lr * self._rules.lr_scale * ratios))
+        rate = self._layout.spread(clamped(lr * self._rules.lr_scale * ratios))
         rows = (*self._rows(), rate, self._decay, bit_rows)
         form = self._rules.by_momentum, self._rules.nesterov
         squares = self.run(step_rows, rows, (*form, scale, self._rules.mu, draws, keep))
@@ -145,7 +145,7 @@ class Rules:
         else:
             ratio, otherwise = self.coefficient * weight / (direction + self.decay * weight + self.eps), 1.0
         ratio = torch.where((weight > 0) & (direction > 0), ratio, otherwise)
-        return in_float32(torch.where(self.adapt, ratio, 1.0))
+        return clamped(torch.where(self.adapt, ratio, 1.0))
 
     def named(self, ratios: torch.Tensor) -> Dict[str, torch.Tensor]:
         """Those of the parameters that have one, by name, float32 []."""

@@ -1,7 +1,8 @@
-"""Norms that float32 neither overflows nor underflows, and those of a model of which this process may have a part.
+"""Norms that float32 neither overflows nor underflows, of a model or of a stage of it.
 
-Squares of float32 numbers above 1.8e19 are infinite and those below 2e-23 are 0. So sums of squares are made in
-float32, and made again in float64, which has them all, only where the result shows that they may be wrong.
+Squares of float32 numbers above 1.8e19 are infinite and those below 2e-23 are 0. So sums of squares
+are made in float32, and made again in float64, which has them all, only where the result shows that
+they may be wrong.
 """
 
 from __future__ import annotations
@@ -13,65 +14,97 @@ import torch
 
 from optim.layout import Layout
 
-SMALLEST = 2.0**-90  # of a sum of squares: in it, what float32 rounds off from squares below 2^-126 is no longer seen
+# The smallest sum of squares in which float32's rounding of squares below 2^-126 is not seen.
+SMALLEST = 2.0**-90
 LARGEST = torch.finfo(torch.float32).max
 
 
-def asks(device: torch.device) -> bool:
-    """Whether the host may look at a result to decide what to compute: that costs nothing on a CPU."""
+def host_may_read(device: torch.device) -> bool:
+    """Return whether the host may read a result to decide what to compute; free on a CPU only.
+
+    Args:
+        device: of the result. Any other than a CPU would have to be waited for.
+    """
     return device.type == "cpu"
 
 
 def spoiled(sums: torch.Tensor) -> torch.Tensor:
-    """Return where float64 sums of squares that were made in float32 may be wrong, bool [parameters]."""
+    """Return where sums of squares that were made in float32 may be wrong, bool [parameters].
+
+    Args:
+        sums: float64 [parameters].
+    """
     return ~(sums >= SMALLEST) | torch.isinf(sums)
 
 
 def repaired(
-    sums: Sequence[torch.Tensor], layout: Layout, values: Callable[[slice], Sequence[torch.Tensor]]
+    sums: Sequence[torch.Tensor],
+    layout: Layout,
+    values: Callable[[slice], Sequence[torch.Tensor]],
 ) -> List[torch.Tensor]:
-    """Return sums of squares by parameter, float64, with those made anew that float32 may have spoiled.
+    """Return sums of squares by parameter, float64, with those made anew that may be wrong.
 
-    A CPU makes anew only those. Another device, which is not asked, makes all and selects.
+    A CPU makes anew only those. Another device, whose results are not read, makes all and selects.
 
     Args:
         sums: float64 [parameters] each. They may be written to.
-        values: given some rows of the layout, what was squared for each of the sums, float32 [rows, ROW].
+        layout: of the parameters.
+        values: given some rows of the layout, what was squared for each of the sums, float32
+            [rows, ROW].
     """
     wrong = [spoiled(each) for each in sums]
-    if not asks(layout.device):
+    if not host_may_read(layout.device):
         exact = [layout.sums(_row_sums(each)) for each in values(slice(None))]
-        return [torch.where(*each) for each in zip(wrong, exact, sums)]
-    for place in torch.stack(wrong).any(0).nonzero().flatten().tolist():
-        for own, found, each in zip(wrong, sums, values(layout.rows[place])):
-            if own[place]:
-                found[place] = _row_sums(each).sum()
+        return [torch.where(*choice) for choice in zip(wrong, exact, sums)]
+    affected = torch.stack(wrong).any(0).nonzero().flatten().tolist()
+    for parameter in affected:
+        squared = values(layout.rows[parameter])
+        for number, rows in enumerate(squared):
+            if wrong[number][parameter]:
+                sums[number][parameter] = _row_sums(rows).sum()
     return list(sums)
 
 
 def norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the Euclidean norm of a tensor, float64 []; to float32 rounding, whatever its finite values are."""
-    if asks(tensor.device):
-        found = torch.linalg.vector_norm(tensor, dtype=torch.float32).double()
-        # As `spoiled`, by numbers of Python: five operations of torch on one element take longer than the norm.
-        square = found.item() ** 2
+    """Return the Euclidean norm of a tensor, float64 [].
+
+    Args:
+        tensor: of any floating-point dtype. Of float64 the norm is exact to float64 rounding, of
+            others to float32 rounding, whatever the finite values are.
+    """
+    if host_may_read(tensor.device) and tensor.dtype != torch.float64:
+        length = torch.linalg.vector_norm(tensor, dtype=torch.float32).double()
+        # As `spoiled`, but in Python: five operations of torch on one element take longer than the
+        # norm itself.
+        square = length.item() ** 2
         if SMALLEST <= square < math.inf:
-            return found
+            return length
     return torch.linalg.vector_norm(tensor, dtype=torch.float64)
 
 
 def clip_factor(limit: float, length: torch.Tensor) -> torch.Tensor:
-    """Return the factor that shortens a gradient to a norm of at most `limit`, float32 []; 1 for a norm of 0.
+    """Return the factor that shortens a gradient to a norm of at most `limit`, float32 [].
 
-    Args: length: of the gradient, float64 []. It may be more than a float32 holds.
+    It is 1 for a norm of 0.
+
+    Args:
+        limit: above 0.
+        length: norm of the gradient, float64 []. It may be more than a float32 holds.
     """
     factor = (limit / length.float()).clamp(max=1.0)
     return torch.where(length > LARGEST, (limit / length).float(), factor)
 
 
-def in_float32(rate: torch.Tensor) -> torch.Tensor:
-    """Return a ratio or rate in float32, the largest number there instead of infinity: that times 0 would be NaN."""
-    return rate.clamp(max=LARGEST).float()
+def clamped(rate: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a ratio or rate in `dtype`, the largest number there instead of infinity.
+
+    Infinity times a gradient of 0 would be NaN.
+
+    Args:
+        rate: of any shape.
+        dtype: floating-point.
+    """
+    return rate.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
@@ -88,7 +121,7 @@ class Norms(NamedTuple):
 
 
 class WholeModel:
-    """Gathers values by parameter from the stages of a model. All stages must make the same calls."""
+    """Gathers values by parameter from the stages of a model. All stages make the same calls."""
 
     def __init__(
         self,
@@ -97,29 +130,51 @@ class WholeModel:
         sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]],
         device: torch.device,
     ):
-        """Args: own: names of this process's parameters. model: of all. sum_over_stages: as in WeightState."""
-        self._own, self._model, self._sum_over_stages, self._device = own, model, sum_over_stages, device
-        places = {name: place for place, name in enumerate(model)}
-        self._places = [places[name] for name in own]
+        """
+        Args:
+            own: names of this process's parameters.
+            model: names of all parameters.
+            sum_over_stages: as in WeightState.
+            device: of the values.
+        """
+        self._own = own
+        self._model = model
+        self._sum_over_stages = sum_over_stages
+        self._device = device
+        numbers = {name: number for number, name in enumerate(model)}
+        self._own_numbers = [numbers[name] for name in own]
 
     def norm(self, squares: torch.Tensor) -> torch.Tensor:
-        """Euclidean norm, float64 [], of sums of squares by own parameter, float64; stages do not change a bit."""
+        """Return the Euclidean norm of the whole model, float64 []; stages do not change a bit.
+
+        Args:
+            squares: sums of squares by own parameter, float64.
+        """
         return self._of_all(squares).sum().sqrt()
 
     def ratios(self, own: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-        """Trust ratios of the whole model by name, float32 [], from those of own parameters that have one."""
+        """Return the trust ratios of the whole model by name, float32 [].
+
+        Args:
+            own: those of own parameters that have one.
+        """
         if len(self._own) == len(self._model):
             return own
         absent = torch.full((), -1.0, device=self._device)  # a ratio is never negative
-        ratios = torch.stack([own.get(name, absent) for name in self._own])
-        shifted = self._of_all(ratios.double() + 1)  # what no stage has stays 0; NaN is not 0
-        return {name: (shifted[place] - 1).float() for place, name in enumerate(self._model) if shifted[place] != 0}
+        own_ratios = torch.stack([own.get(name, absent) for name in self._own])
+        # The sum over stages leaves 0 where no stage has a ratio. A ratio that is NaN is not 0.
+        shifted = self._of_all(own_ratios.double() + 1)
+        ratios = {}
+        for number, name in enumerate(self._model):
+            if shifted[number] != 0:
+                ratios[name] = (shifted[number] - 1).float()
+        return ratios
 
     def _of_all(self, values: torch.Tensor) -> torch.Tensor:
-        """A value for each own parameter, float64, at its place among those of all parameters of the model."""
+        """Return a value for each parameter of the model, float64, from those of own parameters."""
         if len(self._own) == len(self._model):
             return values
         whole = torch.zeros(len(self._model), dtype=torch.float64, device=self._device)
-        whole[self._places] = values
+        whole[self._own_numbers] = values
         assert self._sum_over_stages is not None, "other stages have parameters, too"
         return self._sum_over_stages(whole)

@@ -9,7 +9,7 @@ import torch
 
 from optim.lars_update import Rules
 from optim.layout import in_parts, in_rows
-from optim.norms import Norms, clip_factor, in_float32, repaired
+from optim.norms import Norms, clamped, clip_factor, repaired
 from optim.optimizer_update import Target
 from recipe.randomness import bits32, key
 
@@ -141,7 +141,7 @@ class ReplicaUpdate:
             in_parts(_average, (rows, velocity, self._weights, self._decay, share, mu), (scale,))
             squares = self._mean_squares(gradient)
         self._ratio = rules.ratios(weight, squares)
-        rate = self._layout.spread(in_float32(self.lr * rules.lr_scale * self._ratio)) * moves
+        rate = self._layout.spread(clamped(self.lr * rules.lr_scale * self._ratio)) * moves
         if rules.by_momentum:
             in_rows(residual).addcmul_(rows, rate)
         else:

@@ -96,7 +96,7 @@ def sound(made):
 optim.lars.update_class = lambda device: lars.TritonLarsUpdate
 for form, compute, dtype in {updates}:
     state, _ = state_of(form, compute, dtype)
-    state._update.asks = False
+    state._update.host_may_read = False
     made = dict(sound(compiled(lambda: state.update(0, 0.5, torch.ones(()), True))))
     print(sorted(made) == ["_add_squares", "_merge", "_none_wrong", "_step", "_trust_ratios"])
 

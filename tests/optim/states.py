@@ -1,10 +1,11 @@
-"""Weights of four shapes, every optimizer that steps them, and the formulas of LARS, shared by the tests of optim/."""
+"""Weights of four shapes, every optimizer that steps them, and LARS in float64, shared by the tests of optim/."""
 
 import numpy as np
 import torch
 from torch import nn
 
-from optim import factory
+from optim import factory, lars_formula
+from optim.lars_formula import Hyperparameters
 from optim.weight_state import WeightState
 from recipe.config import Optimizer
 
@@ -97,17 +98,10 @@ def take_step(state, parameters, step, factor=1.0, gradients=None, lr=None, divi
 
 
 def lars_step(form, w, g, m, lr, decay=0.0, adapt=True, mu=0.885, eta=0.01, eps=0.0):
-    """The formulas of LARS in float64: new weights, new momentum, trust ratio."""
-    if form != "momentum":
-        norm, otherwise = np.linalg.norm(g), 1.0
-        below = norm + decay * np.linalg.norm(w) + eps
-    else:
-        m = mu * m + (1 - mu) * g
-        norm, otherwise = np.linalg.norm(m + decay * w), eta
-        below = norm + eps
-    ratio = eta * np.linalg.norm(w) / below if np.linalg.norm(w) and norm else otherwise
-    if form != "momentum":
-        step = lr * (ratio * (g + decay * w) if adapt else g)
-        m = mu * m + step
-        return w - (mu * m + step if form == "nesterov" else m), m, ratio
-    return w - lr * (ratio * (m + decay * w) if adapt else m / (1 - mu)), m, ratio
+    """The reference, optim/lars_formula.py, in float64 and with NumPy: new weights, new momentum, trust ratio."""
+    settings = Hyperparameters(
+        **FORMS[form], momentum=mu, weight_decay=decay, trust_coefficient=eta, eps=eps, adapt=adapt
+    )
+    tensors = [torch.from_numpy(np.asarray(values, np.float64)) for values in (w, m, g)]
+    after = lars_formula.updated(*tensors, lr, settings)
+    return after.weight.numpy(), after.momentum.numpy(), None if after.ratio is None else after.ratio.item()

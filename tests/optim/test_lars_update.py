@@ -127,7 +127,7 @@ def test_the_size_of_the_parts_changes_nothing(monkeypatch, form, compute, dtype
 def test_a_gradient_that_is_not_finite_changes_nothing_under_a_mask(compute, dtype):
     """As on devices that are not asked; a CPU, which is, is in test_weight_state.py."""
     state, parameters = state_of(compute=compute, dtype=dtype)
-    state._update.asks = False
+    state._update.host_may_read = False
     updated(state, 1)
     before, weights = state.state_dict(), {name: each.detach().clone() for name, each in parameters.items()}
     for wrong in (float("nan"), float("inf")):
@@ -292,7 +292,7 @@ def test_triton_steps_alike(request, form, compute, dtype, rounding):
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, in the interpreter
 def test_triton_leaves_out_what_is_not_finite(triton_update):
     state, _ = state_of(compute=HALF, dtype=HALF)
-    state._update.asks = False
+    state._update.host_may_read = False
     updated(state, 1)
     before = state.state_dict()
     fill(state, 2)

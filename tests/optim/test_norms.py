@@ -53,8 +53,8 @@ def state_of(request, monkeypatch):
             compile=request.param == "compiled",
         )
         if request.param == "under a mask":
-            state._update.asks = False
-            monkeypatch.setattr(norms, "asks", lambda device: False)
+            state._update.host_may_read = False
+            monkeypatch.setattr(norms, "host_may_read", lambda device: False)
         return state
 
     return create

@@ -299,8 +299,8 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     )
     recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
     engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=12)
-    engine.weights._update.asks = False
-    monkeypatch.setattr(norms, "asks", lambda device: False)
+    engine.weights._update.host_may_read = False
+    monkeypatch.setattr(norms, "host_may_read", lambda device: False)
     waits, by_step, step = Waits(), {}, Trainer._step
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
         real = getattr(torch.Tensor, method)

@@ -1,0 +1,109 @@
+"""The formula of LARS for one tensor, from which every other form of it is checked.
+
+`LARS.step` makes updates by it. The fast forms update a whole model in few passes over the memory:
+lars_update.py in plain torch, kernels/update.cpp in C++, kernels/lars.py in Triton. Tests compare
+plain torch with this formula in float64 to a few roundings of float32, and with it in float32 to
+the bit where the norms are exact. They compare C++ with plain torch to the bit, and Triton to a bit
+of a float32 (tests/optim/test_lars_formula.py, test_lars_update.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+
+from optim.norms import clamped, norm
+
+
+class Hyperparameters(NamedTuple):
+    """Settings of LARS for a tensor. `weight_decay` has no effect where `adapt` is False."""
+
+    trust: str = "gradient"
+    nesterov: bool = False
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    trust_coefficient: float = 0.001
+    eps: float = 0.0
+    adapt: bool = True
+
+
+class Updated(NamedTuple):
+    """A tensor after an update.
+
+    weight, momentum: the new values, in the dtype of the given ones.
+    ratio: the trust ratio, float64 []; None without one.
+    """
+
+    weight: torch.Tensor
+    momentum: torch.Tensor
+    ratio: Optional[torch.Tensor]
+
+
+def updated(
+    weight: torch.Tensor,
+    momentum: torch.Tensor,
+    gradient: torch.Tensor,
+    lr: float,
+    settings: Hyperparameters,
+) -> Updated:
+    """Return a weight and its momentum after an update by LARS. The arguments are not changed.
+
+    See `optim.lars.LARS` for the formulas and their sources.
+
+    Args:
+        weight, momentum, gradient: float32 or float64, of one dtype and shape; the arithmetic is
+            that of the dtype.
+        lr: the learning rate.
+        settings: of the optimizer for this tensor.
+    """
+    if settings.trust == "gradient":
+        return _updated_by_gradient(weight, momentum, gradient, lr, settings)
+    return _updated_by_momentum(weight, momentum, gradient, lr, settings)
+
+
+def _updated_by_gradient(
+    w: torch.Tensor,
+    m: torch.Tensor,
+    g: torch.Tensor,
+    lr: float,
+    settings: Hyperparameters,
+) -> Updated:
+    """Make an update in the published form, with the learning rate inside the momentum."""
+    mu = settings.momentum
+    decay = settings.weight_decay
+    ratio = None
+    if settings.adapt:
+        weight_norm = norm(w)
+        gradient_norm = norm(g)
+        positive = (weight_norm > 0) & (gradient_norm > 0)
+        below = gradient_norm + settings.eps + decay * weight_norm
+        ratio = torch.where(positive, settings.trust_coefficient * weight_norm / below, 1.0)
+        step = (g + decay * w) * clamped(lr * ratio, w.dtype)
+    else:
+        step = g * lr
+    m = mu * m + step
+    subtracted = mu * m + step if settings.nesterov else m
+    return Updated(w - subtracted, m, ratio)
+
+
+def _updated_by_momentum(
+    w: torch.Tensor,
+    m: torch.Tensor,
+    g: torch.Tensor,
+    lr: float,
+    settings: Hyperparameters,
+) -> Updated:
+    """Make an update in the second form, whose momentum is an average of gradients."""
+    mu = settings.momentum
+    eta = settings.trust_coefficient
+    m = (mu * m).add(g, alpha=1 - mu)  # rounded once where the processor multiplies and adds in one
+    if not settings.adapt:
+        # Plain momentum is a sum of gradients, the average is 1 - mu times as long.
+        return Updated(w - m * (lr / (1 - mu)), m, None)
+    u = m + settings.weight_decay * w
+    weight_norm = norm(w)
+    direction_norm = norm(u)
+    positive = (weight_norm > 0) & (direction_norm > 0)
+    ratio = torch.where(positive, eta * weight_norm / (direction_norm + settings.eps), eta)
+    return Updated(w - u * clamped(lr * ratio, w.dtype), m, ratio)
