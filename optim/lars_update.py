@@ -1,12 +1,13 @@
-"""The update by LARS in two passes over gradients and state: no scratch memory, and no Python for each parameter.
+"""The update by LARS in two passes over gradients and state, for all parameters at once.
 
-Tensors of elements are [rows, ROW], what is the same for a row [rows, 1]; arithmetic is float32. A scale [] on the
-gradients undoes loss scale and accumulation. See LARS for the formulas.
+It takes no scratch memory, and no Python for each parameter. Tensors of elements are [rows, ROW],
+what is the same for a row [rows, 1]; arithmetic is float32. A scale [] on the gradients undoes loss
+scale and accumulation. See LARS for the formulas, lars_formula.py for the reference.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.optim import Optimizer
@@ -14,190 +15,361 @@ from torch.optim import Optimizer
 from optim.layout import Run, in_parts, in_rows
 from optim.norms import Norms, clamped, clip_factor, host_may_read, repaired
 from optim.optimizer_update import Target
-from optim.rounding import lower, random_bits, rounded, upper
+from optim.rounding import lower, random_bits, rounded, upper, write
 
 if TYPE_CHECKING:
     from optim.lars import LARS
 
 
+class Sums(NamedTuple):
+    """What the first pass adds up.
+
+    gradient, weight, direction: sums of squares by parameter, float64 [parameters]; of the
+        direction with `trust="momentum"` only.
+    finite: bool [], whether all gradients are finite.
+    """
+
+    gradient: torch.Tensor
+    weight: torch.Tensor
+    direction: Optional[torch.Tensor]
+    finite: torch.Tensor
+
+
 class LarsUpdate:
     """Steps as `lars` does, from the state to the state; its own step is not called.
 
-    The first pass adds up squares, from which the trust ratios follow; the second makes the step, rounds and stores
-    it, and renews the module's parameters. With `trust="momentum"` and a clipped gradient there are three: the ratios
-    need the momentum, and that the clipped gradient.
+    The first pass adds up squares, from which the trust ratios follow; the second makes the step,
+    rounds and stores it, and renews the module's parameters. With `trust="momentum"` and a clipped
+    gradient there are three: the ratios need the momentum, and that the clipped gradient.
+
+    run: runs the passes.
+    host_may_read: decide by `finite` on the host whether to step; elsewhere a mask decides.
     """
 
     def __init__(self, lars: LARS, target: Target):
+        """
+        Args:
+            lars: with one momentum for all parameters.
+            target: what is updated.
+        """
         self.run: Run = in_parts
-        parameters, self._layout, self._buffers, self._bits, self._clip_norm, self._model = target
+        self._layout = target.layout
+        self._buffers = target.buffers
+        self._bits = target.bits
+        self._clip_norm = target.clip_norm
+        self._model = target.model
         device = self._layout.device
-        self.host_may_read = host_may_read(device)  # whether to step; elsewhere a mask decides
-        self._rules = Rules(lars, parameters, device)
+        self.host_may_read = host_may_read(device)
+        self._rules = Rules(lars, target.parameters, device)
         self._decay = self._layout.spread(self._rules.decay)
 
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
-        """As WeightState.prepare: the first pass."""
+        """Make the first pass. See WeightState.prepare for `divisor` and the result."""
         scale = divisor.reciprocal()
-        gradient, weight, finite, *directions = self._sums(scale)
-        self._prepared = scale, gradient, weight, directions
-        return finite
+        sums = self._sums(scale)
+        self._prepared = scale, sums
+        return sums.finite
 
     def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
-        """As WeightState.apply: the other passes."""
-        scale, gradient, weight, directions = self._prepared
+        """Make the other passes.
+
+        Args:
+            step, lr, finite, measure: see WeightState.apply, also for the result.
+        """
+        scale, sums = self._prepared
+        gradient = sums.gradient
+        direction = sums.direction
+        # The limit is on the norm of the whole model's gradient.
         gradient_norm = self._model.norm(gradient) if measure or self._clip_norm else None
         if self._clip_norm:
             clip = clip_factor(self._clip_norm, gradient_norm)
-            scale, gradient = scale * clip, gradient * clip.double().square()
-            if directions:
-                directions = self._sums(scale)[3:]
-        ratio = self._ratios(weight, directions[0] if directions else gradient)
-        if not self.host_may_read or finite:
-            subtracted = self._step(step, scale, lr, ratio, None if self.host_may_read else finite, measure)
+            scale = scale * clip
+            gradient = gradient * clip.double().square()
+            if direction is not None:
+                direction = self._sums(scale).direction
+        ratios = self._ratios(sums.weight, gradient if direction is None else direction)
+        # Reading `finite` saves a CPU the mask; another device would have to be waited for.
+        if not self.host_may_read:
+            subtracted = self._step(step, scale, lr, ratios, keep=finite, measure=measure)
+        elif finite:
+            subtracted = self._step(step, scale, lr, ratios, keep=None, measure=measure)
         else:
-            subtracted = torch.full_like(weight, float("nan"))
+            subtracted = torch.full_like(sums.weight, float("nan"))
         if not measure:
             return None
-        lengths = gradient_norm, self._model.norm(weight), self._model.norm(subtracted)
-        return Norms(*(each.float() for each in lengths), self._model.ratios(self._rules.named(ratio)))
+        return Norms(
+            gradient=gradient_norm.float(),
+            weight=self._model.norm(sums.weight).float(),
+            update=self._model.norm(subtracted).float(),
+            trust=self._model.ratios(self._rules.named(ratios)),
+        )
 
-    def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
-        """By parameter, float64, the sums of squares of the gradient, of the weights and, by_momentum, of the
-        direction; before the last, bool [], whether all gradients are finite."""
-        gradient, weight, momentum, _ = self._rows()
-        buffers = gradient, weight
-        others = (momentum, self._decay) if self._rules.by_momentum else (None, None)
-        sums = self.run(sum_rows, (*buffers, *others), (scale, self._rules.mu))
-        gradient, weight, wrong, *directions = [self._layout.sums(each) for each in sums]
-        finite = torch.isfinite(wrong.sum())
+    def _sums(self, scale: torch.Tensor) -> Sums:
+        """Make the first pass."""
+        rows = self._sum_rows()
+        constants = SumConstants(scale, self._rules.mu)
+        gradient, weight, wrong, *direction = self.run(sum_rows, rows, constants)
+        finite = torch.isfinite(self._layout.sums(wrong).sum())
 
-        def squared(place: slice) -> Tuple[torch.Tensor, ...]:
-            rows = [None if each is None else each[place] for each in (*buffers, *others)]
-            return terms(*rows, scale, self._rules.mu)
+        def squared(place: slice) -> List[torch.Tensor]:
+            part = [None if tensor is None else tensor[place] for tensor in rows]
+            return terms(SumRows(*part), constants)
 
-        gradient, weight, *directions = repaired([gradient, weight, *directions], self._layout, squared)
-        return [gradient, weight, finite, *directions]
+        sums = [self._layout.sums(each) for each in (gradient, weight, *direction)]
+        gradient, weight, *direction = repaired(sums, self._layout, squared)
+        return Sums(gradient, weight, direction[0] if direction else None, finite)
+
+    def _sum_rows(self) -> SumRows:
+        """Return the rows that the first pass reads."""
+        momentum = decay = None
+        if self._rules.by_momentum:
+            momentum = in_rows(self._buffers.slots["momentum_buffer"])
+            decay = self._decay
+        gradients = in_rows(self._buffers.gradients)
+        return SumRows(gradients, in_rows(self._buffers.weights), momentum, decay)
 
     def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-        """As Rules.ratios."""
+        """Return the trust ratios: see Rules.ratios."""
         return self._rules.ratios(weight, direction)
 
     def _step(
-        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor], measure
+        self,
+        step: int,
+        scale: torch.Tensor,
+        lr: float,
+        ratios: torch.Tensor,
+        keep: Optional[torch.Tensor],
+        measure: bool,
     ) -> Optional[torch.Tensor]:
-        """The second pass. Return sums of squares of what was subtracted, by parameter, float64, if `measure`. ratios:
-        by parameter, float32. keep: bool [], where False nothing changes; None: True."""
-        bit_rows = draws = None
-        if self._bits is not None:
-            bit_rows = self._bits.rows
-            draws = (self._bits.lanes, self._bits.draw(step, "weight")[0])
-        rate = self._layout.spread(clamped(lr * self._rules.lr_scale * ratios))
-        rows = (*self._rows(), rate, self._decay, bit_rows)
-        form = self._rules.by_momentum, self._rules.nesterov
-        squares = self.run(step_rows, rows, (*form, scale, self._rules.mu, draws, keep))
-        return self._layout.sums(squares) if measure else None
+        """Make the second pass.
 
-    def _rows(self) -> Tuple[Optional[torch.Tensor], ...]:
-        """Gradient, weights, momentum, and the module's parameters where they are not the weights."""
+        Args:
+            step: number of the update.
+            scale: of the gradients.
+            lr: learning rate.
+            ratios: by parameter, float32.
+            keep: bool [], where False nothing changes; None is True.
+            measure: return sums.
+
+        Returns:
+            Sums of squares of what was subtracted, by parameter, float64, if `measure`.
+        """
         buffers = self._buffers
-        working = None if buffers.working is buffers.weights else in_rows(buffers.working)
-        momentum = buffers.slots["momentum_buffer"]
-        return in_rows(buffers.gradients), in_rows(buffers.weights), in_rows(momentum), working
+        bits = self._bits
+        rate = self._layout.spread(clamped(lr * self._rules.lr_scale * ratios))
+        rows = StepRows(
+            gradient=in_rows(buffers.gradients),
+            weight=in_rows(buffers.weights),
+            momentum=in_rows(buffers.slots["momentum_buffer"]),
+            working=None if buffers.working is buffers.weights else in_rows(buffers.working),
+            rate=rate,
+            decay=self._decay,
+            bits=None if bits is None else bits.rows,
+        )
+        constants = StepConstants(
+            by_momentum=self._rules.by_momentum,
+            nesterov=self._rules.nesterov,
+            scale=scale,
+            mu=self._rules.mu,
+            lanes=None if bits is None else bits.lanes,
+            draw=0 if bits is None else bits.draw(step, "weight")[0],
+            keep=keep,
+        )
+        squares = self.run(step_rows, rows, constants)
+        return self._layout.sums(squares) if measure else None
 
 
 class Rules:
-    """The hyperparameters of a LARS by parameter, and the trust ratios that follow from them. SGD has none of these.
+    """Hyperparameters of a LARS by parameter, and the trust ratios that follow. SGD has no ratios.
 
-    by_momentum, mu, nesterov: of the optimizer. adapted: names of the parameters that have a trust ratio, and their
-    places; `adapt` is a mask of them. decay, float32, coefficient, eps, lr_scale, float64: [parameters]; directions
-    are multiplied by learning rate x lr_scale x ratio.
+    by_momentum, mu, nesterov: of the optimizer.
+    adapted: name -> number of the parameters that have a trust ratio; `adapt` is a mask of them.
+    decay: float32 [parameters].
+    coefficient, eps: float64 [parameters].
+    lr_scale: float64 [parameters]; directions are multiplied by learning rate x lr_scale x ratio.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Dict[str, torch.Tensor], device: torch.device):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Dict[str, torch.Tensor],
+        device: torch.device,
+    ):
+        """
+        Args:
+            optimizer: LARS or SGD, with one momentum for all parameters.
+            parameters: of the optimizer, by name.
+            device: of the results.
+        """
         self.by_momentum = getattr(optimizer, "trust", "gradient") == "momentum"
         self.mu = optimizer.defaults["momentum"]
         self.nesterov = optimizer.defaults["nesterov"]
-        same = [(group["momentum"], group["nesterov"]) == (self.mu, self.nesterov) for group in optimizer.param_groups]
-        assert all(same), "one momentum for all parameters"
-        group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        group_of = {}
+        for group in optimizer.param_groups:
+            same = group["momentum"] == self.mu and group["nesterov"] == self.nesterov
+            assert same, "one momentum for all parameters"
+            for parameter in group["params"]:
+                group_of[id(parameter)] = group
         groups = [group_of[id(parameter)] for parameter in parameters.values()]
 
         def column(key: str, default: float) -> torch.Tensor:
-            return torch.tensor([group.get(key, default) for group in groups], dtype=torch.float64, device=device)
+            values = [group.get(key, default) for group in groups]
+            return torch.tensor(values, dtype=torch.float64, device=device)
 
         adapt = [group.get("adapt", False) for group in groups]
-        self.adapted = {name: place for place, name in enumerate(parameters) if adapt[place]}
+        self.adapted = {name: number for number, name in enumerate(parameters) if adapt[number]}
         self.adapt = torch.tensor(adapt, device=device)
         self.decay = (column("weight_decay", 0.0) * column("adapt", True)).float()
-        self.coefficient, self.eps = column("trust_coefficient", 0.0), column("eps", 0.0)
-        # The momentum of the second form is an average: plain momentum, which is a sum, is so many times as long.
+        self.coefficient = column("trust_coefficient", 0.0)
+        self.eps = column("eps", 0.0)
+        # The momentum of the second form is an average: plain momentum, which is a sum, is so many
+        # times as long.
         plain = 1 / (1 - self.mu) if self.by_momentum else 1.0
         scale = column("lr_scale", 1.0)
         self.lr_scale = torch.where(self.adapt, scale, scale * plain)
 
     def ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-        """Trust ratios, float32 [parameters], 1 where there is none. weight, direction: sums of squares of the weights,
-        and of the gradient, or by_momentum of momentum and weight decay; float64 [parameters]."""
-        weight, direction = weight.sqrt(), direction.sqrt()
+        """Return the trust ratios, float32 [parameters], 1 where there is none.
+
+        Args:
+            weight: sums of squares of the weights, float64 [parameters].
+            direction: those of the gradient, or by_momentum of momentum and weight decay.
+        """
+        weight = weight.sqrt()
+        direction = direction.sqrt()
         if self.by_momentum:
-            ratio, otherwise = self.coefficient * weight / (direction + self.eps), self.coefficient
+            ratio = self.coefficient * weight / (direction + self.eps)
+            without_norm = self.coefficient
         else:
-            ratio, otherwise = self.coefficient * weight / (direction + self.decay * weight + self.eps), 1.0
-        ratio = torch.where((weight > 0) & (direction > 0), ratio, otherwise)
+            ratio = self.coefficient * weight / (direction + self.decay * weight + self.eps)
+            without_norm = 1.0
+        ratio = torch.where((weight > 0) & (direction > 0), ratio, without_norm)
         return clamped(torch.where(self.adapt, ratio, 1.0))
 
     def named(self, ratios: torch.Tensor) -> Dict[str, torch.Tensor]:
-        """Those of the parameters that have one, by name, float32 []."""
-        return {name: ratios[place] for name, place in self.adapted.items()}
+        """Return by name, float32 [], those of the `ratios` that are trust ratios."""
+        return {name: ratios[number] for name, number in self.adapted.items()}
 
 
-def sum_rows(gradient, weight, momentum, decay, scale, mu: float) -> Tuple[torch.Tensor, ...]:
-    """Sums over each row of g^2 and w^2, and 0 or, where a gradient is not finite, NaN; [rows] each. With the momentum
-    also of u^2, u = mu m + (1 - mu) g + decay w."""
-    g, w, *directions = terms(gradient, weight, momentum, decay, scale, mu)
-    found = (g * g).sum(1), (w * w).sum(1), (g - g).sum(1)
-    return (*found, *((u * u).sum(1) for u in directions))
+class SumRows(NamedTuple):
+    """Rows of `sum_rows`. momentum, decay: None where the direction is the gradient."""
+
+    gradient: torch.Tensor
+    weight: torch.Tensor
+    momentum: Optional[torch.Tensor]
+    decay: Optional[torch.Tensor]
 
 
-def terms(gradient, weight, momentum, decay, scale, mu: float) -> Tuple[torch.Tensor, ...]:
-    """g, w and, with the momentum, u of `sum_rows`, in float32: [rows, ROW] each."""
-    g = gradient * scale
-    w = weight.float()
-    if momentum is None:
-        return g, w
-    return g, w, momentum.float() * mu + g * (1 - mu) + decay * w
+class SumConstants(NamedTuple):
+    """The same for all rows of `sum_rows`: scale [] of the gradients, and momentum."""
+
+    scale: torch.Tensor
+    mu: float
 
 
-def step_rows(
-    gradient, weight, momentum, working, rate, decay, bit_rows,
-    by_momentum: bool, nesterov: bool, scale, mu: float, draws, keep,
-) -> torch.Tensor:  # fmt: skip
-    """m = mu m + rate (g + decay w);  w = w - m, or with Nesterov momentum w = w - (mu m + rate (g + decay w)),
-    or by_momentum m = mu m + (1 - mu) g;  w = w - rate (m + decay w); written into weight, momentum and working.
-
-    Returns sums over each row of squares of what was subtracted, [rows].
+def sum_rows(rows: SumRows, constants: SumConstants) -> Tuple[torch.Tensor, ...]:
+    """Add up squares over each row.
 
     Args:
-        working: the module's parameters, where they are not the weights themselves.
-        rate: learning rate times trust ratio.
-        bit_rows, draws: for stochastic rounding: rows of a RoundingBits, and its lanes and its draw; else to nearest.
-        keep: bool [], where False nothing changes; None: True.
+        rows: of the state and the gradients.
+        constants: the same for all.
+
+    Returns:
+        [rows] each: sums of g^2; of w^2; 0 or, where a gradient is not finite, NaN; and with the
+        momentum of u^2, u = mu m + (1 - mu) g + decay w.
     """
-    g, w, m = gradient * scale, weight.float(), momentum.float() * mu
-    if by_momentum:
+    g, w, *direction = terms(rows, constants)
+    sums = [(g * g).sum(1), (w * w).sum(1), (g - g).sum(1)]
+    sums += [(u * u).sum(1) for u in direction]
+    return tuple(sums)
+
+
+def terms(rows: SumRows, constants: SumConstants) -> List[torch.Tensor]:
+    """Return g, w and, with the momentum, u of `sum_rows`, float32 [rows, ROW] each.
+
+    Args:
+        rows, constants: as there.
+    """
+    mu = constants.mu
+    g = rows.gradient * constants.scale
+    w = rows.weight.float()
+    if rows.momentum is None:
+        return [g, w]
+    return [g, w, rows.momentum.float() * mu + g * (1 - mu) + rows.decay * w]
+
+
+class StepRows(NamedTuple):
+    """Rows of `step_rows`.
+
+    working: the module's parameters, where they are not the weights themselves.
+    rate: learning rate times trust ratio.
+    bits: of a RoundingBits, for stochastic rounding of a float16 state; None: to nearest.
+    """
+
+    gradient: torch.Tensor
+    weight: torch.Tensor
+    momentum: torch.Tensor
+    working: Optional[torch.Tensor]
+    rate: torch.Tensor
+    decay: torch.Tensor
+    bits: Optional[torch.Tensor]
+
+
+class StepConstants(NamedTuple):
+    """The same for all rows of `step_rows`.
+
+    by_momentum, nesterov: form of LARS.
+    scale: of the gradients, [].
+    mu: momentum.
+    lanes, draw: of the random bits, where there are some.
+    keep: bool [], where False nothing changes; None is True.
+    """
+
+    by_momentum: bool
+    nesterov: bool
+    scale: torch.Tensor
+    mu: float
+    lanes: Optional[torch.Tensor]
+    draw: int
+    keep: Optional[torch.Tensor]
+
+
+def step_rows(rows: StepRows, constants: StepConstants) -> torch.Tensor:
+    """Make a step, and write it into weight, momentum and working.
+
+    m = mu m + rate (g + decay w);  w = w - m, or with Nesterov momentum
+    w = w - (mu m + rate (g + decay w)), or by_momentum
+    m = mu m + (1 - mu) g;  w = w - rate (m + decay w).
+
+    Args:
+        rows: of the state and the gradients.
+        constants: the same for all.
+
+    Returns:
+        Sums over each row of squares of what was subtracted, [rows].
+    """
+    mu = constants.mu
+    g = rows.gradient * constants.scale
+    w = rows.weight.float()
+    m = rows.momentum.float() * mu
+    if constants.by_momentum:
         m = m + g * (1 - mu)
-        subtracted = (m + decay * w) * rate
+        subtracted = (m + rows.decay * w) * rows.rate
     else:
-        added = (g + decay * w) * rate
+        added = (g + rows.decay * w) * rows.rate
         m = m + added
-        subtracted = m * mu + added if nesterov else m
-    words = None if draws is None else random_bits(bit_rows, *draws)
-    for value, targets, chosen in ((w - subtracted, (weight, working), upper), (m, (momentum,), lower)):
-        stored = targets[0].dtype
-        half = words is not None and stored == torch.float16
-        value = rounded(value, chosen(words)) if half else value.to(stored)
-        for target in targets:
-            if target is not None:
-                target.copy_(value if keep is None else torch.where(keep, value.to(target.dtype), target))
+        subtracted = m * mu + added if constants.nesterov else m
+    w = w - subtracted
+    # Rounded before they are written: the module's parameters are copies of what is stored.
+    if rows.bits is None:
+        w = w.to(rows.weight.dtype)
+        m = m.to(rows.momentum.dtype)
+    else:
+        words = random_bits(rows.bits, constants.lanes, constants.draw)
+        w = rounded(w, upper(words))
+        m = rounded(m, lower(words))
+    write(rows.weight, w, constants.keep)
+    if rows.working is not None:
+        write(rows.working, w, constants.keep)
+    write(rows.momentum, m, constants.keep)
     return (subtracted * subtracted).sum(1)

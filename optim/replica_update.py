@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Callable, Container, Dict, Optional, Sequence, Tuple
+from typing import Callable, Container, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -14,67 +14,94 @@ from optim.optimizer_update import Target
 from recipe.randomness import bits32, key
 
 _SIGNS = 1 << 20  # random signs in the table, about; longer vectors use them again
+_PART = 1 << 17  # elements of a vector that are sketched at a time: they stay in a core's cache
 
 
 class Sketch:
-    """Adds the elements of vectors up in few buckets, with random signs: a few numbers with a vector's norm.
+    """Adds the elements of vectors up in few buckets, with random signs, which keeps their norms.
 
-    The sketch of a sum is the sum of the sketches, and its norm that of the sum, to about 1 / sqrt(2 buckets): an
-    element's bucket is its place modulo `buckets`, its sign a function of its place. Best is a prime number of
-    buckets: the elements of a row or of a channel, which are alike, then fall into different ones.
+    The sketch of a sum is the sum of the sketches, and its norm that of the sum, to about
+    1 / sqrt(2 buckets): an element's bucket is its place modulo `buckets`, its sign a function of
+    its place. Best is a prime number of buckets: the elements of a row or of a channel, which are
+    alike, then fall into different ones.
 
-    Source: Alon, Matias and Szegedy, 1996, The space complexity of approximating the frequency moments; buckets:
-    Charikar, Chen and Farach-Colton, 2002, Finding frequent items in data streams.
+    Source: Alon, Matias and Szegedy, 1996, The space complexity of approximating the frequency
+    moments; buckets: Charikar, Chen and Farach-Colton, 2002, Finding frequent items in data
+    streams.
     """
 
-    def __init__(self, vectors: Sequence[Sequence[Tuple[int, int]]], buckets: int, device: torch.device):
-        """Args: vectors: of each its pieces of a flat buffer, (first element, number of elements). buckets: numbers of
-        a vector's sketch, above 0."""
-        self._vectors, self.buckets = vectors, buckets
-        self._part = max(1, (1 << 17) // buckets) * buckets  # elements at a time: they stay in a core's cache
+    def __init__(
+        self,
+        vectors: Sequence[Sequence[Tuple[int, int]]],
+        buckets: int,
+        device: torch.device,
+    ):
+        """
+        Args:
+            vectors: of each its pieces of a flat buffer, (first element, number of elements).
+            buckets: numbers of a vector's sketch, above 0.
+            device: of the buffer.
+        """
+        self._vectors = vectors
+        self.buckets = buckets
+        self._part = max(1, _PART // buckets) * buckets
         count = -(-_SIGNS // self._part) * self._part
         numbers = torch.arange(count, device=device)
         self._signs = (bits32(key("sketch"), numbers) & 1).float().mul_(2).sub_(1)
 
     def __call__(self, flat: torch.Tensor) -> torch.Tensor:
-        """The sketches of the vectors in a buffer, float32 [length]: float32 [vectors, buckets]."""
-        found = torch.zeros(len(self._vectors), self.buckets, device=flat.device)
-        for row, pieces in zip(found, self._vectors):
-            place = 0  # signs depend on the place in the vector: where the vector lies does not matter
-            for part in (part for start, count in pieces for part in flat[start : start + count].split(self._part)):
-                place = 0 if place + len(part) > len(self._signs) else place
-                signed = part * self._signs[place : place + len(part)]
-                whole = len(signed) // self.buckets * self.buckets
-                if whole:
-                    row += signed[:whole].view(-1, self.buckets).sum(0)
-                row[: len(signed) - whole] += signed[whole:]
-                place += -(-len(part) // self.buckets) * self.buckets
-        return found
+        """Return the sketches of the vectors in a buffer, float32 [vectors, buckets].
+
+        Args:
+            flat: float32 [length].
+        """
+        sketches = torch.zeros(len(self._vectors), self.buckets, device=flat.device)
+        for sketch, pieces in zip(sketches, self._vectors):
+            # Signs depend on the place in the vector: it does not matter where the vector lies.
+            place = 0
+            for start, count in pieces:
+                for part in flat[start : start + count].split(self._part):
+                    if place + len(part) > len(self._signs):
+                        place = 0
+                    self._add(sketch, part * self._signs[place : place + len(part)])
+                    # Each part begins with the first bucket.
+                    place += -(-len(part) // self.buckets) * self.buckets
+        return sketches
+
+    def _add(self, sketch: torch.Tensor, signed: torch.Tensor) -> None:
+        """Add elements with their signs to the buckets, in turn."""
+        whole = len(signed) // self.buckets * self.buckets
+        if whole:
+            sketch += signed[:whole].view(-1, self.buckets).sum(0)
+        sketch[: len(signed) - whole] += signed[whole:]
 
 
 class ReplicaUpdate:
     """Adds a replica's part of an update to what the replica has not sent yet.
 
-    LARS is linear in the gradient once the trust ratio rho of each parameter is known. With g the replica's part of the
-    mean gradient, w the weights, wd = `weight_decay`, mu = `momentum`, P replicas, and e what is not sent yet:
+    LARS is linear in the gradient once the trust ratio rho of each parameter is known. With g the
+    replica's part of the mean gradient, w the weights, wd = `weight_decay`, mu = `momentum`, P
+    replicas, and e what is not sent yet:
 
         trust gradient:  v = nu v + (1 - nu) / (1 - mu) lr rho (g + wd w / P);  e = e + v
-        trust momentum:  v = nu v + (1 - nu) g;                                 e = e + lr rho (v + wd w / P)
+        trust momentum:  v = nu v + (1 - nu) g;                  e = e + lr rho (v + wd w / P)
 
-    so with nu = mu the e of all replicas add up to LARS's step for the mean gradient. rho is that of the mean gradient,
-    in the second form of the mean v + wd w / P, whose norms come from the sum of the replicas' sketches. Clipping is by
-    the mean gradient's norm. The first form with all ratios 1 is SGD. With Nesterov momentum and s what is added to
-    nu v, it adds nu v + s to e in the place of v.
+    so with nu = mu the e of all replicas add up to LARS's step for the mean gradient. rho is that of
+    the mean gradient, in the second form of the mean v + wd w / P, whose norms come from the sum of
+    the replicas' sketches. Clipping is by the mean gradient's norm. The first form with all ratios 1
+    is SGD. With Nesterov momentum and s what is added to nu v, it adds nu v + s to e in the place of
+    v.
 
-    Waiting acts as momentum: at a density d values wait 1 / d - 1 updates or more in e, and momentum makes a gradient
-    nu / (1 - nu) updates late on average, Nesterov momentum nu^2 / (1 - nu). Momentum makes up for what is missing to
-    the lateness L that mu alone gives: nu is such that its own is max(0, L - (1 / d - 1)); in all, a gradient moves the
-    weights as far as with mu.
+    Waiting acts as momentum: at a density d values wait 1 / d - 1 updates or more in e, and momentum
+    makes a gradient nu / (1 - nu) updates late on average, Nesterov momentum nu^2 / (1 - nu).
+    Momentum makes up for what is missing to the lateness L that mu alone gives: nu is such that its
+    own is max(0, L - (1 / d - 1)); in all, a gradient moves the weights as far as with mu.
 
-    Sources: docs/exchange.md. The linear part alone bears error feedback: Tang et al., 2102.02888, section 3, on Adam.
-    Delays act as momentum: Mitliagkas et al., 1605.09774.
+    Sources: docs/exchange.md. The linear part alone bears error feedback: Tang et al., 2102.02888,
+    section 3, on Adam. Delays act as momentum: Mitliagkas et al., 1605.09774.
 
-    velocity: v, float32 [length]. lr: the learning rate, to be set before each update.
+    velocity: v, float32 [length].
+    lr: the learning rate, to be set before each update.
     """
 
     def __init__(
@@ -90,24 +117,41 @@ class ReplicaUpdate:
     ):
         """
         Args:
-            rules: of the optimizer, by parameter. clip_norm: as of WeightState.
+            rules: of the optimizer, by parameter.
+            target: what the update changes.
+            clip_norm: as of WeightState.
             buckets: of the sketch of each parameter that has a trust ratio; the others share one.
+            replicas: how many there are.
             add_up: sums a float32 tensor over the replicas, in place, to the same bits on all.
             whole: names of the parameters whose values never wait.
         """
-        layout, self._rules, self._weights = target.layout, rules, in_rows(target.buffers.weights)
-        self._layout, self._model = layout, target.model
-        self._clip_norm, self._add_up, self._alone = clip_norm, add_up, replicas == 1
-        places = list(layout.places.values())
-        groups = [[place] for place in rules.adapted.values()]
-        others = [place for place in range(len(places)) if place not in rules.adapted.values()]
-        groups += [others] if others else []
-        self._sketched = [group[0] for group in groups]  # where a group's squares are put
-        self._sketch = Sketch([[places[place] for place in group] for group in groups], buckets, layout.device)
-        self._decay = layout.spread(rules.decay / replicas)
-        self._whole = torch.tensor([name in whole for name in layout.names], device=layout.device)
-        self.velocity = layout.zeros(torch.float32)
+        self._rules = rules
+        self._layout = target.layout
+        self._model = target.model
+        self._weights = in_rows(target.buffers.weights)
+        self._clip_norm = clip_norm
+        self._add_up = add_up
+        self._alone = replicas == 1
+        groups = self._sketched_groups()
+        # The squares of a group stand at its first parameter.
+        self._firsts = [group[0] for group in groups]
+        places = list(self._layout.places.values())
+        vectors = [[places[number] for number in group] for group in groups]
+        self._sketch = Sketch(vectors, buckets, self._layout.device)
+        self._decay = self._layout.spread(rules.decay / replicas)
+        never_waits = [name in whole for name in self._layout.names]
+        self._whole = torch.tensor(never_waits, device=self._layout.device)
+        self.velocity = self._layout.zeros(torch.float32)
         self.lr = 0.0
+
+    def _sketched_groups(self) -> List[List[int]]:
+        """Return the parameters of each sketch: one with a trust ratio, or all that have none."""
+        adapted = list(self._rules.adapted.values())
+        others = [number for number in range(len(self._layout.names)) if number not in adapted]
+        groups = [[number] for number in adapted]
+        if others:
+            groups.append(others)
+        return groups
 
     @torch.no_grad()
     def __call__(
@@ -118,81 +162,161 @@ class ReplicaUpdate:
         finite: torch.Tensor,
         density: float = 1.0,
     ) -> None:
-        """Add this replica's part of the update to the residual, float32 [length]. Every replica calls.
+        """Add this replica's part of the update to the residual. Every replica calls.
 
         Args:
-            gradient: float32 [length], sums over this replica's micro batches times the loss scale; zeros if those of
-                any replica are not finite. It may be overwritten.
+            residual: float32 [length].
+            gradient: float32 [length], sums over this replica's micro batches times the loss scale;
+                zeros if those of any replica are not finite. It may be overwritten.
             divisor: float32 [], the loss scale times the micro batches of all replicas.
             finite: bool [], whether all gradients are finite: if not, nothing changes.
             density: share of the residual's values that is sent after it.
         """
-        rules, velocity, scale = self._rules, in_rows(self.velocity), divisor.reciprocal()
+        rules = self._rules
+        scale = self._clipped_scale(gradient, divisor)
+        # Momentum; where nothing may change the velocity is multiplied by 1.
+        moves = finite.float()
+        momentum = self._momentum(density)
+        mu = self._layout.spread(torch.where(finite, momentum, 1.0).float())
+        share = self._layout.spread((1 - momentum).float())
+        weight_squares = self._sums_of_squares(self._weights)
+        rows = in_rows(gradient)
+        velocity = in_rows(self.velocity)
+        if rules.by_momentum:
+            # The direction takes the place of the gradient; its ratio is known after the momentum.
+            average = _AverageRows(rows, velocity, self._weights, self._decay, share, mu)
+            in_parts(_average, average, scale)
+            self._ratio = rules.ratios(weight_squares, self._mean_squares(gradient))
+            in_rows(residual).addcmul_(rows, self._rate() * moves)
+        else:
+            self._ratio = rules.ratios(weight_squares, self._squares)
+            rate = self._rate() * moves
+            rate *= share / (1 - rules.mu)
+            sums = _AccumulateRows(
+                residual=in_rows(residual),
+                gradient=rows,
+                velocity=velocity,
+                weight=self._weights,
+                decay=self._decay,
+                rate=rate,
+                mu=mu,
+            )
+            in_parts(_accumulate, sums, _AccumulateConstants(rules.nesterov, scale, moves))
+
+    def _clipped_scale(self, gradient: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        """Return the factor on the gradient, [], after taking the squares of the mean gradient."""
+        scale = divisor.reciprocal()
         self._squares = self._mean_squares(gradient) * scale.double().square()
         if self._clip_norm:
             clip = clip_factor(self._clip_norm, self._model.norm(self._squares))
             scale = scale * clip
             self._squares = self._squares * clip.double().square()
-        rows, moves, momentum = in_rows(gradient), finite.float(), self._momentum(density)
-        mu, share = (self._layout.spread(each.float()) for each in (torch.where(finite, momentum, 1.0), 1 - momentum))
-        weight = self._sums_of_squares(self._weights)
-        squares = self._squares
-        if rules.by_momentum:
-            in_parts(_average, (rows, velocity, self._weights, self._decay, share, mu), (scale,))
-            squares = self._mean_squares(gradient)
-        self._ratio = rules.ratios(weight, squares)
-        rate = self._layout.spread(clamped(self.lr * rules.lr_scale * self._ratio)) * moves
-        if rules.by_momentum:
-            in_rows(residual).addcmul_(rows, rate)
-        else:
-            rate *= share / (1 - rules.mu)
-            arguments = (in_rows(residual), rows, velocity, self._weights, self._decay, rate, mu)
-            in_parts(_accumulate, arguments, (rules.nesterov, scale, moves))
+        return scale
+
+    def _rate(self) -> torch.Tensor:
+        """Return learning rate times trust ratio, float32 [rows, 1]."""
+        return self._layout.spread(clamped(self.lr * self._rules.lr_scale * self._ratio))
 
     def _momentum(self, density: float) -> torch.Tensor:
-        """nu of each parameter, float64."""
-        mu, nesterov = self._rules.mu, self._rules.nesterov
-        late = max(0.0, (mu * mu if nesterov else mu) / (1 - mu) - (1 / density - 1))
-        # What solves nu^2 / (1 - nu) = late, or nu / (1 - nu) = late.
-        nu = (math.sqrt(late * late + 4 * late) - late) / 2 if nesterov else late / (1 + late)
-        return torch.where(self._whole, mu, torch.full_like(self._whole, nu, dtype=torch.float64))
+        """Return nu of each parameter, float64."""
+        mu = self._rules.mu
+        nesterov = self._rules.nesterov
+        lateness = (mu * mu if nesterov else mu) / (1 - mu)
+        waiting = 1 / density - 1
+        late = max(0.0, lateness - waiting)
+        if nesterov:
+            nu = (math.sqrt(late * late + 4 * late) - late) / 2  # solves nu^2 / (1 - nu) = late
+        else:
+            nu = late / (1 + late)  # solves nu / (1 - nu) = late
+        waits = torch.full_like(self._whole, nu, dtype=torch.float64)
+        return torch.where(self._whole, mu, waits)
 
     def state(self) -> Dict[str, torch.Tensor]:
+        """Return what persists: [length] each, by name."""
         return {"velocity": self.velocity}
 
     def norms(self, applied: Norms) -> Norms:
-        """Those of the last update: `applied`, with the mean gradient's norm and the trust ratios. All stages call."""
+        """Return the norms of the last update. All stages call.
+
+        Args:
+            applied: norms of the exchanged update, without those of the gradient.
+        """
         trust = self._model.ratios(self._rules.named(self._ratio))
         return applied._replace(gradient=self._model.norm(self._squares).float(), trust=trust)
 
     def _mean_squares(self, vector: torch.Tensor) -> torch.Tensor:
-        """Sums of squares of the replicas' sum, float64 [parameters]; of those without a ratio the first has all."""
+        """Return sums of squares of the replicas' sum of a vector, float64 [parameters].
+
+        The first of the parameters without a ratio has the sum of all of them.
+        """
         if self._alone:
             return self._sums_of_squares(in_rows(vector))
         sketches = self._sketch(vector)
         self._add_up(sketches)
-        found = torch.zeros(len(self._layout.names), dtype=torch.float64, device=vector.device)
-        found[self._sketched] = sketches.double().square().sum(1)
-        return found
+        parameters = len(self._layout.names)
+        squares = torch.zeros(parameters, dtype=torch.float64, device=vector.device)
+        squares[self._firsts] = sketches.double().square().sum(1)
+        return squares
 
     def _sums_of_squares(self, rows: torch.Tensor) -> torch.Tensor:
-        """By parameter, float64, of a buffer as [rows, ROW]."""
-        sums = self._layout.sums(in_parts(_squares, (rows,), ()))
+        """Return sums of squares by parameter, float64, of a buffer as [rows, ROW]."""
+        sums = self._layout.sums(in_parts(_squares, _ValueRows(rows), None))
         return repaired([sums], self._layout, lambda place: (rows[place].float(),))[0]
 
 
-def _squares(weight: torch.Tensor) -> torch.Tensor:
-    w = weight.float()
-    return (w * w).sum(1)
+class _ValueRows(NamedTuple):
+    """Rows of `_squares`: [rows, ROW], of any floating-point dtype."""
+
+    values: torch.Tensor
 
 
-def _accumulate(residual, gradient, velocity, weight, decay, rate, mu, nesterov: bool, scale, moves) -> None:
-    step = torch.addcmul(gradient * scale, weight.float(), decay).mul_(rate)
-    velocity.mul_(mu).add_(step)
-    residual.addcmul_(step.addcmul_(velocity, mu) if nesterov else velocity, moves)
+def _squares(rows: _ValueRows, constants: None) -> torch.Tensor:
+    """Add up the squares of each row."""
+    values = rows.values.float()
+    return (values * values).sum(1)
 
 
-def _average(gradient, velocity, weight, decay, share, mu, scale) -> None:
-    """The velocity, and in the place of the gradient the direction of the step."""
-    velocity.mul_(mu).addcmul_(gradient * scale, share)
-    torch.addcmul(velocity, weight.float(), decay, out=gradient)
+class _AccumulateRows(NamedTuple):
+    """Rows of `_accumulate`: [rows, ROW] of elements, [rows, 1] of decay, rate and mu."""
+
+    residual: torch.Tensor
+    gradient: torch.Tensor
+    velocity: torch.Tensor
+    weight: torch.Tensor
+    decay: torch.Tensor
+    rate: torch.Tensor
+    mu: torch.Tensor
+
+
+class _AccumulateConstants(NamedTuple):
+    """The same for all rows of `_accumulate`; moves: 1, or 0 where nothing may change, []."""
+
+    nesterov: bool
+    scale: torch.Tensor
+    moves: torch.Tensor
+
+
+def _accumulate(rows: _AccumulateRows, constants: _AccumulateConstants) -> None:
+    """Update the velocity of the first form, and add it to the residual."""
+    scaled = rows.gradient * constants.scale
+    step = torch.addcmul(scaled, rows.weight.float(), rows.decay).mul_(rows.rate)
+    rows.velocity.mul_(rows.mu).add_(step)
+    added = step.addcmul_(rows.velocity, rows.mu) if constants.nesterov else rows.velocity
+    rows.residual.addcmul_(added, constants.moves)
+
+
+class _AverageRows(NamedTuple):
+    """Rows of `_average`: [rows, ROW] of elements, [rows, 1] of decay, share and mu."""
+
+    gradient: torch.Tensor
+    velocity: torch.Tensor
+    weight: torch.Tensor
+    decay: torch.Tensor
+    share: torch.Tensor
+    mu: torch.Tensor
+
+
+def _average(rows: _AverageRows, scale: torch.Tensor) -> None:
+    """Update the velocity of the second form, and replace the gradient by the direction."""
+    rows.velocity.mul_(rows.mu).addcmul_(rows.gradient * scale, rows.share)
+    torch.addcmul(rows.velocity, rows.weight.float(), rows.decay, out=rows.gradient)

@@ -1,99 +1,181 @@
-"""LARS on CUDA, in Triton: one launch for each pass over the memory, and small ones between them for sums and ratios.
+"""LARS on CUDA, in Triton: one launch for each pass over the memory, and small ones between them.
 
-The same formulas as optim/lars_update.py, and the same random bits and rounding as optim/rounding.py to the bit. A
-program takes a few rows of one parameter. What it adds up is merged by parameter in a fixed order, without atomics: a
-step repeats to the bit.
+The same formulas as optim/lars_update.py, and the same random bits and rounding as
+optim/rounding.py to the bit. A program takes a few rows of one parameter. What it adds up is merged
+by parameter in a fixed order, without atomics: a step repeats to the bit.
 """
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 import triton
 import triton.language as tl
 
-from optim.lars_update import LarsUpdate
+from optim.lars_update import LarsUpdate, Sums
 from optim.layout import ROW
 from optim.norms import LARGEST, SMALLEST
+from optim.optimizer_update import Target
+
+if TYPE_CHECKING:
+    from optim.lars import LARS
 
 _ROWS = 32  # of a program: 2,048 elements
 _MERGED = 128  # programs whose sums are read at a time
-_SMALLEST, _LARGEST = tl.constexpr(SMALLEST), tl.constexpr(LARGEST)
 _SUMS = 4  # of g^2, w^2, u^2, and of what is not finite
+_SMALLEST = tl.constexpr(SMALLEST)
+_LARGEST = tl.constexpr(LARGEST)
+_LARGEST_HALF = tl.constexpr(65504.0)
+_SMALLEST_NORMAL_HALF = tl.constexpr(2.0**-14)
 
 
 class TritonLarsUpdate(LarsUpdate):
-    """LarsUpdate with its passes as Triton kernels.
+    """LarsUpdate with its passes as Triton kernels."""
 
-    _programs: int32 [count] each, of the programs: number of the parameter, first row, row behind the parameter's last.
-    _firsts: first program of each parameter, and `count`.
-    """
-
-    def __init__(self, lars, target):
+    def __init__(self, lars: LARS, target: Target):
+        """
+        Args:
+            lars, target: see LarsUpdate.
+        """
         super().__init__(lars, target)
-        layout = target.layout
-        edges = [start // ROW for start, _ in layout.places.values()] + [layout.length // ROW]
-        programs = [
-            (owner, row, end)
-            for owner, (first, end) in enumerate(zip(edges, edges[1:]))
-            for row in range(first, end, _ROWS)
-        ]
+        # Of each program: number of the parameter, first row, row behind the parameter's last.
+        programs = []
+        firsts = []  # first program of each parameter, and the number of programs
+        for owner, rows in enumerate(self._layout.rows):
+            firsts.append(len(programs))
+            for first in range(rows.start, rows.stop, _ROWS):
+                programs.append((owner, first, rows.stop))
         self._count = len(programs)
-        self._programs = tuple(torch.tensor(programs, dtype=torch.int32, device=layout.device).T.contiguous())
-        numbers = torch.arange(len(edges), dtype=torch.int32, device=layout.device)
-        self._firsts = torch.searchsorted(self._programs[0], numbers).int()
+        firsts.append(self._count)
+        device = self._layout.device
+        table = torch.tensor(programs, dtype=torch.int32, device=device).T.contiguous()
+        self._owners, self._first_rows, self._end_rows = table
+        self._firsts = torch.tensor(firsts, dtype=torch.int32, device=device)
 
-    def _sums(self, scale: torch.Tensor) -> List[torch.Tensor]:
-        buffers, form = self._buffers, self._rules.by_momentum
+    def _sums(self, scale: torch.Tensor) -> Sums:
+        by_momentum = self._rules.by_momentum
         partial = torch.empty(_SUMS, self._count, dtype=torch.float64, device=scale.device)
         _add_squares[(self._count,)](
-            *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"]),
-            *(self._rules.decay, scale, *self._programs, partial, self._count),
-            *(self._rules.mu, form, _ROWS, ROW),
+            gradients=self._buffers.gradients,
+            weights=self._buffers.weights,
+            momenta=self._buffers.slots["momentum_buffer"],
+            decays=self._rules.decay,
+            scale=scale,
+            owners=self._owners,
+            firsts=self._first_rows,
+            ends=self._end_rows,
+            partial=partial,
+            programs=self._count,
+            MU=self._rules.mu,
+            MOMENTUM_FORM=by_momentum,
+            ROWS=_ROWS,
+            LANES=ROW,
         )
         gradient, weight, direction, wrong = self._merged(partial)
         finite = torch.empty((), dtype=torch.bool, device=wrong.device)
         _none_wrong[(1,)](wrong, finite, len(wrong), triton.next_power_of_2(len(wrong)))
-        return [gradient, weight, finite, *([direction] if form else [])]
+        return Sums(gradient, weight, direction if by_momentum else None, finite)
 
     def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-        rules, ratios = self._rules, torch.empty(len(weight), device=weight.device)
+        rules = self._rules
+        ratios = torch.empty(len(weight), device=weight.device)
         _trust_ratios[(triton.cdiv(len(weight), _MERGED),)](
-            *(weight, direction, rules.adapt, rules.coefficient, rules.eps, rules.decay, ratios, len(weight)),
-            *(rules.by_momentum, _MERGED),
+            weights=weight,
+            directions=direction,
+            adapted=rules.adapt,
+            coefficients=rules.coefficient,
+            eps=rules.eps,
+            decays=rules.decay,
+            ratios=ratios,
+            parameters=len(weight),
+            MOMENTUM_FORM=rules.by_momentum,
+            BLOCK=_MERGED,
         )
         return ratios
 
     def _step(
-        self, step: int, scale: torch.Tensor, lr: float, ratios: torch.Tensor, keep: Optional[torch.Tensor], measure
+        self,
+        step: int,
+        scale: torch.Tensor,
+        lr: float,
+        ratios: torch.Tensor,
+        keep: Optional[torch.Tensor],
+        measure: bool,
     ) -> Optional[torch.Tensor]:
-        rules, buffers, bits = self._rules, self._buffers, self._bits
+        rules = self._rules
+        buffers = self._buffers
+        bits = self._bits
         if keep is None:
             keep = torch.ones((), dtype=torch.bool, device=scale.device)
-        rows, draw = (None, 0) if bits is None else (bits.rows, bits.draw(step, "weight")[0])
         partial = torch.empty(1, self._count, device=scale.device)
         _step[(self._count,)](
-            *(buffers.gradients, buffers.weights, buffers.slots["momentum_buffer"], buffers.working),
-            *(ratios, lr, rules.lr_scale, rules.decay, scale, keep, rows, draw, *self._programs, partial),
-            *(rules.mu, rules.by_momentum, rules.nesterov, bits is not None, buffers.working is not buffers.weights),
-            *(_ROWS, ROW),
+            gradients=buffers.gradients,
+            weights=buffers.weights,
+            momenta=buffers.slots["momentum_buffer"],
+            working=buffers.working,
+            ratios=ratios,
+            lr=lr,
+            lr_scales=rules.lr_scale,
+            decays=rules.decay,
+            scale=scale,
+            keep=keep,
+            bit_rows=None if bits is None else bits.rows,
+            draw=0 if bits is None else bits.draw(step, "weight")[0],
+            owners=self._owners,
+            firsts=self._first_rows,
+            ends=self._end_rows,
+            partial=partial,
+            MU=rules.mu,
+            MOMENTUM_FORM=rules.by_momentum,
+            NESTEROV=rules.nesterov,
+            STOCHASTIC=bits is not None,
+            COPIED=buffers.working is not buffers.weights,
+            ROWS=_ROWS,
+            LANES=ROW,
         )
         return self._merged(partial)[0] if measure else None
 
     def _merged(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sums of what the programs added up, [sums, count], by parameter: float64 [sums, parameters]."""
-        sums, parameters = len(partial), len(self._firsts) - 1
+        """Add up by parameter what the programs did, [sums, count]: float64 [sums, parameters]."""
+        sums = len(partial)
+        parameters = len(self._firsts) - 1
         out = torch.empty(sums, parameters, dtype=torch.float64, device=partial.device)
-        _merge[(sums * parameters,)](partial, self._firsts, out, self._count, parameters, _MERGED)
+        _merge[(sums * parameters,)](
+            partial=partial,
+            firsts=self._firsts,
+            out=out,
+            programs=self._count,
+            parameters=parameters,
+            BLOCK=_MERGED,
+        )
         return out
 
 
 @triton.jit
 def _add_squares(
-    gradients, weights, momenta, decays, scale, owners, firsts, ends, partial, programs,
-    MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    # Buffers, [length].
+    gradients,
+    weights,
+    momenta,
+    # Of each parameter, [parameters].
+    decays,
+    # On the gradients, [].
+    scale,
+    # Of each program, [programs]: its parameter, its first row, the row behind the parameter's last.
+    owners,
+    firsts,
+    ends,
+    # Sums, float64 [4, programs], written: of g^2, w^2, u^2; NaN where a gradient is not finite.
+    partial,
+    programs,
+    # Constants.
+    MU: tl.constexpr,
+    MOMENTUM_FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Make the pass `sum_rows` of optim/lars_update.py."""
     program = tl.program_id(0)
     rows = tl.load(firsts + program) + tl.arange(0, ROWS)
     mask = (rows < tl.load(ends + program))[:, None]
@@ -113,7 +195,10 @@ def _add_squares(
 
 @triton.jit
 def _squares(values):
-    """Sum of squares, float64: made in float32, and in float64 where that may be wrong, as in optim/norms.py."""
+    """Add up squares, float64: made in float32, and in float64 where that may be wrong.
+
+    The rule is that of optim/norms.py.
+    """
     total = _total(values * values).to(tl.float64)
     if (total < _SMALLEST) | (total > _LARGEST):
         exact = values.to(tl.float64)
@@ -122,64 +207,121 @@ def _squares(values):
 
 
 @triton.jit
-def _merge(partial, firsts, out, programs, parameters, BLOCK: tl.constexpr):
-    which, owner = tl.program_id(0) // parameters, tl.program_id(0) % parameters
-    first, end = tl.load(firsts + owner), tl.load(firsts + owner + 1)
+def _merge(
+    partial,  # sums of programs, [sums, programs]
+    firsts,  # first program of each parameter, and the number of programs, [parameters + 1]
+    out,  # float64 [sums, parameters], written
+    programs,
+    parameters,
+    BLOCK: tl.constexpr,
+):
+    """Add up one of the sums of one parameter over its programs, in a fixed order."""
+    which = tl.program_id(0) // parameters
+    owner = tl.program_id(0) % parameters
+    first = tl.load(firsts + owner)
+    end = tl.load(firsts + owner + 1)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(first, end, BLOCK):
-        each = start + tl.arange(0, BLOCK)
-        total += tl.load(partial + which * programs + each, mask=each < end, other=0.0).to(tl.float64)
+        program = start + tl.arange(0, BLOCK)
+        sums = tl.load(partial + which * programs + program, mask=program < end, other=0.0)
+        total += sums.to(tl.float64)
     tl.store(out + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit
 def _none_wrong(wrong, finite, parameters, BLOCK: tl.constexpr):
-    each = tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(wrong + each, mask=each < parameters, other=0.0), 0)
+    """Store whether no parameter has a sum `wrong` that is NaN."""
+    parameter = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(wrong + parameter, mask=parameter < parameters, other=0.0), 0)
     tl.store(finite, total == total)
 
 
 @triton.jit
 def _trust_ratios(
-    weights, directions, adapted, coefficients, eps, decays, ratios, parameters,
-    MOMENTUM_FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rules.ratios, of sums of squares."""
-    each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = each < parameters
-    weight = tl.sqrt(tl.load(weights + each, mask=mask, other=1.0))
-    direction = tl.sqrt(tl.load(directions + each, mask=mask, other=1.0))
-    coefficient = tl.load(coefficients + each, mask=mask, other=1.0)
-    below = direction + tl.load(eps + each, mask=mask, other=1.0)
+    # Sums of squares, float64 [parameters].
+    weights,
+    directions,
+    # Of each parameter, [parameters].
+    adapted,
+    coefficients,
+    eps,
+    decays,
+    # float32 [parameters], written.
+    ratios,
+    parameters,
+    # Constants.
+    MOMENTUM_FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make `Rules.ratios` of optim/lars_update.py."""
+    parameter = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = parameter < parameters
+    weight = tl.sqrt(tl.load(weights + parameter, mask=mask, other=1.0))
+    direction = tl.sqrt(tl.load(directions + parameter, mask=mask, other=1.0))
+    coefficient = tl.load(coefficients + parameter, mask=mask, other=1.0)
+    below = direction + tl.load(eps + parameter, mask=mask, other=1.0)
     if MOMENTUM_FORM:
-        otherwise = coefficient
+        without_norm = coefficient
     else:
-        below += tl.load(decays + each, mask=mask, other=0.0) * weight
-        otherwise = tl.full((BLOCK,), 1.0, tl.float64)
+        below += tl.load(decays + parameter, mask=mask, other=0.0) * weight
+        without_norm = tl.full((BLOCK,), 1.0, tl.float64)
     positive = (weight > 0) & (direction > 0)
-    ratio = tl.where(positive, coefficient * weight / tl.where(positive, below, 1.0), otherwise)
-    adapt = tl.load(adapted + each, mask=mask, other=0) != 0
-    tl.store(ratios + each, tl.minimum(tl.where(adapt, ratio, 1.0), _LARGEST).to(tl.float32), mask=mask)
+    ratio = coefficient * weight / tl.where(positive, below, 1.0)
+    ratio = tl.where(positive, ratio, without_norm)
+    adapt = tl.load(adapted + parameter, mask=mask, other=0) != 0
+    ratio = tl.minimum(tl.where(adapt, ratio, 1.0), _LARGEST)
+    tl.store(ratios + parameter, ratio.to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["lr", "draw"])  # they change from step to step
 def _step(
-    gradients, weights, momenta, working, ratios, lr, lr_scales, decays, scale, keep,
-    bit_rows, draw, owners, firsts, ends, partial,
-    MU: tl.constexpr, MOMENTUM_FORM: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
-    COPIED: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    # Buffers, [length]; weights, momenta and, with COPIED, working are written.
+    gradients,
+    weights,
+    momenta,
+    working,
+    # Of each parameter, [parameters], but lr.
+    ratios,
+    lr,
+    lr_scales,
+    decays,
+    # On the gradients, [], and whether anything may change, bool [].
+    scale,
+    keep,
+    # Random bits with STOCHASTIC: int32 [rows], and the draw of the step.
+    bit_rows,
+    draw,
+    # Of each program, [programs]: its parameter, its first row, the row behind the parameter's last.
+    owners,
+    firsts,
+    ends,
+    # Sums of squares of what is subtracted, float32 [programs], written.
+    partial,
+    # Constants.
+    MU: tl.constexpr,
+    MOMENTUM_FORM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COPIED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Make the pass `step_rows` of optim/lars_update.py."""
+    # Read rows of one parameter.
     program = tl.program_id(0)
     owner = tl.load(owners + program)
     rows = tl.load(firsts + program) + tl.arange(0, ROWS)
     within = rows < tl.load(ends + program)
     lanes = tl.arange(0, LANES)[None, :]
-    places, mask = rows.to(tl.int64)[:, None] * LANES + lanes, within[:, None]
+    places = rows.to(tl.int64)[:, None] * LANES + lanes
+    mask = within[:, None]
     g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU
-    rate = tl.minimum(lr * tl.load(lr_scales + owner) * tl.load(ratios + owner), _LARGEST).to(tl.float32)
+    rate = lr * tl.load(lr_scales + owner) * tl.load(ratios + owner)
+    rate = tl.minimum(rate, _LARGEST).to(tl.float32)
     decay = tl.load(decays + owner)
+    # Step.
     if MOMENTUM_FORM:
         m += g * (1 - MU)
         subtracted = (m + decay * w) * rate
@@ -190,18 +332,20 @@ def _step(
         if NESTEROV:
             subtracted = m * MU + added
     tl.store(partial + program, _total(subtracted * subtracted))
-    written = mask & (tl.load(keep) != 0)
     w = w - subtracted
+    # Round, and write; the module's parameters are copies of what is stored.
     if STOCHASTIC:
         bits = tl.load(bit_rows + rows, mask=within, other=0)[:, None]
-        words = _bits(bits, lanes, draw)
+        words = _random_bits(bits, lanes, draw)
         w = _rounded(w, words >> 19)
         m = _rounded(m, words & 0x1FFF)
+    written = mask & (tl.load(keep) != 0)
     stored = w.to(weights.dtype.element_ty)
     tl.store(weights + places, stored, mask=written)
     tl.store(momenta + places, m.to(momenta.dtype.element_ty), mask=written)
     if COPIED:
-        tl.store(working + places, stored.to(tl.float32).to(working.dtype.element_ty), mask=written)
+        copied = stored.to(tl.float32).to(working.dtype.element_ty)
+        tl.store(working + places, copied, mask=written)
 
 
 @triton.jit
@@ -210,8 +354,8 @@ def _total(values):
 
 
 @triton.jit
-def _bits(rows, lanes, draw):
-    """random_bits of optim/rounding.py: rows [ROWS, 1], lanes [1, LANES]."""
+def _random_bits(rows, lanes, draw):
+    """Make `random_bits` of optim/rounding.py: rows [ROWS, 1], lanes [1, LANES]."""
     starts = _mix((rows + draw).to(tl.uint32, bitcast=True))
     return _mix(starts + lanes.to(tl.uint32) * 0x9E3779B1)
 
@@ -225,12 +369,14 @@ def _mix(x):
 
 @triton.jit
 def _rounded(source, noise):
-    """rounded of optim/rounding.py, still float32."""
+    """Make `rounded` of optim/rounding.py; the result is still float32."""
     bits = source.to(tl.uint32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    magnitude = tl.where(magnitude > 65504.0, 65504.0, magnitude)
-    moved = tl.where(magnitude < 6.103515625e-05, 6.103515625e-05, 0.0)  # 2**-14
+    magnitude = tl.where(magnitude > _LARGEST_HALF, _LARGEST_HALF, magnitude)
+    # Moved up by 2**-14, subnormal numbers are normal ones of the right spacing.
+    moved = tl.where(magnitude < _SMALLEST_NORMAL_HALF, _SMALLEST_NORMAL_HALF, 0.0)
     cut = (magnitude + moved).to(tl.uint32, bitcast=True)
+    # A NaN with all bits set must not carry into the sign.
     cut = (tl.where(cut > 0x7FC00000, 0x7FC00000, cut) + noise) & 0xFFFFE000
     magnitude = cut.to(tl.float32, bitcast=True) - moved
     return (magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)

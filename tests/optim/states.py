@@ -1,10 +1,14 @@
 """Weights of four shapes, every optimizer that steps them, and LARS in float64, shared by the tests of optim/."""
 
+import platform
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from optim import factory, lars_formula
+from optim import compilation, factory, lars_formula
 from optim.lars_formula import Hyperparameters
 from optim.weight_state import WeightState
 from recipe.config import Optimizer
@@ -41,6 +45,7 @@ SECTIONS = {
     "muon": MUON,
     "lars, Nesterov": {**LARS, **FORMS["nesterov"]},
 }
+INSTRUCTIONS = ["native", "x86-64", "x86-64-v3", "x86-64-v4"]  # the second converts no float16
 HIDDEN = {"conv.weight": 2}  # matrices of Muon: the groups of a convolution
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 _MOMENTS = {"lamb": _OF_ADAM, "adamw": _OF_ADAM, "muon": _OF_ADAM, "rmsprop": ("square_avg",)}
@@ -105,3 +110,13 @@ def lars_step(form, w, g, m, lr, decay=0.0, adapt=True, mu=0.885, eta=0.01, eps=
     tensors = [torch.from_numpy(np.asarray(values, np.float64)) for values in (w, m, g)]
     after = lars_formula.updated(*tensors, lr, settings)
     return after.weight.numpy(), after.momentum.numpy(), None if after.ratio is None else after.ratio.item()
+
+
+def compile_for(monkeypatch, instructions):
+    """Have C++ compiled for one of INSTRUCTIONS, or skip the test where this processor has them not."""
+    if instructions != "native" and platform.machine() != "x86_64":
+        pytest.skip("of x86-64")
+    if instructions == "x86-64-v4" and "avx512vl" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("no AVX-512 here")
+    flags = tuple(f"-march={instructions}" if flag.startswith("-march") else flag for flag in compilation._FLAGS)
+    monkeypatch.setattr(compilation, "_FLAGS", flags)

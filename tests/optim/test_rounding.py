@@ -1,8 +1,6 @@
 """Stochastic rounding against NumPy's float16, against exact probabilities, and its bits against the mixer."""
 
-import platform
 import shutil
-from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
 
@@ -15,6 +13,7 @@ from optim import compilation, layout, rounding
 from optim.layout import ROW
 from optim.rounding import RoundingBits, round_stochastically
 from recipe.randomness import MASK32, bits32, key, mix32
+from tests.optim.states import INSTRUCTIONS, compile_for
 
 CPU = torch.device("cpu")
 KEEP, LEAVE = torch.tensor(True), torch.tensor(False)
@@ -185,15 +184,10 @@ def test_no_two_places_of_a_row_or_of_a_buffer_correlate():
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
-@pytest.mark.parametrize("instructions", ["native", "x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_compiled_it_rounds_to_the_same_bits(monkeypatch, instructions):
     """With each width of vectors, and without the instructions that convert float16; NaN and infinity among them."""
-    if instructions != "native" and platform.machine() != "x86_64":
-        pytest.skip("of x86-64")
-    if instructions == "x86-64-v4" and "avx512vl" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("no AVX-512 here")
-    flags = tuple(f"-march={instructions}" if flag.startswith("-march") else flag for flag in compilation._FLAGS)
-    monkeypatch.setattr(compilation, "_FLAGS", flags)
+    compile_for(monkeypatch, instructions)
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e6, -1e6, 0.0, -0.0], np.float32)
     source = in_rows(np.concatenate([floats_of_all_kinds(), special]))
     bits = RoundingBits({"a": (0, len(source))}, len(source), 0, CPU)
