@@ -1,4 +1,7 @@
-"""A trained model as a file for other programs, compared with the model before it is written (docs/export.md)."""
+"""A trained model as a file for other programs, compared with the model before it is written.
+
+See docs/export.md.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import io
 import json
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from safetensors.torch import load, save
@@ -21,19 +24,41 @@ from engines import state
 from models.base import BlockList
 from models.families import build, timm_name
 from recipe import loading
-from recipe.config import Recipe
+from recipe.config import Data, Model, Recipe
 from tools import output
 from training import classes, exported, progress, weights
 from training.classes import Known
 from training.weights import StoredWeights
 
 _LIMIT = 1e-4  # largest difference of a logit
-_BATCHES = (1, 2, 5)
+_BATCHES = (1, 2, 5)  # images in those that are compared
+
+
+class _Comparison(NamedTuple):
+    """The written content beside the model.
+
+    images: how many.
+    fault: why they are random, and not those of validation; empty if they are not.
+    difference: the largest of a logit.
+    """
+
+    images: int
+    fault: str
+    difference: float
 
 
 @torch.no_grad()
 def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
-    """Export by the options of tools.export; returns the exit code. Args: path: None: in the run folder, or here."""
+    """Export a model.
+
+    Args:
+        options: of tools.export.
+        path: of the file; None: in the run folder, or here.
+        suffix: of the file.
+
+    Returns:
+        The exit code.
+    """
     stored, recipe = weights.opened(
         options.checkpoint,
         options.weights,
@@ -44,57 +69,99 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
     for note in stored.notes:
         print(note)
     if path is None:
-        average = "" if stored.which == weights.TRAINED else f"-{stored.which}"
-        path = (weights.run_folder_of(stored.path) or Path()) / "export" / f"{recipe.run.name}{average}{suffix}"
+        path = _default_path(stored, recipe.run.name, suffix)
         output.check(path)
-    model, size, number = _built(stored, recipe), recipe.model.image_size, sum(_BATCHES)
+    # The content as it would be written must give the logits of the model.
+    model = _built(stored, recipe.model, recipe.run.seed)
     known = _known(stored, recipe)
     with progress.lines(lambda: f"exporting {recipe.model.name}"):
-        content = _WRITERS[options.format](model, recipe, _metadata(stored, recipe, known.names))
-        logits = _reader(suffix, content, recipe)
-        images, reason = _images(recipe, number)
-        differences = torch.cat([(logits(batch) - model(batch)).abs() for batch in images.split(_BATCHES)])
-    difference = differences.max().item()
+        metadata = _metadata(stored, recipe, known.names)
+        content = _WRITERS[options.format](model, recipe.model, metadata)
+        comparison = _compare(model, _reader(suffix, content, recipe), recipe.model, recipe.data)
+    difference = comparison.difference
     if not difference <= _LIMIT:  # nor if it is not a number
         fault = f"a logit differs by {difference:.2g} from the model's, more than {_LIMIT:g}"
         return fail(f"{path}: not written: {fault}", FAILED)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, content, durable=True)
-    about = {
-        "format": options.format,
-        "file": str(path),
-        "bytes": len(content),
-        "checkpoint": str(stored.path),
-        "weights": stored.which,
-        "image_size": size,
-        "classes": recipe.model.classes,
-        "images": "random" if reason else "validation",
-        "no_validation_images": reason,
-        "difference": difference,
-    }
+    # Tell what was written, and of what images its logits are known.
+    about = _about(stored, recipe.model, comparison)
     print(f"{stored.path}, {stored.which} weights -> {path}: {len(content) / 1e6:.1f} MB, float32")
     if known.note:
         print(known.note)
     if suffix != ".safetensors":
-        print(f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {recipe.model.classes}]")
-    if reason:
-        print(f"no validation images: {reason}")
-    print(f"read again, on {number} {about['images']} images: largest difference of a logit {difference:.2g}")
+        print(_signature(recipe.model))
+    if comparison.fault:
+        print(f"no validation images: {comparison.fault}")
+    images = f"{comparison.images} {about['images']} images"
+    print(f"read again, on {images}: largest difference of a logit {difference:.2g}")
     if options.json:
-        print(json_text(about))
+        file = {"format": options.format, "file": str(path), "bytes": len(content)}
+        print(json_text({**file, **about}))
     return DONE
 
 
-def _built(stored: StoredWeights, recipe: Recipe) -> BlockList:
-    """The model that evaluation uses, float32, on the CPU."""
-    model = build(recipe.model, recipe.run.seed).eval().requires_grad_(False)
-    tensors, _ = weights.fitted(stored, state.shapes(model), recipe.model, new_classifier=False)
+def _default_path(stored: StoredWeights, name: str, suffix: str) -> Path:
+    """Return the path of the file in the run folder, or here. name: of the run."""
+    folder = weights.run_folder_of(stored.path) or Path()
+    average = "" if stored.which == weights.TRAINED else f"-{stored.which}"
+    return folder / "export" / f"{name}{average}{suffix}"
+
+
+def _about(stored: StoredWeights, model: Model, comparison: _Comparison) -> dict[str, Any]:
+    """Return the export as data, but for the file."""
+    return {
+        "checkpoint": str(stored.path),
+        "weights": stored.which,
+        "image_size": model.image_size,
+        "classes": model.classes,
+        "images": "random" if comparison.fault else "validation",
+        "no_validation_images": comparison.fault or None,
+        "difference": comparison.difference,
+    }
+
+
+def _signature(model: Model) -> str:
+    """Return what a program takes and gives."""
+    size = model.image_size
+    return f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {model.classes}]"
+
+
+def _compare(
+    model: BlockList,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    section: Model,
+    data: Data,
+) -> _Comparison:
+    """Compare the logits of a file with those of the model, on batches of several sizes."""
+    count = sum(_BATCHES)
+    fault = ""
+    try:
+        images = _validation_images(section, data, count)
+    except DataError as error:
+        fault = str(error)
+        images = _random_images(section.image_size, count)
+    # An exported program must take batches of any size.
+    differences = []
+    for batch in images.split(_BATCHES):
+        differences.append((logits(batch) - model(batch)).abs())
+    return _Comparison(count, fault, torch.cat(differences).max().item())
+
+
+def _built(stored: StoredWeights, section: Model, seed: int) -> BlockList:
+    """Build the model that evaluation uses, float32, on the CPU."""
+    model = build(section, seed).eval().requires_grad_(False)
+    tensors, _ = weights.fitted(stored, state.shapes(model), section, new_classifier=False)
+    # Runs may store float16.
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     return model
 
 
 def _known(stored: StoredWeights, recipe: Recipe) -> Known:
-    """The classes of the model; without names where neither the file nor the data has them."""
+    """Return the classes of the model.
+
+    They have no names where neither the file nor the data has them.
+    """
     try:
         return classes.of_model(stored, recipe.data, recipe.model.classes)
     except DataError:
@@ -102,40 +169,62 @@ def _known(stored: StoredWeights, recipe: Recipe) -> Known:
 
 
 def _metadata(stored: StoredWeights, recipe: Recipe, names: Sequence[str]) -> dict[str, str]:
-    """The metadata of a file, as texts: JSON where a value is no text."""
-    values = {name: getattr(recipe.model, name) for name in ("image_size", "mean", "std")}
-    values["crop_fraction"] = recipe.data.crop_fraction
+    """Return the metadata of a file, as texts: JSON where a value is no text."""
+    texts = {
+        "recipe": loading.dump(recipe),
+        "weights": stored.which,
+        "image_size": json.dumps(recipe.model.image_size),
+        "mean": json.dumps(recipe.model.mean),
+        "std": json.dumps(recipe.model.std),
+        "crop_fraction": json.dumps(recipe.data.crop_fraction),
+    }
     if names:
-        values["classes"] = list(names)
-    texts = {name: json.dumps(value) for name, value in values.items()}
-    return {"recipe": loading.dump(recipe), "weights": stored.which, **texts}
+        texts["classes"] = json.dumps(list(names))
+    return texts
 
 
-def _safetensors(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> bytes:
-    """Weights under timm's names. Metadata are sorted: the library orders them differently each time."""
-    tensors = {timm_name(recipe.model, name): tensor.contiguous() for name, tensor in model.state_dict().items()}
+def _safetensors(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
+    """Return the weights under timm's names.
+
+    The format is 8 bytes with the length of a JSON header, the header, and the tensors.
+    """
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors[timm_name(section, name)] = tensor.contiguous()
     content = save(tensors, metadata)
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
+    # The library orders metadata differently each time: sorted, the same model is the same file.
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # what follows stays aligned
     return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
-def _example(recipe: Recipe) -> tuple:
-    """Arguments and keywords of torch's exporters: two images, because a batch of one would become a constant."""
-    size = recipe.model.image_size
-    images = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-    return (images,), {"dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+def _example(section: Model) -> torch.Tensor:
+    """Return images to trace a model with: two, because a batch of one would become a constant."""
+    return torch.zeros(2, 3, section.image_size, section.image_size, dtype=torch.uint8)
 
 
-def _onnx(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> bytes:
+def _dynamic_batch() -> tuple[dict[int, Any], ...]:
+    """Return which dimensions of the images torch's exporters leave open: the batch."""
+    return ({0: torch.export.Dim("batch")},)
+
+
+def _onnx(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
+    """Return the model as an ONNX program."""
     import onnx
 
-    arguments, keywords = _example(recipe)
-    names = {"input_names": [exported.INPUT], "output_names": [exported.OUTPUT]}
-    program = torch.onnx.export(model, arguments, **keywords, **names, dynamo=True, verbose=False, external_data=False)
+    program = torch.onnx.export(
+        model,
+        (_example(section),),
+        dynamic_shapes=_dynamic_batch(),
+        input_names=[exported.INPUT],
+        output_names=[exported.OUTPUT],
+        dynamo=True,
+        verbose=False,
+        external_data=False,
+    )
     proto = program.model_proto
     onnx.helper.set_model_props(proto, metadata)
     content = proto.SerializeToString()
@@ -143,34 +232,52 @@ def _onnx(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> bytes:
     return content
 
 
-def _program(model: BlockList, recipe: Recipe, metadata: dict[str, str]) -> bytes:
-    arguments, keywords = _example(recipe)
+def _program(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
+    """Return the model as a program of torch.export."""
+    program = torch.export.export(
+        model,
+        (_example(section),),
+        dynamic_shapes=_dynamic_batch(),
+    )
     buffer = io.BytesIO()
-    torch.export.save(torch.export.export(model, arguments, **keywords), buffer, extra_files=metadata)
+    torch.export.save(program, buffer, extra_files=metadata)
     return buffer.getvalue()
 
 
 _WRITERS = {"safetensors": _safetensors, "onnx": _onnx, "torch": _program}
 
 
-def _reader(suffix: str, content: bytes, recipe: Recipe) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from images to logits, by a file's content as evaluate.py would read it."""
-    if suffix != ".safetensors":
-        return exported.opened(suffix, content).logits
-    return _built(StoredWeights(Path("the file"), load(content), None, None), recipe)
+def _reader(
+    suffix: str,
+    content: bytes,
+    recipe: Recipe,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from images to logits, by a file's content as evaluate.py would read it."""
+    if suffix == ".safetensors":
+        stored = StoredWeights(Path("the file"), load(content), None, None)
+        return _built(stored, recipe.model, recipe.run.seed)
+    return exported.opened(suffix, content).logits
 
 
-def _images(recipe: Recipe, count: int) -> tuple[torch.Tensor, str | None]:
-    """The first validation images, repeated, uint8 [count, 3, size, size]; or random ones, and why."""
-    size = recipe.model.image_size
-    data = recipe.data.model_copy(update={"workers": 0, "reader": "torch", "bad_images": "skip"})
-    try:
-        source = SOURCES.of(data)(data, recipe.model.classes, "validation")  # whatever its classes
-        batches = EvaluationBatches(source, data=data, image_size=size, batch=min(count, len(source)))
-        batch = next(iter(batches))
-        if not batch.valid:
-            raise DataError(f"none of the first {min(count, len(source))} can be read")
-    except DataError as error:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator), str(error)
-    return batch.images[torch.arange(count) % batch.valid].contiguous(), None
+def _validation_images(section: Model, data: Data, count: int) -> torch.Tensor:
+    """Return the first validation images, repeated, uint8 [count, 3, size, size].
+
+    Raises DataError if there are none.
+    """
+    changes = {"workers": 0, "reader": "torch", "bad_images": "skip"}
+    data = data.model_copy(update=changes)
+    source = SOURCES.of(data)(data, section.classes, "validation")  # whatever its classes
+    size = min(count, len(source))
+    batches = EvaluationBatches(source, data=data, image_size=section.image_size, batch=size)
+    batch = next(iter(batches))
+    if not batch.valid:
+        raise DataError(f"none of the first {size} can be read")
+    # There may be fewer images, or some that cannot be read.
+    return batch.images[torch.arange(count) % batch.valid].contiguous()
+
+
+def _random_images(size: int, count: int) -> torch.Tensor:
+    """Return random images, always the same, uint8 [count, 3, size, size]."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, 3, size, size)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)

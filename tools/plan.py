@@ -1,11 +1,13 @@
 """Plan of a recipe, its steps and its costs, made without an accelerator:
 
-    python -m tools.plan --config FILE [--machine NAME|FILE] [--picture FILE.png] [--json] [section.key=value ...]
+    python -m tools.plan --config FILE [--machine NAME|FILE] [--picture FILE.png] [--json]
+                         [section.key=value ...]
 
-First the plan of `train.py --dry-run`; then, on a machine that is known by published figures or measured by
-`tools.doctor`: memory of each stage, the widest model that fits, a step's time by cause, what must be read, and how all
-that changes from 1 to 4,096 replicas. With --json the last line is one JSON object, where run.device is ipu with every
-option that PopTorch would be given. Exit codes: 0 done, 1 the picture cannot be written, 2 the input is wrong.
+First the plan of `train.py --dry-run`; then, on a machine that is known by published figures or
+measured by `tools.doctor`: memory of each stage, the widest model that fits, a step's time by
+cause, what must be read, and how all that changes from 1 to 4,096 replicas. With --json the last
+line is one JSON object, where run.device is ipu with every option that PopTorch would be given.
+Exit codes: 0 done, 1 the picture cannot be written, 2 the input is wrong.
 """
 
 import os
@@ -39,19 +41,22 @@ _MOST_HOURS = 30 * 24  # of training on a CPU, above which `auto` is taken for a
 
 @one_line()
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Runs the command; returns its exit code."""
-    parser = Parser(prog="python -m tools.plan", description="Check a recipe and print what it would do and cost.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="recipe")
-    known = f"one of {', '.join(machine.names())}, or a file that tools.doctor has written"
-    parser.add_argument("--machine", metavar="NAME|FILE", help=f"{known} (default: by run.device)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the scaling from 1 to 4,096 replicas")
-    parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the recipe")
-    options = parser.parse_intermixed_args(arguments)
-    recipe = naming(options.config, batch.whole_pod, loading.load(options.config, options.overrides, used=PREDICTED))
-    print(naming(options.config, batch.describe, recipe))
-    place = machine.load(options.machine) if options.machine else None
-    plan, note = naming(options.config, functools.partial(_planned, named=place), recipe)
+    """Run the command.
+
+    Args:
+        arguments: of the command line; None: those of this process.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    config = options.config
+    recipe = loading.load(config, options.overrides, used=PREDICTED)
+    recipe = naming(config, batch.whole_pod, recipe)
+    print(naming(config, batch.describe, recipe))
+    # Errors of the machine's file name that file, those of planning the recipe.
+    named = machine.load(options.machine) if options.machine else None
+    plan, note = naming(config, functools.partial(_plan, named=named), recipe)
     print("\n".join(text.lines(plan, note)))
     if options.picture:
         from tools.planning import picture  # loads matplotlib
@@ -64,13 +69,48 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return DONE
 
 
-def _planned(recipe: Recipe, named: Optional[Machine]) -> Tuple[Summary, str]:
-    """The plan, and a note on a machine that had to be guessed."""
-    if named or recipe.run.device != "auto":
-        return summary.make(recipe, named or machine.load(_MACHINES[recipe.run.device])), ""
+def _plan(recipe: Recipe, named: Optional[Machine]) -> Tuple[Summary, str]:
+    """Return the plan, and a note on a machine that had to be guessed."""
+    device = recipe.run.device
+    if named:
+        return summary.make(recipe, named), ""
+    if device != "auto":
+        return summary.make(recipe, machine.load(_MACHINES[device])), ""
+    # Two cores, unless they would train for more than a month.
     plan = summary.make(recipe, machine.load(_MACHINES["cpu"]))
-    note = f"others by --machine {', '.join(machine.names())}, or a file that tools.doctor has written"
+    known = ", ".join(machine.names())
+    note = f"others by --machine {known}, or a file that tools.doctor has written"
     if plan.step.hours is not None and plan.step.hours > _MOST_HOURS:
-        note = f"assumed, as two cores would train for {plan.step.hours / 24:,.0f} days; {note}"
+        days = f"{plan.step.hours / 24:,.0f} days"
+        note = f"assumed, as two cores would train for {days}; {note}"
         plan = summary.make(recipe, machine.load(_MACHINES["cuda"]))
     return plan, note
+
+
+def _parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="python -m tools.plan",
+        description="Check a recipe and print what it would do and cost.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="recipe")
+    known = f"one of {', '.join(machine.names())}, or a file that tools.doctor has written"
+    parser.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"{known} (default: by run.device)",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw the scaling from 1 to 4,096 replicas",
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="replaces a key of the recipe",
+    )
+    return parser

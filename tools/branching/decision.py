@@ -1,7 +1,8 @@
-"""The critical batch at each checkpoint, from the losses of the branches, and the batch.schedule that follows.
+"""The critical batch at each checkpoint, and the batch.schedule that follows.
 
-A branch has recovered if its loss is that of the first branch within the tolerance. The critical batch is the largest
-up to which all batches have, by either rule of the rate.
+Both follow from the losses of the branches. A branch has recovered if its loss is that of the first
+branch within the tolerance. The critical batch is the largest up to which all batches have, by
+either rule of the rate.
 
 Source: Merrill et al., 2505.23971, branched training.
 """
@@ -22,8 +23,11 @@ _SPREADS = 2.0  # in a tolerance
 
 
 class Result(NamedTuple):
-    """One branch. excess: of its loss over that of the first branch, relative to it; recovered: whether within the
-    tolerance."""
+    """One branch at its end.
+
+    excess: of its loss over that of the first branch, relative to it.
+    recovered: whether the excess is within the tolerance.
+    """
 
     branch: Branch
     loss: float
@@ -34,8 +38,11 @@ class Result(NamedTuple):
 class Point(NamedTuple):
     """A checkpoint.
 
-    loss: of the first branch. spread: the largest difference of its loss to that of another order, relative to it.
-    tolerance: of an excess. results: by rule, by rising batch. multiples: the largest that recovered, by rule.
+    loss: of the first branch.
+    spread: the largest difference of its loss to that of another order, relative to it.
+    tolerance: of an excess.
+    results: by rule, by rising batch.
+    multiples: the largest that recovered, by rule.
     """
 
     step: int
@@ -47,12 +54,17 @@ class Point(NamedTuple):
 
     @property
     def multiple(self) -> int:
-        """The critical batch over the run's batch."""
+        """Return the critical batch over the run's batch."""
         return max(self.multiples.values())
 
 
 class Growth(NamedTuple):
-    """A batch that grows along the curve. rule: of the rate. pairs: of batch.schedule. updates: of a whole run."""
+    """A batch that grows along the curve.
+
+    rule: of the rate.
+    pairs: of batch.schedule.
+    updates: of a whole run.
+    """
 
     rule: str
     pairs: List[Tuple[int, int]]
@@ -73,10 +85,14 @@ def judge(plan: Plan, losses: Mapping[Branch, float]) -> List[Point]:
 
 
 def _judge_point(plan: Plan, step: int, losses: Mapping[Branch, float]) -> Point:
-    first, *others = (losses[branch] for branch in plan.first_branches(step))
+    """Return what the branches from one checkpoint have shown."""
+    # Branches with the run's own batch differ by chance alone: their spread sets the tolerance.
+    first, *others = [losses[branch] for branch in plan.first_branches(step)]
     if not all(map(math.isfinite, (first, *others))):
-        fault = f"a branch with the run's own batch from step {step} has no finite loss"
-        raise UserError(f"{fault}; branch a run with a lower schedule.peak")
+        raise UserError(
+            f"a branch with the run's own batch from step {step} has no finite loss; "
+            "branch a run with a lower schedule.peak"
+        )
     spread = max(abs(other / first - 1) for other in others)
     tolerance = max(LEAST_TOLERANCE, _SPREADS * spread)
     results = {}
@@ -85,10 +101,18 @@ def _judge_point(plan: Plan, step: int, losses: Mapping[Branch, float]) -> Point
         branches = [Branch(step, multiple, rule) for multiple in plan.multiples]
         results[rule] = [_result(branch, losses[branch], first, tolerance) for branch in branches]
         multiples[rule] = _largest_recovered(results[rule])
-    return Point(step, first, spread, tolerance, results, multiples)
+    return Point(
+        step=step,
+        loss=first,
+        spread=spread,
+        tolerance=tolerance,
+        results=results,
+        multiples=multiples,
+    )
 
 
 def _result(branch: Branch, loss: float, first: float, tolerance: float) -> Result:
+    """Return how a branch ended. first: loss of the first branch."""
     excess = loss / first - 1 if math.isfinite(loss) else math.inf
     return Result(branch, loss, excess, excess <= tolerance)
 
@@ -97,6 +121,7 @@ def _largest_recovered(results: Sequence[Result]) -> int:
     """Return the multiple up to which all have recovered; 1 if the first has not."""
     largest = 1
     for result in results:
+        # A larger batch that recovers after one that has not does so by chance.
         if not result.recovered:
             break
         largest = result.branch.multiple
@@ -104,43 +129,62 @@ def _largest_recovered(results: Sequence[Result]) -> int:
 
 
 def critical(plan: Plan, points: Sequence[Point]) -> float:
-    """Return the critical batch of the whole run, in images: the geometric mean over its checkpoints.
+    """Return the critical batch of the whole run, in images.
 
-    Args: plan: of the branches. points: of all checkpoints.
+    It is the geometric mean over the checkpoints.
+
+    Args:
+        plan: of the branches.
+        points: all checkpoints.
     """
     logarithms = [math.log(point.multiple) for point in points]
     return plan.batch * math.exp(sum(logarithms) / len(logarithms))
 
 
 def is_bound(plan: Plan, points: Sequence[Point]) -> bool:
-    """Return whether the critical batch may be larger: at a checkpoint the largest that was tried has recovered.
+    """Return whether the critical batch may be larger than `critical` says.
 
-    Args: plan: of the branches. points: of all checkpoints.
+    It may if the largest multiple that was tried has recovered at a checkpoint.
+
+    Args:
+        plan: of the branches.
+        points: all checkpoints.
     """
     return any(point.multiple == plan.largest for point in points)
 
 
 def growth(plan: Plan, points: Sequence[Point], recipe: Recipe) -> Optional[Growth]:
-    """Return the schedule with the fewest updates, by either rule; None where no batch recovered all along.
+    """Return the schedule with the fewest updates, by either rule.
 
-    From each checkpoint on it has the critical batch there, but nowhere a larger one than later: batches do not shrink.
+    From each checkpoint on it has the critical batch there, but nowhere a larger one than later:
+    batches do not shrink.
 
     Args:
         plan: of the branches.
-        points: of all checkpoints.
+        points: all checkpoints.
         recipe: of the run.
+
+    Returns:
+        The schedule; None where no batch recovered all along.
     """
-    found = []
+    candidates = []
     for rule in RULES:
-        # A pair for each checkpoint from which on a larger batch is borne.
-        pairs = [(0, plan.batch)]
-        for number, point in enumerate(points):
-            batch = plan.batch * min(later.multiples[rule] for later in points[number:])
-            if batch > pairs[-1][1]:
-                pairs.append((point.step * plan.batch, batch))
+        pairs = _pairs(plan.batch, points, rule)
         # Updates also end where epochs end, so they are counted.
-        changed = workload.changed(recipe, "batch", schedule=[list(pair) for pair in pairs])
+        schedule = [list(pair) for pair in pairs]
+        changed = workload.changed(recipe, "batch", schedule=schedule)
         updates = sum(1 for _ in Course(changed, plan.per_epoch, plan.total).updates())
-        found.append(Growth(rule, pairs, updates))
-    best = min(found, key=lambda each: each.updates)
+        candidates.append(Growth(rule, pairs, updates))
+    best = min(candidates, key=lambda candidate: candidate.updates)
     return best if len(best.pairs) > 1 else None
+
+
+def _pairs(batch: int, points: Sequence[Point], rule: str) -> List[Tuple[int, int]]:
+    """Return (images, batch) for each checkpoint from which on a larger batch recovers."""
+    pairs = [(0, batch)]
+    for number, point in enumerate(points):
+        # Batches do not shrink, so the smallest of all later ones is the limit.
+        multiple = min(later.multiples[rule] for later in points[number:])
+        if batch * multiple > pairs[-1][1]:
+            pairs.append((point.step * batch, batch * multiple))
+    return pairs

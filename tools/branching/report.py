@@ -1,10 +1,10 @@
-"""What a branched run shows, as lines, as JSON and as a picture."""
+"""A branched run as lines, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
 
 from common.text import count
 from recipe.batch import rate_factor
@@ -17,6 +17,9 @@ from tools.branching.source import Source
 from tools.formats import percent
 from training.monitor import duration
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _MOST_DRAWN = 0.5  # of an excess: larger ones are drawn there
 _STYLES = dict(zip(RULES, ("o-", "s--")))
 
@@ -24,17 +27,21 @@ _STYLES = dict(zip(RULES, ("o-", "s--")))
 def announcement(source: Source, plan: Plan) -> Iterator[str]:
     """Yield the lines that tell, before anything is trained, what will be and what it costs.
 
-    Args: source: the run. plan: of its branches.
+    Args:
+        source: the run.
+        plan: of its branches.
     """
     branches = len(plan.branches())
-    each = f"of {plan.steps * plan.batch:,} images each, with up to {plan.largest} x {plan.batch:,} images an update"
-    yield f"branches   {branches} from {count(len(plan.points), 'checkpoint')}, {each}"
-    share = f"{percent(plan.share, 1)} of the run's"
-    pace = f"at its {source.images_per_second:,.0f} images a second"
+    checkpoints = count(len(plan.points), "checkpoint")
+    yield (
+        f"branches   {branches} from {checkpoints}, of {plan.steps * plan.batch:,} images each, "
+        f"with up to {plan.largest} x {plan.batch:,} images an update"
+    )
     scored = "" if source.pause is None else " and evaluations"
     yield (
-        f"cost       {plan.images:,} images, {share}; about {duration(source.seconds(plan))} {pace}{scored}, "
-        f"without the starts of {branches} processes"
+        f"cost       {plan.images:,} images, {percent(plan.share, 1)} of the run's; "
+        f"about {duration(source.seconds(plan))} at its {source.images_per_second:,.0f} images "
+        f"a second{scored}, without the starts of {branches} processes"
     )
 
 
@@ -43,23 +50,16 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
 
     Args:
         plan: of the branches.
-        points: of all checkpoints.
+        points: all checkpoints.
         growth: the schedule; None where there is none.
     """
-    # A row for each checkpoint and rule.
-    batches = "".join(f"{f'{multiple} x':>9}" for multiple in plan.multiples)
-    yield f"{'step':>9} {'epoch':>7} {'spread':>7} {'tolerance':>9}  {'rate by':<7}{batches}  critical"
-    for point in points:
-        for rule in RULES:
-            excesses = "".join(f"{_excess(result.excess):>9}" for result in point.results[rule])
-            place = f"{point.step:9,} {point.step / plan.per_epoch:7.3g}"
-            limits = f"{percent(point.spread, 1):>7} {percent(point.tolerance, 1):>9}"
-            yield f"{place} {limits}  {rule:<7}{excesses}  {_batch(plan, point.multiples[rule])}"
-    # What follows from them.
+    yield from _table(plan, points)
+    # What follows from the branches.
     bound = ">= " if decision.is_bound(plan, points) else ""
     yield f"critical   {bound}{decision.critical(plan, points):,.0f} images over the whole run"
     if bound:
         more = 2 * plan.largest
+        # Rounded up, so that the share that is named suffices.
         share = share_for(plan, more) + 0.005
         yield f"           {plan.largest} x recovered; --share {share:.2f} --output FOLDER tries {more} x"
     if growth is None:
@@ -71,10 +71,39 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
     yield f"  rate_rule: {growth.rule}"
 
 
-def as_data(source: Source, plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Dict[str, Any]:
+def _table(plan: Plan, points: Sequence[Point]) -> Iterator[str]:
+    """Yield a head, and a row for each checkpoint and rule."""
+    batches = "".join(f"{multiple} x".rjust(9) for multiple in plan.multiples)
+    yield f"{'step':>9} {'epoch':>7} {'spread':>7} {'tolerance':>9}  {'rate by':<7}{batches}  critical"
+    for point in points:
+        place = f"{point.step:9,} {point.step / plan.per_epoch:7.3g}"
+        limits = f"{percent(point.spread, 1):>7} {percent(point.tolerance, 1):>9}"
+        for rule in RULES:
+            excesses = "".join(_excess(result.excess).rjust(9) for result in point.results[rule])
+            multiple = point.multiples[rule]
+            bound = ">= " if multiple == plan.largest else ""
+            critical = f"{bound}{plan.batch * multiple:,}"
+            yield f"{place} {limits}  {rule:<7}{excesses}  {critical}"
+
+
+def _excess(value: float) -> str:
+    """Return an excess as percentage."""
+    return f"{100 * value:+.1f} %" if math.isfinite(value) else "diverged"
+
+
+def as_data(
+    source: Source,
+    plan: Plan,
+    points: Sequence[Point],
+    growth: Optional[Growth],
+) -> Dict[str, Any]:
     """Return everything as one object, which depends on the run and its branches alone.
 
-    Args: source: the run. Others as of `lines`.
+    Args:
+        source: the run.
+        plan: of the branches.
+        points: all checkpoints.
+        growth: the schedule; None where there is none.
     """
     return {
         "batch": plan.batch,
@@ -86,27 +115,19 @@ def as_data(source: Source, plan: Plan, points: Sequence[Point], growth: Optiona
         },
         "critical_batch": decision.critical(plan, points),
         "is_bound": decision.is_bound(plan, points),
-        "points": [_point_data(source, plan, point) for point in points],
+        "points": [_point_data(source.rate(point.step), plan, point) for point in points],
         "schedule": None if growth is None else growth._asdict(),
     }
 
 
-def _point_data(source: Source, plan: Plan, point: Point) -> Dict[str, Any]:
-    rate = source.rate(point.step)
+def _point_data(rate: float, plan: Plan, point: Point) -> Dict[str, Any]:
+    """Return a checkpoint as data. rate: the run's learning rate there."""
     rules: Dict[str, Any] = {}
     for rule in RULES:
-        branches = [
-            {
-                "multiple": result.branch.multiple,
-                "batch": result.branch.multiple * plan.batch,
-                "rate": rate * rate_factor(rule, result.branch.multiple),
-                "loss": result.loss,
-                "excess": result.excess,
-                "recovered": result.recovered,
-            }
-            for result in point.results[rule]
-        ]
-        rules[rule] = {"critical_batch": plan.batch * point.multiples[rule], "branches": branches}
+        rules[rule] = {
+            "critical_batch": plan.batch * point.multiples[rule],
+            "branches": _branch_data(rate, plan.batch, rule, point),
+        }
     return {
         "step": point.step,
         "images": point.step * plan.batch,
@@ -120,12 +141,34 @@ def _point_data(source: Source, plan: Plan, point: Point) -> Dict[str, Any]:
     }
 
 
+def _branch_data(rate: float, batch: int, rule: str, point: Point) -> List[Dict[str, Any]]:
+    """Return the branches from a checkpoint by one rule as data."""
+    branches = []
+    for result in point.results[rule]:
+        multiple = result.branch.multiple
+        branch = {
+            "multiple": multiple,
+            "batch": multiple * batch,
+            "rate": rate * rate_factor(rule, multiple),
+            "loss": result.loss,
+            "excess": result.excess,
+            "recovered": result.recovered,
+        }
+        branches.append(branch)
+    return branches
+
+
 def draw(plan: Plan, points: Sequence[Point], growth: Optional[Growth], path: Path) -> None:
     """Draw the critical batch along the run, and the losses of all branches by their batch.
 
-    Args: path: of the picture. Others as of `lines`.
+    Args:
+        plan: of the branches.
+        points: all checkpoints.
+        growth: the schedule; None where there is none.
+        path: of the picture.
 
-    Raises ConfigError: `path` names no kind of picture.
+    Raises:
+        ConfigError: `path` names no kind of picture.
     """
     figure = output.figure(path, (10, 4.2))
     left, right = figure.subplots(1, 2)
@@ -136,17 +179,25 @@ def draw(plan: Plan, points: Sequence[Point], growth: Optional[Growth], path: Pa
     figure.savefig(path, dpi=110)
 
 
-def _draw_curve(axis: Any, plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> None:
+def _draw_curve(
+    axis: Axes,
+    plan: Plan,
+    points: Sequence[Point],
+    growth: Optional[Growth],
+) -> None:
+    """Draw the critical batch along the run."""
     epochs = [point.step / plan.per_epoch for point in points]
     for number, rule in enumerate(RULES):
         batches = [plan.batch * point.multiples[rule] for point in points]
         axis.plot(epochs, batches, _STYLES[rule], color=f"C{number}", label=f"rate by {rule}")
     if growth is not None:
+        # The last batch of the schedule holds up to the end of the run.
         images = plan.batch * plan.per_epoch
         starts = [first / images for first, _ in growth.pairs]
+        starts.append(plan.total / plan.per_epoch)
         batches = [batch for _, batch in growth.pairs]
-        end = plan.total / plan.per_epoch
-        axis.step([*starts, end], [*batches, batches[-1]], where="post", color="grey", label="schedule")
+        batches.append(batches[-1])
+        axis.step(starts, batches, where="post", color="grey", label="schedule")
     axis.axhline(plan.batch, color="grey", ls="--", lw=0.8)
     axis.set(xlabel="epoch", ylabel="images", title="critical batch; dashed: the run's batch")
     axis.set_yscale("log", base=2)
@@ -154,23 +205,21 @@ def _draw_curve(axis: Any, plan: Plan, points: Sequence[Point], growth: Optional
     axis.legend(fontsize=8)
 
 
-def _draw_losses(axis: Any, plan: Plan, points: Sequence[Point]) -> None:
+def _draw_losses(axis: Axes, plan: Plan, points: Sequence[Point]) -> None:
+    """Draw the excess of all branches by their batch."""
     batches = [plan.batch * multiple for multiple in plan.multiples]
     for number, point in enumerate(points):
         for rule, style in _STYLES.items():
+            # A branch that diverged has an infinite excess.
             drawn = [100 * min(result.excess, _MOST_DRAWN) for result in point.results[rule]]
             label = f"epoch {point.step / plan.per_epoch:.3g}, {rule}"
             axis.plot(batches, drawn, style, color=f"C{number}", label=label)
         axis.axhline(100 * point.tolerance, color=f"C{number}", ls=":", lw=0.8)
-    axis.set(xlabel="images in an update", ylabel="%", title="loss above the first branch's; dotted: tolerances")
+    axis.set(
+        xlabel="images in an update",
+        ylabel="%",
+        title="loss above the first branch's; dotted: tolerances",
+    )
     axis.set_xscale("log", base=2)
     axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
     axis.legend(fontsize=7)
-
-
-def _excess(value: float) -> str:
-    return f"{100 * value:+.1f} %" if math.isfinite(value) else "diverged"
-
-
-def _batch(plan: Plan, multiple: int) -> str:
-    return f"{'>= ' if multiple == plan.largest else ''}{plan.batch * multiple:,}"

@@ -1,7 +1,8 @@
-"""Trains the branches of a run, one after the other, each as a process with a run folder of its own.
+"""Trains the branches of a run, one after the other, each as a process with a folder of its own.
 
-A session that is cut off goes on: branches that have ended are not trained again, and one that was killed resumes. The
-plan is stored before the first branch begins, so that later sessions train the same branches.
+A session that is cut off goes on: branches that have ended are not trained again, and one that was
+killed resumes. The plan is stored before the first branch begins, so that later sessions train the
+same branches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Sequence
 
-from common.errors import DONE, STOPPED, WRONG_INPUT, CheckpointError, ConfigError, UserError
+from common.errors import (
+    DONE,
+    STOPPED,
+    WRONG_INPUT,
+    CheckpointError,
+    ConfigError,
+    UserError,
+)
 from common.files import write_text
 from common.json_io import json_text, read_json
 from recipe import loading
@@ -30,6 +38,8 @@ TRAINER = (str(_ROOT / "train.py"),)
 _LAUNCHER = (str(_ROOT / "tools" / "launch.py"),)
 _PLAN = "plan.json"
 _RECIPE = "recipe.yaml"
+# Files that a session may leave behind which was killed before it had stored its plan.
+_UNFINISHED = {_RECIPE, f"{_RECIPE}.tmp", f"{_PLAN}.tmp"}
 _POLL_SECONDS = 0.1
 
 
@@ -42,47 +52,64 @@ class BranchFailed(Exception):
 
 
 def stored(output: Path, wanted: Mapping[str, float], recipe: Recipe) -> Optional[Plan]:
-    """Return the plan of an earlier session in a folder; None where none has begun there.
+    """Read the plan of an earlier session in a folder.
 
     Args:
         output: the folder of the branches.
         wanted: options that the plan follows from.
         recipe: of the run.
 
+    Returns:
+        The plan; None where no session has begun there.
+
     Raises:
-        ConfigError: the folder holds something else. CheckpointError: it holds other branches.
+        ConfigError: the folder holds something else.
+        CheckpointError: it holds other branches.
     """
     remedy = "choose another folder by --output FOLDER"
     if not (output / _PLAN).exists():
-        if output.is_dir() and {entry.name for entry in output.iterdir()} - {_RECIPE, f"{_RECIPE}.tmp", f"{_PLAN}.tmp"}:
+        if output.is_dir() and {entry.name for entry in output.iterdir()} - _UNFINISHED:
             raise ConfigError(f"{output} holds files that are no branches; {remedy}")
         return None
     try:
+        # A plan that was edited by hand may be anything.
         content = read_json(output / _PLAN)
         before = content["options"]
         plan = Plan(**content["plan"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{output / _PLAN}: damaged or not readable; {remedy}") from None
+    # Options and recipe must be the same.
     difference = ""
     for key, value in wanted.items():
         if before.get(key) != value:
             difference = f"{key} is {before.get(key)} there, {value} here"
-    difference = difference or first_difference(loading.load(output / _RECIPE), recipe)
+    if not difference:
+        difference = first_difference(loading.load(output / _RECIPE), recipe)
     if difference:
         raise CheckpointError(f"{output} belongs to other branches: {difference}; {remedy}")
     return plan
 
 
 def store(output: Path, wanted: Mapping[str, float], recipe: Recipe, plan: Plan) -> None:
-    """Store a plan, so that `stored` returns it. Args: as of `stored`; plan: of the branches. Raises OSError."""
+    """Store a plan, so that `stored` returns it.
+
+    Args:
+        output: the folder of the branches.
+        wanted: options that the plan follows from.
+        recipe: of the run.
+        plan: of the branches.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / _RECIPE, loading.dump(recipe))
-    write_text(output / _PLAN, json_text({"options": dict(wanted), "plan": plan._asdict()}, indent=1) + "\n")
+    content = {"options": dict(wanted), "plan": plan._asdict()}
+    write_text(output / _PLAN, json_text(content, indent=1) + "\n")
 
 
 def train(
     source: Source,
-    plan: Plan,
     recipes: Mapping[Branch, Recipe],
     output: Path,
     *,
@@ -90,7 +117,7 @@ def train(
     say: Callable[[str], None],
     trainer: Sequence[str] = TRAINER,
 ) -> Dict[Branch, float]:
-    """Train all branches that have not ended yet; return the validation loss of each at its end.
+    """Train all branches that have not ended yet.
 
     Args:
         source: the run.
@@ -101,48 +128,50 @@ def train(
         trainer: what trains a branch in one process, as Python is given it.
 
     Returns:
-        Losses; infinite where a branch diverged.
+        The validation loss of each branch at its end, infinite where it diverged.
 
     Raises:
-        Stopped: by a signal. BranchFailed: the machine failed. UserError: the input is wrong.
+        Stopped: a signal stopped the session.
+        BranchFailed: the machine failed.
+        UserError: the input is wrong.
     """
     losses: Dict[Branch, float] = {}
     for number, (branch, recipe) in enumerate(recipes.items(), start=1):
         folder = output / branch.name
         if _loss(folder) is None:
-            _train_one(source, branch, recipe, folder, stop=stop, trainer=trainer)
+            _train_branch(source, branch, recipe, folder, stop=stop, trainer=trainer)
         loss = _loss(folder)
         # Only its losses are needed now; two checkpoints of each branch would fill a disk.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         losses[branch] = loss
-        rate = f", rate by {branch.rule}" if branch.rule else f", order {branch.order}"
-        place = f"step {branch.step:,}, {branch.multiple} x {plan.batch:,} images{rate}"
+        batch = f"{branch.multiple} x {source.recipe.batch.global_:,} images"
+        variant = f"rate by {branch.rule}" if branch.rule else f"order {branch.order}"
+        place = f"step {branch.step:,}, {batch}, {variant}"
         say(f"branch {number} of {len(recipes)}: {place}: loss {loss:.4f}")
     return losses
 
 
-def _train_one(
-    source: Source, branch: Branch, recipe: Recipe, folder: Path, *, stop: StopRequest, trainer: Sequence[str]
+def _train_branch(
+    source: Source,
+    branch: Branch,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    stop: StopRequest,
+    trainer: Sequence[str],
 ) -> None:
     """Train a branch to its end. Raises as `train`."""
     from training import branching  # loads torch
 
     if not branching.is_begun(folder):
         branching.begin(source.folder, branch.step, recipe)
-    process = TrainingProcess(_command(source, folder, trainer), folder.with_name(f"{folder.name}.log"))
+    log = folder.with_name(f"{folder.name}.log")
+    process = TrainingProcess(_command(source, folder, trainer), log)
     if stop.name:
         raise Stopped(stop.name)
     process.start()
-    asked = False
-    try:
-        while process.poll() is None:
-            if stop.name and (stop.at_once or not asked):
-                process.stop(at_once=stop.at_once)
-                asked = True
-            time.sleep(_POLL_SECONDS)
-    finally:
-        if process.poll() is None:  # an error here must leave no process behind
-            process.stop(at_once=True)
+    _wait(process, stop)
+    # Its files show whether it came to its end, its exit code why not.
     code = process.poll()
     if code == DONE and _loss(folder) is not None:
         return
@@ -154,17 +183,40 @@ def _train_one(
     raise BranchFailed(f"{branch.name}: {line} ({process.log})")
 
 
+def _wait(process: TrainingProcess, stop: StopRequest) -> None:
+    """Wait until a process has ended, which signals make it do."""
+    asked = False
+    try:
+        while process.poll() is None:
+            if stop.name and (stop.at_once or not asked):
+                process.stop(at_once=stop.at_once)
+                asked = True
+            time.sleep(_POLL_SECONDS)
+    finally:
+        if process.poll() is None:  # an error here must leave no process behind
+            process.stop(at_once=True)
+
+
 def _command(source: Source, folder: Path, trainer: Sequence[str]) -> List[str]:
-    """The command line that trains a branch, by the launcher where the run had several processes."""
-    place = ["--config", str(folder / "config.yaml"), f"run.output={folder}"]
+    """Return the command line that trains a branch.
+
+    It goes by the launcher where the run had several processes.
+    """
+    # Unbuffered: the last line of the log is the reason of a failure.
+    command = [sys.executable, "-u"]
     if source.replicas * source.stages > 1:
-        shape = ["--stages", str(source.stages), "--replicas", str(source.replicas)]
-        return [sys.executable, "-u", *_LAUNCHER, *shape, *place]
-    return [sys.executable, "-u", *trainer, *place]
+        command += [*_LAUNCHER, "--stages", str(source.stages)]
+        command += ["--replicas", str(source.replicas)]
+    else:
+        command += trainer
+    return [*command, "--config", str(folder / "config.yaml"), f"run.output={folder}"]
 
 
 def _loss(folder: Path) -> Optional[float]:
-    """Validation loss at the end of a branch, infinite if it is no number; None before it has ended."""
+    """Read the validation loss at the end of a branch, infinite if it is no number.
+
+    None before the branch has ended.
+    """
     events = last_events(folder / METRICS)
     if "end" not in events or "eval" not in events:
         return None

@@ -17,17 +17,24 @@ from tools.sweeping.candidates import as_text
 _NEVER = "1e6"  # epochs between evaluations and checkpoints, besides those at the last step
 _LINES = 10  # of a branch's log
 _QUIET = (
-    *("log.noise_scale=false", "log.trust_ratios=false", "log.tensorboard=false", "log.wandb=false"),
-    *("log.mlflow=false", "log.trace=0", "log.profile=0", "log.memory=false"),
+    "log.noise_scale=false",
+    "log.trust_ratios=false",
+    "log.tensorboard=false",
+    "log.wandb=false",
+    "log.mlflow=false",
+    "log.trace=0",
+    "log.profile=0",
+    "log.memory=false",
 )
 
 
 class Source(NamedTuple):
     """A run to branch from.
 
-    per_epoch, total: steps of an epoch and of the whole run. replicas, stages: processes of its newest session.
-    images_per_second: in training, over all sessions. pause: seconds of an evaluation with a checkpoint; None where it
-    has had none.
+    per_epoch, total: steps of an epoch and of the whole run.
+    replicas, stages: processes of its newest session.
+    images_per_second: in training, over all sessions.
+    pause: seconds of an evaluation with a checkpoint; None where it has had none.
     """
 
     folder: Path
@@ -40,16 +47,21 @@ class Source(NamedTuple):
     pause: Optional[float]
 
     def rate(self, step: int) -> float:
-        """Return the run's learning rate at a step, from 0."""
-        lengths = arithmetic.lengths(self.recipe, self.per_epoch * self.recipe.batch.global_)
+        """Return the run's learning rate at a `step`, from 0."""
+        images = self.per_epoch * self.recipe.batch.global_
+        lengths = arithmetic.lengths(self.recipe, images)
         return schedule.create(self.recipe, lengths)(step)
 
     def seconds(self, plan: Plan) -> float:
-        """Return the seconds that the branches take at the run's own pace, without those in which processes start.
+        """Return the seconds that the branches take at the run's own pace.
 
-        Args: plan: of the branches.
+        Those in which processes start are left out.
+
+        Args:
+            plan: of the branches.
         """
-        return plan.images / self.images_per_second + len(plan.branches()) * (self.pause or 0.0)
+        training = plan.images / self.images_per_second
+        return training + len(plan.branches()) * (self.pause or 0.0)
 
 
 def read(folder: Path, overrides: Sequence[str]) -> Source:
@@ -60,26 +72,29 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
         overrides: laid over its recipe in all branches.
 
     Raises:
-        ConfigError: the recipe cannot be branched. UserError: there is no run, or its log has no line yet.
+        ConfigError: the recipe cannot be branched.
+        UserError: there is no run, or its log has no line yet.
     """
-    # What it is: a recipe that branches can be made of.
-    place = folder / "config.yaml"
-    recipe = loading.load(place, overrides)
+    # The recipe must be one that branches can be made of.
+    config = folder / "config.yaml"
+    recipe = loading.load(config, overrides)
     if recipe.batch.schedule is not None:
-        raise ConfigError(f"{place}: batch.schedule: its batch grows by itself; branch a run with a constant batch")
-    # How far it came, and at which pace.
+        raise ConfigError(f"{config}: batch.schedule: its batch grows by itself; branch a run with a constant batch")
+    # How far the run came, and at which pace.
     run = reading.read(folder)
     per_epoch = reading.steps_per_epoch(run)
     total = reading.total_steps(run)
     size = recipe.batch.global_
     times = reading.session_times(run.metrics, run.starts, size)
-    training = sum(each.computing + each.waiting for each in times)
+    training = sum(session.computing + session.waiting for session in times)
     if not (per_epoch and total and training):
         raise UserError(f"{folder}: its log has no lines of training yet; let it train for an epoch or more")
-    # Sessions that lost work have trained more images than the log shows; the pace is that of what was kept.
+    # Sessions that lost work trained more images than the log shows; the pace is of what was kept.
     logged = int(max(run.metrics.train["step"]))
     evaluations = len(run.metrics.evaluation)
-    pause = sum(each.rest for each in times) / evaluations if evaluations else None
+    pause = None
+    if evaluations:
+        pause = sum(session.rest for session in times) / evaluations
     newest = run.starts[-1] if run.starts else {}
     return Source(
         folder=folder,
@@ -94,11 +109,12 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
 
 
 def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> Recipe:
-    """Return the recipe of a branch: that of the run, but for its length, its rates, its batch and its draws.
+    """Return the recipe of a branch: the run's, but for its length, rates, batch and draws.
 
-    The rate begins with the run's at the checkpoint, follows the batch by the branch's rule, and falls linearly to 0:
-    so all branches end without the noise that a larger rate leaves in the weights, and their losses show how far they
-    came. It has no early end by a large loss: a branch that diverges takes the images that were announced.
+    The rate begins with the run's at the checkpoint, follows the batch by the branch's rule, and
+    falls linearly to 0: so all branches end without the noise that a larger rate leaves in the
+    weights, and their losses show how far they came. It has no early end by a large loss: a branch
+    that diverges takes the images that were announced.
 
     Args:
         source: the run.
@@ -135,7 +151,9 @@ def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> R
     ]
     if branch.rule:
         pairs = [[0, size], [branch.step * size, branch.multiple * size]]
-        overrides += [f"batch.schedule={as_text(pairs)}", f"batch.rate_rule={branch.rule}"]
-    recipe = loading.loads(loading.dump(source.recipe), str(source.folder / "config.yaml"), overrides)
+        overrides.append(f"batch.schedule={as_text(pairs)}")
+        overrides.append(f"batch.rate_rule={branch.rule}")
+    config = str(source.folder / "config.yaml")
+    recipe = loading.loads(loading.dump(source.recipe), config, overrides)
     arithmetic.divide(recipe, source.replicas)
     return recipe

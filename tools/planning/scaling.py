@@ -1,14 +1,17 @@
-"""Seconds of a step by cause, on 1 to 4,096 replicas: a model of few constants (docs/planning.md)."""
+"""Seconds of a step by cause, on 1 to 4,096 replicas: a model of few constants.
+
+Its formulae are in docs/planning.md.
+"""
 
 from __future__ import annotations
 
 import statistics
-from typing import Dict, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from parallel.costs import Link
 from parallel.exchange import Gradient, Method
 from parallel.exchange import of as method_for
-from recipe.config import Recipe
+from recipe.config import Parallel, Recipe
 from recipe.ipu.rules import pipelined
 from recipe.shares import even, mean_sums
 from tools.planning.machine import Machine
@@ -19,10 +22,14 @@ _FEW = 0.1  # below this share of a step, what is not computing is no limit
 
 
 class Row(NamedTuple):
-    """A step on `replicas`. parts: its seconds by cause. hours: of training, where that is known.
+    """A step on `replicas`.
 
-    global_batch: the recipe's, or where `grown` the least that so many replicas can share. efficiency: rate over that
-    of one replica times as many. limit: the part that costs most besides computing, if these exceed a tenth.
+    global_batch: the recipe's, or where `grown` the least that so many replicas can share.
+    accumulation: micro batches of the replica that computes most.
+    efficiency: rate over that of one replica times as many.
+    parts: the seconds of the step by cause.
+    limit: the part that costs most besides computing, if these exceed a tenth.
+    hours: of training, where that is known.
     """
 
     replicas: int
@@ -38,85 +45,177 @@ class Row(NamedTuple):
     hours: Optional[float] = None
 
 
+class _Division(NamedTuple):
+    """A global batch divided among replicas.
+
+    batch: its images.
+    accumulation: micro batches of the replica that computes most.
+    sums: see `Gradient`.
+    """
+
+    batch: int
+    accumulation: int
+    sums: float = 1.0
+
+
 def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload) -> Row:
-    """A step of `recipe` on `replicas` of `machine`. The formulae are in docs/planning.md, "The model"."""
-    micro, stages = recipe.batch.micro, recipe.parallel.stages
-    least = recipe.parallel.least  # that fill a pipeline
-    if machine.device == "ipu" and pipelined(recipe):
-        least = 2 * stages - 1
-    accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
-    batch, sums = accumulation * micro * replicas, 1.0
-    if recipe.exchange.in_tree:
-        batch = max(recipe.batch.global_, least * micro * replicas)
-        shares = even(batch // micro, replicas, least)
-        accumulation, sums = max(map(len, shares)), mean_sums(shares)
-    parts = _seconds(recipe, machine, replicas, accumulation, workload, sums)
-    single = sum(_seconds(recipe, machine, 1, max(1, batch // micro), workload, 1.0).values())
+    """Predict a step by the formulae in docs/planning.md, "The model".
+
+    Args:
+        recipe: that is trained.
+        machine: that trains it.
+        replicas: of the model.
+        workload: of the recipe.
+    """
+    division = _divide(recipe, machine, replicas)
+    parts = _seconds(recipe, machine, replicas, division, workload)
     seconds = sum(parts.values())
+    # The same batch on one replica, for the efficiency.
+    micro_batches = max(1, division.batch // recipe.batch.micro)
+    alone = _Division(division.batch, micro_batches)
+    single = sum(_seconds(recipe, machine, 1, alone, workload).values())
+    # If nearly all of the step is computing, there is nothing else to improve.
     limit = max((name for name in parts if name != "compute"), key=parts.__getitem__)
     if parts["compute"] >= (1 - _FEW) * seconds:
         limit = "compute"
     return Row(
-        replicas, replicas * len(workload.stages), batch, batch > recipe.batch.global_, accumulation, seconds,
-        batch / seconds, single / (replicas * seconds), parts, limit,
-    )  # fmt: skip
+        replicas=replicas,
+        devices=replicas * len(workload.stages),
+        global_batch=division.batch,
+        grown=division.batch > recipe.batch.global_,
+        accumulation=division.accumulation,
+        seconds=seconds,
+        images_per_second=division.batch / seconds,
+        efficiency=single / (replicas * seconds),
+        parts=parts,
+        limit=limit,
+    )
 
 
-def exchange(machine: Machine, method: Method, replicas: int, workload: Workload, sums: float = 1.0) -> float:
-    """Seconds in which replicas combine the largest stage's gradient by a method. Args: sums: see Gradient."""
+def _divide(recipe: Recipe, machine: Machine, replicas: int) -> _Division:
+    """Divide the recipe's batch, or the least larger one that so many replicas can share."""
+    micro = recipe.batch.micro
+    least = recipe.parallel.least  # micro batches that fill a pipeline
+    if machine.device == "ipu" and pipelined(recipe):
+        least = 2 * recipe.parallel.stages - 1
+    if recipe.exchange.in_tree:
+        # Replicas may have unequal shares, which add up in tree order.
+        batch = max(recipe.batch.global_, least * micro * replicas)
+        shares = even(batch // micro, replicas, least)
+        return _Division(batch, max(map(len, shares)), mean_sums(shares))
+    accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
+    return _Division(accumulation * micro * replicas, accumulation)
+
+
+def exchange(
+    machine: Machine,
+    method: Method,
+    replicas: int,
+    workload: Workload,
+    sums: float = 1.0,
+) -> float:
+    """Predict the seconds in which replicas combine the largest stage's gradient.
+
+    Args:
+        machine: whose links are used.
+        method: of exchange.
+        replicas: that combine theirs.
+        workload: of a recipe.
+        sums: see `Gradient`.
+    """
     if replicas == 1:
         return 0.0
-    levels, joined = [], 1  # groups that meet, and their link; the last may hold more groups than there are
+    gradients = []
+    for stage in workload.stages:
+        gradients.append(Gradient(stage.parameters, layers=stage.layers, sums=sums))
+    levels = _levels(machine, replicas, len(workload.stages))
+    return method.seconds_over(levels, replicas, max(gradients), workload.gradient_bytes)
+
+
+def _levels(machine: Machine, replicas: int, stages: int) -> List[Tuple[int, Link]]:
+    """Return the groups of replicas that meet, and their link, from the nearest on.
+
+    The last level may hold more groups than there are.
+    """
+    levels = []
+    joined = 1  # replicas that meet below this level
     for reach in machine.links:
         if joined >= replicas:
             break
-        within = replicas if reach.devices is None else min(replicas, max(1, reach.devices // len(workload.stages)))
+        # A replica has a device for each stage.
+        within = replicas
+        if reach.devices is not None:
+            within = min(replicas, max(1, reach.devices // stages))
         groups = -(-within // joined)
         if groups > 1:
             levels.append((groups, Link(reach.latency.value, 1 / reach.bandwidth.value)))
             joined *= groups
-    largest = max(Gradient(stage.parameters, layers=stage.layers, sums=sums) for stage in workload.stages)
-    return method.seconds_over(levels, replicas, largest, workload.gradient_bytes)
+    return levels
 
 
 def slowest_of(count: int) -> float:
-    """Expected largest of `count` standard normal numbers. Source: Blom, 1958, Statistical estimates: (n - 3/8)."""
-    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+    """Return the expected largest of `count` standard normal numbers.
+
+    Source: Blom, 1958, Statistical estimates and transformed beta-variables: the quantile of
+    (n - 3/8) / (n + 1/4).
+    """
+    if count <= 1:
+        return 0.0
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def backward_share(workload: Workload) -> float:
-    """Share of a micro batch's time in the backward pass."""
+    """Return the share of a micro batch's time in the backward pass of a `workload`."""
     return 0.5 if workload.recomputed else 2 / 3
 
 
 def _seconds(
-    recipe: Recipe, machine: Machine, replicas: int, accumulation: int, workload: Workload, sums: float
+    recipe: Recipe,
+    machine: Machine,
+    replicas: int,
+    division: _Division,
+    workload: Workload,
 ) -> Dict[str, float]:
+    """Predict the seconds of a step by cause."""
     micro = recipe.batch.micro
+    accumulation = division.accumulation
+    # Computation, which the slowest stage of a pipeline paces.
     work = [micro * stage.multiply_adds / machine.rate.value for stage in workload.stages]
-    slowest, mean = max(work), sum(work) / len(work)
+    slowest = max(work)
+    mean = sum(work) / len(work)
     if recipe.parallel.schedule == "sharded":  # one stage at a time
-        slowest = mean = sum(work)
+        mean = sum(work)
+        slowest = mean
     parts = {
         "compute": accumulation * mean,
         "imbalance": accumulation * (slowest - mean),
-        "bubble": _fill(recipe, machine, len(work)) * slowest,
+        "bubble": _fill(recipe.parallel, machine.device, len(work)) * slowest,
     }
-    hidden = 0.0 if recipe.exchange.in_tree else machine.overlap * slowest * backward_share(workload)
+    # Exchange, as far as nothing is computed beside it.
+    hidden = 0.0
+    if not recipe.exchange.in_tree:
+        hidden = machine.overlap * slowest * backward_share(workload)
     if machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
         hidden = max(hidden, recipe.exchange.beside * sum(parts.values()))
-    combining = exchange(machine, method_for(recipe.exchange), replicas, workload, sums)
+    method = method_for(recipe.exchange)
+    combining = exchange(machine, method, replicas, workload, division.sums)
     parts["exchange"] = max(0.0, combining - hidden)
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
-    copying = 3 * workload.image_size**2 / machine.to_device.value  # seconds an image; beside it is read
-    reading = 1 / (machine.decode.value * machine.cores * len(workload.stages)) if recipe.data.encoded else 0.0
-    parts["input"] = max(0.0, accumulation * micro * max(copying, reading) - sum(parts.values()))
+    # Images are read beside all that, and copied beside being read.
+    copying = 3 * workload.image_size**2 / machine.to_device.value  # seconds an image
+    reading = 0.0
+    if recipe.data.encoded:
+        reading = 1 / (machine.decode.value * machine.cores * len(workload.stages))
+    needed = accumulation * micro * max(copying, reading)
+    parts["input"] = max(0.0, needed - sum(parts.values()))
     return parts
 
 
-def _fill(recipe: Recipe, machine: Machine, stages: int) -> float:
-    """Micro batches' time that a pipeline's slowest stage stands still in a step."""
-    if stages == 1 or recipe.parallel.schedule == "sharded":
+def _fill(parallel: Parallel, device: str, stages: int) -> float:
+    """Return the micro batches' time in a step for which a pipeline's slowest stage is idle."""
+    if stages == 1 or parallel.schedule == "sharded":
         return 0.0
-    return 2.0 * (stages - 1) if machine.device == "ipu" else (stages - 1) / (recipe.parallel.virtual_stages or 1)
+    if device == "ipu":
+        return 2.0 * (stages - 1)
+    return (stages - 1) / (parallel.virtual_stages or 1)

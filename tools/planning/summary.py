@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from common.errors import UserError
 from parallel.exchange import variants
@@ -20,7 +20,12 @@ FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,
 
 
 class Stage(NamedTuple):
-    """A device of a replica. activation_bytes: in the recipe, without and with recomputation of all blocks."""
+    """A device of a replica.
+
+    activation_bytes: in the recipe.
+    activation_bytes_kept: without recomputation.
+    activation_bytes_recomputed: with recomputation of all blocks.
+    """
 
     blocks: List[str]
     parameters: int
@@ -32,10 +37,15 @@ class Stage(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A plan. available: bytes of a device. step: on the replicas that the recipe, or the launcher, names.
+    """A plan.
 
-    widest: empty for models without a width. widest_1f1b: empty where gpipe is not the schedule. input: of all
-    replicas; bytes of files, and cores to decode them, are None where images are no files.
+    available: bytes of a device.
+    widest: empty for models without a width.
+    widest_1f1b: empty where gpipe is not the schedule.
+    exchange: seconds by method.
+    input: of all replicas; bytes of files, and cores to decode them, are None where images are no
+        files.
+    step: on the replicas that the recipe, or the launcher, names.
     """
 
     recipe: Recipe
@@ -53,55 +63,136 @@ class Summary(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return max(stage.state_bytes + stage.activation_bytes for stage in self.stages) <= self.available
+        """Return whether each stage fits into the memory of its device."""
+        needed = [stage.state_bytes + stage.activation_bytes for stage in self.stages]
+        return max(needed) <= self.available
 
 
 def make(recipe: Recipe, machine: Machine) -> Summary:
-    """The plan of `recipe` on `machine`. Takes well below a second. Raises ConfigError for an impossible recipe."""
+    """Plan a recipe. Takes well below a second.
+
+    Args:
+        recipe: that is trained.
+        machine: that trains it.
+
+    Raises:
+        ConfigError: the recipe is impossible.
+    """
     batch = planned(recipe)
+    # `batch.micro: auto` has been decided by the plan: the rest needs a number.
     recipe = settled(recipe, batch.micro)
+    # Images may grow during training: the largest decide on memory and on the step.
     by_size = {size: workload.of(recipe, size) for size in training_image_sizes(recipe)}
-    work = by_size[max(by_size)]
-    step, *rows = (_row(recipe, machine, replicas, by_size) for replicas in (batch.replicas, *scaling.REPLICAS))
-    recomputed = [workload.by_stage(recipe, machine.device, batch, work, wanted) for wanted in (None, False, True)]
+    largest = by_size[max(by_size)]
+    step = _row(recipe, machine, batch.replicas, by_size)
+    rows = [_row(recipe, machine, replicas, by_size) for replicas in scaling.REPLICAS]
+    widest, widest_1f1b = _widest(recipe, machine, batch)
+    return Summary(
+        recipe=recipe,
+        machine=machine,
+        batch=batch,
+        workload=largest,
+        stages=_stages(recipe, machine.device, batch, largest),
+        available=workload.available(recipe, machine, batch),
+        widest=widest,
+        widest_1f1b=widest_1f1b,
+        exchange=_exchange(recipe, machine, batch, largest),
+        input=_input(recipe.data.encoded, machine, step, largest.image_size),
+        step=step,
+        scaling=rows,
+    )
+
+
+def _stages(recipe: Recipe, device: str, batch: Batch, work: Workload) -> List[Stage]:
+    """Return the devices of a replica, with their memory by what is recomputed."""
+    as_said = workload.by_stage(recipe, device, batch, work)
+    nothing = workload.by_stage(recipe, device, batch, work, wanted=False)
+    everything = workload.by_stage(recipe, device, batch, work, wanted=True)
     stages = []
-    for stage, (state, own), (_, kept), (_, again) in zip(work.stages, *recomputed):
-        stages.append(Stage(stage.names, stage.parameters, stage.multiply_adds, state, own, kept, again))
-    widest, widest_1f1b = [], []
-    if "width" in type(recipe.model).model_fields:
-        widest = [workload.widest(recipe, machine, batch, count) for count in STAGES]
-        if machine.device != "ipu" and recipe.parallel.schedule == "gpipe":
-            other = workload.changed(recipe, "parallel", schedule="1f1b")
-            widest_1f1b = [workload.widest(other, machine, batch, count) for count in STAGES]
-    rate, encoded = step.images_per_second, recipe.data.encoded
-    images = {
+    for number, part in enumerate(work.stages):
+        stage = Stage(
+            blocks=part.names,
+            parameters=part.parameters,
+            multiply_adds=part.multiply_adds,
+            state_bytes=as_said[number].state,
+            activation_bytes=as_said[number].activations,
+            activation_bytes_kept=nothing[number].activations,
+            activation_bytes_recomputed=everything[number].activations,
+        )
+        stages.append(stage)
+    return stages
+
+
+def _widest(
+    recipe: Recipe,
+    machine: Machine,
+    batch: Batch,
+) -> Tuple[List[Widest], List[Widest]]:
+    """Find the widest models, in the recipe's schedule and, where that is gpipe, in 1f1b."""
+    if "width" not in type(recipe.model).model_fields:
+        return [], []
+    widest = [workload.widest(recipe, machine, batch, stages) for stages in STAGES]
+    if machine.device == "ipu" or recipe.parallel.schedule != "gpipe":
+        return widest, []
+    # 1f1b keeps fewer micro batches in flight than gpipe, so wider models fit.
+    other = workload.changed(recipe, "parallel", schedule="1f1b")
+    return widest, [workload.widest(other, machine, batch, stages) for stages in STAGES]
+
+
+def _exchange(
+    recipe: Recipe,
+    machine: Machine,
+    batch: Batch,
+    work: Workload,
+) -> Dict[str, float]:
+    """Return the seconds of an exchange by each method, with the recipe's keys."""
+    seconds = {}
+    for method in variants(recipe.exchange):
+        # In tree order a replica may send several partial sums.
+        sums = mean_sums(batch.shares) if method.section.in_tree else 1.0
+        seconds[method.name] = scaling.exchange(machine, method, batch.replicas, work, sums)
+    return seconds
+
+
+def _input(
+    encoded: bool,
+    machine: Machine,
+    step: Row,
+    image_size: int,
+) -> Dict[str, Optional[float]]:
+    """Return what all replicas must read, and have, for the images. encoded: they are files."""
+    rate = step.images_per_second
+    return {
         "images_per_second": rate,
         "file_bytes_per_second": rate * FILE_BYTES if encoded else None,
-        "device_bytes_per_second": rate * 3 * work.image_size**2,
+        "device_bytes_per_second": rate * 3 * image_size**2,
         "cores": rate / machine.decode.value if encoded else None,
         "cores_there": machine.cores * step.devices,
     }
-    methods = {}
-    for each in variants(recipe.exchange):
-        sums = mean_sums(batch.shares) if each.section.in_tree else 1.0
-        methods[each.name] = scaling.exchange(machine, each, batch.replicas, work, sums)
-    available = workload.available(recipe, machine, batch)
-    return Summary(recipe, machine, batch, work, stages, available, widest, widest_1f1b, methods, images, step, rows)
 
 
 def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Workload]) -> Row:
-    """A step at the largest size of the images, with the hours of training at all sizes, where they are known."""
-    steps = {size: scaling.predict(recipe, machine, replicas, work) for size, work in by_size.items()}
-    row, images = steps[max(steps)], recipe.data.images("train")
+    """Predict a step at the largest size of the images, and the hours of training at all sizes.
+
+    Hours are left out where they are not known.
+    """
+    steps = {}
+    for size, work in by_size.items():
+        steps[size] = scaling.predict(recipe, machine, replicas, work)
+    row = steps[max(steps)]
+    images = recipe.data.images("train")
     if images is None:
         return row
     try:
         length = lengths(workload.changed(recipe, "batch", global_=row.global_batch), images)
     except UserError:  # the batch is too large for them
         return row
+    # Each size is shown from its first epoch on, until the next one is or the run ends.
     sizes = recipe.data.image_sizes or [[0, recipe.model.image_size]]
-    firsts = [first * length.steps_per_epoch for first, _ in sizes]
+    starts = [epoch * length.steps_per_epoch for epoch, _ in sizes]
+    ends = [*starts[1:], length.total]
     seconds = 0.0
-    for (_, pixels), first, end in zip(sizes, firsts, [*firsts[1:], length.total]):
-        seconds += max(0, min(end, length.total) - first) * steps[pixels].seconds
+    for (_, pixels), start, end in zip(sizes, starts, ends):
+        count = max(0, min(end, length.total) - start)
+        seconds += count * steps[pixels].seconds
     return row._replace(hours=seconds / 3600)

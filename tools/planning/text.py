@@ -8,50 +8,65 @@ from typing import Container, Iterator, Sequence
 from common.text import count
 from recipe.ipu import plan as ipu_plan
 from tools.formats import duration, number, scaled
+from tools.planning.scaling import Row
 from tools.planning.summary import Summary
 from tools.planning.workload import Widest
 
 _INDENT = " " * 11
+_LEAST_SHARE = 0.0005  # of a step, below which a part is not listed
 
 
 def lines(plan: Summary, note: str = "") -> Iterator[str]:
-    """The plan below the lines that `--dry-run` prints. Args: note: on the machine."""
-    work, need = plan.workload, plan.input
+    """Yield the plan below the lines that `--dry-run` prints.
+
+    Args:
+        plan: of a recipe on a machine.
+        note: on the machine.
+    """
+    # The machine, and the memory of its devices.
     yield f"machine    {plan.machine.name}; its rate is from {plan.machine.calibrated_on}"
     if note:
         yield f"{_INDENT}{note}"
-    size = f"{work.parameters:,} parameters, {scaled(work.multiply_adds, '')} multiply-adds an image forward"
-    yield f"model      {size}; stages: {work.cut}"
+    work = plan.workload
+    multiply_adds = f"{scaled(work.multiply_adds, '')} multiply-adds an image forward"
+    yield f"model      {work.parameters:,} parameters, {multiply_adds}; stages: {work.cut}"
     yield from _stages(plan)
     if plan.widest:
-        yield f"widest     width multiplier that fits (now {plan.recipe.model.width:g}): {_widths(plan.widest)}"
+        width = f"width multiplier that fits (now {plan.recipe.model.width:g})"
+        yield f"widest     {width}: {_widths(plan.widest)}"
     if plan.widest_1f1b:
         kept = f"gpipe keeps all {plan.batch.accumulation:,} micro batches of a step"
         yield f"{_INDENT}{kept}; 1f1b: {_widths(plan.widest_1f1b)}"
+    # The time of a step, and what it depends on.
     yield from _step(plan)
     if plan.step.replicas > 1:
-        yield "exchange   " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan.exchange.items())
-    line = f"input      {need['device_bytes_per_second'] / 1e6:,.0f} MB/s to the devices"
-    if need["cores"] is not None:
-        line += f", {need['file_bytes_per_second'] / 1e6:,.0f} MB/s of files as large as ImageNet's"
-        line += f", {need['cores']:,.1f} of {need['cores_there']:,.0f} cores to decode them"
-    yield line
+        methods = [f"{name} {duration(seconds)}" for name, seconds in plan.exchange.items()]
+        yield "exchange   " + ", ".join(methods)
+    yield _input(plan)
     yield from _scaling(plan)
 
 
 def as_data(plan: Summary) -> dict:
-    """The plan as JSON has it: seconds, bytes, images a second; options on IPUs only."""
+    """Return a `plan` as JSON has it: seconds, bytes, images a second; options on IPUs only."""
     options = {"options": [], "optimizer": {}}
     if plan.recipe.run.device == "ipu":
         options = ipu_plan.as_data(plan.recipe, plan.batch)
-    names = ("stages", "widest", "widest_1f1b", "scaling")
+    batch = dataclasses.asdict(plan.batch)
     return {
-        "batch": {key.rstrip("_"): value for key, value in dataclasses.asdict(plan.batch).items()},
+        "batch": {key.rstrip("_"): value for key, value in batch.items()},
         **options,
         "machine": plan.machine.model_dump(mode="json", exclude_none=True),
-        "model": {key: getattr(plan.workload, key) for key in ("parameters", "multiply_adds", "cut", "imbalance")},
+        "model": {
+            "parameters": plan.workload.parameters,
+            "multiply_adds": plan.workload.multiply_adds,
+            "cut": plan.workload.cut,
+            "imbalance": plan.workload.imbalance,
+        },
         "memory": {"available": plan.available, "fits": plan.fits},
-        **{name: [each._asdict() for each in getattr(plan, name)] for name in names},
+        "stages": [stage._asdict() for stage in plan.stages],
+        "widest": [widest._asdict() for widest in plan.widest],
+        "widest_1f1b": [widest._asdict() for widest in plan.widest_1f1b],
+        "scaling": [row._asdict() for row in plan.scaling],
         "exchange": plan.exchange,
         "input": plan.input,
         "step": plan.step._asdict(),
@@ -59,66 +74,144 @@ def as_data(plan: Summary) -> dict:
 
 
 def _stages(plan: Summary) -> Iterator[str]:
-    rows = [("stage", "blocks", "parameters", "work", "state MB", "kept MB", "recomputed MB", "here MB", "of MB")]
+    """Yield a table of the devices of a replica, and whether the model fits."""
+    head = (
+        "stage", "blocks", "parameters", "work", "state MB", "kept MB", "recomputed MB", "here MB",
+        "of MB",
+    )  # fmt: skip
+    rows = [head]
     total = sum(stage.multiply_adds for stage in plan.stages)
-    for place, stage in enumerate(plan.stages):
-        here = stage.state_bytes + stage.activation_bytes
-        sizes = (stage.state_bytes, stage.activation_bytes_kept, stage.activation_bytes_recomputed, here)
-        blocks, share = f"{stage.blocks[0]} to {stage.blocks[-1]}", f"{stage.multiply_adds / total:.0%}"
-        megabytes = (f"{size / 1e6:,.0f}" for size in (*sizes, plan.available))
-        rows.append((str(place), blocks, f"{stage.parameters:,}", share, *megabytes))
+    for index, stage in enumerate(plan.stages):
+        row = (
+            str(index),
+            f"{stage.blocks[0]} to {stage.blocks[-1]}",
+            f"{stage.parameters:,}",
+            f"{stage.multiply_adds / total:.0%}",
+            _megabytes(stage.state_bytes),
+            _megabytes(stage.activation_bytes_kept),
+            _megabytes(stage.activation_bytes_recomputed),
+            _megabytes(stage.state_bytes + stage.activation_bytes),
+            _megabytes(plan.available),
+        )
+        rows.append(row)
     yield from table(rows, _INDENT, left=(1,))
     if not plan.fits:
         yield f"{_INDENT}DOES NOT FIT: lower batch.micro, recompute, or take more stages"
     yield f"{_INDENT}activations of the micro batches in flight; program code and libraries' own memory not counted"
 
 
-def _widths(found: Sequence[Widest]) -> str:
+def _megabytes(size: float) -> str:
+    """Return bytes as megabytes."""
+    return f"{size / 1e6:,.0f}"
+
+
+def _widths(models: Sequence[Widest]) -> str:
+    """Return the widest model for each number of stages."""
     shown = []
-    for each in found:
-        size = f"{each.width:.2f} ({each.parameters / 1e6:,.0f} M parameters)" if each.width else "none"
-        shown.append(f"{count(each.stages, 'stage')} {size}")
+    for model in models:
+        size = "none"
+        if model.width:
+            size = f"{model.width:.2f} ({model.parameters / 1e6:,.0f} M parameters)"
+        shown.append(f"{count(model.stages, 'stage')} {size}")
     return "; ".join(shown)
 
 
 def _step(plan: Summary) -> Iterator[str]:
+    """Yield the time of a step, and its parts."""
     row = plan.step
-    hours = f", {_training_time(row.hours)} of training" if row.hours is not None else ""
-    pixels = f" at {plan.workload.image_size} px" if plan.recipe.data.image_sizes else ""
-    rate = f"{number(row.images_per_second)} images/s"
-    yield f"step       on {count(row.replicas, 'replica')}{pixels}: {duration(row.seconds)}, {rate}{hours}"
-    shares = {name: part / row.seconds for name, part in row.parts.items()}
-    yield _INDENT + ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.0005)
+    line = f"step       on {count(row.replicas, 'replica')}"
+    # Of several sizes the step is that of the largest.
+    if plan.recipe.data.image_sizes:
+        line += f" at {plan.workload.image_size} px"
+    line += f": {duration(row.seconds)}, {number(row.images_per_second)} images/s"
+    if row.hours is not None:
+        line += f", {_training_time(row.hours)} of training"
+    yield line
+    parts = []
+    for name, seconds in row.parts.items():
+        share = seconds / row.seconds
+        if share >= _LEAST_SHARE:
+            parts.append(f"{name} {share:.1%}")
+    yield _INDENT + ", ".join(parts)
+
+
+def _input(plan: Summary) -> str:
+    """Return what must be read and decoded."""
+    need = plan.input
+    line = f"input      {need['device_bytes_per_second'] / 1e6:,.0f} MB/s to the devices"
+    if need["cores"] is not None:
+        files = f"{need['file_bytes_per_second'] / 1e6:,.0f} MB/s"
+        line += f", {files} of files as large as ImageNet's"
+        line += f", {need['cores']:,.1f} of {need['cores_there']:,.0f} cores to decode them"
+    return line
 
 
 def _scaling(plan: Summary) -> Iterator[str]:
-    rows = [("replicas", "devices", "batch", "micro batches", "step", "images/s", "of ideal", "time", "limit")]
+    """Yield a table of steps on more and more replicas."""
+    head = (
+        "replicas", "devices", "batch", "micro batches", "step", "images/s", "of ideal", "time",
+        "limit",
+    )  # fmt: skip
+    rows = [head]
     for row in plan.scaling:
-        share = "" if row.limit == "compute" else f" {row.parts[row.limit] / row.seconds:.0%}"
-        counts = (f"{row.replicas:,}", f"{row.devices:,}", f"{row.global_batch:,}" + "*" * row.grown)
-        figures = (f"{row.accumulation:,}", duration(row.seconds), number(row.images_per_second))
-        time = _training_time(row.hours) if row.hours is not None else ""
-        rows.append((*counts, *figures, f"{row.efficiency:.0%}", time, row.limit + share))
+        # A star marks a batch that had to grow.
+        cells = (
+            f"{row.replicas:,}",
+            f"{row.devices:,}",
+            f"{row.global_batch:,}" + "*" * row.grown,
+            f"{row.accumulation:,}",
+            duration(row.seconds),
+            number(row.images_per_second),
+            f"{row.efficiency:.0%}",
+            "" if row.hours is None else _training_time(row.hours),
+            _limit(row),
+        )
+        rows.append(cells)
     yield from table(rows, _INDENT, left=(8,))
+    # Footnotes.
     batch = plan.recipe.batch
     if any(row.grown for row in plan.scaling):
         cause = f"cannot be shared by so many replicas of {batch.micro} images a micro batch"
         yield f"{_INDENT}* the batch grows: {batch.global_:,} {cause}"
     if any(row.hours is None for row in plan.scaling):
-        yield f"{_INDENT}no time: the number of images is not known (data.train_images), or the batch too large for it"
+        yield (
+            f"{_INDENT}no time: the number of images is not known (data.train_images), or the batch too large for it"
+        )
+
+
+def _limit(row: Row) -> str:
+    """Return what limits a step, with its share if that is not computing."""
+    if row.limit == "compute":
+        return row.limit
+    return f"{row.limit} {row.parts[row.limit] / row.seconds:.0%}"
 
 
 def table(rows: Sequence[Sequence[str]], indent: str, left: Container[int]) -> Iterator[str]:
-    """Rows in columns, the first of them the head. Args: left: numbers of the columns that are left-aligned."""
+    """Yield rows in columns.
+
+    Args:
+        rows: the first of them is the head.
+        indent: before each line.
+        left: numbers of the columns that are left-aligned.
+    """
+    # A column is as wide as its longest cell.
     widths = [max(map(len, column)) for column in zip(*rows)]
-    sides = ["<" if place in left else ">" for place in range(len(widths))]
     for row in rows:
-        yield indent + "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip()
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths)):
+            cells.append(cell.ljust(width) if column in left else cell.rjust(width))
+        yield indent + "  ".join(cells).rstrip()
 
 
 def _training_time(hours: float) -> str:
+    """Return hours of training in a unit that suits them."""
+    if hours >= 24000:
+        return f"{hours / 24:,.0f} days"
     if hours >= 48:
-        return f"{hours / 24:.3g} days" if hours < 24000 else f"{hours / 24:,.0f} days"
+        return f"{hours / 24:.3g} days"
     if hours >= 1:
         return f"{hours:.3g} h"
-    return f"{hours * 60:.3g} min" if hours * 60 >= 1 else duration(hours * 3600)
+    minutes = hours * 60
+    if minutes >= 1:
+        return f"{minutes:.3g} min"
+    return duration(hours * 3600)

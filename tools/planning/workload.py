@@ -1,16 +1,30 @@
-"""Work, parameters and bytes of each device, by stage; and the widest model that fits. Needs no torch."""
+"""Work, parameters and bytes of each device, by stage; and the widest model that fits.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Container, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Container,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 from common.errors import ConfigError
 from models import balance, shapes
 from models.shapes import BlockShape
 from recipe.batch import divide, training_image_sizes
 from recipe.checks import bound_to_cut
-from recipe.config import Model, Recipe
+from recipe.config import Model, Parallel, Recipe
 from recipe.division import Batch
 from recipe.ipu import options, rules
 from tools.planning.machine import Machine
@@ -19,12 +33,18 @@ _Whole = TypeVar("_Whole", Recipe, Machine)
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each
 _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
+_FLOAT32 = 4  # bytes
 _TILES = 1472  # of an IPU, Mk2 and Bow alike
-_GRID = 0.05  # of the width multipliers that are tried, up to 64
+_GRID = 0.05  # between the width multipliers that are tried
+_WIDEST = 64  # of them
 
 
 class StageWork(NamedTuple):
-    """The blocks of a device. multiply_adds: of one image, forward, backward and recomputed."""
+    """The blocks of a device.
+
+    multiply_adds: of one image, forward, backward and recomputed.
+    layers: parameters of which replicas that compress updates send a sketch.
+    """
 
     names: List[str]
     multiply_adds: int
@@ -33,7 +53,12 @@ class StageWork(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A recipe's model on the devices of one replica. cut: its origin. gradient_bytes: of one value, as exchanged."""
+    """A recipe's model on the devices of one replica.
+
+    cut: how it was cut into stages.
+    recomputed: names of the blocks whose activations are computed again.
+    gradient_bytes: of one value, as exchanged.
+    """
 
     image_size: int
     shapes: Dict[str, BlockShape]
@@ -44,82 +69,147 @@ class Workload(NamedTuple):
 
     @property
     def parameters(self) -> int:
+        """Return the parameters of the model."""
         return sum(shape.parameters for shape in self.shapes.values())
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one image's forward pass."""
+        """Return the multiply-adds of one image's forward pass."""
         return sum(shape.multiply_adds for shape in self.shapes.values())
 
     @property
     def imbalance(self) -> float:
-        """Share by which the slowest stage takes longer than the mean of all: 0 for an even cut."""
+        """Return by which share the slowest stage takes longer than the mean: 0 if cut evenly."""
         work = [stage.multiply_adds for stage in self.stages]
         return max(work) * len(work) / sum(work) - 1
 
 
 def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
-    """The workload of a recipe at an image size (the largest of training), cut as it says or by multiply-adds.
+    """Return the workload of a recipe, cut as it says or by multiply-adds.
 
-    Raises ConfigError: cut points that the model does not have, or more stages than blocks.
+    Args:
+        recipe: of the run.
+        image_size: pixels a side; None: the largest of training.
+
+    Raises:
+        ConfigError: cut points that the model does not have, or more stages than blocks.
     """
-    size, parallel = image_size or max(training_image_sizes(recipe)), recipe.parallel
-    found = shapes.blocks(recipe.model, size)
-    able, again = sum(shape.parameters > 0 for shape in found.values()), recomputed(recipe, list(found))
-    if parallel.parts > able:
-        raise ConfigError(f"parallel.stages: {parallel.parts} parts are more than the {able} blocks with parameters")
+    size = image_size or max(training_image_sizes(recipe))
+    stage_count = recipe.parallel.stages
+    part_count = recipe.parallel.parts
+    blocks = shapes.blocks(recipe.model, size)
+    trained = sum(shape.parameters > 0 for shape in blocks.values())
+    # No part is without parameters: see models/balance.py.
+    if part_count > trained:
+        raise ConfigError(f"parallel.stages: {part_count} parts are more than the {trained} blocks with parameters")
     cuts, origin = _cuts(recipe, size)
     try:
-        divided = balance.split_names(list(found), cuts)
+        parts = balance.split_names(list(blocks), cuts)
     except ValueError as error:
         raise ConfigError(f"parallel.split: {error}") from None
+    again = recomputed(recipe, list(blocks))
     stages = []
-    for stage in range(parallel.stages):
+    for stage in range(stage_count):
         # A device has every `stages`-th part, where there are more parts than devices.
-        names = [name for part in divided[stage :: parallel.stages] for name in part]
-        passes = sum(found[name].multiply_adds * (1 + _BACKWARD + (name in again)) for name in names)
-        parameters, layers = (sum(getattr(found[name], key) for name in names) for key in ("parameters", "layers"))
-        stages.append(StageWork(names, passes, parameters, layers))
-    return Workload(size, found, stages, origin, again)
+        names = [name for part in parts[stage::stage_count] for name in part]
+        stages.append(_stage_work(names, blocks, again))
+    return Workload(size, blocks, stages, origin, again)
+
+
+def _stage_work(
+    names: List[str],
+    blocks: Dict[str, BlockShape],
+    again: Container[str],
+) -> StageWork:
+    """Add up the blocks of a stage. again: the recomputed ones."""
+    multiply_adds = 0
+    for name in names:
+        passes = 1 + _BACKWARD + (name in again)
+        multiply_adds += passes * blocks[name].multiply_adds
+    return StageWork(
+        names=names,
+        multiply_adds=multiply_adds,
+        parameters=sum(blocks[name].parameters for name in names),
+        layers=sum(blocks[name].layers for name in names),
+    )
 
 
 def changed(whole: _Whole, section: str, **keys: object) -> _Whole:
-    """A recipe or machine with other values of some keys of a section."""
-    return whole.model_copy(update={section: getattr(whole, section).model_copy(update=keys)})
+    """Return a recipe or machine with other values of some keys of a section.
+
+    Args:
+        whole: the recipe or machine.
+        section: its name.
+        keys: of the section, with their values.
+    """
+    update = getattr(whole, section).model_copy(update=keys)
+    return whole.model_copy(update={section: update})
 
 
-def recomputed(recipe: Recipe, names: List[str], wanted: Optional[bool] = None) -> FrozenSet[str]:
-    """The blocks that are computed again; `wanted` takes the place of the recipe's own answer."""
+def recomputed(
+    recipe: Recipe,
+    names: Sequence[str],
+    wanted: Optional[bool] = None,
+) -> FrozenSet[str]:
+    """Return the blocks that are computed again in the backward pass.
+
+    Args:
+        recipe: of the run.
+        names: of all blocks.
+        wanted: whether all are; None: those that the recipe says.
+    """
     chosen = recipe.parallel.recompute if wanted is None else wanted
     if isinstance(chosen, list):
         return frozenset(chosen)
-    kept = set(recipe.ipu.keep_activations) if recipe.run.device == "ipu" else set()
-    return frozenset(name for name in names if name not in kept) if chosen else frozenset()
+    if not chosen:
+        return frozenset()
+    kept = recipe.ipu.keep_activations if recipe.run.device == "ipu" else ()
+    return frozenset(names).difference(kept)
 
 
 def _compute_type(recipe: Recipe, device: str) -> str:
-    """Type of activations on a device of that kind."""
-    return "float32" if recipe.precision.compute == "auto" and device == "cpu" else rules.compute_dtype(recipe)
+    """Return the type of activations on a device of that kind."""
+    if recipe.precision.compute == "auto" and device == "cpu":
+        return "float32"
+    return rules.compute_dtype(recipe)
 
 
 def state_bytes(recipe: Recipe, device: str) -> int:
-    """Bytes of a parameter: weight, the optimizer's slots, gradient, working copy, float32 scratch and averages."""
+    """Return the bytes of a parameter and of all that belongs to it.
+
+    These are the weight, the optimizer's slots, the gradient, the working copy, float32 scratch
+    memory and averages.
+
+    Args:
+        recipe: of the run.
+        device: kind of the device.
+    """
     kind = _compute_type(recipe, device)
-    weights, compute = _SIZES[recipe.precision.weights], _SIZES[kind]
-    slots = [weights if slot.half else 4 for slot in recipe.optimizer.slots.values()]
-    total = weights + sum(slots) + _GRADIENT
+    weights = _SIZES[recipe.precision.weights]
+    compute = _SIZES[kind]
+    slots = recipe.optimizer.slots.values()
+    total = weights + _GRADIENT
+    for slot in slots:
+        total += weights if slot.half else _FLOAT32
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total
+    # The module's parameters are a copy where their type is not that of the weights.
     copied = kind != recipe.precision.weights
-    scratch = 0
-    if recipe.optimizer.scratch and (device != "cpu" or copied or compute != 4):  # else it steps in place
-        scratch = 4 * (len(slots) + (not (copied and compute == 4)))  # a float32 working copy serves for the weights
-    averages = 4 * sum(decay is not None for decay in (recipe.average.step_decay, recipe.average.epoch_decay))
-    return total + compute * copied + scratch + averages
+    if copied:
+        total += compute
+    # A CPU steps in place where everything is float32.
+    if recipe.optimizer.scratch and (device != "cpu" or copied or compute != _FLOAT32):
+        total += _FLOAT32 * len(slots)
+        if not (copied and compute == _FLOAT32):  # else the working copy serves for the weights
+            total += _FLOAT32
+    for decay in (recipe.average.step_decay, recipe.average.epoch_decay):
+        if decay is not None:
+            total += _FLOAT32
+    return total
 
 
-def _cuts(recipe: Recipe, size: int) -> tuple:
-    """Names of the blocks that open parts after the first, and where they come from."""
+def _cuts(recipe: Recipe, size: int) -> Tuple[List[str], str]:
+    """Return the blocks that open parts after the first, and where the cut comes from."""
     parallel = recipe.parallel
     if parallel.parts == 1:
         return [], "one stage"
@@ -127,9 +217,13 @@ def _cuts(recipe: Recipe, size: int) -> tuple:
         return parallel.split, "as the recipe says"
     costs = shapes.costs(recipe.model, size, micro=1, itemsize=1)
     batch = divide(recipe)
-    cuts = balance.balance(costs, parallel.parts, in_flight=[batch.accumulation] * parallel.parts).cuts
-    counted = parallel.split == "counted" or recipe.run.device == "ipu" or bound_to_cut(recipe, batch.replicas)
-    return cuts, f"balanced by multiply-adds{'' if counted else '; the run measures its blocks instead'}"
+    # Memory is no limit here, so these numbers only break ties.
+    in_flight = [batch.accumulation] * parallel.parts
+    cuts = balance.balance(costs, parallel.parts, in_flight=in_flight).cuts
+    counted = parallel.split == "counted" or recipe.run.device == "ipu"
+    if counted or bound_to_cut(recipe, batch.replicas):
+        return cuts, "balanced by multiply-adds"
+    return cuts, "balanced by multiply-adds; the run measures its blocks instead"
 
 
 class Widest(NamedTuple):
@@ -142,93 +236,209 @@ class Widest(NamedTuple):
 
 
 def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
-    """Bytes of a device, without those of an IPU's tiles that only move data."""
-    moving = machine.device == "ipu" and recipe.run.device == "ipu" and options.overlaps(recipe, batch)
-    return machine.memory.value * (1 - recipe.ipu.io_tiles / _TILES * moving)
+    """Return the bytes of a device, without those of an IPU's tiles that only move data.
+
+    Args:
+        recipe: of the run.
+        machine: that trains it.
+        batch: of the recipe.
+    """
+    memory = machine.memory.value
+    on_ipus = machine.device == "ipu" and recipe.run.device == "ipu"
+    if on_ipus and options.overlaps(recipe, batch):
+        return memory * (1 - recipe.ipu.io_tiles / _TILES)
+    return memory
+
+
+class Held(NamedTuple):
+    """Contents of a device's memory for some consecutive blocks.
+
+    kept: elements an image that are kept of each micro batch in flight.
+    once: elements an image that are there for one micro batch, while blocks are recomputed.
+    """
+
+    parameters: int
+    kept: int
+    once: int
+
+
+class _Sizes(NamedTuple):
+    """Bytes in a device's memory.
+
+    parameter: of a parameter and all that belongs to it.
+    element: of one element an image, for a whole micro batch.
+    """
+
+    parameter: int
+    element: int
+
+    def state(self, held: Held) -> int:
+        """Return the bytes of the parameters that are `held`, and of all that belongs to them."""
+        return self.parameter * held.parameters
+
+    def activations(self, held: Held, in_flight: int) -> int:
+        """Return the bytes of activations that are `held` with micro batches `in_flight`."""
+        return self.element * (in_flight * held.kept + held.once)
+
+
+def _sizes(recipe: Recipe, device: str, micro: int) -> _Sizes:
+    """Return the bytes in the memory of a device of that kind."""
+    element = _SIZES[_compute_type(recipe, device)] * micro
+    return _Sizes(state_bytes(recipe, device), element)
+
+
+class StageBytes(NamedTuple):
+    """Bytes of a stage: parameters and what belongs to them; micro batches in flight."""
+
+    state: int
+    activations: int
 
 
 def by_stage(
-    recipe: Recipe, device: str, batch: Batch, work: Workload, wanted: Optional[bool] = None
-) -> List[Tuple[int, int]]:
-    """Bytes of each device of a replica: parameters and what belongs to them; activations of micro batches in flight.
+    recipe: Recipe,
+    device: str,
+    batch: Batch,
+    work: Workload,
+    wanted: Optional[bool] = None,
+) -> List[StageBytes]:
+    """Return the bytes of each device of a replica.
 
-    Args: device: its kind. wanted: as for `recomputed`.
+    Args:
+        recipe: of the run.
+        device: its kind.
+        batch: of the recipe.
+        work: of the recipe.
+        wanted: as for `recomputed`.
     """
     again = recomputed(recipe, list(work.shapes), wanted)
-    each, state = _SIZES[_compute_type(recipe, device)] * batch.micro, state_bytes(recipe, device)
-    found = []
-    for stage, count in zip(work.stages, in_flight(recipe, device, batch, len(work.stages))):
-        *_, (parameters, kept, once) = elements(stage.names, work.shapes, again, device)
-        found.append((state * parameters, each * (count * kept + once)))
-    return found
+    sizes = _sizes(recipe, device, batch.micro)
+    counts = in_flight(recipe.parallel, device, batch.accumulation, len(work.stages))
+    stages = []
+    for stage, count in zip(work.stages, counts):
+        # The last one is that of the whole stage.
+        *_, held = elements(stage.names, work.shapes, again, device)
+        stages.append(StageBytes(sizes.state(held), sizes.activations(held, count)))
+    return stages
 
 
-def in_flight(recipe: Recipe, device: str, batch: Batch, stages: int) -> List[int]:
-    """Micro batches of which each stage keeps activations at once.
+def in_flight(parallel: Parallel, device: str, accumulation: int, stages: int) -> List[int]:
+    """Return the micro batches of which each stage keeps activations at once.
 
-    An IPU's pipeline has a forward and a backward pass of each stage in turn, so stage s of K keeps 2 (K - 1 - s) + 1.
-    Elsewhere a device that has several parts is taken to keep as many of all as of its first.
+    An IPU's pipeline has a forward and a backward pass of each stage in turn, so stage s of K keeps
+    2 (K - 1 - s) + 1. Elsewhere a device that has several parts is taken to keep as many of all as
+    of its first.
+
+    Args:
+        parallel: section of the recipe.
+        device: its kind.
+        accumulation: micro batches of a step.
+        stages: of the model, which need not be the recipe's.
     """
-    parallel = recipe.parallel
     if stages == 1 or parallel.schedule == "sharded":
         return [1] * stages
     if device == "ipu":
         return [2 * (stages - 1 - stage) + 1 for stage in range(stages)]
-    return parallel.model_copy(update={"stages": stages}).in_flight(batch.accumulation)[:stages]
+    cut = parallel.model_copy(update={"stages": stages})
+    return cut.in_flight(accumulation)[:stages]
 
 
 def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Widest:
-    """The widest model whose stages fit, cut where memory is most even: GPipe, 1811.06965, table 1."""
-    limit, found = available(recipe, machine, batch), Widest(stages, None, 0, 0)
-    low, high = 0, round(64 / _GRID) + 1
+    """Find the widest model whose stages fit, cut where memory is most even.
+
+    Source: GPipe, 1811.06965, table 1.
+
+    Args:
+        recipe: whose model is widened.
+        machine: that trains it.
+        batch: of the recipe.
+        stages: devices of a replica.
+    """
+    limit = available(recipe, machine, batch)
+    best = Widest(stages, None, 0, 0)
+    # Multiples of the grid: the lower one fits, or is 0; the higher one does not.
+    low = 0
+    high = round(_WIDEST / _GRID) + 1
     while high - low > 1:
         middle = (low + high) // 2
         model = recipe.model.model_copy(update={"width": middle * _GRID})
         size, parameters = _smallest(recipe, machine.device, batch, model, stages)
         if size <= limit:
-            low, found = middle, Widest(stages, middle * _GRID, parameters, size)
+            low = middle
+            best = Widest(stages, middle * _GRID, parameters, size)
         else:
             high = middle
-    return found
+    return best
 
 
-def _smallest(recipe: Recipe, device: str, batch: Batch, model: Model, stages: int) -> Tuple[int, int]:
-    """Bytes of the fullest device under the best cut for memory, and the model's parameters."""
-    found = shapes.blocks(model, max(training_image_sizes(recipe)))
-    names, held = list(found), in_flight(recipe, device, batch, stages)
-    each, state = _SIZES[_compute_type(recipe, device)] * batch.micro, state_bytes(recipe, device)
-    parts = [list(elements(names[at:], found, recomputed(recipe, names), device)) for at in range(len(names))]
+def _smallest(
+    recipe: Recipe,
+    device: str,
+    batch: Batch,
+    model: Model,
+    stages: int,
+) -> Tuple[int, int]:
+    """Return the bytes of the fullest device under the best cut, and the model's parameters."""
+    blocks = shapes.blocks(model, max(training_image_sizes(recipe)))
+    names = list(blocks)
+    again = recomputed(recipe, names)
+    sizes = _sizes(recipe, device, batch.micro)
+    counts = in_flight(recipe.parallel, device, batch.accumulation, stages)
+    # What a stage holds that begins with the block `start`, for each block that it may end with.
+    spans = []
+    for start in range(len(names)):
+        spans.append(list(elements(names[start:], blocks, again, device)))
 
     @functools.lru_cache(maxsize=None)
     def fullest(stage: int, start: int) -> int:
-        """Least bytes of the fullest of the stages from `stage` on, whose first block is `start`."""
+        """Return the least bytes of the fullest stage from `stage` on, which begins at `start`."""
+        totals = []
+        for held in spans[start]:
+            totals.append(sizes.state(held) + sizes.activations(held, counts[stage]))
         later = stages - stage - 1
-        sizes = [state * parameters + each * (held[stage] * kept + once) for parameters, kept, once in parts[start]]
         if later == 0:
-            return sizes[-1]
+            return totals[-1]
+        # Each later stage has a block at least.
         ends = range(start + 1, len(names) - later + 1)
-        return min(max(size, fullest(stage + 1, end)) for size, end in zip(sizes, ends))
+        return min(max(total, fullest(stage + 1, end)) for total, end in zip(totals, ends))
 
-    return fullest(0, 0), parts[0][-1][0]
+    return fullest(0, 0), spans[0][-1].parameters
 
 
 def elements(
-    names: Sequence[str], found: Dict[str, BlockShape], again: Container[str], device: str
-) -> Iterator[Tuple[int, int, int]]:
-    """After each of consecutive blocks: parameters, and elements an image kept of each micro batch in flight and once.
+    names: Sequence[str],
+    blocks: Dict[str, BlockShape],
+    again: Container[str],
+    device: str,
+) -> Iterator[Held]:
+    """Yield what a device holds after each of consecutive blocks.
 
-    Of recomputed blocks only inputs are kept in flight. IPUs recompute a stage as a whole, others a block at a time.
+    Of recomputed blocks only inputs are kept in flight. IPUs recompute a stage as a whole, others a
+    block at a time.
+
+    Args:
+        names: of the consecutive blocks.
+        blocks: of the model.
+        again: names of the blocks that are recomputed.
+        device: its kind.
     """
-    inputs = dict(zip(found, [0, *(shape.output for shape in found.values())]))
-    whole, recomputes = device == "ipu", False
-    parameters = kept = once = 0
+    # A block's input is the output of the block before it; the images come from the host.
+    inputs = dict(zip(blocks, [0, *[shape.output for shape in blocks.values()]]))
+    parameters = 0
+    kept = 0
+    once = 0
+    in_recomputation = False
     for name in names:
-        shape = found[name]
+        shape = blocks[name]
         parameters += shape.parameters
         if name not in again:
             kept += shape.saved
+        elif device == "ipu":
+            # Only the input of the first recomputed block is kept: the others follow from it.
+            if not in_recomputation:
+                kept += inputs[name]
+            once += shape.saved
+            in_recomputation = True
         else:
-            kept += 0 if whole and recomputes else inputs[name]
-            once = once + shape.saved if whole else max(once, shape.saved)
-            recomputes = True
-        yield parameters, kept, once
+            kept += inputs[name]
+            once = max(once, shape.saved)
+        yield Held(parameters, kept, once)

@@ -1,4 +1,4 @@
-"""The page of a report: one file, whose browser may load nothing else; report.html is its template."""
+"""The page of a report: one file that loads no other; report.html is its template."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
+_ENVIRONMENT.policies["json.dumps_kwargs"] = {
+    "allow_nan": False,
+    "ensure_ascii": False,
+    "separators": (",", ":"),
+}
 
 
 class Figure(NamedTuple):
-    """One figure of the page. data, layout: as plotly has them, but for `x`, which may be an object of `epoch`, `step`
-    and `time`. marks: places of vertical lines, each such an object."""
+    """One figure of the page.
+
+    data, layout: as plotly has them, but for `x`, which may be an object of `epoch`, `step` and
+        `time`.
+    marks: abscissae of vertical lines, each such an object.
+    wide: it takes the whole width of the page.
+    """
 
     key: str
     title: str
@@ -33,16 +42,26 @@ class Figure(NamedTuple):
 
 
 def render(page: dict) -> str:
-    """The whole page. Args: page: what report.html shows, see sections.py."""
+    """Render the whole page as HTML.
+
+    Args:
+        page: the values that report.html shows: see sections.py.
+    """
     figures = [figure._asdict() for figure in (*page["curves"].figures, *page["layers"])]
     now = datetime.datetime.now(datetime.timezone.utc)
     template = _ENVIRONMENT.get_template("report.html")
-    text = template.render(page=page, figures=figures, plotly=Markup(_plotly()), now=f"{now:%Y-%m-%d %H:%M}")
+    text = template.render(
+        page=page,
+        figures=figures,
+        plotly=Markup(_plotly()),
+        now=f"{now:%Y-%m-%d %H:%M}",
+    )
     # JSON may hold halves of surrogate pairs, which no file can.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plotly() -> str:
+    """Return plotly's JavaScript."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()

@@ -1,10 +1,10 @@
-"""What a report shows, as report.html takes it: of one run, or of several with one colour per run in all figures."""
+"""The content of a report, as report.html shows it: of one run, or of several compared."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from typing import List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from common.credentials import masked
 from common.text import count
@@ -18,39 +18,57 @@ from tools.reporting.curves import run_style
 from tools.reporting.run import AVERAGES, Run, division, headline, session_times, state
 from training.monitor import duration, pace
 
-_OF_THE_PLACE = ("run.name", "run.output")  # differ in any two runs
+_DIFFERS_ALWAYS = ("run.name", "run.output")  # in any two runs
 _OF_A_START = ("started", "command", "step")  # keys of environment.json that every start has anew
 _TIMES = ("session", "steps", "time", "computing", "waiting for images", "evaluation, checkpoints")
+_MOST_LINES = 5  # of metrics.jsonl that are named
 
 
 def share(value: Optional[float]) -> str:
-    """0.9972 as `99.72 %`; empty if unknown."""
-    return "" if value is None or value != value else formats.percent(value, 2)
+    """Return a share as text: a `value` of 0.9972 as `99.72 %`, an unknown one as nothing."""
+    if value is None or value != value:
+        return ""
+    return formats.percent(value, 2)
 
 
-# Of `headline`: the title of a figure, its key, its format.
+class _Column(NamedTuple):
+    """One figure of `headline`."""
+
+    title: str
+    key: str
+    form: Callable[[Any], str]
+
+
 _FIGURES = (
-    ("top-1, validation", "top1", share),
-    ("top-5", "top5", share),
-    ("best top-1", "best_top1", share),
-    *((f"top-1, {name.replace('_', ' ')}", name, share) for name in AVERAGES),
-    ("duration", "seconds", duration),
-    ("throughput", "images_per_second", pace),
-    ("epochs", "epoch", "{:.4g}".format),
-    ("steps", "step", "{:,}".format),
-    ("global batch", "global_batch", "{:,}".format),
+    _Column("top-1, validation", "top1", share),
+    _Column("top-5", "top5", share),
+    _Column("best top-1", "best_top1", share),
+    *[_Column(f"top-1, {name.replace('_', ' ')}", name, share) for name in AVERAGES],
+    _Column("duration", "seconds", duration),
+    _Column("throughput", "images_per_second", pace),
+    _Column("epochs", "epoch", "{:.4g}".format),
+    _Column("steps", "step", "{:,}".format),
+    _Column("global batch", "global_batch", "{:,}".format),
 )
 
 
 def of_run(run: Run) -> dict:
-    """The page of one run, without its images."""
+    """Return the page of one `run`, without its images."""
     figures = headline(run)
     drawn = curves.draw([run], [run.name])
+    title = run.name
+    if figures["top1"] is not None:
+        title += f": top-1 {share(figures['top1'])}"
+    # A run shows the figures that it has so far.
+    cards = []
+    for column in _FIGURES:
+        if figures.get(column.key) is not None:
+            cards.append((column.title, column.form(figures[column.key])))
     return {
-        "title": f"{run.name}: top-1 {share(figures['top1'])}" if figures["top1"] is not None else run.name,
+        "title": title,
         "heading": run.recipe.run.name if run.recipe else run.name,
         "state": state(run),
-        "cards": [(title, form(figures[key])) for title, key, form in _FIGURES if figures.get(key) is not None],
+        "cards": cards,
         "facts": [
             ("Folder", run.folder),
             ("Batch", division(run) or "not known without the recipe"),
@@ -67,118 +85,191 @@ def of_run(run: Run) -> dict:
             "settings": settings(run.recipe) if run.recipe else [],
             "text": loading.dump(run.recipe) if run.recipe else "",
         },
-        "environment": {"machine": _machine(run.starts[-1]) if run.starts else [], "starts": _starts(run)},
+        "environment": {
+            "machine": _machine(run.starts[-1]) if run.starts else [],
+            "starts": _starts(run.starts),
+        },
     }
 
 
 def _faults(run: Run) -> List[str]:
-    """Faults of the run folder, a sentence each."""
-    found = [] if run.recipe else [f"The recipe cannot be read: {run.complaint}"]
+    """Return the faults of the run folder, a sentence each."""
+    faults = []
+    if not run.recipe:
+        faults.append(f"The recipe cannot be read: {run.complaint}")
     odd = run.metrics.odd
     if odd:
-        lines = ", ".join(map(str, odd[:5])) + (" ..." if len(odd) > 5 else "")
-        found.append(f"Lines of metrics.jsonl that are no events were passed over: {lines}.")
-    return found
+        lines = ", ".join(map(str, odd[:_MOST_LINES]))
+        if len(odd) > _MOST_LINES:
+            lines += " ..."
+        faults.append(f"Lines of metrics.jsonl that are no events were passed over: {lines}.")
+    return faults
 
 
 def _time(run: Run) -> dict:
+    """Return the section that shows where the time went."""
     if run.recipe is None:
         return {"rows": [], "note": "Where the time went is not known without the recipe."}
     rows = []
-    for number, part in enumerate(session_times(run.metrics, run.starts, run.recipe.batch.global_), start=1):
-        spent = (part.computing, part.waiting, part.rest)
-        shares = (f"{duration(each)} ({each / sum(spent):.0%})" for each in spent)
-        rows.append((str(number), f"{part.first:,} to {part.last:,}", duration(sum(spent)), *shares))
+    times = session_times(run.metrics, run.starts, run.recipe.batch.global_)
+    for number, session in enumerate(times, start=1):
+        parts = (session.computing, session.waiting, session.rest)
+        total = sum(parts)
+        row = [str(number), f"{session.first:,} to {session.last:,}", duration(total)]
+        for seconds in parts:
+            row.append(f"{duration(seconds)} ({seconds / total:.0%})")
+        rows.append(tuple(row))
+    # The loop itself found out whether images were too slow.
     end = run.metrics.end or {}
     note = "" if rows else "Nothing is logged yet."
     if end.get("input_bound"):
-        note = f"Input-bound: data.workers={end.get('workers_needed')} would keep up, given a core for each."
-    return {"names": _TIMES, "rows": rows, "sessions": count(len(rows), "session"), "note": note}
+        workers = end.get("workers_needed")
+        note = f"Input-bound: data.workers={workers} would keep up, given a core for each."
+    return {
+        "names": _TIMES,
+        "rows": rows,
+        "sessions": count(len(rows), "session"),
+        "note": note,
+    }
 
 
-def _starts(run: Run) -> List[tuple]:
-    """When, from where and how each start of the program began, and what had changed since the one before."""
+def _starts(starts: Sequence[dict]) -> List[Tuple[str, str, str, str]]:
+    """Return when, from where and how each start began, and what differs from the one before."""
     rows = []
-    for start, earlier in zip(run.starts, [*run.starts[:1], *run.starts]):
-        changed = [f"{name}: {value}" for name, value in _machine(start) if earlier.get(name) != start[name]]
+    # The first start is compared with itself: nothing has changed.
+    for start, earlier in zip(starts, [*starts[:1], *starts]):
+        changed = []
+        for name, value in _machine(start):
+            if earlier.get(name) != start[name]:
+                changed.append(f"{name}: {value}")
         command = start.get("command")
-        text = shlex.join(map(str, command)) if isinstance(command, list) else _listed(command)
+        text = shlex.join(map(str, command)) if isinstance(command, list) else _one_line(command)
         step = f"{start['step']:,}" if "step" in start else ""
-        rows.append((_when(start.get("started")), step, masked(text), "; ".join(changed)))  # older runs masked nothing
+        # Older runs stored credentials of their command lines as they were.
+        rows.append((_when(start.get("started")), step, masked(text), "; ".join(changed)))
     return rows
 
 
 def _machine(start: dict) -> List[Tuple[str, str]]:
-    return [(name, _listed(value)) for name, value in start.items() if name not in _OF_A_START]
+    """Return what a start says about its machine and programs, in one line each."""
+    facts = []
+    for name, value in start.items():
+        if name not in _OF_A_START:
+            facts.append((name, _one_line(value)))
+    return facts
 
 
-def _listed(value: object) -> str:
-    """A value of environment.json in one line."""
+def _one_line(value: object) -> str:
+    """Return a value of environment.json in one line."""
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return "not known" if value is None else str(value)
 
 
 def _when(time: object) -> str:
-    """`2026-11-22T04:34:01+00:00` as `2026-11-22 04:34:01 UTC`."""
+    """Return `2026-11-22T04:34:01+00:00` as `2026-11-22 04:34:01 UTC`."""
     return str(time or "unknown").replace("T", " ").replace("+00:00", " UTC")
 
 
 def names_of(runs: Sequence[Run]) -> List[str]:
-    """The folders' names, with those of the folders above them that the runs do not share."""
+    """Return the names of `runs`: their folders, below the deepest one that all share."""
     folders = [run.folder.resolve() for run in runs]
     shared = os.path.commonpath([folder.parent for folder in folders])
     return [os.path.relpath(folder, shared) for folder in folders]
 
 
 def of_comparison(runs: Sequence[Run], names: Sequence[str]) -> dict:
-    """The page of several runs, which are called `names`."""
-    figures = [headline(run) for run in runs]
-    wanted = (("state", "state", str), *_FIGURES, ("device", "device", str), ("revision", "revision", str))
-    columns = [column for column in wanted if any(each.get(column[1]) is not None for each in figures)]
-    cells = [["" if each.get(key) is None else form(each[key]) for _, key, form in columns] for each in figures]
-    readable = [(run, name) for run, name in zip(runs, names) if run.recipe]
-    rows = differences([run.recipe for run, _ in readable])
+    """Return the page of several runs.
+
+    Args:
+        runs: to be compared.
+        names: of the runs, on the page.
+    """
+    columns, cells = _figures_of(runs)
     drawn = curves.draw(runs, names)
     title = f"{len(runs)} runs compared"
+    faults = []
+    for name, run in zip(names, runs):
+        faults += [f"{name}: {fault}" for fault in _faults(run)]
     page = {
         "title": title,
         "heading": title,
-        "columns": ["run", *(title for title, _, _ in columns)],
+        "columns": ["run", *columns],
         "runs": [(name, run_style(order), cells[order]) for order, name in enumerate(names)],
-        "faults": [f"{name}: {text}" for name, run in zip(names, runs) for text in _faults(run)],
+        "faults": faults,
         "curves": drawn,
         "layers": drawn.layers,
     }
+    # Recipes are compared as far as they can be read.
+    readable = [(run, name) for run, name in zip(runs, names) if run.recipe]
     if readable:
+        rows = differences([run.recipe for run, _ in readable])
         page["differences"] = {
             "batches": [(name, division(run) or "cannot be divided") for run, name in readable],
-            "names": ["key", *(name for _, name in readable)],
+            "names": ["key", *[name for _, name in readable]],
             "rows": [(key, *values) for key, values in rows],
         }
     return page
 
 
+def _figures_of(runs: Sequence[Run]) -> Tuple[List[str], List[List[str]]]:
+    """Return the titles of the figures that any run has, and each run's figures as text."""
+    figures = [headline(run) for run in runs]
+    columns = []
+    for column in (
+        _Column("state", "state", str),
+        *_FIGURES,
+        _Column("device", "device", str),
+        _Column("revision", "revision", str),
+    ):
+        # A column that no run has would be empty.
+        if any(values.get(column.key) is not None for values in figures):
+            columns.append(column)
+    cells = []
+    for values in figures:
+        row = []
+        for column in columns:
+            value = values.get(column.key)
+            row.append("" if value is None else column.form(value))
+        cells.append(row)
+    return [column.title for column in columns], cells
+
+
 def settings(recipe: Recipe) -> List[Tuple[str, str, str, str]]:
-    """(key, value, default, description) of the keys that differ from the defaults of the names that are given."""
-    found = []
-    for section, part in recipe:
-        defaults, fields = part.defaults(), type(part).fields()
-        for key, value in part.changes().items():
-            described = " ".join((fields[key].description or "").split())
-            found.append((f"{section}.{key}", as_yaml(value), as_yaml(defaults[key]), described))
-    return found
+    """List the keys of a `recipe` that differ from the defaults of their section's name.
+
+    Returns:
+        (key, value, default, description) of each.
+    """
+    rows = []
+    for name, section in recipe:
+        # Sections with a name have other keys, and defaults, for each name.
+        defaults = section.defaults()
+        fields = type(section).fields()
+        for key, value in section.changes().items():
+            description = " ".join((fields[key].description or "").split())
+            rows.append((f"{name}.{key}", as_yaml(value), as_yaml(defaults[key]), description))
+    return rows
 
 
 def differences(recipes: Sequence[Recipe]) -> List[Tuple[str, List[str]]]:
-    """(key, value in each recipe, as text) of the keys that differ, but for a run's name and place; and the peak."""
+    """List the keys that differ among `recipes`, but for a run's name and folder; and the peak.
+
+    Returns:
+        (key, value in each recipe as text) of each.
+    """
     rows = []
     dumped = [recipe.model_dump(mode="json", by_alias=True) for recipe in recipes]
     for section in Recipe.model_fields:
-        for key in dict.fromkeys(key for each in dumped for key in each[section]):
-            values = [as_yaml(each[section].get(key)) for each in dumped]
-            if len(set(values)) > 1 and f"{section}.{key}" not in _OF_THE_PLACE:
-                rows.append((f"{section}.{key}", values))
+        keys: Dict[str, None] = {}  # in order, each once: recipes may have other kinds of a section
+        for recipe in dumped:
+            keys.update(dict.fromkeys(recipe[section]))
+        for key in keys:
+            name = f"{section}.{key}"
+            values = [as_yaml(recipe[section].get(key)) for recipe in dumped]
+            if len(set(values)) > 1 and name not in _DIFFERS_ALWAYS:
+                rows.append((name, values))
+    # With the same schedule.peak, it may follow from batches that differ.
     peaks = [f"{peak_learning_rate(recipe):.6g}" for recipe in recipes]
     if len(set(peaks)) > 1 and all(key != "schedule.peak" for key, _ in rows):
         rows.append(("peak learning rate, as it follows", peaks))

@@ -1,4 +1,4 @@
-"""The recipe that a trial trains, from the values that it draws, checked as train.py would check it."""
+"""The recipe that a trial trains, from the values that it draws, checked as train.py checks it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,44 @@ from common.credentials import masked
 from common.errors import ConfigError, UserError
 from recipe import batch, loading
 from recipe.config import Recipe
-from tools.sweeping.definition import Definition, SweepFile, Value
+from tools.sweeping.definition import Axis, Definition, SweepFile, Value
 
-_MAX_CHECKED = 200  # combinations that are checked before the first trial; each takes milliseconds
+# Combinations that are checked before the first trial; each takes milliseconds.
+_MAX_CHECKED = 200
 _COMMAND_LINE = "command line: "  # recipe.loading's place of an override
 
 Parameters = Dict[str, Value]
 
 
 class Candidates(NamedTuple):
-    """The recipes that a sweep may train."""
+    """The recipes that a sweep may train.
+
+    base: without any parameter.
+    fixed: overrides of all trials.
+    """
 
     sweep: SweepFile
-    base: Recipe  # without any parameter
-    fixed: List[str]  # overrides of all trials
+    base: Recipe
+    fixed: List[str]
 
     def overrides(self, parameters: Mapping[str, Value]) -> List[str]:
-        """Overrides that make the recipe of a trial from the sweep's recipe file."""
-        return [*self.fixed, *(f"{key}={as_text(value)}" for key, value in parameters.items())]
+        """Return the overrides that make the recipe of a trial from the sweep's recipe file.
+
+        Args:
+            parameters: of the trial.
+        """
+        drawn = [f"{key}={as_text(value)}" for key, value in parameters.items()]
+        return [*self.fixed, *drawn]
 
     def recipe(self, overrides: Sequence[str]) -> Recipe:
-        """The recipe of a trial. Raises ConfigError, without a place, if no run of it can begin."""
+        """Return the recipe of a trial.
+
+        Args:
+            overrides: of the sweep's recipe file.
+
+        Raises:
+            ConfigError: without a place, if no run of it can begin.
+        """
         try:
             recipe = loading.load(self.sweep.recipe, overrides)
             batch.describe(recipe, here=False)
@@ -42,26 +59,40 @@ class Candidates(NamedTuple):
 
 
 def as_text(value: Value) -> str:
-    """A value as overrides and recipes have it: JSON is YAML, and quotes texts that YAML takes for something else."""
+    """Return a `value` as overrides and recipes have it.
+
+    JSON is YAML, and quotes texts that YAML takes for something else.
+    """
     return json.dumps(value, ensure_ascii=False)
 
 
 def load_candidates(sweep: SweepFile) -> Candidates:
-    """The recipes of a sweep's trials. Raises ConfigError where recipe, metric or batch rule do not fit."""
+    """Load the recipes of a sweep's trials.
+
+    Args:
+        sweep: a file.
+
+    Raises:
+        ConfigError: recipe, metric or batch rule do not fit.
+    """
     definition = sweep.definition
     base = _load(sweep, definition.overrides)
-    # Trials get credentials by their environment: their overrides are written into logs and best.yaml.
-    fixed = [*map(masked, definition.overrides), *_rule(sweep, base)]
+    # Trials get credentials by their environment: overrides are written into logs and best.yaml.
+    fixed = [masked(override) for override in definition.overrides]
+    fixed += _batch_rule(definition, base)
+    # Weights' averages are evaluated only where the recipe keeps them.
     if "." in definition.metric:
-        key = f"{definition.metric.partition('_')[0]}_decay"
-        if getattr(base.average, key) is None and f"average.{key}" not in definition.space:
+        average = definition.metric.partition("_")[0]
+        key = f"average.{average}_decay"
+        if getattr(base.average, f"{average}_decay") is None and key not in definition.space:
             raise ConfigError(
-                f"{sweep.path}: metric: {definition.metric}, but the recipe keeps no such average; set average.{key}"
+                f"{sweep.path}: metric: {definition.metric}, but the recipe keeps no such average; set {key}"
             )
     return Candidates(sweep, _load(sweep, fixed), fixed)
 
 
 def _load(sweep: SweepFile, overrides: Sequence[str]) -> Recipe:
+    """Load a recipe. Raises ConfigError with the place in the sweep's file."""
     try:
         return loading.load(sweep.recipe, overrides)
     except ConfigError as error:
@@ -70,48 +101,85 @@ def _load(sweep: SweepFile, overrides: Sequence[str]) -> Recipe:
         raise ConfigError(f"{sweep.path}: {place}: {text.removeprefix(_COMMAND_LINE)}") from None
 
 
-def _rule(sweep: SweepFile, base: Recipe) -> List[str]:
-    """The overrides by which the peak follows the batch as the sweep says, starting at the recipe's batch and peak."""
-    rule, reference = sweep.definition.batch_rule, base.schedule.reference_batch
+def _batch_rule(definition: Definition, base: Recipe) -> List[str]:
+    """Return the overrides by which the peak follows the batch as the sweep says.
+
+    It starts at the recipe's batch and peak.
+    """
+    rule = definition.batch_rule
     if rule is None:
         return []
-    if rule != "none" and reference is not None:
-        return [f"schedule.batch_rule={rule}"]
-    return [
-        f"schedule.batch_rule={rule}",
-        f"schedule.reference_batch={'null' if rule == 'none' else base.batch.global_}",
-        f"schedule.peak={batch.peak_learning_rate(base)!r}",
-    ]
+    # A recipe with a reference batch says already where its peak holds.
+    overrides = [f"schedule.batch_rule={rule}"]
+    if rule == "none" or base.schedule.reference_batch is None:
+        reference = "null" if rule == "none" else base.batch.global_
+        overrides.append(f"schedule.reference_batch={reference}")
+        overrides.append(f"schedule.peak={batch.peak_learning_rate(base)!r}")
+    return overrides
 
 
 def survey(candidates: Candidates) -> List[str]:
-    """Check choices and ends of ranges before training: all combinations, or 200 drawn at random.
+    """Check choices and ends of ranges before training: all combinations, or 200 at random.
 
-    Returns a note if some cannot be trained: trials that draw them end as impossible. Raises ConfigError for a choice
-    that no combination can have, or if no combination can be trained.
+    Args:
+        candidates: of a sweep.
+
+    Returns:
+        A note if some cannot be trained: trials that draw them end as impossible.
+
+    Raises:
+        ConfigError: no combination can have a choice, or none can be trained.
     """
-    sweep, space = candidates.sweep, candidates.sweep.definition.space
+    path = candidates.sweep.path
+    space = candidates.sweep.definition.space
     ends = {key: axis.ends() for key, axis in space.items()}
+    # A small space is checked as a whole; of a large one a sample shows most faults.
     complete = math.prod(map(len, ends.values())) <= _MAX_CHECKED
-    draw = random.Random(0)
-    drawn = ({key: draw.choice(each) for key, each in ends.items()} for _ in range(_MAX_CHECKED))
-    combinations = _combinations(ends) if complete else list(drawn)
+    combinations = _combinations(ends) if complete else _draw_combinations(ends)
     faults = [_fault(candidates, parameters) for parameters in combinations]
     if all(faults):
-        raise ConfigError(f"{sweep.path}: space: no combination can be trained; the first: {faults[0]}")
-    for key, axis in space.items() if complete else ():
-        for choice in axis.choices or ():
-            own = [fault for each, fault in zip(combinations, faults) if each[key] is choice]
-            if all(own):
-                raise ConfigError(f"{sweep.path}: space: {key}: {as_text(choice)} goes with nothing: {own[0]}")
+        raise ConfigError(f"{path}: space: no combination can be trained; the first: {faults[0]}")
+    if complete:
+        unusable = _unusable_choice(space, combinations, faults)
+        if unusable:
+            raise ConfigError(f"{path}: space: {unusable}")
     impossible = [fault for fault in faults if fault]
     if not impossible:
         return []
     checked = "" if complete else " checked"
-    return [f"{len(impossible)} of {len(faults)} combinations{checked} are impossible, e.g.: {impossible[0]}"]
+    number = f"{len(impossible)} of {len(faults)} combinations{checked}"
+    return [f"{number} are impossible, e.g.: {impossible[0]}"]
+
+
+def _draw_combinations(ends: Mapping[str, Sequence[Value]]) -> List[Parameters]:
+    """Draw combinations at random, the same ones each time."""
+    draw = random.Random(0)
+    drawn = []
+    for _ in range(_MAX_CHECKED):
+        drawn.append({key: draw.choice(values) for key, values in ends.items()})
+    return drawn
+
+
+def _unusable_choice(
+    space: Mapping[str, Axis],
+    combinations: Sequence[Parameters],
+    faults: Sequence[str],
+) -> str:
+    """Return the first choice that no combination can have, and a fault with it; or nothing."""
+    for key, axis in space.items():
+        for choice in axis.choices or ():
+            with_choice = []
+            for parameters, fault in zip(combinations, faults):
+                # By identity: true equals 1, which may be another choice.
+                if parameters[key] is choice:
+                    with_choice.append(fault)
+            if all(with_choice):
+                return f"{key}: {as_text(choice)} goes with nothing: {with_choice[0]}"
+    return ""
 
 
 def _fault(candidates: Candidates, parameters: Parameters) -> str:
+    """Return why a combination cannot be trained; nothing if it can."""
     try:
         candidates.recipe(candidates.overrides(parameters))
     except ConfigError as error:
@@ -120,11 +188,19 @@ def _fault(candidates: Candidates, parameters: Parameters) -> str:
 
 
 def grid(definition: Definition) -> List[Parameters]:
-    """All combinations, in an order drawn by the seed, so that the first few are spread over the whole grid."""
-    combinations = _combinations({key: axis.grid() for key, axis in definition.space.items()})
+    """Return all combinations in an order drawn by the seed.
+
+    The first few are spread over the whole grid.
+
+    Args:
+        definition: of the sweep, whose space is no continuous one.
+    """
+    axes = {key: axis.grid() for key, axis in definition.space.items()}
+    combinations = _combinations(axes)
     random.Random(definition.seed).shuffle(combinations)
     return combinations
 
 
 def _combinations(axes: Mapping[str, Sequence[Value]]) -> List[Parameters]:
-    return [dict(zip(axes, each)) for each in itertools.product(*axes.values())]
+    """Return all combinations, those of the last key next to each other."""
+    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]

@@ -1,4 +1,7 @@
-"""The folder of a sweep: its definition, its files, and the lock that lets only one sweep write it. Loads no torch."""
+"""The folder of a sweep: its definition, its files, and the lock that lets only one sweep write it.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,45 @@ from common.errors import CheckpointError, ConfigError
 from common.files import write_text
 from common.json_io import json_text, read_json
 from recipe import loading
+from recipe.config import Recipe
 from tools.sweeping.candidates import Candidates
 from training.run_folder import first_difference
 
-_LOCK, _DEFINITION, _RECIPE = "lock", "sweep.json", "recipe.yaml"
-# May change between the sessions of one sweep. The resolved recipe is compared instead of its path and overrides.
+_LOCK = "lock"
+_DEFINITION = "sweep.json"
+_RECIPE = "recipe.yaml"
+# Keys that may change between the sessions of one sweep. The resolved recipe is compared instead of
+# its path and overrides.
 _FREE = {"trials", "recipe", "overrides"}
 _REMEDY = "choose another folder by --output FOLDER"
 
 
 class SweepFolder:
-    """An opened sweep folder: `study.db`, `trials/`, `logs/`, `leaderboard.csv`, `importance.png`, `best.yaml`."""
+    """An opened sweep folder.
+
+    In it are `study.db`, `trials/`, `logs/`, `leaderboard.csv`, `importance.png`, `best.yaml`.
+    """
 
     def __init__(self, path: Path, candidates: Candidates):
-        """Opens or makes the folder and locks it for this process.
+        """Open or make the folder, and lock it for this process.
 
-        Raises ConfigError: the folder holds something else, is in use, or cannot be made or written; CheckpointError:
-        it holds another sweep.
+        Args:
+            path: of the folder.
+            candidates: of the sweep.
+
+        Raises:
+            ConfigError: the folder holds something else, is in use, or cannot be made or written.
+            CheckpointError: it holds another sweep.
         """
         self.path = path
-        self.study, self.leaderboard = path / "study.db", path / "leaderboard.csv"
-        self.picture, self.best = path / "importance.png", path / "best.yaml"
+        self.study = path / "study.db"
+        self.leaderboard = path / "leaderboard.csv"
+        self.picture = path / "importance.png"
+        self.best = path / "best.yaml"
         definition = candidates.sweep.definition.model_dump(mode="json", exclude=_FREE)
+        # Checked before anything is made: a wrong command leaves nothing behind.
         try:
-            self._check(candidates, definition)
+            self._check(definition, candidates.base)
             path.mkdir(parents=True, exist_ok=True)
             self._lock = open(path / _LOCK, "a+")  # noqa: SIM115
         except OSError as error:
@@ -46,7 +64,7 @@ class SweepFolder:
         except BlockingIOError:
             self.close()
             raise ConfigError(f"{path} is in use by another sweep; wait for it, or {_REMEDY}") from None
-        self._check(candidates, definition)  # another sweep may have begun meanwhile
+        self._check(definition, candidates.base)  # another sweep may have begun meanwhile
         if not (path / _DEFINITION).exists():
             write_text(path / _RECIPE, loading.dump(candidates.base))
             write_text(path / _DEFINITION, json_text(definition, indent=1) + "\n")
@@ -54,17 +72,22 @@ class SweepFolder:
             (path / name).mkdir(exist_ok=True)
 
     def trial(self, number: int) -> Path:
-        """The run folder of a trial."""
+        """Return the run folder of trial `number`."""
         return self.path / "trials" / f"{number:04d}"
 
     def log(self, number: int) -> Path:
-        """Output of a trial; beside its run folder, which must be empty when a run begins."""
+        """Return the path of the output of trial `number`.
+
+        It is beside the run folder, which must be empty when a run begins.
+        """
         return self.path / "logs" / f"{number:04d}.log"
 
     def close(self) -> None:
+        """Let other sweeps write the folder."""
         self._lock.close()
 
-    def _check(self, candidates: Candidates, definition: dict) -> None:
+    def _check(self, definition: dict, recipe: Recipe) -> None:
+        """Check that the folder holds nothing, or this sweep."""
         if not self.path.is_dir():
             return
         names = {entry.name for entry in self.path.iterdir() if entry.suffix != ".tmp"}
@@ -76,20 +99,28 @@ class SweepFolder:
             before = _flat(read_json(self.path / _DEFINITION))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{self.path / _DEFINITION}: not what a sweep wrote; {_REMEDY}") from None
+        # The sweep file may have moved, but what it says must be the same.
         difference = _difference(before, _flat(definition))
         if not difference:
-            changed = first_difference(loading.load(self.path / _RECIPE), candidates.base)
-            difference = changed and f"the recipe's {changed}"
+            changed = first_difference(loading.load(self.path / _RECIPE), recipe)
+            difference = f"the recipe's {changed}" if changed else ""
         if difference:
             raise CheckpointError(f"{self.path} belongs to another sweep: {difference}; {_REMEDY}")
 
 
 def _flat(definition: dict) -> dict:
-    """A definition with an entry for each key of its space."""
-    return {**definition, "space": None, **{f"space: {key}": axis for key, axis in definition["space"].items()}}
+    """Return a definition with an entry for each key of its space."""
+    flat = {**definition, "space": None}
+    for key, axis in definition["space"].items():
+        flat[f"space: {key}"] = axis
+    return flat
 
 
 def _difference(before: dict, after: dict) -> str:
-    """`KEY is OLD there, NEW here` for the first key that differs, or nothing."""
-    there_here = ((key, json.dumps(before.get(key)), json.dumps(after.get(key))) for key in {**before, **after})
-    return next((f"{key} is {there} there, {here} here" for key, there, here in there_here if there != here), "")
+    """Return `KEY is OLD there, NEW here` for the first key that differs, or nothing."""
+    for key in {**before, **after}:
+        there = json.dumps(before.get(key))
+        here = json.dumps(after.get(key))
+        if there != here:
+            return f"{key} is {there} there, {here} here"
+    return ""

@@ -2,50 +2,91 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from pathlib import Path
-from typing import NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 from recipe.config import Recipe
 from tools.reporting.run import Run, epoch_and_seconds, read_metrics, total_steps
 from tools.sweeping.candidates import Parameters
 from training.metrics import NAME
 
-COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING = "complete", "pruned", "impossible", "failed", "running"
+COMPLETE = "complete"
+PRUNED = "pruned"
+IMPOSSIBLE = "impossible"
+FAILED = "failed"
+RUNNING = "running"
 STATES = (COMPLETE, PRUNED, IMPOSSIBLE, FAILED, RUNNING)
 
 
 class Record(NamedTuple):
-    """A trial in the study."""
+    """A trial in the study.
 
-    trial: int  # its number
-    state: str  # one of STATES
-    value: Optional[float]  # of the metric; if not complete, that of its last evaluation
+    trial: its number.
+    state: one of STATES.
+    value: of the metric; if not complete, that of its last evaluation.
+    seconds: of training.
+    reason: why it is not complete.
+    """
+
+    trial: int
+    state: str
+    value: Optional[float]
     parameters: Parameters
     epochs: Optional[float]
-    seconds: Optional[float]  # of training
-    reason: Optional[str]  # why it is not complete
+    seconds: Optional[float]
+    reason: Optional[str]
 
 
 class Progress(NamedTuple):
-    """A run so far."""
+    """A run so far.
 
-    values: Sequence[float] = ()  # of the metric at each evaluation; NaN: not finite, or not there yet
-    last_is_final: bool = False  # the last of them is that of the run's end
+    values: of the metric at each evaluation; NaN: not finite, or not there yet.
+    last_is_final: the last of them is that of the run's end.
+    seconds: of training, over all its sessions.
+    """
+
+    values: Sequence[float] = ()
+    last_is_final: bool = False
     ended: bool = False
     epochs: Optional[float] = None
-    seconds: Optional[float] = None  # of training, over all its sessions
+    seconds: Optional[float] = None
 
 
 def progress(run_folder: Path, metric: str, recipe: Recipe) -> Progress:
-    """Progress of the run of `recipe` in a folder, which may not be there yet.
+    """Read the progress of a run.
 
-    metric: best_top1 (the largest top-1 up to each evaluation), or a value of `eval` events; of an average after a dot.
+    Args:
+        run_folder: of the run; it may not be there yet.
+        metric: best_top1 (the largest top-1 up to each evaluation), or a value of `eval` events; of
+            an average after a dot.
+        recipe: of the run.
     """
+    # Only events matter here, which are read again and again: starts are left out.
     run = Run(run_folder, recipe, "", read_metrics(run_folder / NAME), [])
-    events, total = run.metrics.evaluation, total_steps(run)
-    values = events["top1" if metric == "best_top1" else metric.replace(".", "/")]
+    events = run.metrics.evaluation
     if metric == "best_top1":
-        values = itertools.accumulate(values, lambda best, value: best if best >= value or value != value else value)
-    final = bool(events) and total is not None and events["step"][-1] >= total
-    return Progress(tuple(values), final, bool(run.metrics.end), *epoch_and_seconds(run))
+        values = _best_so_far(events["top1"])
+    else:
+        values = events[metric.replace(".", "/")]
+    total = total_steps(run)
+    epochs, seconds = epoch_and_seconds(run.metrics)
+    # A run may have been evaluated at its last step and not have ended yet.
+    return Progress(
+        values=tuple(values),
+        last_is_final=bool(events) and total is not None and events["step"][-1] >= total,
+        ended=bool(run.metrics.end),
+        epochs=epochs,
+        seconds=seconds,
+    )
+
+
+def _best_so_far(values: Sequence[float]) -> List[float]:
+    """Return the largest value up to each one; NaN until there is a number."""
+    best = math.nan
+    bests = []
+    for value in values:
+        if value > best or best != best:
+            best = value
+        bests.append(best)
+    return bests

@@ -126,7 +126,7 @@ def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch():
 )
 def test_micro_batches_in_flight(device, overrides, held):
     recipe = load(QUICKSTART, ["parallel.stages=4", "batch.micro=8", *overrides])
-    assert workload.in_flight(recipe, device, divide(recipe), 4) == held
+    assert workload.in_flight(recipe.parallel, device, divide(recipe).accumulation, 4) == held
 
 
 # Blocks of (saved, output) elements an image.
@@ -172,7 +172,8 @@ def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
     def least(width):
         found = shapes.blocks(recipe.model.model_copy(update={"width": width}), recipe.model.image_size)
         names = list(found)
-        again, held = workload.recomputed(recipe, names), workload.in_flight(recipe, "cuda", batch, stages)
+        again = workload.recomputed(recipe, names)
+        held = workload.in_flight(recipe.parallel, "cuda", batch.accumulation, stages)
 
         def size(part, count):
             state = workload.state_bytes(recipe, "cuda") * sum(found[name].parameters for name in part)

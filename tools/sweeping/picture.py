@@ -1,0 +1,159 @@
+"""A sweep as a picture: its history, what mattered, and the metric over each parameter."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
+
+from common.files import replacing
+from common.text import count
+from tools.output import few_ticks
+from tools.sweeping.candidates import as_text
+from tools.sweeping.definition import Axis, Definition, SweepFile
+from tools.sweeping.trials import COMPLETE, PRUNED, Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLUMNS = 3
+_SIDE = 3.4  # of a panel, inches
+_LETTERS = 26  # of all labels that fit below a panel side by side
+# By Okabe and Ito, distinct for colour-blind readers.
+_BLUE = "#0072b2"
+_ORANGE = "#f0a30a"
+_GREY = "#9a9a9a"
+_BEST = {
+    "marker": "*",
+    "markersize": 15,
+    "color": "#d55e00",
+    "markeredgecolor": "white",
+    "linestyle": "none",
+}
+
+
+class _Trials(NamedTuple):
+    """The trials that are drawn. best: of the complete ones, if there is one."""
+
+    complete: List[Record]
+    pruned: List[Record]
+    best: Optional[Record]
+
+
+def draw_picture(
+    path: Path,
+    sweep: SweepFile,
+    records: Sequence[Record],
+    importances: Optional[Dict[str, float]],
+) -> None:
+    """Draw a sweep.
+
+    Args:
+        path: of the picture, a PNG.
+        sweep: that is drawn.
+        records: of its trials.
+        importances: of the parameters; None: too few trials.
+    """
+    from matplotlib.figure import Figure
+
+    space = sweep.definition.space
+    trials = _select(sweep.definition, records)
+    rows = math.ceil((2 + len(space)) / _COLUMNS)
+    figure = Figure(figsize=(_COLUMNS * _SIDE * 1.15, rows * _SIDE), layout="constrained")
+    complete = count(len(trials.complete), "complete trial")
+    figure.suptitle(_plain(f"{sweep.name}: {sweep.definition.metric} of {complete}"))
+    # History and importances, then a panel for each parameter; the last row may have gaps.
+    history, importance, *panels = figure.subplots(rows, _COLUMNS, squeeze=False).flat
+    _draw_history(history, sweep.definition, trials)
+    _draw_importances(importance, importances)
+    for (key, axis), panel in zip(space.items(), panels):
+        _draw_parameter(panel, key, axis, trials)
+        panel.set(title=_plain(key), ylabel=sweep.definition.metric)
+    for panel in panels[len(space) :]:
+        panel.set_axis_off()
+    # People look at the picture while it is drawn anew.
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+
+
+def _select(definition: Definition, records: Sequence[Record]) -> _Trials:
+    """Return the trials that are drawn."""
+    complete = [record for record in records if record.state == COMPLETE]
+    pruned = [record for record in records if record.state == PRUNED]
+    sign = 1 if definition.direction == "minimize" else -1
+    # Of equally good trials the earliest is the best, as on the leaderboard.
+    best = min(complete, key=lambda record: (sign * record.value, record.trial), default=None)
+    return _Trials(complete, pruned, best)
+
+
+def _draw_history(panel: Axes, definition: Definition, trials: _Trials) -> None:
+    """Draw the value of each trial, and the best so far."""
+    better = min if definition.direction == "minimize" else max
+    numbers = [record.trial for record in trials.complete]
+    values = [record.value for record in trials.complete]
+    bests = list(itertools.accumulate(values, better))
+    panel.plot(numbers, values, "o", color=_BLUE, label="trial")
+    panel.step(numbers, bests, where="post", color=_ORANGE, label="best so far")
+    if trials.pruned:
+        numbers = [record.trial for record in trials.pruned]
+        values = [record.value for record in trials.pruned]
+        panel.plot(numbers, values, "x", color=_GREY, label="pruned")
+    best = trials.best
+    if best is not None:
+        panel.plot([best.trial], [best.value], label=f"best: trial {best.trial}", **_BEST)
+    panel.set(title="history", xlabel="trial", ylabel=definition.metric)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.legend(fontsize=8)
+
+
+def _draw_importances(panel: Axes, importances: Optional[Dict[str, float]]) -> None:
+    """Draw a bar for each parameter, the most important one at the top."""
+    panel.set(title="importance (PED-ANOVA)", xlim=(0, 1))
+    if importances is None:
+        text = "too few different values\nto say what mattered"
+        panel.text(0.5, 0.5, text, ha="center", va="center")
+        panel.set_yticks([])
+        return
+    for name, share in sorted(importances.items(), key=lambda pair: pair[1]):
+        panel.barh(_plain(name), share, color=_BLUE)
+
+
+def _draw_parameter(panel: Axes, key: str, axis: Axis, trials: _Trials) -> None:
+    """Draw the value of each trial over one parameter."""
+    if axis.choices is None:
+        labels: List[str] = []
+        places = [record.parameters[key] for record in trials.complete]
+        panel.set_xscale("log" if axis.log else "linear")
+        panel.axvspan(axis.low, axis.high, alpha=0)  # the whole range, also where nothing was drawn
+    else:
+        labels = [as_text(choice) for choice in axis.choices]
+        places = [labels.index(as_text(record.parameters[key])) for record in trials.complete]
+    panel.plot(places, [record.value for record in trials.complete], "o", color=_BLUE)
+    best = trials.best
+    if best is not None:
+        panel.plot([places[trials.complete.index(best)]], [best.value], **_BEST)
+    # Ticks depend on the limits, which the points have set by now.
+    if axis.choices is None:
+        few_ticks(panel.xaxis)
+    else:
+        _label_choices(panel, labels)
+    panel.grid(alpha=0.3)
+
+
+def _label_choices(panel: Axes, labels: Sequence[str]) -> None:
+    """Label the choices of a parameter; turn labels that are too long for a panel."""
+    shown = []
+    for label in labels:
+        shown.append(_plain(textwrap.shorten(label, _LETTERS, placeholder="...")))
+    if sum(map(len, labels)) > _LETTERS:
+        panel.set_xticks(range(len(labels)), shown, rotation=30, ha="right")
+    else:
+        panel.set_xticks(range(len(labels)), shown, rotation=0, ha="center")
+    panel.set_xlim(-0.5, len(labels) - 0.5)
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib does not read as mathematics."""
+    return text.replace("$", r"\$")
