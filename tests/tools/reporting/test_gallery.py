@@ -15,6 +15,7 @@ from data.sources import open_source
 from data.transforms import Evaluation
 from engines import factory
 from engines.feed import Feed
+from engines.torch_engine import image_settings
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import batch
@@ -46,10 +47,11 @@ def test_training_images_are_those_that_the_engine_is_fed(tiny):
     engine = factory.create(recipe, batch.divide(recipe))
     source = open_source(recipe.data, 10, "train")
     micro_batches = engine.training_batches(source, range(2))
-    feed = Feed(recipe, Processes(Topology(), torch.device("cpu")), torch.device("cpu"))
+    feed = Feed(image_settings(recipe), Processes(Topology(), torch.device("cpu")), torch.device("cpu"))
     expected, targets = [], []
     for step in range(2):
-        feed.start(micro_batches, range(step, step + 1), range(2), recipe.batch.micro, 64)
+        steps = range(step, step + 1)
+        feed.start(micro_batches, steps=steps, share=range(2), rows=recipe.batch.micro, size=64)
         for number in range(2):
             expected.extend(feed.images(number))
             targets.extend(feed.targets(number)[1])
