@@ -82,6 +82,19 @@ def blocks(model: Model, image_size: int) -> Dict[str, BlockShape]:
     return SHAPES.of(model)(model, image_size)
 
 
+def training_flops(model: Model, image_size: int) -> float:
+    """Return the floating-point operations of training on one image.
+
+    It is passed forward once and backward twice, with two operations to a multiply-add.
+
+    Args:
+        model: section of the recipe.
+        image_size: pixels a side.
+    """
+    multiply_adds = sum(block.multiply_adds for block in blocks(model, image_size).values())
+    return 3 * 2 * multiply_adds
+
+
 def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str, BlockCost]:
     """Count what each block costs.
 

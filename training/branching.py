@@ -17,7 +17,7 @@ from recipe import loading
 from recipe.batch import output_folder
 from recipe.config import Recipe
 from training.checkpoint import CheckpointFolder, load
-from training.loop import Progression
+from training.progression import Progression
 from training.run_folder import CONFIG, DECISIONS
 
 

@@ -1,8 +1,8 @@
-"""A run that goes on when replicas are lost or come back: what each process remembers, and where all go on.
+"""A run that goes on when replicas are lost or come back: what each process remembers, and how.
 
-A step with all that belongs to it (update, log, evaluation, checkpoint) is a transaction: it is done, or, where a
-replica is lost before that, thrown away and made again by those that are left. `exchange.order: tree` gives it the
-same bits.
+A step with all that belongs to it (update, log, evaluation, checkpoint) is a transaction: it is
+done, or, where a replica is lost before that, thrown away and made again by those that are left.
+`exchange.order: tree` gives it the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -25,120 +25,212 @@ from engines.devices import synchronize
 from parallel.elastic import Elastic
 from parallel.processes import Processes
 from parallel.topology import Topology
+from recipe import batch as arithmetic
 from recipe import loading
 from recipe.config import Recipe
-from training.loop import Progression
+from training.continuation import Continuation
+from training.progression import Progression
 from training.stopping import StopSignals, launched
 
 _ROOT = Path(__file__).resolve().parent.parent
-_ROOMS = ("common", "data", "engines", "models", "optim", "parallel", "recipe", "training")  # of the code that computes
-_KEPT = 2  # steps: those that a process has done differ by one at most, as an update needs all of them
+# Rooms of the code that computes.
+_ROOMS = ("common", "data", "engines", "models", "optim", "parallel", "recipe", "training")
+_KEPT = 2  # steps: those that a process has done differ by one at most, as an update needs all
+_HANDED_OVER_SECONDS = 10.0  # in which a main process that was left out gives the run folder back
 
 
 class State(NamedTuple):
-    """After a step: a copy of this process' part of the engine's state, on its device, and of the loop's."""
+    """After a step: a copy of this process's part of the engine's state, and of the loop's.
+
+    engine: tensors by name, on its device.
+    progression: of the loop.
+    """
 
     engine: Dict[str, torch.Tensor]
     progression: Progression
 
     def on_cpu(self) -> State:
+        """Return the same on the CPU, to be sent."""
         return self._replace(engine={name: tensor.cpu() for name, tensor in self.engine.items()})
 
 
-class Memory:
+class Known(NamedTuple):
+    """What a process can go on from.
+
+    was_main: whether it was the main one of the generation before.
+    steps: of which it remembers the state, in order; none of a new process.
+    """
+
+    was_main: bool
+    steps: List[int]
+
+
+class Memory(Continuation):
     """What this process remembers of the run from one generation to the next.
 
-    states: after the last steps. sources: opened images. cut: blocks that open the stages after the first. micro: the
-    images of a micro batch; None before the first generation has one.
+    states: after the last steps.
+    sources: opened images.
+    cut: blocks that open the stages after the first.
+    micro: the images of a micro batch; None before the first generation has one.
     """
 
     def __init__(self, sources: List[Source]):
+        """Begin with the images in `sources`, and nothing else."""
         self.states: Dict[int, State] = {}
         self.sources = sources
         self.cut: List[str] = []
         self.micro: Optional[int] = None
         self.was_main = False
-        self.signal: Optional[int] = None
+
+    def begin(self, number: int) -> None:
+        """Begin a generation; later ones than 0 have nothing new to say."""
+        self.later = number > 0
+        self.patience = _HANDED_OVER_SECONDS if self.later else 0.0
+
+    def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
+        return self.sources
+
+    def with_micro_batch(self, recipe: Recipe, processes: Processes) -> Recipe:
+        # In the place of `auto`: other replicas may have room for another micro batch, with which
+        # they would learn otherwise.
+        for micro in processes.gather(self.micro):
+            if micro is not None:
+                return arithmetic.settled(recipe, micro)
+        return recipe
+
+    def with_cut(self, recipe: Recipe, processes: Processes) -> Recipe:
+        # Each process remembers the state of one stage.
+        if not self.later:
+            return recipe
+        cut = processes.from_main(lambda: self.cut)
+        split = cut or recipe.parallel.split
+        parallel = recipe.parallel.model_copy(update={"split": split})
+        return recipe.model_copy(update={"parallel": parallel})
+
+    def begun(self, engine: Engine) -> None:
+        self.cut = list(engine.cut)
+        self.micro = engine.batch.micro
+        engine.processes.elastic.settled()
+
+    def facts(self, engine: Engine) -> Dict[str, int]:
+        return {"generation": engine.processes.elastic.number}
 
     def check(self, engine: Engine) -> None:
-        """Raises Regroup unless the update just made was a whole one: a GPU makes it later than it is called for, and
-        does not say whether the exchange before it was broken off."""
+        # A GPU makes an update later than it is called for, and does not say whether the exchange
+        # before it was broken off.
         synchronize(engine.device)
         engine.processes.check()
 
     def keep(self, engine: Engine, progression: Progression) -> None:
-        """Remember a step that is done."""
-        self.was_main, live, copies = engine.topology.is_main, engine.live_state(), None
-        for step in sorted(self.states.keys() - {progression.step})[: 1 - _KEPT]:
+        self.was_main = engine.topology.is_main
+        live = engine.live_state()
+        copies = None
+        others = sorted(self.states.keys() - {progression.step})
+        for step in others[: 1 - _KEPT]:
             copies = self.states.pop(step).engine
         if copies is None:
             copies = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-        for name, copied in copies.items():  # in place: finding as much memory anew takes a CPU longer than this
+        # In place: finding as much memory anew takes a CPU longer than this.
+        for name, copied in copies.items():
             copied.copy_(live[name])
         self.states[progression.step] = State(copies, dataclasses.replace(progression))
 
     def restore(self, engine: Engine) -> Optional[Progression]:
-        """Take the engine back to the last step that all have done; None if none remembers any. Every process calls.
+        """Take the engine back to the last step that all have done; None if none remembers any.
 
-        Processes that are new get the state from the first that computes the same stage.
+        Every process calls. Processes that are new get the state from the first that computes the
+        same stage.
+
+        Args:
+            engine: of this generation.
         """
-        processes, place = engine.processes, engine.topology
-        known = processes.gather((self.was_main, sorted(self.states)))
+        processes = engine.processes
+        place = engine.topology
+        known = processes.gather(Known(self.was_main, sorted(self.states)))
         step = common(known)
         if step is None:
             return None
         state: Any = self.states.get(step)
         for stage in range(place.stages):
             ranks = range(stage, place.world, place.stages)
-            have = [rank for rank in ranks if step in known[rank][1]]
+            have = [rank for rank in ranks if step in known[rank].steps]
             lack = [rank for rank in ranks if rank not in have]
             if lack and place.rank in (have[0], *lack):
-                state = processes.pass_on(state and state.on_cpu(), have[0], lack)
+                sent = state.on_cpu() if state is not None else None
+                state = processes.pass_on(sent, have[0], lack)
         engine.load_live_state(state.engine)
         self.states = {step: state}
         return dataclasses.replace(state.progression)
 
 
-def common(known: Sequence[Tuple[bool, List[int]]]) -> Optional[int]:
-    """The step from which a generation goes on. Args: known: of each process, whether it was the main one of the
-    generation before, and the steps of which it remembers the state, in order; none of a new one.
+def common(known: Sequence[Known]) -> Optional[int]:
+    """Return the step from which a generation goes on; None if nobody remembers any.
 
-    The main process writes events and checkpoints of a step. If it is gone it may not have written those of the last
-    one, but it has those of the step before: without it no update would have been made since.
+    The main process writes events and checkpoints of a step. If it is gone it may not have written
+    those of the last one, but it has those of the step before: without it no update would have been
+    made since.
+
+    Args:
+        known: of each process.
     """
-    old = [(was_main, steps) for was_main, steps in known if steps]
+    old = [process for process in known if process.steps]
     if not old:
         return None
-    if any(was_main for was_main, _ in old):
-        return min(steps[-1] for _, steps in old)
-    return max(steps[-min(2, len(steps))] for _, steps in old)
+    if any(process.was_main for process in old):
+        return min(process.steps[-1] for process in old)
+    return max(process.steps[-min(2, len(process.steps))] for process in old)
 
 
 def identity(recipe: Recipe, sources: Sequence[Source]) -> Dict[str, str]:
-    """What a replica that is taken in must have as the others have it: digests of recipe, code and images."""
+    """Return digests of what a replica that is taken in must have as the others have it.
+
+    Args:
+        recipe: of the run.
+        sources: its images.
+
+    Returns:
+        Digests of recipe, code and images.
+    """
     code = hashlib.sha256()
     for room in _ROOMS:
         for path in sorted((_ROOT / room).rglob("*.py")):
             code.update(path.read_bytes())
     images = [[len(source), list(source.classes), source.digest] for source in sources]
-    return {"recipe": _digest(loading.dump(recipe)), "code": code.hexdigest(), "images": _digest(json.dumps(images))}
+    return {
+        "recipe": _digest(loading.dump(recipe)),
+        "code": code.hexdigest(),
+        "images": _digest(json.dumps(images)),
+    }
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def run(recipe: Recipe, given: Topology, once: Callable[[Recipe, Processes, Memory], None]) -> None:
-    """Call `once` in each generation until it returns. Args: given: by the launcher.
+def run(
+    recipe: Recipe,
+    given: Topology,
+    once: Callable[[Recipe, Processes, Continuation], None],
+) -> None:
+    """Run each generation until one comes to the end.
 
-    Raises ConfigError: no launcher of ours has started this process, or this is no Linux; this replica was started
-    later than the others, and has another recipe, code or images.
+    Args:
+        recipe: of the run.
+        given: the topology, by the launcher.
+        once: trains in one generation.
+
+    Raises:
+        ConfigError: no launcher of ours has started this process, or this is no Linux; this replica
+            was started later than the others, and has another recipe, code or images.
     """
     if not launched() or sys.platform != "linux":
-        start = "needs Linux, and ./run_pod.sh, which starts a lost replica anew"
-        raise ConfigError(f"parallel.elastic {start}; start by that, or use parallel.elastic=false")
+        raise ConfigError(
+            "parallel.elastic needs Linux, and ./run_pod.sh, which starts a lost replica anew; "
+            "start by that, or use parallel.elastic=false"
+        )
     splits = ("train", "validation") if given.is_first else ()
-    memory = Memory([open_source(recipe.data, recipe.model.classes, split) for split in splits])
+    sources = [open_source(recipe.data, recipe.model.classes, split) for split in splits]
+    memory = Memory(sources)
     elastic = Elastic(given, recipe.parallel, identity(recipe, memory.sources))
 
     def note(number: int, frame: object) -> None:
@@ -148,12 +240,12 @@ def run(recipe: Recipe, given: Topology, once: Callable[[Recipe, Processes, Memo
         while True:
             try:
                 elastic.begin()
-                place = elastic.topology
-                once(recipe, factory.connect(recipe, place, elastic), memory)
+                memory.begin(elastic.number)
+                once(recipe, factory.connect(recipe, elastic.topology, elastic), memory)
                 elastic.close()
                 return
             except Exception as error:
                 if not elastic.explains(error):
-                    elastic.close()  # its thread asks the store, and must not while Python shuts down
+                    elastic.close()  # its thread asks the store, and must not while Python ends
                     raise
             elastic.regroup(stopping=lambda: memory.signal is not None)

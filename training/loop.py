@@ -1,6 +1,7 @@
 """The training loop, on any engine. The order within a step is update, log, evaluation, checkpoint.
 
-A checkpoint therefore covers everything written before it, and a resumed run writes the rest as an undisturbed one.
+A checkpoint therefore covers everything written before it, and a resumed run writes the rest as an
+undisturbed one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import contextlib
 import math
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, NoReturn, Optional, Sequence, Type
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, NoReturn, Optional, Sequence, Type
 
 import torch
 
@@ -26,20 +27,19 @@ from recipe import loading
 from recipe.batch import Lengths, in_steps, rate_factor
 from recipe.config import Recipe
 from recipe.course import Course, Update
-from training import timeline
+from training import log_line, timeline
 from training.checkpoint import CheckpointFolder
+from training.continuation import Continuation
 from training.monitor import Clock, Monitor, duration, pace, workers_needed
 from training.profiling import Recordings
+from training.progression import Progression
 from training.scoring import accuracy, evaluate
 from training.stopping import StopSignals, name_of
 from training.weights import TRAINED, top1_by_weights
 
-if TYPE_CHECKING:
-    from training.elastic import Memory
-
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
-_NORMS = ("gradient", "weight", "update")
 _INPUT_BOUND = 0.1  # share of the training time above which waiting for images is worth a word
+_LOWER_THE_PEAK = "lower schedule.peak (or peak_per_image)"
 
 
 class TrainingError(Exception):
@@ -51,44 +51,17 @@ class Stopped(Exception):
 
 
 @dataclass
-class Progression:
-    """State of the loop itself, saved in every checkpoint.
-
-    step: updates done. metrics_bytes: length of metrics.jsonl. logged_checkpoint: whether the checkpoint's own
-    event follows. loss, correct, images, steps_in_window: sums since the last log line. seconds: of all sessions;
-    paused: those not spent training; waited: those a device waited for images. lines_above_limit: the last log lines
-    in a row whose loss is above run.loss_limit. skipped: updates left out until the last log line. scores: of the last
-    evaluation. growth: see Course.
-    """
-
-    step: int = 0
-    metrics_bytes: int = 0
-    logged_checkpoint: bool = False
-    seconds: float = 0.0
-    loss: float = 0.0
-    correct: int = 0
-    images: int = 0
-    steps_in_window: int = 0
-    unreadable: int = 0
-    paused: float = 0.0
-    waited: float = 0.0
-    best_top1: float = 0.0  # of the trained weights
-    best_of_all: float = 0.0  # of these and the averages, among which --best chooses
-    best_weights: str = TRAINED  # whose that is
-    lines_above_limit: int = 0
-    images_digest: str = ""  # of the images that it is trained on; older checkpoints have none
-    rounding: int = 1  # version of the random bits that round weights; older checkpoints have none
-    skipped: int = 0  # older checkpoints have none
-    scores: dict = field(default_factory=dict)
-    growth: list = field(default_factory=list)
-
-
-@dataclass
 class Trainer:
     """One run from a step to its end.
-    checkpoints, monitor: those of other ranks than the main one write nothing. flops_per_image: of forward and
-    backward pass, by epoch. classes: names, for checkpoints. trace_folder: for the timeline of `log.trace`.
-    recordings: of torch's profilers. memory: of an elastic run."""
+
+    evaluation_batches: this process's share of the validation images.
+    checkpoints, monitor: those of other ranks than the main one write nothing.
+    flops_per_image: of forward and backward pass, by epoch.
+    classes: names, for checkpoints.
+    trace_folder: for the timeline of `log.trace`.
+    recordings: of torch's profilers.
+    continuation: remembers the steps of an elastic run.
+    """
 
     recipe: Recipe
     lengths: Lengths
@@ -101,28 +74,41 @@ class Trainer:
     classes: Sequence[str]
     trace_folder: Path
     recordings: Recordings
-    memory: Optional[Memory] = None
+    continuation: Continuation
 
     def __post_init__(self) -> None:
-        recipe, progression = self.recipe, self.progression
+        recipe = self.recipe
+        progression = self.progression
+        per_epoch = self.lengths.steps_per_epoch
         self._rate = schedule.create(recipe, self.lengths)
-        sizes = self.lengths.steps_per_epoch, recipe.batch.global_
-        intervals = (in_steps(each.every_epochs, None, None, *sizes) for each in (recipe.evaluation, recipe.checkpoint))
-        self._evaluate_every, self._save_every = (max(1, steps) for steps in intervals)
+        self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
+        self._save_every = self._interval(recipe.checkpoint.every_epochs)
         self._peak_flops = self.engine.peak_flops()
         self._clock = Clock(progression.seconds, progression.paused, progression.waited)
         # On the device, so that nothing waits.
-        self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=self.engine.device)
-        self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=self.engine.device)
-        self._course = Course(recipe, self.lengths.steps_per_epoch, self.lengths.total, progression.growth)
+        device = self.engine.device
+        self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=device)
+        self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=device)
+        self._course = Course(recipe, per_epoch, self.lengths.total, progression.growth)
         self._updates = 0  # of this session
-        self._signal: Optional[int] = None if self.memory is None else self.memory.signal
+        self._signal: Optional[int] = self.continuation.signal
         self._last_unreadable = ""
 
+    def _interval(self, epochs: float) -> int:
+        per_epoch = self.lengths.steps_per_epoch
+        return max(1, in_steps(epochs, None, None, per_epoch, self.recipe.batch.global_))
+
     def run(self, micro_batches: Iterator[MicroBatch]) -> None:
-        """Train to the end. Args: micro_batches: of this replica, from the current step on.
-        Raises Stopped after a signal, once the step is saved; TrainingError: weights or loss are beyond reason;
-        DataError: no image since the last log line could be read."""
+        """Train to the end.
+
+        Args:
+            micro_batches: of this replica, from the current step on.
+
+        Raises:
+            Stopped: after a signal, once the step is saved.
+            TrainingError: weights or loss are beyond reason.
+            DataError: no image since the last log line could be read.
+        """
         self._remember()
         with contextlib.closing(self.recordings), StopSignals(self._note_signal):
             self._stop_between_generations()
@@ -130,190 +116,295 @@ class Trainer:
                 try:
                     self._step(micro_batches, update)
                 except Diverged as error:
-                    remedy = "start a new run with a lower schedule.peak (or peak_per_image) or precision.loss_scale"
-                    self._raise(TrainingError, f"step {update.end}: {error}; {remedy}")
+                    self._fail(
+                        f"step {update.end}: {error}; start a new run with a lower schedule.peak "
+                        "(or peak_per_image) or precision.loss_scale"
+                    )
         self._end()
 
     def _step(self, micro_batches: Iterator[MicroBatch], update: Update) -> None:
-        progression, step, done = self.progression, update.step, update.end
-        last = done == self.lengths.total
+        """Make an update with all that belongs to it: log line, scores, checkpoint."""
+        last = update.end == self.lengths.total
         log = last or update.reaches(self.recipe.log.every_steps)
-        with self.recordings.update(step):
-            result = self.engine.train_step(micro_batches, update, self._rate_of(update), measure=log)
-        if self.memory is not None:
-            self.memory.check(self.engine)
+        with self.recordings.update(update.step):
+            rate = self._rate_of(update)
+            result = self.engine.train_step(micro_batches, update, rate, measure=log)
+        self.continuation.check(self.engine)
+        self._count(result, update)
+        if update.end % self.lengths.steps_per_epoch == 0:
+            self.engine.end_epoch()
+        if log:
+            self._log(result, update)
+        self._grow(update.end)
+        evaluated = last or update.reaches(self._evaluate_every)
+        with self._pause():
+            self.recordings.after_update(last)
+            if evaluated:
+                self._evaluate(update.end)
+            self._trace(last)
+        scheduled = last or update.reaches(self._save_every)
+        self._save_or_stop(update.end, last=last, scheduled=scheduled, evaluated=evaluated)
+
+    def _count(self, result: StepResult, update: Update) -> None:
+        """Add an update to the sums since the last log line. Nothing waits for the device."""
+        progression = self.progression
         self._loss += result.loss * update.steps
         self._correct += result.correct
         progression.images += result.images
         progression.steps_in_window += update.steps
-        images = self.recipe.batch.global_ * update.steps  # with unreadable ones, which took time, too
+        # With unreadable images, which took time, too.
+        images = self.recipe.batch.global_ * update.steps
+        epoch = update.step // self.lengths.steps_per_epoch
         self._clock.images += images
-        self._clock.operations += images * self.flops_per_image(step // self.lengths.steps_per_epoch)
+        self._clock.operations += images * self.flops_per_image(epoch)
         for message in result.unreadable:
             progression.unreadable += 1
             self._last_unreadable = message
             self.monitor.say(f"left out: {message}")
-        progression.step = done
+        progression.step = update.end
         self._updates += 1
-        if done % self.lengths.steps_per_epoch == 0:
-            self.engine.end_epoch()
-        if log:
-            self._log(result, update)
-        self._grow(done)
-        start = time.monotonic()
-        self.recordings.after_update(last)
-        evaluated = last or update.reaches(self._evaluate_every)
-        if evaluated:
-            self._evaluate(done)
-        self._trace(last)
-        self._clock.paused += time.monotonic() - start
-        start = time.monotonic()
-        scheduled = last or update.reaches(self._save_every)
-        processes, elastic = self.engine.processes, self.engine.processes.elastic
-        waits = elastic is not None and self.engine.topology.is_main and elastic.wants()
-        stop, regroup = divmod(processes.agree(2 * (self._signal or 0) + waits), 2)
-        if scheduled or stop:
-            self._save(scheduled, evaluated)
-        self._clock.paused += time.monotonic() - start
+
+    def _save_or_stop(self, done: int, *, last: bool, scheduled: bool, evaluated: bool) -> None:
+        """Save the run if it is time, and leave the loop if a signal or a replica asks for it."""
+        processes = self.engine.processes
+        elastic = processes.elastic
+        with self._pause():
+            # One message: the strongest signal of all ranks, and whether the main one regroups.
+            waits = elastic is not None and self.engine.topology.is_main and elastic.wants()
+            stop, regroup = divmod(processes.agree(2 * (self._signal or 0) + waits), 2)
+            if scheduled or stop:
+                self._save(scheduled, evaluated)
         self._remember()
-        if regroup and not stop and not last:
+        if last:
+            return
+        if stop:
+            self._stop(stop, f"saved at step {done}; the same command resumes")
+        if regroup:
             processes.wait_for_all()  # else the first to go would end what others still do
             raise Regroup
-        if stop and not last:
-            self._stop(stop, f"saved at step {done}; the same command resumes")
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Count the time of a block as not spent training."""
+        start = time.monotonic()
+        yield
+        self._clock.paused += time.monotonic() - start
 
     def _rate_of(self, update: Update) -> float:
-        """Return the learning rate of an update, which may follow its batch where that grows (`batch.rate_rule`)."""
+        """Return the learning rate of an update, which may follow its batch (batch.rate_rule)."""
         return self._rate(update.step) * rate_factor(self.recipe.batch.rate_rule, update.steps)
 
+    # Stopping ---------------------------------------------------------------------------------
+
     def _stop_between_generations(self) -> None:
-        """End an elastic run that was asked to stop before this generation has begun: a step of it may take long, as
-        replicas were lost. Raises Stopped, once what the generations before have learned is saved."""
-        if self.memory is None:
+        """End an elastic run that was asked to stop before this generation has begun.
+
+        A step of it may take long, as replicas were lost. Raises Stopped, once what the generations
+        before have learned is saved.
+        """
+        processes = self.engine.processes
+        if processes.elastic is None:
             return
-        stop = max(self.engine.processes.gather(self._signal or 0))
+        stop = max(processes.gather(self._signal or 0))
         step = self.progression.step
         if not stop or step == self.lengths.total:
             return
         # The step's own checkpoint may have been written, with the scores of its evaluation.
-        saved = self.engine.processes.from_main(
+        saved = processes.from_main(
             lambda: [manifest.step for manifest in self.checkpoints.manifests(self.monitor.say)]
         )
         if step and step not in saved:
             self._save(scheduled=False, evaluated=False)
-        self._stop(stop, f"saved at step {step}; the same command resumes" if step else "the same command begins")
+        if step:
+            self._stop(stop, f"saved at step {step}; the same command resumes")
+        self._stop(stop, "the same command begins")
 
     def _stop(self, number: int, text: str) -> NoReturn:
-        """Raises Stopped, once the run is saved. Args: number: of the signal that asked for it."""
+        """Raise Stopped, once the run is saved, for the signal of this number."""
         elastic = self.engine.processes.elastic
         if elastic is not None and self.engine.topology.is_main:
             elastic.note_saved()
         self._raise(Stopped, f"{name_of(number)}: {text}")
 
+    def _note_signal(self, number: int, frame: object) -> None:
+        if self._signal is None:
+            self._signal = number
+            self.continuation.signal = number
+            with contextlib.suppress(RuntimeError):  # the signal came in the midst of printing
+                self.monitor.say(f"{name_of(number)}: finishing this step, then saving")
+        elif number == signal.SIGINT:
+            # Asked again by hand: leave at once, the last checkpoint stands.
+            raise KeyboardInterrupt
+
+    def _fail(self, message: str) -> NoReturn:
+        """Raise TrainingError."""
+        self._raise(TrainingError, message)
+
+    def _raise(self, kind: Type[Exception], message: str) -> NoReturn:
+        """Raise an error that all ranks raise; only the main one has the message."""
+        raise kind(message if self.engine.topology.is_main else "") from None
+
+    # Log lines --------------------------------------------------------------------------------
+
     def _log(self, result: StepResult, update: Update) -> None:
-        """Report the steps since the last log line. Here, and only here, the loop waits for the device."""
-        done, progression, recipe = update.end, self.progression, self.recipe
-        images, steps, in_row = progression.images, progression.steps_in_window, result.skipped_in_row.item()
-        if not images:
-            fault = f"no image of the last {count(steps, 'step')} can be read; the last: {self._last_unreadable}"
-            self._raise(DataError, f"step {done}: {fault}; mend that, then rerun the same command")
-        skipped = progression.skipped = result.skipped.item()
-        rate, flops, waiting = self._clock.lap(max(self.engine.processes.gather(self.engine.data_wait())))
-        values = {
-            "epoch": self._epochs(done),
-            "loss": self._loss.item() / steps * (steps * recipe.batch.global_ / images),  # unreadable images added 0
-            "top1": self._correct.item() / images,
-            "lr": self._rate_of(update),
-            **({"batch": update.steps * recipe.batch.global_} if recipe.batch.schedule else {}),
-            # None where the update is made on a device that does not report them.
-            **{f"{kind}_norm": getattr(result.norms, kind).item() for kind in _NORMS if result.norms is not None},
-            "skipped_steps": skipped,
-            "unreadable_images": progression.unreadable,
-            "loss_scale": result.loss_scale.item(),
-            "images_per_second": rate,
-            "mfu": flops / self._peak_flops,
-            "data_wait": waiting,
-            "seconds": self._clock.seconds(),
-        }
-        if recipe.log.trust_ratios and result.norms is not None:
-            trust = result.norms.trust
-            ratios = torch.stack(list(trust.values())).tolist() if trust else []
-            values["trust"] = {name: float(f"{ratio:.6g}") for name, ratio in zip(trust, ratios)}
-        left = (self.lengths.total - done) * recipe.batch.global_ / rate
-        text = (
-            f"step {done}/{self.lengths.total}  loss {values['loss']:.3f} top1 {values['top1']:.1%} {pace(rate)} "
-            f"MFU {values['mfu']:.0%} wait {waiting:.0%} ETA {duration(left)}"
+        """Report the steps since the last log line.
+
+        Here, and only here, the loop waits for the device.
+        """
+        done = update.end
+        progression = self.progression
+        if not progression.images:
+            skipped = count(progression.steps_in_window, "step")
+            fault = f"no image of the last {skipped} can be read"
+            self._raise(
+                DataError,
+                f"step {done}: {fault}; the last: {self._last_unreadable}; mend that, then rerun the same command",
+            )
+        skipped_in_row = result.skipped_in_row.item()
+        waited = max(self.engine.processes.gather(self.engine.data_wait()))
+        lap = self._clock.lap(waited)
+        values = log_line.values_of(
+            self._window(update),
+            result,
+            lap,
+            peak_flops=self._peak_flops,
         )
-        if skipped:
+        progression.skipped = values["skipped_steps"]
+        if self.recipe.log.trust_ratios and result.norms is not None:
+            values["trust"] = log_line.trust_ratios(result.norms)
+        left = (self.lengths.total - done) * self.recipe.batch.global_ / lap.images
+        text = log_line.text_of(values, done, self.lengths.total, left)
+        if progression.skipped:
             text += f" {self._skipped_of(done)}"
         whole, layers = self.engine.noise_scale()
         if whole is not None:
             values["noise_scale"] = whole._asdict()
             text += f" noise {whole}"
             if layers:
-                values["noise_scale_by_layer"] = {name: float(f"{each.images:.6g}") for name, each in layers.items()}
+                values["noise_scale_by_layer"] = log_line.by_layer(layers)
         self.monitor.event("train", done, values, text)
-        self._loss.zero_()
-        self._correct.zero_()
-        progression.images = progression.steps_in_window = 0
+        self._begin_window()
         if done < self.lengths.total:
             for line in self.engine.balance(done):
                 self.monitor.say(line)
         self._check_loss(values["loss"], done)
-        if in_row > recipe.precision.max_skipped_steps:
-            remedy = "lower precision.loss_scale or schedule.peak"
-            if recipe.precision.dynamic_loss_scale:
-                remedy = f"the loss scale has fallen to {values['loss_scale']:g}, so lower schedule.peak"
-            skipped = count(in_row, "update")
-            fault = f"the last {skipped} had gradients that are not finite and were left out{self._not_finite()}"
-            weights = f"the weights are those of step {done - in_row}"
-            self._raise(TrainingError, f"step {done}: {fault}; {weights}; {remedy} (or peak_per_image)")
+        self._check_skipped(skipped_in_row, values["loss_scale"], done)
+
+    def _window(self, update: Update) -> log_line.Window:
+        progression = self.progression
+        batch = update.steps * self.recipe.batch.global_
+        return log_line.Window(
+            epoch=self._epochs(update.end),
+            loss=self._loss.item(),
+            correct=self._correct.item(),
+            steps=progression.steps_in_window,
+            images=progression.images,
+            global_batch=self.recipe.batch.global_,
+            lr=self._rate_of(update),
+            batch=batch if self.recipe.batch.schedule else None,
+            unreadable=progression.unreadable,
+            seconds=self._clock.seconds(),
+        )
+
+    def _begin_window(self) -> None:
+        self._loss.zero_()
+        self._correct.zero_()
+        self.progression.images = 0
+        self.progression.steps_in_window = 0
+
+    def _check_loss(self, loss: float, done: int) -> None:
+        """Raise TrainingError where the loss was above run.loss_limit in some lines in a row."""
+        times = self.recipe.run.loss_limit
+        limit = times * math.log(self.recipe.model.classes)
+        progression = self.progression
+        if not loss > limit:
+            progression.lines_above_limit = 0
+            return
+        progression.lines_above_limit += 1
+        if progression.lines_above_limit == _LINES_ABOVE_LIMIT:
+            self._fail(
+                f"step {done}: the training loss is {loss:.3g}, and was above {limit:.3g} "
+                f"({times:g} times that of guessing) in {_LINES_ABOVE_LIMIT} lines of the log in a "
+                f"row: the run has diverged; {_LOWER_THE_PEAK}, or raise run.loss_limit"
+            )
+
+    def _check_skipped(self, in_row: int, loss_scale: float, done: int) -> None:
+        """Raise TrainingError where too many updates in a row were left out."""
+        if in_row <= self.recipe.precision.max_skipped_steps:
+            return
+        remedy = "lower precision.loss_scale or schedule.peak"
+        if self.recipe.precision.dynamic_loss_scale:
+            remedy = f"the loss scale has fallen to {loss_scale:g}, so lower schedule.peak"
+        self._fail(
+            f"step {done}: the last {count(in_row, 'update')} had gradients that are not finite "
+            f"and were left out{self._not_finite()}; the weights are those of step "
+            f"{done - in_row}; {remedy} (or peak_per_image)"
+        )
 
     def _not_finite(self) -> str:
-        """Name the parameter nearest to the loss whose gradient is not finite; it spoils all those before it."""
-        found = {name for own in self.engine.processes.gather(self.engine.not_finite()) for name in own}
-        names = [name for name in self.engine.shapes if name in found]
-        if len(names) > 1:
-            return f" (that of {names[-1]} and of {count(len(names) - 1, 'parameter')} before it)"
-        return f" ({names[0]})" if names else ""
+        """Name the parameter nearest to the loss whose gradient is not finite.
+
+        It spoils all those before it.
+        """
+        by_rank = self.engine.processes.gather(self.engine.not_finite())
+        spoilt = {name for rank_names in by_rank for name in rank_names}
+        names = [name for name in self.engine.shapes if name in spoilt]
+        if not names:
+            return ""
+        if len(names) == 1:
+            return f" ({names[0]})"
+        others = count(len(names) - 1, "parameter")
+        return f" (that of {names[-1]} and of {others} before it)"
+
+    def _skipped_of(self, done: int) -> str:
+        """Say how many updates were left out until step `done`.
+
+        With a batch schedule an update may be several steps.
+        """
+        of_all = "" if self.recipe.batch.schedule else f" of {done}"
+        return f"{self.progression.skipped}{of_all} updates skipped"
+
+    # Between updates --------------------------------------------------------------------------
 
     def _grow(self, done: int) -> None:
         """Make the batch larger where the schedule and the noise scale allow it."""
-        noise = self.engine.noise_scale()[0] if self._course.may_grow(done) else None
-        batch = self._course.grow(done, noise.images, noise.error) if noise is not None else None
+        if not self._course.may_grow(done):
+            return
+        noise, _ = self.engine.noise_scale()
+        if noise is None:
+            return
+        batch = self._course.grow(done, noise.images, noise.error)
         if batch is not None:
-            self.progression.growth = [list(each) for each in self._course.growth]
+            self.progression.growth = [list(change) for change in self._course.growth]
             scale = f"noise scale {noise.images:,.0f} ± {noise.error:,.0f}"
             self.monitor.say(f"batch {batch:,} from epoch {self._epochs(done):g} on: {scale}")
 
-    def _check_loss(self, loss: float, done: int) -> None:
-        """Raises TrainingError where the loss was above run.loss_limit in some log lines in a row."""
-        times, progression = self.recipe.run.loss_limit, self.progression
-        limit = times * math.log(self.recipe.model.classes)
-        progression.lines_above_limit = progression.lines_above_limit + 1 if loss > limit else 0
-        if progression.lines_above_limit == _LINES_ABOVE_LIMIT:
-            fault = (
-                f"the training loss is {loss:.3g}, and was above {limit:.3g} ({times:g} times that of guessing) in "
-                f"{_LINES_ABOVE_LIMIT} lines of the log in a row: the run has diverged"
-            )
-            remedy = "lower schedule.peak (or peak_per_image), or raise run.loss_limit"
-            self._raise(TrainingError, f"step {done}: {fault}; {remedy}")
-
-    def _raise(self, kind: Type[Exception], message: str) -> NoReturn:
-        """Raises an error that all ranks raise; only the main one has the message."""
-        raise kind(message if self.engine.topology.is_main else "") from None
-
     def _trace(self, last: bool) -> None:
-        """Write the timeline once the steps to trace, which follow the session's first, are done."""
-        end = 1 + self.recipe.log.trace
-        if end > 1 and (self._updates == end or (last and self._updates < end)):
-            spans = self.engine.recorder.collect() if self.engine.recorder else []
-            if spans:
-                self.monitor.check()
-                stages = self.engine.topology.stages
-                virtual = self.recipe.parallel.virtual_stages or 1 if stages > 1 else 1
-                micro_batches = self.engine.batch.accumulation
-                self.monitor.say(timeline.write(self.trace_folder, spans, micro_batches, stages, virtual))
+        """Write the timeline once the steps to trace, which follow the first, are done."""
+        traced = self.recipe.log.trace
+        if not traced:
+            return
+        end = 1 + traced
+        if self._updates != end and not (last and self._updates < end):
+            return
+        recorder = self.engine.recorder
+        spans = recorder.collect() if recorder else []
+        if not spans:
+            return
+        self.monitor.check()
+        stages = self.engine.topology.stages
+        virtual = self.recipe.parallel.virtual_stages or 1
+        micro_batches = self.engine.batch.accumulation
+        line = timeline.write(
+            self.trace_folder,
+            spans,
+            micro_batches,
+            stages,
+            virtual if stages > 1 else 1,
+        )
+        self.monitor.say(line)
+
+    # Scores -----------------------------------------------------------------------------------
 
     def _evaluate(self, step: int) -> None:
         """Score the weights and the averages that exist so far."""
@@ -321,7 +412,8 @@ class Trainer:
             scores = evaluate(self.engine, self.evaluation_batches)
         values = scores._asdict()
         del values["confusion"]
-        text = f"{accuracy(scores.top1, scores.top5, self.recipe.model.classes)}  loss {scores.loss:.4f}"
+        top = accuracy(scores.top1, scores.top5, self.recipe.model.classes)
+        text = f"{top}  loss {scores.loss:.4f}"
         for name in self.engine.averages():
             with self.engine.using(name):
                 average = evaluate(self.engine, self.evaluation_batches)
@@ -329,12 +421,14 @@ class Trainer:
             text += f"  {name.replace('_', ' ')} {average.top1:.2%}"
         self.progression.scores = values
         self._note_best(scores.top1, values)
+        epochs = self._epochs(step)
+        images = f"({count(scores.images, 'image')})"
         left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
-        text = f"evaluation after epoch {self._epochs(step):.2f}: {text}  ({count(scores.images, 'image')}){left_out}"
-        self.monitor.event("eval", step, {"epoch": self._epochs(step), **values}, text)
+        text = f"evaluation after epoch {epochs:.2f}: {text}  {images}{left_out}"
+        self.monitor.event("eval", step, {"epoch": epochs, **values}, text)
 
     def _note_best(self, trained: float, scores: Mapping[str, Any]) -> None:
-        """Keep the best top-1 of the trained weights, and the best of all weights; at a tie the earlier one."""
+        """Keep the best top-1 of the trained weights, and of all weights; at a tie the earlier."""
         progression = self.progression
         progression.best_top1 = max(progression.best_top1, trained)
         if progression.best_of_all < progression.best_top1:
@@ -345,19 +439,27 @@ class Trainer:
                 progression.best_of_all = top1
                 progression.best_weights = name
 
+    # Saving -----------------------------------------------------------------------------------
+
     def _remember(self) -> None:
-        """Keep what the run goes on with if a replica is lost."""
-        if self.memory is not None:
+        """Keep what an elastic run goes on with if a replica is lost."""
+        if self.engine.processes.elastic is not None:
             self._note_sums()
-            self.memory.keep(self.engine, self.progression)
+        self.continuation.keep(self.engine, self.progression)
 
     def _note_sums(self) -> None:
-        progression, clock = self.progression, self._clock
-        progression.seconds, progression.paused, progression.waited = clock.seconds(), clock.paused, clock.waited
-        progression.loss, progression.correct = self._loss.item(), int(self._correct.item())
+        progression = self.progression
+        progression.seconds = self._clock.seconds()
+        progression.paused = self._clock.paused
+        progression.waited = self._clock.waited
+        progression.loss = self._loss.item()
+        progression.correct = int(self._correct.item())
 
     def _save(self, scheduled: bool, evaluated: bool) -> None:
-        """Save the run. Only scheduled checkpoints leave an event: a signal must not show in the metrics."""
+        """Save the run.
+
+        Only scheduled checkpoints leave an event: a signal must not show in the metrics.
+        """
         progression = self.progression
         progression.metrics_bytes = self.monitor.position()
         progression.logged_checkpoint = scheduled
@@ -379,61 +481,75 @@ class Trainer:
         if scheduled:
             note_checkpoint(self.monitor, progression)
 
+    # The end ----------------------------------------------------------------------------------
+
     def _end(self) -> None:
-        scores, best, seconds = self.progression.scores, self.progression.best_top1, self._clock.seconds()
+        """Report the run as a whole."""
+        scores = self.progression.scores
+        seconds = self._clock.seconds()
         images = self.lengths.total * self.recipe.batch.global_
-        waited = self._clock.waited / max(seconds - self._clock.paused, 1e-9)
-        workers = workers_needed(self.recipe.data.workers, waited) if waited > _INPUT_BOUND else None
-        averages = {name: scores[name] for name in AVERAGES if name in scores}
+        training_seconds = max(seconds - self._clock.paused, 1e-9)
+        waited = self._clock.waited / training_seconds
+        workers = None
+        if waited > _INPUT_BOUND:
+            workers = workers_needed(self.recipe.data.workers, waited)
         values = {
-            **{"top1": scores["top1"], "top5": scores["top5"], "best_top1": best, **averages},
-            **{"images": images, "images_per_second": images / seconds, "seconds": seconds},
-            **{"data_wait": waited, "input_bound": workers is not None, "workers_needed": workers},
+            "top1": scores["top1"],
+            "top5": scores["top5"],
+            "best_top1": self.progression.best_top1,
         }
-        own = "".join(f"{name.replace('_', ' ')} {each['top1']:.2%}  " for name, each in averages.items())
-        which = self.progression.best_weights
-        whose = "trained weights" if which == TRAINED else which.replace("_", " ")
-        best_of_all = f"{self.progression.best_of_all:.2%} ({whose})"
-        text = (
-            f"done: {accuracy(scores['top1'], scores['top5'], self.recipe.model.classes)}  "
-            f"best top1 {best_of_all}  {own}"
-            f"{duration(seconds)}, {pace(images / seconds)} with evaluation and checkpoints"
+        for name in AVERAGES:
+            if name in scores:
+                values[name] = scores[name]
+        values.update(
+            images=images,
+            images_per_second=images / seconds,
+            seconds=seconds,
+            data_wait=waited,
+            input_bound=workers is not None,
+            workers_needed=workers,
         )
-        skipped = self.progression.skipped
-        if skipped:
-            text += f"  {self._skipped_of(self.lengths.total)}"
-        if 2 * skipped > self.lengths.total:
-            text += (
-                "\nmost updates were skipped: their gradients were not finite, and only the others changed "
-                "the weights; start a new run with a lower schedule.peak (or peak_per_image) or precision.loss_scale"
+        lines = [self._result(scores, images / seconds, seconds)]
+        if 2 * self.progression.skipped > self.lengths.total:
+            lines.append(
+                "most updates were skipped: their gradients were not finite, and only the others "
+                "changed the weights; start a new run with a lower schedule.peak (or "
+                "peak_per_image) or precision.loss_scale"
             )
         if workers is not None:
-            here = cores.available()
-            text += (
-                f"\ninput-bound: {waited:.0%} of the training time went to waiting for images; data.workers={workers} "
-                f"would keep up instead of {self.recipe.data.workers}, given a core for each (here: {here})"
+            lines.append(
+                f"input-bound: {waited:.0%} of the training time went to waiting for images; "
+                f"data.workers={workers} would keep up instead of {self.recipe.data.workers}, "
+                f"given a core for each (here: {cores.available()})"
             )
-        self.monitor.event("end", self.lengths.total, values, text)
+        self.monitor.event("end", self.lengths.total, values, "\n".join(lines))
 
-    def _skipped_of(self, done: int) -> str:
-        """How many updates were left out until step `done`; with a batch schedule an update may be several steps."""
-        of_all = "" if self.recipe.batch.schedule else f" of {done}"
-        return f"{self.progression.skipped}{of_all} updates skipped"
+    def _result(self, scores: Mapping[str, Any], rate: float, seconds: float) -> str:
+        """Return the last line: scores, duration and rate in images a second."""
+        parts: List[str] = [
+            f"done: {accuracy(scores['top1'], scores['top5'], self.recipe.model.classes)}",
+        ]
+        which = self.progression.best_weights
+        whose = "trained weights" if which == TRAINED else which.replace("_", " ")
+        parts.append(f"best top1 {self.progression.best_of_all:.2%} ({whose})")
+        for name in AVERAGES:
+            if name in scores:
+                parts.append(f"{name.replace('_', ' ')} {scores[name]['top1']:.2%}")
+        parts.append(f"{duration(seconds)}, {pace(rate)} with evaluation and checkpoints")
+        if self.progression.skipped:
+            parts.append(self._skipped_of(self.lengths.total))
+        return "  ".join(parts)
 
     def _epochs(self, step: int) -> float:
         return step / self.lengths.steps_per_epoch
 
-    def _note_signal(self, number: int, frame: object) -> None:
-        if self._signal is None:
-            self._signal = number
-            if self.memory is not None:
-                self.memory.signal = number
-            with contextlib.suppress(RuntimeError):  # the signal came in the midst of printing
-                self.monitor.say(f"{name_of(number)}: finishing this step, then saving")
-        elif number == signal.SIGINT:  # asked again by hand: leave at once, the last checkpoint stands
-            raise KeyboardInterrupt
-
 
 def note_checkpoint(monitor: Monitor, progression: Progression) -> None:
-    """Report a scheduled checkpoint, once it is on the disk, or when a run resumes from it."""
-    monitor.event("checkpoint", progression.step, {"file": f"checkpoints/step-{progression.step:08d}.pt"}, "")
+    """Report a scheduled checkpoint, once it is on the disk, or when a run resumes from it.
+
+    Args:
+        monitor: gets the event.
+        progression: as it was saved.
+    """
+    file = f"checkpoints/step-{progression.step:08d}.pt"
+    monitor.event("checkpoint", progression.step, {"file": file}, "")

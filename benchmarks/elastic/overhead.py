@@ -13,7 +13,7 @@ from parallel.elastic import Elastic
 from parallel.processes import Processes
 from parallel.topology import Topology
 from training.elastic import Memory
-from training.loop import Progression
+from training.progression import Progression
 
 REPLICAS, MICRO, MICRO_BATCHES, ROUNDS = 2, 16, 12, 60
 

@@ -16,10 +16,12 @@ from tests.conftest import QUICKSTART
 from tests.tensors import assert_bitwise_equal
 from tests.training.scripted import EMPTY
 from training.checkpoint import CheckpointFolder
-from training.loop import Progression, Stopped, Trainer
+from training.continuation import Continuation
+from training.loop import Stopped, Trainer
 from training.metrics import Metrics
 from training.monitor import Monitor
 from training.profiling import MemoryHistory, Recordings
+from training.progression import Progression
 from training.run import run
 
 SIX_STEPS_AN_EPOCH = (
@@ -70,7 +72,7 @@ def start(tiny, tmp_path):
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
         about = (checkpoints, monitor, progression or Progression(), flops_per_image, ["cat", "dog"])
         recordings = Recordings(recipe, engine, monitor, MemoryHistory(recipe, engine.topology, "cpu", say))
-        about += (tmp_path / "trace", recordings, memory)
+        about += (tmp_path / "trace", recordings, memory or Continuation())
         try:
             Trainer(recipe, lengths, engine, evaluation, *about).run(iter(batches))
         finally:

@@ -15,8 +15,8 @@ from tests.conftest import QUICKSTART
 from tests.tensors import flat
 from training import branching
 from training.checkpoint import CheckpointFolder
-from training.loop import Progression
 from training.metrics import read_events
+from training.progression import Progression
 from training.run import run
 
 STEP, STEPS = 6, 10

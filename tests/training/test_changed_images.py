@@ -12,7 +12,7 @@ from tests.conftest import TINY
 from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures
 from tools import shards
-from training.loop import Progression
+from training.progression import Progression
 
 OVERRIDES = (
     *(*TINY, "model.classes=2", "batch.global=4", "batch.micro=4", "run.steps=4", "checkpoint.every_epochs=1"),

@@ -20,7 +20,6 @@ from tests.engines.test_exchange import pretended
 from tests.engines.test_tuning import FASTEST, PLAIN, TIMES, pretend
 from training import choices
 from training.elastic import Memory
-from training.run import _with_micro_batch
 
 
 def test_what_is_kept_is_found_in_its_place_alone_and_a_damaged_file_is_one_line(tmp_path):
@@ -104,7 +103,7 @@ def test_later_generations_of_an_elastic_run_have_the_micro_batch_of_the_first(t
         def ask(processes):
             memory = Memory([])
             memory.micro = memories[threads.rank()]
-            return _with_micro_batch(recipe, processes, memory).batch.micro
+            return memory.with_micro_batch(recipe, processes).batch.micro
 
         return threads.run(3, 1, ask)
 

@@ -19,9 +19,10 @@ from parallel.processes import Processes
 from tests.engines import threads
 from tests.training.scripted import ScriptedEngine
 from tests.waiting import wait_until
-from training.elastic import Memory, common, identity, run
-from training.loop import Progression, Stopped
+from training.elastic import Known, Memory, common, identity, run
+from training.loop import Stopped
 from training.metrics import length_until
+from training.progression import Progression
 from training.run_folder import starts
 
 DONE, STOPPED = 0, 75
@@ -40,7 +41,7 @@ ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
     ],
 )
 def test_all_go_on_from_the_last_step_that_all_and_the_main_one_have_done(known, step):
-    assert common(known) == step
+    assert common([Known(*process) for process in known]) == step
 
 
 class Counter:
@@ -184,7 +185,7 @@ def test_launchers_learn_that_the_run_is_saved_once_it_is(start):
 
 def test_a_run_that_ends_with_an_error_listens_no_more(tiny_recipe, monkeypatch):
     """A thread that asks the store while Python shuts down would end the process by SIGABRT."""
-    elastic = Mock(spec=Elastic)
+    elastic = Mock(spec=Elastic, number=0)
     elastic.explains.return_value = False
     monkeypatch.setenv("POD_LAUNCHER", "1")
     monkeypatch.setattr("training.elastic.Elastic", lambda *_: elastic)

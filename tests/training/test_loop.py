@@ -15,7 +15,8 @@ from recipe import batch as arithmetic
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
 from training import stopping
-from training.loop import Progression, Stopped, Trainer, TrainingError
+from training.loop import Stopped, Trainer, TrainingError
+from training.progression import Progression
 
 
 def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_checkpoint_behind(start):

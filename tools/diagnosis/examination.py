@@ -18,6 +18,7 @@ from data.base import Source
 from data.sources import open_source
 from engines import choice
 from engines.devices import device_of
+from models import shapes
 from parallel import topology
 from parallel.processes import Processes
 from recipe import batch as arithmetic
@@ -37,7 +38,6 @@ from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
 from training import choices
-from training.run import flops_per_image
 
 # Shares of the time that is given; the rest goes to links and to preparing engines.
 _READING = 0.15
@@ -311,7 +311,7 @@ def _findings(
     _, about = figures.places[0]
     # The step of the recipe may have more micro batches than the one that was measured.
     parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
-    flops = flops_per_image(setup.recipe, setup.recipe.model.image_size) * batch.global_
+    flops = shapes.training_flops(setup.recipe.model, setup.recipe.model.image_size) * batch.global_
     step = sum(parts.values())
     return Findings(
         batch=batch,

@@ -1,0 +1,77 @@
+"""What a session goes on from, besides the checkpoints of its run folder."""
+
+from __future__ import annotations
+
+import time
+from typing import Dict, List, Optional
+
+from common.errors import ConfigError
+from data.base import Source
+from data.sources import open_source
+from engines.base import Engine
+from parallel.processes import Processes
+from recipe.config import Recipe
+from training.progression import Progression
+from training.run_folder import RunFolder
+
+_SPLITS = ("train", "validation")
+_RETRY_SECONDS = 0.05
+
+
+class Continuation:
+    """An ordinary session, which remembers nothing; an elastic run has another (training.elastic).
+
+    later: whether the same processes have begun this run before, and said what there is to say.
+    signal: number of the signal that asked to stop before the loop could listen.
+    patience: seconds in which another process may give the run folder back.
+    """
+
+    later: bool = False
+    signal: Optional[int] = None
+    patience: float = 0.0
+
+    def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
+        """Open training and validation images where they enter, elsewhere none. All ranks call."""
+        splits = _SPLITS if processes.topology.is_first else ()
+
+        def opened() -> List[Source]:
+            classes = recipe.model.classes
+            return [open_source(recipe.data, classes, split) for split in splits]
+
+        return processes.together(opened)
+
+    def open_folder(self, recipe: Recipe) -> RunFolder:
+        """Open the run folder of a `recipe`, which another process may have to give back first."""
+        end = time.monotonic() + self.patience
+        while True:
+            try:
+                return RunFolder(recipe)
+            except ConfigError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_RETRY_SECONDS)
+
+    def with_micro_batch(self, recipe: Recipe, processes: Processes) -> Recipe:
+        """Return the `recipe` with the micro batch that the run has had. All `processes` call."""
+        return recipe
+
+    def with_cut(self, recipe: Recipe, processes: Processes) -> Recipe:
+        """Return the `recipe` with the run's cut into stages. All `processes` call."""
+        return recipe
+
+    def begun(self, engine: Engine) -> None:
+        """Take note of an `engine` that is complete."""
+
+    def restore(self, engine: Engine) -> Optional[Progression]:
+        """Take an `engine` back to where the run was; None where nobody remembers. All call."""
+        return None
+
+    def facts(self, engine: Engine) -> Dict[str, int]:
+        """Return what the run folder notes of this start of an `engine`."""
+        return {}
+
+    def check(self, engine: Engine) -> None:
+        """Raise Regroup unless the update that an `engine` just made was a whole one."""
+
+    def keep(self, engine: Engine, progression: Progression) -> None:
+        """Remember a step that is done."""

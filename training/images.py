@@ -1,0 +1,83 @@
+"""The images of a run, opened where they enter, and the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+from common.errors import DataError
+from data.base import Source
+from parallel.processes import Processes
+
+
+class _Facts(NamedTuple):
+    """What all ranks where images enter must agree on."""
+
+    training_images: int
+    validation_images: int
+    classes: List[str]
+    digest: str
+
+
+class Images(NamedTuple):
+    """Sources, None on ranks where no images enter, and what is in them.
+
+    classes: their names.
+    digest: of both sources, joined by a hyphen.
+    """
+
+    train: Optional[Source]
+    validation: Optional[Source]
+    training_images: int
+    validation_images: int
+    classes: Sequence[str]
+    digest: str
+
+    @property
+    def notes(self) -> Tuple[str, ...]:
+        """Lines for the user about the sources."""
+        notes: Tuple[str, ...] = ()
+        for source in (self.train, self.validation):
+            if source is not None:
+                notes += tuple(source.notes)
+        return notes
+
+
+def agreed(sources: Sequence[Source], processes: Processes) -> Images:
+    """Check that ranks have the same images, and tell all of them what there is. All ranks call.
+
+    Args:
+        sources: training and validation images, where they enter; elsewhere none.
+        processes: of the run.
+
+    Raises:
+        DataError: a rank has other images than the first; on all ranks, the main one says why.
+    """
+    facts = None
+    if sources:
+        train, validation = sources
+        digest = "-".join(source.digest for source in sources)
+        facts = _Facts(len(train), len(validation), list(train.classes), digest)
+    by_rank = processes.gather(facts)
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        if other is not None and other != first:
+            text = _difference(rank, other, first)
+            raise DataError(text if processes.topology.is_main else "")
+    train, validation = sources or (None, None)
+    return Images(
+        train,
+        validation,
+        training_images=first.training_images,
+        validation_images=first.validation_images,
+        classes=first.classes,
+        digest=first.digest,
+    )
+
+
+def _difference(rank: int, other: _Facts, first: _Facts) -> str:
+    return (
+        f"rank {rank} finds {other.training_images} training and {other.validation_images} "
+        f"validation images of {len(other.classes)} classes, rank 0 {first.training_images} and "
+        f"{first.validation_images} of {len(first.classes)} (or others of the same number); give "
+        "all hosts the same data.root"
+    )

@@ -1,0 +1,111 @@
+"""The text and values of a training event: what the loop reports since its last log line."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Mapping, NamedTuple, Optional
+
+import torch
+
+from engines.base import NoiseScale, StepResult
+from optim.norms import Norms
+from training.monitor import Lap, duration, pace
+
+_NORMS = ("gradient", "weight", "update")
+_DIGITS = ".6g"  # of trust ratios and noise scales by layer: more are noise
+
+
+class Window(NamedTuple):
+    """The steps since the last log line.
+
+    epoch: done.
+    loss: sum over steps of their mean losses. correct: top-1 hits.
+    steps, images: how many; images that could not be read are not counted.
+    global_batch: images of a step.
+    lr: of the last update.
+    batch: its images, where the batch has a schedule.
+    unreadable: images of the whole run.
+    seconds: of the whole run.
+    """
+
+    epoch: float
+    loss: float
+    correct: int
+    steps: int
+    images: int
+    global_batch: int
+    lr: float
+    batch: Optional[int]
+    unreadable: int
+    seconds: float
+
+
+def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float) -> Dict[str, Any]:
+    """Return the numbers of a training event. Reading the result waits for the device.
+
+    Args:
+        window: that ends with `result`.
+        result: of the last update.
+        lap: rates of the window.
+        peak_flops: that all devices reach.
+    """
+    # Unreadable images added nothing to the loss.
+    readable = window.steps * window.global_batch / window.images
+    values: Dict[str, Any] = {
+        "epoch": window.epoch,
+        "loss": window.loss / window.steps * readable,
+        "top1": window.correct / window.images,
+        "lr": window.lr,
+    }
+    if window.batch is not None:
+        values["batch"] = window.batch
+    values.update(_norms(result.norms))
+    values.update(
+        skipped_steps=result.skipped.item(),
+        unreadable_images=window.unreadable,
+        loss_scale=result.loss_scale.item(),
+        images_per_second=lap.images,
+        mfu=lap.operations / peak_flops,
+        data_wait=lap.waiting,
+        seconds=window.seconds,
+    )
+    return values
+
+
+def trust_ratios(norms: Norms) -> Dict[str, float]:
+    """Return the trust ratio of each layer, by name, of an update's `norms`."""
+    if not norms.trust:
+        return {}
+    ratios = torch.stack(list(norms.trust.values())).tolist()
+    return {name: _short(ratio) for name, ratio in zip(norms.trust, ratios)}
+
+
+def by_layer(scales: Mapping[str, NoiseScale]) -> Dict[str, float]:
+    """Return noise scales in images, by name, of `scales`."""
+    return {name: _short(scale.images) for name, scale in scales.items()}
+
+
+def text_of(values: Mapping[str, Any], done: int, total: int, seconds_left: float) -> str:
+    """Return the line on the terminal.
+
+    Args:
+        values: of the event.
+        done: steps.
+        total: steps of the run.
+        seconds_left: at the rate of the window.
+    """
+    return (
+        f"step {done}/{total}  loss {values['loss']:.3f} top1 {values['top1']:.1%} "
+        f"{pace(values['images_per_second'])} MFU {values['mfu']:.0%} "
+        f"wait {values['data_wait']:.0%} ETA {duration(seconds_left)}"
+    )
+
+
+def _norms(norms: Optional[Norms]) -> Dict[str, float]:
+    """Return norms by the name of their value; none where a device does not report them."""
+    if norms is None:
+        return {}
+    return {f"{kind}_norm": getattr(norms, kind).item() for kind in _NORMS}
+
+
+def _short(number: float) -> float:
+    return float(format(number, _DIGITS))

@@ -1,0 +1,67 @@
+"""What a run prints before it trains, and what it proposes when it has ended."""
+
+from __future__ import annotations
+
+import shlex
+from typing import List
+
+from common.text import count
+from models import shapes
+from recipe.batch import Lengths, output_folder
+from recipe.config import Recipe
+from recipe.division import Batch
+from training.images import Images
+from training.monitor import duration
+
+
+def lines(
+    recipe: Recipe,
+    images: Images,
+    *,
+    batch: Batch,
+    lengths: Lengths,
+    device: str,
+) -> List[str]:
+    """Return what a run is: its folder and device, model, images, batch and length.
+
+    Args:
+        recipe: of the run.
+        images: that it trains on.
+        batch: of a step.
+        lengths: of the run.
+        device: its name, for the user.
+    """
+    model = recipe.model
+    blocks = shapes.blocks(model, model.image_size)
+    parameters = sum(block.parameters for block in blocks.values())
+    classes = count(model.classes, "class", "classes")
+    return [
+        f"run {recipe.run.name} in {output_folder(recipe)}, on {device}",
+        f"{model.describe()}: {parameters:,} parameters, {model.image_size} px",
+        f"{images.training_images:,} training and {images.validation_images:,} validation images "
+        f"of {classes} ({recipe.data.source})",
+        batch.describe(),
+        lengths.describe(),
+    ]
+
+
+def finished(output: str, event: dict) -> str:
+    """Return the line about a run that has nothing left to do.
+
+    Args:
+        output: its folder.
+        event: its last one, `end`.
+    """
+    result = f"top1 {event['top1']:.2%} in {duration(event['seconds'])}"
+    return f"{output}: this run is finished: {result}; train again with run.output=FOLDER"
+
+
+def next_commands(output: str) -> str:
+    """Return the commands that a user may want next, for a run in the folder `output`."""
+    folder = shlex.quote(output)
+    commands = [
+        f"python evaluate.py --checkpoint {folder} --best",
+        f"python -m tools.report {folder}",
+        f"python -m tools.export {folder}",
+    ]
+    return f"next: {' | '.join(commands)}"

@@ -1,0 +1,50 @@
+"""How far a run is: the state of the loop itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from training.weights import TRAINED
+
+
+@dataclass
+class Progression:
+    """State of the loop, saved in every checkpoint; older checkpoints lack what has a default.
+
+    step: updates done.
+    metrics_bytes: length of metrics.jsonl.
+    logged_checkpoint: whether the checkpoint's own event follows.
+    seconds: of all sessions; paused: those not spent training; waited: those a device waited for
+        images.
+    loss, correct, images, steps_in_window: sums since the last log line.
+    unreadable: images that could not be decoded.
+    best_top1: of the trained weights.
+    best_of_all: of these and the averages, among which --best chooses; best_weights: whose it is.
+    lines_above_limit: the last log lines in a row whose loss is above run.loss_limit.
+    images_digest: of the images that are trained on.
+    rounding: version of the random bits that round weights.
+    skipped: updates left out until the last log line.
+    scores: of the last evaluation.
+    growth: see recipe.course.Course.
+    """
+
+    step: int = 0
+    metrics_bytes: int = 0
+    logged_checkpoint: bool = False
+    seconds: float = 0.0
+    loss: float = 0.0
+    correct: int = 0
+    images: int = 0
+    steps_in_window: int = 0
+    unreadable: int = 0
+    paused: float = 0.0
+    waited: float = 0.0
+    best_top1: float = 0.0
+    best_of_all: float = 0.0
+    best_weights: str = TRAINED
+    lines_above_limit: int = 0
+    images_digest: str = ""
+    rounding: int = 1
+    skipped: int = 0
+    scores: dict = field(default_factory=dict)
+    growth: list = field(default_factory=list)

@@ -1,0 +1,214 @@
+"""Where a run begins: at its newest checkpoint, at weights that the recipe names, or at step 0."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Callable, List, NamedTuple, Optional, Sequence
+
+import torch
+
+from common.errors import CheckpointError
+from common.text import count, listed
+from data.base import ClassNames
+from data.sources import class_names
+from engines.base import Engine
+from optim import rounding
+from recipe import loading
+from recipe.config import Recipe
+from recipe.optimization import Precision
+from training import classes, weights
+from training.checkpoint import CheckpointFolder
+from training.images import Images
+from training.metrics import NAME, last_events
+from training.progression import Progression
+from training.run_folder import first_difference
+
+_ELSEWHERE = "choose another folder by run.output=FOLDER"
+
+
+class _Newest(NamedTuple):
+    """The newest whole checkpoint. content: None where there is none. replicas: with own files."""
+
+    content: Optional[dict]
+    replicas: int
+
+
+def resume(
+    engine: Engine,
+    checkpoints: CheckpointFolder,
+    recipe: Recipe,
+    images: Images,
+) -> Progression:
+    """Load the newest whole checkpoint. All ranks call.
+
+    The main rank reads it for all: hosts need not share a file system.
+
+    Args:
+        engine: that gets its state.
+        checkpoints: of the run.
+        recipe: of this session.
+        images: of this session.
+
+    Returns:
+        How far the run was; the beginning where there is no checkpoint.
+
+    Raises:
+        CheckpointError: it is of another recipe or model, of other images that are not accepted, or
+            of other classes.
+    """
+    newest = engine.processes.from_main(lambda: _newest(checkpoints, recipe, images))
+    content = newest.content
+    if content is None:
+        return Progression()
+    step = content["progression"]["step"]
+
+    def load(kind: str, take_over: Callable[[], None]) -> None:
+        try:
+            take_over()
+        except (ValueError, KeyError) as error:
+            path = checkpoints.path(step)
+            raise CheckpointError(f"{path}: of {kind}: {error}; {_ELSEWHERE}") from None
+
+    def load_engine() -> None:
+        engine.load_state_dict(content["engine"])
+
+    def load_replicas() -> None:
+        read = functools.partial(checkpoints.replica_state, step)
+        engine.load_replica_states(newest.replicas, read)
+
+    together = engine.processes.together
+    together(lambda: load("another model", load_engine))
+    # Apart, since here ranks wait for each other: none may be missing because the model did not fit
+    # there.
+    together(lambda: load("other replicas", load_replicas))
+    return Progression(**content["progression"])
+
+
+def changes(
+    progression: Progression,
+    images: Images,
+    precision: Precision,
+    *,
+    device: str,
+    threads_before: Optional[int],
+) -> List[str]:
+    """Return lines about what is not as it was when the run was saved.
+
+    Args:
+        progression: as it was saved.
+        images: of this session.
+        precision: of the weights.
+        device: "cpu", "cuda" or "ipu".
+        threads_before: with which the run began on a CPU, if known.
+    """
+    lines = []
+    if progression.images_digest not in ("", images.digest):
+        lines.append("going on with other images than before (data.changed_images=accept)")
+    # IPUs have a generator of their own.
+    stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
+    if stochastic and device != "ipu" and progression.rounding != rounding.VERSION:
+        versions = f"version {rounding.VERSION}, not {progression.rounding}"
+        lines.append(f"weights are rounded by other random bits from here on: {versions}")
+    threads = torch.get_num_threads()
+    if device == "cpu" and threads_before not in (None, threads):
+        lines.append(
+            f"{count(threads, 'thread')} here, {threads_before} when the run began: sums may round "
+            f"differently in their last bits; run.threads={threads_before} computes as before"
+        )
+    return lines
+
+
+def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
+    """Load the weights that the recipe names; return lines for the user. All ranks call.
+
+    The main rank finds out whose classes they know.
+
+    Args:
+        engine: that gets the weights.
+        recipe: of the run.
+        images: on which it trains.
+
+    Raises:
+        ConfigError: the weights cannot be read, or do not fit.
+    """
+    processes = engine.processes
+    model = recipe.model
+    stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
+    tensors = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
+    data_classes = processes.from_main(lambda: _trained_classes(recipe, images))
+    fitted = processes.together(
+        lambda: classes.for_data(
+            stored,
+            classes.Fitted(*tensors, note=""),
+            recipe,
+            data_classes,
+        )
+    )
+    engine.load_weights(fitted.tensors)
+    lines = [note for note in (*stored.notes, fitted.note) if note]
+    fresh = f"; new: {', '.join(fitted.fresh)}" if fitted.fresh else ""
+    return [*lines, f"starting from {stored.path}{fresh}"]
+
+
+def _trained_classes(recipe: Recipe, images: Images) -> ClassNames:
+    named = class_names(recipe.data, "train")
+    return named or ClassNames(images.train.place, tuple(images.classes), sorted=False)
+
+
+def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _Newest:
+    """Read the newest checkpoint, and check that it is of this run. Raises CheckpointError."""
+    warn = functools.partial(print, flush=True)
+    content = checkpoints.load_newest(warn=warn, with_replicas=True)
+    folder = checkpoints.folder.parent
+    if content is None:
+        _check_none_is_lost(checkpoints)
+        return _Newest(None, 0)
+    step = content["progression"]["step"]
+    path = checkpoints.path(step)
+    difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
+    if difference:
+        raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
+    if recipe.data.changed_images == "error":
+        before = content["progression"].get("images_digest")
+        _check_images(before, images.digest, path, recipe.data.place)
+    saved_classes = content.get("classes") or images.classes
+    _check_classes(saved_classes, images.classes, f"{path}: saved with", folder)
+    return _Newest(content, checkpoints.replica_count(step))
+
+
+def _check_none_is_lost(checkpoints: CheckpointFolder) -> None:
+    """Raise CheckpointError where metrics.jsonl tells of a checkpoint that is not there."""
+    lost = last_events(checkpoints.folder.parent / NAME).get("checkpoint")
+    if lost and checkpoints.folder.is_dir():
+        raise CheckpointError(
+            f"{checkpoints.folder}: the checkpoint of step {lost['step']}, which metrics.jsonl "
+            "tells of, is gone; restore all files of its number, or delete that folder to start "
+            "from the beginning"
+        )
+
+
+def _check_images(before: Optional[str], now: str, path: Path, place: str) -> None:
+    """Raise CheckpointError where a run was trained on other images than there are now."""
+    if not before or before == now:
+        return
+    changed = []
+    for split, old, new in zip(("training", "validation"), before.split("-"), now.split("-")):
+        if old != new:
+            changed.append(split)
+    raise CheckpointError(
+        f"{path}: saved with other {' and '.join(changed)} images than {place} has now (other "
+        "names, labels or shards); bring those back, or go on with these by "
+        "data.changed_images=accept"
+    )
+
+
+def _check_classes(before: Sequence[str], now: Sequence[str], saved: str, folder: Path) -> None:
+    """Raise CheckpointError where labels would count other classes than before."""
+    if list(before) == list(now):
+        return
+    changed = [f"{old} is {new} now" for old, new in zip(before, now) if old != new]
+    raise CheckpointError(
+        f"{saved} other classes, or in another order ({listed(changed)}); bring those back, or "
+        f"start another run from these weights by model.init_from={folder} run.output=FOLDER"
+    )
