@@ -84,7 +84,7 @@ def before_step(number, action):
     step = TorchEngine.train_step
 
     def disturbed(engine, micro_batches, update, *arguments, **keywords):
-        if update.end == number:
+        if update.step + 1 == number:
             action()
         return step(engine, micro_batches, update, *arguments, **keywords)
 

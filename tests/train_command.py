@@ -64,7 +64,7 @@ def before_step(monkeypatch):
 
     def at(step, action, *arguments):
         def disturbed(engine, micro_batches, update, *rest, **keywords):
-            if update.end == step:
+            if update.step + 1 == step:
                 action(*arguments)
             return original(engine, micro_batches, update, *rest, **keywords)
 

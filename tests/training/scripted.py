@@ -46,7 +46,8 @@ class ScriptedEngine(Engine):
     def data_wait(self):
         return self._waited(len(self.steps))
 
-    def train_step(self, micro_batches, step, lr, measure=False, update=None):
+    def train_step(self, micro_batches, update, lr, measure=False):
+        step = update.step
         self._before(step)
         next(micro_batches)
         self.steps.append(step)
