@@ -34,8 +34,10 @@ _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
 
 class Parser(argparse.ArgumentParser):
+    """Parser of all commands: a leading ~ of a value is expanded, and faults are one line without credentials."""
+
     def parse_known_args(self, args=None, namespace=None):
-        """Parse as argparse does; a shell leaves the ~ in --flag=~/path alone, so it is expanded here."""
+        """Parse `args` as argparse does; a shell leaves the ~ in --flag=~/path alone, so it is expanded here."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._at_home(word) for word in words], namespace)
 
@@ -49,11 +51,12 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{flag}: {error}")
 
     def error(self, message):
+        """Print `message` in one line and exit with the code for wrong input."""
         self.exit(WRONG_INPUT, f"{self.prog}: {masked(message)}; see {self.prog} --help\n")
 
 
 def add_choice_of_weights(parser):
-    """Add --weights and --best, by which commands choose among a run's weights."""
+    """Add --weights and --best to a parser, by which commands choose among a run's weights."""
     which = (
         "which weights of a run (default: trained; with --best those that scored best); ema: of other programs' files"
     )
@@ -62,7 +65,13 @@ def add_choice_of_weights(parser):
 
 
 def naming(config, function, recipe):
-    """Return function(recipe), with the recipe's file named in a ConfigError."""
+    """Return function(recipe), with the recipe's file named in a ConfigError.
+
+    Args:
+        config: the file.
+        function: called with the recipe.
+        recipe: read from the file.
+    """
     try:
         return function(recipe)
     except ConfigError as error:
@@ -70,19 +79,19 @@ def naming(config, function, recipe):
 
 
 def run(file, computes=True):
-    """End the process with the exit code of main() in the command `file`, whose imports Ctrl-C may interrupt.
-    Args: computes: the command has all cores to itself; one that shares them among its processes does that itself."""
+    """End the process with the exit code of main() in a command, whose imports Ctrl-C may interrupt.
+
+    Args:
+        file: of the command.
+        computes: the command has all cores to itself; one that shares them among its processes does
+            that itself.
+    """
     _open_streams()
-    limit = cores.limited() if computes else None
-    if limit is not None:
-        for variable in _OF_CORES:
-            os.environ.setdefault(variable, str(limit))
-    for variable, value, others in _OF_CUDA:
-        if not any(name in os.environ for name in (variable, *others)):
-            os.environ[variable] = value
+    _set_variables(computes)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a launcher or nohup wants it ignored
         signal.signal(signal.SIGINT, _interrupt)
-    name = os.path.splitext(os.path.relpath(os.path.realpath(file), _ROOT))[0].replace(os.sep, ".")
+    path = os.path.relpath(os.path.realpath(file), _ROOT)
+    name = os.path.splitext(path)[0].replace(os.sep, ".")
 
     @one_line()
     def main():
@@ -94,9 +103,23 @@ def run(file, computes=True):
     finish(main)
 
 
+def _set_variables(computes):
+    """Set variables that libraries read once, unless the user has set them."""
+    limit = cores.limited() if computes else None
+    if limit is not None:
+        for variable in _OF_CORES:
+            os.environ.setdefault(variable, str(limit))
+    for variable, value, others in _OF_CUDA:
+        if not any(name in os.environ for name in (variable, *others)):
+            os.environ[variable] = value
+
+
 def one_line(again=AGAIN):
     """Decorate main() to end with one line and an exit code where the input, an output or Ctrl-C ends it.
-    Args: again: what to do once the fault is mended, or a function that returns it."""
+
+    Args:
+        again: what to do once the fault is mended, or a function that returns it.
+    """
 
     def decorate(main):
         @functools.wraps(main)
@@ -113,17 +136,29 @@ def one_line(again=AGAIN):
                 then = again() if callable(again) else again
                 if interrupted:
                     return fail(f"interrupted; {then}", FAILED)
-                place = "" if error.filename is None else f"{error.filename}: "
-                fault = " ".join((error.strerror or str(error) or type(error).__name__).splitlines())
-                return fail(f"{place}{fault}; {_REMEDIES.get(error.errno, 'fix this')}, then {then}", FAILED)
+                return fail(_of_system(error, then), FAILED)
 
         return guarded
 
     return decorate
 
 
+def _of_system(error, then):
+    """Return the line for an OSError: place, fault, and the remedy before what to do `then`."""
+    place = "" if error.filename is None else f"{error.filename}: "
+    text = error.strerror or str(error) or type(error).__name__
+    fault = " ".join(text.splitlines())
+    remedy = _REMEDIES.get(error.errno, "fix this")
+    return f"{place}{fault}; {remedy}, then {then}"
+
+
 def fail(message, code):
-    """Print why on stderr; return `code`. If another rank prints it (an empty message), leave it time to do so."""
+    """Print why a command fails on stderr, and return its exit code.
+
+    Args:
+        message: the line; an empty one if another rank prints it, which is left time to do so.
+        code: the exit code.
+    """
     if str(message):
         print(message, file=sys.stderr, flush=True)
     elif code != STOPPED:  # after a stop all ranks have taken leave of each other
@@ -135,8 +170,10 @@ def fail(message, code):
 
 
 def finish(main):
-    """Call main() and end the process with the exit code that it returns; None is 0.
-    One of several connected ranks exits at once, as others may be gone; if another failed, that one prints first."""
+    """Call `main` and end the process with the exit code that it returns; None is 0.
+
+    One of several connected ranks exits at once, as others may be gone; if another failed, that one prints first.
+    """
     try:
         code = main() or DONE
     except SystemExit as exit:  # argparse's
@@ -159,8 +196,10 @@ def finish(main):
 
 
 def _ignore_signals(code):
-    """Keep a run's exit code from signals that come while Python shuts down: its own handlers do not count any more
-    then, and the process would end by the signal. Args: code: of the process."""
+    """Keep a run's exit code from signals that come while Python shuts down.
+
+    Its own handlers do not count any more then, and the process would end by the signal.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         is_handled = signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, _interrupt)
         if is_handled or code == STOPPED:
@@ -168,7 +207,7 @@ def _ignore_signals(code):
 
 
 def _interrupt(number, frame):
-    """Ctrl-C: the first raises KeyboardInterrupt, the next ends the process at once."""
+    """Handle Ctrl-C: the first raises KeyboardInterrupt, the next ends the process at once."""
     global _interrupted
     if _interrupted is None:
         _interrupted = time.monotonic()
@@ -203,12 +242,13 @@ def _open_streams():
         keywords = {"encoding": "utf-8", "errors": "backslashreplace"}  # not strict: names may hold anything
         if before is not None:
             before.flush()
-            keywords.update({each: getattr(before, each) for each in ("encoding", "line_buffering", "write_through")})
+            for keyword in ("encoding", "line_buffering", "write_through"):
+                keywords[keyword] = getattr(before, keyword)
         raw = _Stream(number, "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **keywords))
 
 
 def _connected():
-    """The module parallel.ending while this process is one of several ranks, else None."""
+    """Return the module parallel.ending while this process is one of several ranks, else None."""
     ending = sys.modules.get("parallel.ending")
     return ending if ending and ending.connected() else None

@@ -10,7 +10,7 @@ import contextlib
 import os
 import platform
 from pathlib import Path, PurePosixPath
-from typing import Iterator, List, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
 
 def processor(root: str = "/") -> str:
@@ -40,19 +40,21 @@ def available(root: str = "/") -> int:
 
 
 def within_quota(cores: int, root: str = "/") -> int:
-    """Return how many of so many cores the quota pays for; see `available`."""
+    """Return how many of `cores` the quota pays for; see `available`."""
     limit = quota(root)
     return cores if limit is None else max(1, min(cores, int(limit)))
 
 
 def limited(root: str = "/") -> Optional[int]:
-    """Return `available`, or None where that is all that libraries count by themselves: the affinity."""
+    """Return `available(root)`, or None where that is all that libraries count by themselves: the affinity."""
     cores = available(root)
     return cores if cores < _of_affinity() else None
 
 
 def quota(root: str = "/") -> Optional[float]:
-    """Return the cores that this process's control groups pay for, the least of all levels; None without a limit.
+    """Return the cores that this process's control groups below `root` pay for; None without a limit.
+
+    The least of all levels counts.
 
     Sources: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst (cpu.cfs_quota_us).
     """
@@ -70,7 +72,24 @@ def _of_affinity() -> int:
 
 
 def _groups(root: Path) -> Iterator[Tuple[Path, int]]:
-    """The folders of all groups that this process is in and that have the processor: (folder, version of cgroups)."""
+    """Yield (folder, version of cgroups) of all groups that this process is in and that have the processor."""
+    paths = _paths(root)
+    for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, *_, options = after.split(" ")
+        version = {"cgroup2": 2, "cgroup": 1}.get(kind)
+        if version not in paths:
+            continue
+        if version == 1 and "cpu" not in options.split(","):
+            continue
+        top, mount = (path.replace("\\040", " ") for path in before.split(" ")[3:5])
+        place = root / mount.lstrip("/")
+        for group in _below(top, paths[version]):
+            yield place / group, version
+
+
+def _paths(root: Path) -> Dict[int, str]:
+    """Return the path of this process's group that has the processor, by version of cgroups."""
     paths = {}
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -78,20 +97,11 @@ def _groups(root: Path) -> Iterator[Tuple[Path, int]]:
             paths[2] = path
         elif "cpu" in controllers.split(","):
             paths[1] = path
-    for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        before, _, after = line.partition(" - ")
-        kind, *_, options = after.split(" ")
-        version = {"cgroup2": 2, "cgroup": 1}.get(kind)
-        if version not in paths or (version == 1 and "cpu" not in options.split(",")):
-            continue
-        top, mount = before.split(" ")[3:5]
-        place = root / mount.replace("\\040", " ").lstrip("/")
-        for part in _below(top.replace("\\040", " "), paths[version]):
-            yield place / part, version
+    return paths
 
 
 def _below(top: str, path: str) -> List[PurePosixPath]:
-    """The group `path` and all above it, relative to the mounted group `top`, from the highest on."""
+    """Return the group `path` and all above it, relative to the mounted group `top`, from the highest on."""
     try:
         relative = PurePosixPath(path).relative_to(top)
     except ValueError:  # the mount shows the container's own group, the path is the host's
@@ -102,7 +112,7 @@ def _below(top: str, path: str) -> List[PurePosixPath]:
 
 
 def _limit(folder: Path, version: int) -> Optional[float]:
-    """Cores by the quota of one group; None where it has none."""
+    """Return the cores by the quota of one group; None where it has none."""
     try:
         if version == 2:
             amount, period = (folder / "cpu.max").read_text(encoding="utf-8").split()

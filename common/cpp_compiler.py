@@ -60,19 +60,26 @@ def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) ->
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull], folder / "messages")
         key = _key(command, functions, source.name, digests, macros.decode(errors="replace"))
         kept = _place(f"{source.stem}-{key[:32]}.so") if b"#define" in macros else None
-        found = _loaded(kept, key, folder)
-        if found is None:
-            with _alone(kept):
-                found = _loaded(kept, key, folder)  # compiled by another process meanwhile
-                if found is None:
-                    made = folder / f"{source.stem}.so"
-                    _run([*command, str(folder / source.name), "-o", str(made)], folder / "messages")
-                    found = ctypes.CDLL(str(made))
-                    missing = [each for each in functions if not hasattr(found, each)]
-                    if missing:
-                        raise CompilerError(f"{command[0]} made a library without {missing[0]}")
-                    _keep(kept, key, made.read_bytes())
-        return found
+        loaded = _loaded(kept, key, folder)
+        if loaded is not None:
+            return loaded
+        with _alone(kept):
+            loaded = _loaded(kept, key, folder)  # compiled by another process meanwhile
+            if loaded is None:
+                loaded, binary = _compiled(command, folder / source.name, functions)
+                _keep(kept, key, binary)
+        return loaded
+
+
+def _compiled(command: Sequence[str], source: Path, functions: Sequence[str]) -> Tuple[ctypes.CDLL, bytes]:
+    """Compile a file beside itself. Returns: the library, loaded, and its content."""
+    made = source.with_suffix(".so")
+    _run([*command, str(source), "-o", str(made)], source.parent / "messages")
+    library = ctypes.CDLL(str(made))
+    for name in functions:
+        if not hasattr(library, name):
+            raise CompilerError(f"{command[0]} made a library without {name}")
+    return library, made.read_bytes()
 
 
 def _copied(file: Path, folder: Path) -> str:
@@ -83,7 +90,7 @@ def _copied(file: Path, folder: Path) -> str:
 
 
 def _compiler() -> List[str]:
-    """The command's first words. Raises CompilerError."""
+    """Return the command's first words. Raises CompilerError."""
     try:
         return shlex.split(os.environ.get("CXX", "")) or ["c++"]
     except ValueError as error:
@@ -91,15 +98,13 @@ def _compiler() -> List[str]:
 
 
 def _for_torch(flags: Sequence[str]) -> List[str]:
-    """Flags for the instructions that torch's own kernels use."""
+    """Return the flags, restricted to the instructions that torch's own kernels use."""
     restricted = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
     return ["-march=x86-64-v3" if restricted and flag == "-march=native" else flag for flag in flags]
 
 
 def _run(command: Sequence[str], messages: Path) -> bytes:
-    """Run a compiler within limits of time and of what it prints.
-
-    Args: messages: the file for what it prints. Returns: what it printed.
+    """Run a compiler within limits of time and of what it prints into the file `messages`, which is returned.
 
     Raises OSError, CompilerError: it cannot be started, exits with a code other than 0, or exceeds a limit.
     """
@@ -131,12 +136,15 @@ def _wait(process: subprocess.Popen, messages: Path) -> None:
 
 
 def _key(*parts: object) -> str:
-    """A digest of all that a library depends on."""
+    """Return a digest of all that a library depends on."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _place(name: str) -> Optional[Path]:
-    """A file's place in the cache. None: no folder there is writable by this user only, so others could leave code."""
+    """Return a file's place in the cache.
+
+    None if no folder there is writable by this user only: others could leave code in it.
+    """
     folder = files.user_cache() / "compiled"
     with contextlib.suppress(OSError):
         if folder.is_absolute():
@@ -147,27 +155,32 @@ def _place(name: str) -> Optional[Path]:
 
 
 def _private(state: os.stat_result) -> bool:
-    """Whether a file or folder is this user's, and nobody else can write it."""
+    """Return whether a file or folder is this user's, and nobody else can write it."""
     return state.st_uid == os.geteuid() and not state.st_mode & 0o022
 
 
 def _loaded(kept: Optional[Path], key: str, folder: Path) -> Optional[ctypes.CDLL]:
-    """Load a library from the cache by a copy in `folder`. None: none is there, or it is damaged, or cannot be loaded
-    here, as with an older C library on another host that shares the cache.
+    """Load a library from the cache by a copy in `folder`.
+
+    None: none is there, or it is damaged, or it cannot be loaded here, as with an older C library on another host that
+    shares the cache.
     """
     if kept is None:
         return None
     with contextlib.suppress(OSError):
         with files.open_regular(kept) as stream:
-            content = stream.read(_MOST_LIBRARY_BYTES) if _private(os.fstat(stream.fileno())) else b""
-        binary, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-        if checksum == _checksum(key, binary):
-            copy = folder / "kept.so"
-            copy.write_bytes(binary)
-            found = ctypes.CDLL(str(copy))
-            with contextlib.suppress(OSError):
-                os.utime(kept)  # its last use
-            return found
+            if not _private(os.fstat(stream.fileno())):
+                return None
+            content = stream.read(_MOST_LIBRARY_BYTES)
+        binary = content[:-_CHECKSUM_BYTES]
+        if content[-_CHECKSUM_BYTES:] != _checksum(key, binary):
+            return None
+        copy = folder / "kept.so"
+        copy.write_bytes(binary)
+        library = ctypes.CDLL(str(copy))
+        with contextlib.suppress(OSError):
+            os.utime(kept)  # its last use
+        return library
     return None
 
 
@@ -179,12 +192,13 @@ def _keep(kept: Optional[Path], key: str, binary: bytes) -> None:
         with files.replacing(kept, shared=True) as temporary:
             temporary.touch(mode=0o600)
             temporary.write_bytes(binary + _checksum(key, binary))
-        for file in sorted(kept.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_MOST_FILES]:
+        oldest_first = sorted(kept.parent.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in oldest_first[:-_MOST_FILES]:
             file.unlink()
 
 
 def _checksum(key: str, binary: bytes) -> bytes:
-    """What follows a library in its file; of its key, too, so that no file stands for another."""
+    """Return what follows a library in its file; of its key, too, so that no file stands for another."""
     return hashlib.sha256(key.encode() + binary).digest()
 
 

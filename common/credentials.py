@@ -38,12 +38,9 @@ def take(url: str) -> str:
     url = _small_scheme(url)
     place, _ = _split(url)
     public = _without_user(place)
-    for text in (_without_user(url), public):
-        address = text.rpartition("://")[2]
-        port = re.split("[/?#]", address)[0].partition(":")[2]
-        if "@" in address and port and not port.isdigit():
-            fault = "a URL whose password has / (write %2F), ? (%3F) or # (%23) in it"
-            raise ValueError(f"{fault}; write those as given here")
+    if _is_ambiguous(_without_user(url)) or _is_ambiguous(public):
+        fault = "a URL whose password has / (write %2F), ? (%3F) or # (%23) in it"
+        raise ValueError(f"{fault}; write those as given here")
     if "#" in url and _HOST.search(url):
         raise ValueError("a web address with # in it, behind which nothing is sent; remove it, or write %23 in a name")
     if public != url:
@@ -53,9 +50,21 @@ def take(url: str) -> str:
     return public
 
 
+def _is_ambiguous(url: str) -> bool:
+    """Return whether a part of a password may be left in a URL whose user and password were removed."""
+    address = url.rpartition("://")[2]
+    port = re.split("[/?#]", address)[0].partition(":")[2]
+    return "@" in address and port != "" and not port.isdigit()
+
+
 def restored(place: str) -> Tuple[str, str]:
-    """A place at or below a URL, with its user and password, and the query that goes behind the names of files there:
-    those of the URL that was taken, or else of the environment, or else the host's in ~/.netrc."""
+    """Return a place with its user and password, and the query that goes behind the names of files there.
+
+    They are those of the URL that was taken, or else of the environment, or else the host's in ~/.netrc.
+
+    Args:
+        place: at or below a URL, without credentials.
+    """
     given = _small_scheme(os.environ.get(ENVIRONMENT, ""))
     of_environment = _without_user(_split(given)[0]).rstrip("/")
     for public, url in [*_known.items(), (of_environment, given)]:
@@ -80,14 +89,19 @@ def _split(url: str) -> Tuple[str, str]:
 
 
 def environment() -> Dict[str, str]:
-    """Environment variables that give another process the credentials that were taken last."""
-    return {ENVIRONMENT: list(_known.values())[-1]} if _known else {}
+    """Return environment variables that give another process the credentials that were taken last."""
+    if not _known:
+        return {}
+    last = list(_known.values())[-1]
+    return {ENVIRONMENT: last}
 
 
 def _with_netrc(place: str) -> str:
     host = _HOST.search(place)
+    if host is None:
+        return place
     try:
-        entry = netrc.netrc(os.environ.get("NETRC")).hosts.get(host.group(1)) if host else None
+        entry = netrc.netrc(os.environ.get("NETRC")).hosts.get(host.group(1))
     except (OSError, ValueError, netrc.NetrcParseError):  # a file of other programs
         entry = None
     if entry is None:

@@ -3,7 +3,10 @@
 from common.credentials import masked
 from common.text import printable
 
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75  # by a signal, and saved: the same command goes on
 LEFT_OUT = 76  # of a rank in an elastic run that the others went on without
 
 
@@ -28,6 +31,6 @@ class CheckpointError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """First line of a library's error; for errors that a compiler wraps, of the one inside."""
+    """Return the first line of a library's error; for errors that a compiler wraps, of the one inside."""
     cause = getattr(error, "inner_exception", error)  # Dynamo's name for what a backend raises
     return masked(next(iter(str(cause).strip().splitlines()), type(cause).__name__))

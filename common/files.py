@@ -31,7 +31,11 @@ def user_cache() -> Path:
 
 
 def open_regular(path: Union[str, bytes, Path]) -> IO[bytes]:
-    """Open a file to be read. Raises OSError: it is no regular file, such as a named pipe or a device."""
+    """Open the file at `path` to be read.
+
+    Raises:
+        OSError: it is no regular file, such as a named pipe or a device.
+    """
     # Opening a named pipe would otherwise wait until somebody writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
@@ -54,11 +58,15 @@ def read_regular(path: Union[str, bytes, Path], most: int) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterator[Path]:
-    """A path beside `path` to write a file to, which takes the place of `path` once the block ends without an error.
+    """Yield a path to write a file to, which takes the place of `path` once the block ends without an error.
 
-    Args: durable: whether content and name are on the disk then. shared: whether other processes may write this file.
+    Args:
+        path: of the file; the other one lies beside it.
+        durable: whether content and name are on the disk then.
+        shared: whether other processes may write this file.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
+    owner = f".{os.getpid()}" if shared else ""
+    temporary = path.with_name(f"{path.name}{owner}.tmp")
     try:
         with writing(path):
             yield temporary
@@ -74,13 +82,16 @@ def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterat
 
 
 def write(path: Path, content: Union[bytes, memoryview], durable: bool = False) -> None:
-    """Write a file whole or not at all; see `replacing`."""
+    """Write `content` to `path` whole or not at all; see `replacing`."""
     with replacing(path, durable) as temporary, open(temporary, "wb") as stream:
         stream.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in UTF-8, whole or not at all; what UTF-8 has no bytes for is escaped (names of folders)."""
+    """Write `text` to a file in UTF-8, whole or not at all.
+
+    What UTF-8 has no bytes for, in names of folders, is escaped.
+    """
     write(path, text.encode("utf-8", errors="backslashreplace"))
 
 
@@ -95,7 +106,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(place: Union[str, Path]) -> Iterator[None]:
-    """Names `place` in an OSError that names no file: a failed write() does not say where."""
+    """Name `place` in an OSError that names no file: a failed write() does not say where."""
     try:
         yield
     except OSError as error:
@@ -105,15 +116,21 @@ def writing(place: Union[str, Path]) -> Iterator[None]:
 
 
 def check_same(path: Path, descriptor: int) -> None:
-    """Raises OSError unless `path` still leads to what `descriptor` has open, whose inode nothing else can have."""
+    """Raise OSError unless `path` still leads to what `descriptor` has open, whose inode nothing else can have."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return
-    what = "no longer what this run opened there: it was removed, renamed, replaced or unmounted"
-    raise OSError(errno.ESTALE, what, str(path))
+    fault = "no longer what this run opened there: it was removed, renamed, replaced or unmounted"
+    raise OSError(errno.ESTALE, fault, str(path))
 
 
 def stored_plainly(archive: zipfile.ZipFile, size: int) -> bool:
-    """Whether the members of a zip file of `size` bytes are not compressed: such could swell a thousandfold."""
-    plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
-    return plain and sum(entry.file_size for entry in archive.infolist()) <= size
+    """Return whether no member of a zip file is compressed: such could swell a thousandfold.
+
+    Args:
+        archive: the file.
+        size: its bytes.
+    """
+    entries = archive.infolist()
+    is_plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    return is_plain and sum(entry.file_size for entry in entries) <= size

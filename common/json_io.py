@@ -13,7 +13,7 @@ MOST_BYTES = 64 << 20  # a manifest of 100,000 shards takes 20 MB; as Python's o
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """Parse JSON. Raises ValueError for text that is invalid, longer than MOST_BYTES, or nested too deeply."""
+    """Parse `text` as JSON. Raises ValueError if it is invalid, longer than MOST_BYTES, or nested too deeply."""
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text):,} bytes of JSON, more than {MOST_BYTES:,}")
     try:
@@ -23,19 +23,31 @@ def parse_json(text: Union[str, bytes]) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a file, of which no more than MOST_BYTES are read. Raises OSError, and ValueError as `parse_json` does."""
+    """Parse the file at `path`, of which no more than MOST_BYTES are read.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+        ValueError: see `parse_json`.
+    """
     with open_regular(path) as stream:
         return parse_json(stream.read(MOST_BYTES + 1))
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """Return `value` as JSON, with null for each float that is not finite. Args: options: of json.dumps."""
+    """Return `value` as JSON, with null for each float that is not finite.
+
+    Args:
+        value: of dicts, lists, tuples and what JSON has.
+        options: of json.dumps.
+    """
     return json.dumps(_valid(value), allow_nan=False, **options)
 
 
 def _valid(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _valid(each) for key, each in value.items()}
+        return {key: _valid(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_valid(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_valid(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

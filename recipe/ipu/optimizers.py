@@ -35,9 +35,13 @@ class Group(NamedTuple):
 
 
 class DeviceOptimizer(NamedTuple):
-    """An optimizer of poptorch.optim. options: arguments of its constructor besides params and lr (which PopTorch
-    compiles in unless it is one, too). constant: attributes that are compiled in. sources: the keys of the recipe that
-    each option comes from, or "always: " and why. slots: PopART's prefix of each state tensor (*decompose.cpp)."""
+    """An optimizer of poptorch.optim.
+
+    options: arguments of its constructor besides params and lr (which PopTorch compiles in unless it
+    is one, too). constant: attributes that are compiled in. sources: the keys of the recipe that each
+    option comes from, or "always: " and why. slots: PopART's prefix of each state tensor
+    (*decompose.cpp).
+    """
 
     name: str
     options: Dict[str, object]
@@ -51,52 +55,97 @@ FORMS: Registry[Callable[[Optimizer, Precision], DeviceOptimizer]] = Registry("a
 _Options = Dict[str, Tuple[object, str]]  # (value, source) of arguments; those that are None are left out
 _Groups = Tuple[Group, Group]
 _FLOAT = Name("torch.float")
+_CONSTANT = ("betas", "eps", "momentum", "alpha")  # attributes that never change during a run
 _SHORTER_STEP = 1.75  # by so much the momentum's form steps shorter: the mean of docs/results/lars_forms.md
-_FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
+_FIRST = "first_order_momentum_accum_type"
+_SECOND = "second_order_momentum_accum_type"
 _BOTH_CAST = (_FLOAT, "always: the first moment is cast to its type")
 
 
 def optimizer(recipe: Recipe) -> DeviceOptimizer:
-    """The optimizer that updates as the recipe's does, apart from rounding. Raises ConfigError where there is none."""
+    """Return the optimizer that updates as that of `recipe` does, apart from rounding.
+
+    Raises:
+        ConfigError: PopTorch has none.
+    """
     section = recipe.optimizer
-    if not any(isinstance(section, registered) for registered, _ in FORMS.items()):
-        names = ", ".join(registered.default_name() for registered, _ in FORMS.items())
+    with_form = [kind for kind, _ in FORMS.items()]
+    if not isinstance(section, tuple(with_form)):
+        names = ", ".join(kind.default_name() for kind in with_form)
         raise ConfigError(f"optimizer.name {section.name} on IPUs: PopTorch has no such optimizer; use one of {names}")
     return FORMS.of(section)(section, recipe.precision)
 
 
-def _device(
+def _device_optimizer(
     name: str, precision: Precision, slots: Dict[str, str], options: _Options, groups: _Groups
 ) -> DeviceOptimizer:
-    found = {key: pair for key, pair in options.items() if pair[0] is not None}
-    fixed = tuple(key for key in found if key in ("betas", "eps", "momentum", "alpha"))
-    found["loss_scaling"] = precision.loss_scale, "precision.loss_scale"
-    found["accum_type"] = _FLOAT, "always: gradients add up in float32"
-    values, sources = ({key: pair[number] for key, pair in found.items()} for number in (0, 1))
-    constant = fixed if precision.dynamic_loss_scale else (*fixed, "loss_scaling")
-    return DeviceOptimizer(name, values, constant, groups, sources, slots)
+    """Return an optimizer of poptorch.optim with the options that all of them have besides."""
+    given = {key: pair for key, pair in options.items() if pair[0] is not None}
+    constant = [key for key in given if key in _CONSTANT]
+    if not precision.dynamic_loss_scale:
+        constant.append("loss_scaling")
+    given["loss_scaling"] = (precision.loss_scale, "precision.loss_scale")
+    given["accum_type"] = (_FLOAT, "always: gradients add up in float32")
+    return DeviceOptimizer(
+        name=name,
+        options={key: value for key, (value, _) in given.items()},
+        constant=tuple(constant),
+        groups=groups,
+        sources={key: source for key, (_, source) in given.items()},
+        slots=slots,
+    )
 
 
-def _state(precision: Precision) -> Name:
+def _state_type(precision: Precision) -> Name:
     return Name("torch.half") if precision.weights == "float16" else _FLOAT
 
 
 def _groups(section: Optimizer, **skipped: float) -> _Groups:
-    """The parameters with weight decay, and those without, which have the options `skipped` besides."""
+    """Return the parameters with weight decay, and those without, which have the options `skipped` besides."""
+    decay = {"weight_decay": section.weight_decay}
+    no_decay = {"weight_decay": 0.0, **skipped}
     return (
-        Group(False, 1.0, {"weight_decay": section.weight_decay}, "optimizer.weight_decay"),
-        Group(True, 1.0, {"weight_decay": 0.0, **skipped}, "optimizer.skip"),
+        Group(False, 1.0, decay, "optimizer.weight_decay"),
+        Group(True, 1.0, no_decay, "optimizer.skip"),
     )
 
 
 @FORMS.implements(Lars)
 def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
-    """LARS with `trust: momentum`, as LAMB whose second moment stays 0 (docs/ipu.md derives it).
+    """Return LARS with `trust: momentum`, as LAMB whose second moment stays 0 (docs/ipu.md derives it).
 
     With E = eps and wd / E as weight decay LAMB's direction is u = (m + wd w) / E; the trust ratio cancels E. With
     float16 weights PopART adds m / E and wd w / E in float16, where E = 2^-8 keeps small momenta clear of the subnormal
     numbers. A maximum weight norm of 0 makes the ratio 1 (willow/src/patterns/adamdecompose.cpp): plain momentum.
     """
+    _check_lars(section)
+    state = _state_type(precision)
+    epsilon = 1.0 if state is _FLOAT else 2.0**-8
+    options = {
+        "betas": ((section.momentum, 1.0), "optimizer.momentum; always: 1.0 keeps the second moment at 0"),
+        "eps": (epsilon, "precision.weights"),
+        "bias_correction": (False, "optimizer.name"),
+        _FIRST: (state, "precision.weights"),
+        _SECOND: _BOTH_CAST,
+    }
+    trusted = Group(
+        skipped=False,
+        lr_scale=section.trust_coefficient,
+        options={"weight_decay": section.weight_decay / epsilon},
+        source="optimizer.trust_coefficient, optimizer.weight_decay",
+    )
+    # Without a trust ratio nothing cancels E, nor the factor 1 - momentum of LAMB's first moment.
+    skipped = Group(
+        skipped=True,
+        lr_scale=section.skip_lr_scale * epsilon / (1 - section.momentum),
+        options={"weight_decay": 0.0, "max_weight_norm": 0.0},
+        source="optimizer.skip, optimizer.skip_lr_scale",
+    )
+    return _device_optimizer("LAMB", precision, {"momentum_buffer": "Accl1___"}, options, (trusted, skipped))
+
+
+def _check_lars(section: Lars) -> None:
+    """Raise ConfigError for a form of LARS that LAMB cannot take."""
     if section.trust == "gradient":
         coefficient = f"{section.trust_coefficient * _SHORTER_STEP:.6g}"
         fault = "PopTorch has no LARS, and its LAMB divides by the momentum's norm"
@@ -111,25 +160,11 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
     if section.eps != 0:
         fault = f"optimizer.eps {section.eps} on IPUs: LARS runs as LAMB, whose trust ratio has no epsilon"
         raise ConfigError(f"{fault}; use optimizer.eps=0")
-    state = _state(precision)
-    epsilon = 1.0 if state is _FLOAT else 2.0**-8
-    options = {
-        "betas": ((section.momentum, 1.0), "optimizer.momentum; always: 1.0 keeps the second moment at 0"),
-        "eps": (epsilon, "precision.weights"),
-        "bias_correction": (False, "optimizer.name"),
-        _FIRST: (state, "precision.weights"),
-        _SECOND: _BOTH_CAST,
-    }
-    decay, plain = {"weight_decay": section.weight_decay / epsilon}, {"weight_decay": 0.0, "max_weight_norm": 0.0}
-    scale, sources = section.skip_lr_scale * epsilon / (1 - section.momentum), "optimizer.skip, optimizer.skip_lr_scale"
-    trusted = "optimizer.trust_coefficient, optimizer.weight_decay"
-    groups = Group(False, section.trust_coefficient, decay, trusted), Group(True, scale, plain, sources)
-    return _device("LAMB", precision, {"momentum_buffer": "Accl1___"}, options, groups)
 
 
 @FORMS.implements(Lamb)
 def _lamb(section: Lamb, precision: Precision) -> DeviceOptimizer:
-    """LAMB; both moments in float32, as everywhere."""
+    """Return LAMB; both moments in float32, as everywhere."""
     options = {
         "betas": ((section.beta1, section.beta2), "optimizer.beta1, optimizer.beta2"),
         "eps": (section.eps, "optimizer.eps"),
@@ -138,26 +173,30 @@ def _lamb(section: Lamb, precision: Precision) -> DeviceOptimizer:
         _SECOND: _BOTH_CAST,
     }
     slots = {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"}
-    return _device("LAMB", precision, slots, options, _groups(section, max_weight_norm=0.0))
+    groups = _groups(section, max_weight_norm=0.0)
+    return _device_optimizer("LAMB", precision, slots, options, groups)
 
 
 @FORMS.implements(Sgd)
 def _sgd(section: Sgd, precision: Precision) -> DeviceOptimizer:
-    """SGD with accumulator and momentum apart. No learning rate in the momentum, as in torch (sgd.hpp: SGD2)."""
+    """Return SGD with accumulator and momentum apart. No learning rate in the momentum, as in torch (sgd.hpp: SGD2)."""
     if section.nesterov:
         fault = "optimizer.nesterov on IPUs: PopART adds a gradient that is not divided by accumulation and replicas"
         raise ConfigError(f"{fault}; use optimizer.nesterov=false")
     options = {
         "momentum": (section.momentum or None, "optimizer.momentum"),
         "use_combined_accum": (False, "always: accumulator and momentum apart"),
-        "velocity_accum_type": (_state(precision), "precision.weights"),
+        "velocity_accum_type": (_state_type(precision), "precision.weights"),
     }
-    return _device("SGD", precision, {"momentum_buffer": "Accl1___"}, options, _groups(section))
+    return _device_optimizer("SGD", precision, {"momentum_buffer": "Accl1___"}, options, _groups(section))
 
 
 @FORMS.implements(RmsProp)
 def _rmsprop(section: RmsProp, precision: Precision) -> DeviceOptimizer:
-    """TensorFlow's form: averages start at 1, the rate is in the momentum, which is float32 on IPUs (adaptive.hpp)."""
+    """Return RMSprop in TensorFlow's form: averages start at 1, the rate is in the momentum.
+
+    The momentum is float32 on IPUs (adaptive.hpp).
+    """
     options = {
         "alpha": (section.alpha, "optimizer.alpha"),
         "eps": (section.eps, "optimizer.eps"),
@@ -166,4 +205,4 @@ def _rmsprop(section: RmsProp, precision: Precision) -> DeviceOptimizer:
         "use_tf_variant": (True, "optimizer.name"),
     }
     slots = {"square_avg": "Accl1___", "momentum_buffer": "Accl3___"}
-    return _device("RMSprop", precision, slots, options, _groups(section))
+    return _device_optimizer("RMSprop", precision, slots, options, _groups(section))

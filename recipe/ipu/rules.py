@@ -6,7 +6,7 @@ Facts are those of PopTorch 3.4 and PopART 3.4; docs/ipu.md names the files.
 from __future__ import annotations
 
 import json
-from typing import Iterable, Tuple
+from typing import Iterator
 
 from common.errors import ConfigError
 from recipe.config import Recipe
@@ -17,18 +17,18 @@ from recipe.ipu.poprun import is_power
 
 
 def compute_dtype(recipe: Recipe) -> str:
-    """dtype of activations and working weights: float16 unless the recipe says otherwise."""
+    """Return the dtype of activations and working weights: float16 unless `recipe` says otherwise."""
     return "float16" if recipe.precision.compute == "auto" else recipe.precision.compute
 
 
 def pipelined(recipe: Recipe) -> bool:
-    """Whether the stages work at the same time, on successive micro batches."""
+    """Return whether the stages of `recipe` work at the same time, on successive micro batches."""
     return recipe.parallel.stages > 1 and recipe.parallel.schedule != "sharded"
 
 
-# The key, the values that IPUs take (the first is the remedy), and why.
 _POPLAR = "Poplar compiles with layouts and kernels of its own"
-_TAKEN = (
+# The key, the values that IPUs take (the first is the remedy), and why.
+_ALLOWED = (
     ("optimizer.clip_norm", (None,), "PopTorch's LAMB and RMSprop cannot clip gradients"),
     ("average.step_decay", (None,), "the weights would leave the device after every update (epoch_decay works)"),
     ("exchange.method", ("dense", "auto"), "PopART exchanges gradients itself, completely and in float32"),
@@ -47,71 +47,123 @@ _TAKEN = (
 
 
 def check(recipe: Recipe, batch: Batch) -> None:
-    """Check a recipe against all rules. Raises ConfigError: one line with key, reason and remedy."""
+    """Check a recipe against all rules.
+
+    Args:
+        recipe: with `run.device: ipu`.
+        batch: how its global batch is divided.
+
+    Raises:
+        ConfigError: the first rule that is broken, in one line with key, reason and remedy.
+    """
     optimizer(recipe)
-    for key, taken, reason in _TAKEN:
-        section, _, name = key.partition(".")
-        found = getattr(getattr(recipe, section), name, taken[0])
-        if found not in taken:
-            remedy = taken[0] if isinstance(taken[0], str) else json.dumps(taken[0])
-            raise ConfigError(f"{key} {found} on IPUs: {reason}; use {key}={remedy}")
-    for broken, key, reason in _rules(recipe, batch):
-        if broken:
-            raise ConfigError(f"{key} on IPUs: {reason}")
+    _check_values(recipe)
+    for fault in _faults(recipe, batch):
+        raise ConfigError(fault)
     if pipelined(recipe):
         _check_pipeline(recipe, batch)
 
 
-def _rules(recipe: Recipe, batch: Batch) -> Iterable[Tuple[object, str, str]]:
-    """Whether it is broken, the key with its value, the reason and the remedy of each rule about several keys."""
-    precision, compute, parallel, ipu = recipe.precision, compute_dtype(recipe), recipe.parallel, recipe.ipu
-    shares, iterations, stages = ipu.available_memory_proportion, ipu.evaluation_iterations, parallel.stages
+def _check_values(recipe: Recipe) -> None:
+    """Raise ConfigError for a key with a value that IPUs never take."""
+    for key, allowed, reason in _ALLOWED:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(recipe, section), name, allowed[0])
+        if value not in allowed:
+            remedy = allowed[0] if isinstance(allowed[0], str) else json.dumps(allowed[0])
+            raise ConfigError(f"{key} {value} on IPUs: {reason}; use {key}={remedy}")
+
+
+def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Yield the fault of each broken rule about several keys: key with value, reason and remedy."""
+    if recipe.model.batch_statistics:
+        reason = "running statistics would be each replica's own; use model.norm=group or layer"
+        yield f"model.norm batch on IPUs: {reason}"
     sizes = {pixels for _, pixels in recipe.data.image_sizes or ()}
-    numbers = {"parallel.stages": batch.stages, "parallel.replicas": batch.replicas}
-    return (
-        (recipe.model.batch_statistics, "model.norm batch",
-         "running statistics would be each replica's own; use model.norm=group or layer"),
-        (len(sizes) > 1, f"data.image_sizes {recipe.data.image_sizes}",
-         "every size is another program to compile; use one size, or a run for each (model.init_from)"),
-        (compute != precision.weights, f"precision.weights {precision.weights} with precision.compute {compute}",
-         f"weights live on the device, in the format that it computes in; use precision.weights={compute} or "
-         f"precision.compute={precision.weights}"),
-        (precision.dynamic_loss_scale and compute == "float32", "precision.dynamic_loss_scale",
-         "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"),
-        (isinstance(parallel.recompute, list), "parallel.recompute as a list",
-         "PopART recomputes all blocks or none; use parallel.recompute=true, and ipu.keep_activations for exceptions"),
-        (ipu.keep_activations and not parallel.recompute, "ipu.keep_activations",
-         "without recomputation all activations are kept; use parallel.recompute=true or ipu.keep_activations=[]"),
-        (ipu.overlap_io and pipelined(recipe), "ipu.overlap_io with pipelined stages",
-         '"Overlapped IO is not supported with poptorch.PipelinedExecution"; use ipu.overlap_io=null, or '
-         "parallel.schedule=sharded, or parallel.stages=1"),
-        (ipu.overlap_io and batch.accumulation == 1, "ipu.overlap_io with an accumulation of 1",
-         "an update has only one micro batch; use ipu.overlap_io=null, or a smaller batch.micro"),
-        (shares is not None and len(shares) not in (1, stages), f"ipu.available_memory_proportion {shares}",
-         f"{stages} stages have {stages} IPUs; give one number, or one for each stage"),
-        (iterations is not None and pipelined(recipe) and iterations < stages,
-         f"ipu.evaluation_iterations {iterations}",
-         f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"),
-        *((not is_power(number), f"{key} {number}",
-           f"IPUs come in powers of two; use {1 << (number.bit_length() - 1)} or {1 << number.bit_length()}")
-          for key, number in numbers.items()),
-        (ipu.io_tiles % 2, f"ipu.io_tiles {ipu.io_tiles}",
-         f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"),
-    )  # fmt: skip
+    if len(sizes) > 1:
+        reason = "every size is another program to compile; use one size, or a run for each (model.init_from)"
+        yield f"data.image_sizes {recipe.data.image_sizes} on IPUs: {reason}"
+    yield from _faults_of_precision(recipe)
+    yield from _faults_of_activations(recipe)
+    yield from _faults_of_transfers(recipe, batch)
+    yield from _faults_of_numbers(recipe, batch)
+
+
+def _faults_of_precision(recipe: Recipe) -> Iterator[str]:
+    weights = recipe.precision.weights
+    compute = compute_dtype(recipe)
+    if compute != weights:
+        reason = "weights live on the device, in the format that it computes in"
+        remedy = f"use precision.weights={compute} or precision.compute={weights}"
+        yield f"precision.weights {weights} with precision.compute {compute} on IPUs: {reason}; {remedy}"
+    if recipe.precision.dynamic_loss_scale and compute == "float32":
+        reason = "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"
+        yield f"precision.dynamic_loss_scale on IPUs: {reason}"
+
+
+def _faults_of_activations(recipe: Recipe) -> Iterator[str]:
+    recompute = recipe.parallel.recompute
+    if isinstance(recompute, list):
+        reason = "PopART recomputes all blocks or none"
+        remedy = "use parallel.recompute=true, and ipu.keep_activations for exceptions"
+        yield f"parallel.recompute as a list on IPUs: {reason}; {remedy}"
+    if recipe.ipu.keep_activations and not recompute:
+        reason = "without recomputation all activations are kept"
+        remedy = "use parallel.recompute=true or ipu.keep_activations=[]"
+        yield f"ipu.keep_activations on IPUs: {reason}; {remedy}"
+
+
+def _faults_of_transfers(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    if not recipe.ipu.overlap_io:
+        return
+    if pipelined(recipe):
+        reason = '"Overlapped IO is not supported with poptorch.PipelinedExecution"'
+        remedy = "use ipu.overlap_io=null, or parallel.schedule=sharded, or parallel.stages=1"
+        yield f"ipu.overlap_io with pipelined stages on IPUs: {reason}; {remedy}"
+    if batch.accumulation == 1:
+        reason = "an update has only one micro batch; use ipu.overlap_io=null, or a smaller batch.micro"
+        yield f"ipu.overlap_io with an accumulation of 1 on IPUs: {reason}"
+
+
+def _faults_of_numbers(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    ipu = recipe.ipu
+    stages = recipe.parallel.stages
+    proportions = ipu.available_memory_proportion
+    if proportions is not None and len(proportions) not in (1, stages):
+        reason = f"{stages} stages have {stages} IPUs; give one number, or one for each stage"
+        yield f"ipu.available_memory_proportion {proportions} on IPUs: {reason}"
+    iterations = ipu.evaluation_iterations
+    if iterations is not None and pipelined(recipe) and iterations < stages:
+        reason = f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"
+        yield f"ipu.evaluation_iterations {iterations} on IPUs: {reason}"
+    for key, number in (("parallel.stages", batch.stages), ("parallel.replicas", batch.replicas)):
+        if not is_power(number):
+            above = 1 << number.bit_length()
+            yield f"{key} {number} on IPUs: IPUs come in powers of two; use {above // 2} or {above}"
+    if ipu.io_tiles % 2:
+        reason = f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"
+        yield f"ipu.io_tiles {ipu.io_tiles} on IPUs: {reason}"
 
 
 def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
-    """In training a pipeline has a forward and a backward part for each stage, in one for the last."""
-    stages, accumulation, replicas = batch.stages, batch.accumulation, batch.replicas
+    """Raise ConfigError for too few micro batches.
+
+    In training a pipeline has a forward and a backward part for each stage, in one for the last.
+    """
+    stages = batch.stages
+    replicas = batch.replicas
     needed = 2 * stages - 1
-    if accumulation >= needed:
+    if batch.accumulation >= needed:
         return
+    # The largest micro batch that leaves enough of them, else a larger global batch.
     least = 2 if recipe.data.mixup or recipe.data.cutmix is not None else 1  # mixing needs partners
-    portion = batch.global_ // replicas
-    micros = [micro for micro in range(least, batch.micro) if portion % micro == 0 and portion // micro >= needed]
+    images = batch.global_ // replicas
+    micros = [micro for micro in range(least, batch.micro) if images % micro == 0 and images // micro >= needed]
     remedy = f"batch.micro={micros[-1]}" if micros else f"batch.global={batch.micro * replicas * needed}"
+    if replicas > 1:
+        remedy += ", fewer replicas"
+    division = f"{batch.global_} = {batch.micro} micro x {batch.accumulation} x {replicas} replicas"
     raise ConfigError(
-        f"accumulation on IPUs: {batch.global_} = {batch.micro} micro x {accumulation} x {replicas} replicas, but a "
-        f"pipeline of {stages} stages needs 2 x {stages} - 1 = {needed} micro batches or more in training; use "
-        f"{remedy}{', fewer replicas' if replicas > 1 else ''} or parallel.schedule=sharded"
+        f"accumulation on IPUs: {division}, but a pipeline of {stages} stages needs "
+        f"2 x {stages} - 1 = {needed} micro batches or more in training; use {remedy} or parallel.schedule=sharded"
     )
