@@ -22,6 +22,12 @@ def count(number: float, noun: str, plural: str = "") -> str:
     return f"{digits} {plural or noun + 's'}"
 
 
+def either(names: Sequence[str]) -> str:
+    """Return `a, b or c`: all of some names, of which one is meant."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def listed(names: Sequence[str]) -> str:
     """Return `a, b, c, d, e and 7 more`: the first of some names, and how many there are besides."""
     more = len(names) - _NAMED

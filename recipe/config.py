@@ -68,17 +68,18 @@ class BatchSection(Section):
         return "auto" if value is None else value
 
     def faults(self) -> Iterator[str]:
-        pairs, largest = self.schedule, self.largest
-        if (pairs == "noise") != (largest is not None):
-            fault = "schedule noise needs" if largest is None else "there is no schedule noise for"
-            yield f"{fault} largest, the bound of the batch; give both or neither"
+        largest = self.largest
+        if self.schedule == "noise" and largest is None:
+            yield "schedule noise needs largest, the bound of the batch; give both or neither"
+        if self.schedule != "noise" and largest is not None:
+            yield "there is no schedule noise for largest, the bound of the batch; give both or neither"
         if largest is not None and largest < 2 * self.global_:
             yield f"largest {largest} is less than twice global {self.global_}, so the batch cannot grow"
-        if pairs is None and self.rate_rule != "none":
+        if self.schedule is None and self.rate_rule != "none":
             yield f"rate_rule {self.rate_rule} has no effect without schedule; give one, or remove it"
-        if isinstance(pairs, list):
-            check_pairs(pairs, "images", "batch")
-            for _, batch in pairs:
+        if isinstance(self.schedule, list):
+            check_pairs(self.schedule, "images", "batch")
+            for _, batch in self.schedule:
                 if batch < self.global_ or batch % self.global_:
                     yield f"schedule: {batch:g} is not a multiple of global {self.global_}; correct one"
 

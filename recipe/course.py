@@ -23,7 +23,7 @@ def is_known(noise: float, error: float) -> bool:
 
 
 class Update(NamedTuple):
-    """step: its first step, from 0. steps: how many it takes. number: of updates before it."""
+    """An optimizer update. step: its first step, from 0. steps: how many it takes. number: of updates before it."""
 
     step: int
     steps: int
@@ -31,44 +31,65 @@ class Update(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Steps done after it."""
+        """Steps of the run that are done after it."""
         return self.step + self.steps
 
     def reaches(self, every: int) -> bool:
-        """Whether a multiple of `every` steps is done with it, and was not before."""
+        """Return whether a multiple of `every` steps is done with it, and was not before."""
         return self.end // every > self.step // every
 
 
 class Course:
-    """The updates of a run of `total` steps.
-
-    growth: (step, steps of an update from there on) for each growth by the schedule `noise`; to be saved with the run.
-    """
+    """The updates of a run."""
 
     def __init__(self, recipe: Recipe, steps_per_epoch: int, total: int, growth: Sequence[Sequence[int]] = ()):
-        self._per_epoch, self._total = steps_per_epoch, total
-        self._size, self._largest = recipe.batch.global_, recipe.batch.largest
+        """
+        Args:
+            recipe: of the run, of which the section `batch` counts.
+            steps_per_epoch: steps of `batch.global` images.
+            total: steps of the run.
+            growth: see the property; of the session before.
+        """
+        self._per_epoch = steps_per_epoch
+        self._total = total
+        self._size = recipe.batch.global_
+        self._largest = recipe.batch.largest
         schedule = recipe.batch.schedule if isinstance(recipe.batch.schedule, list) else [(0, self._size)]
-        # (first step, steps of an update), the first at 0
-        self._changes: List[Tuple[int, int]] = [
-            *((-(-int(images) // self._size), int(batch) // self._size) for images, batch in schedule),
-            *((step, steps) for step, steps in growth),
-        ]
+        # (first step, steps of an update from there on); the first change is at step 0.
+        self._changes: List[Tuple[int, int]] = []
+        for images, batch in schedule:
+            first = -(-int(images) // self._size)  # rounded up
+            self._changes.append((first, int(batch) // self._size))
+        for step, steps in growth:
+            self._changes.append((step, steps))
 
     @property
     def growth(self) -> List[Tuple[int, int]]:
-        """See the class; empty without the schedule `noise`."""
+        """(step, steps of an update from there on) for each growth by the schedule `noise`; to be saved with the run.
+
+        Empty without that schedule.
+        """
         return [] if self._largest is None else self._changes[1:]
 
     def may_grow(self, done: int) -> bool:
-        """Whether the batch may be made larger after `done` steps."""
-        at_end_of_epoch = done % self._per_epoch == 0 and done < self._total
-        doubled = 2 * self._size * self._changes[-1][1]
-        return self._largest is not None and at_end_of_epoch and doubled <= self._largest
+        """Return whether the batch may be made larger after `done` steps."""
+        if self._largest is None:
+            return False
+        is_end_of_epoch = done % self._per_epoch == 0 and done < self._total
+        _, steps = self._changes[-1]
+        return is_end_of_epoch and 2 * steps * self._size <= self._largest
 
     def grow(self, done: int, noise: float, error: float) -> Optional[int]:
-        """Double the batch from step `done` on if the noise scale, in images, less its standard error allows it; return
-        the new batch, or None."""
+        """Double the batch if the noise scale allows it.
+
+        Args:
+            done: steps of the run so far.
+            noise: noise scale, in images.
+            error: its standard error, in images.
+
+        Returns:
+            The new batch in images, or None.
+        """
         steps = 2 * self._changes[-1][1]
         if noise - error < steps * self._size:
             return None
@@ -76,16 +97,21 @@ class Course:
         return steps * self._size
 
     def _steps_at(self, step: int) -> int:
-        """Steps of an update that begins at `step`."""
+        """Return the steps of an update that begins at `step`."""
         whole = [steps for first, steps in self._changes if first <= step][-1]
-        ends = [first for first, _ in self._changes if first > step]
-        return min(whole, min([*ends, (step // self._per_epoch + 1) * self._per_epoch, self._total]) - step)
+        # It ends at the latest where an epoch, a part of the schedule or the run ends.
+        end_of_epoch = (step // self._per_epoch + 1) * self._per_epoch
+        changes = [first for first, _ in self._changes if first > step]
+        end = min([*changes, end_of_epoch, self._total])
+        return min(whole, end - step)
 
     def updates(self, start: int = 0) -> Iterator[Update]:
-        """The updates from step `start` on, where one begins."""
-        step = number = 0
+        """Yield the updates from step `start` on, where one begins."""
+        step = 0
+        number = 0
         while step < self._total:
             steps = self._steps_at(step)
             if step >= start:
                 yield Update(step, steps, number)
-            step, number = step + steps, number + 1
+            step += steps
+            number += 1

@@ -70,11 +70,9 @@ class Parallel(Section):
         if self.schedule != "interleaved" and self.virtual_stages is not None:
             yield "virtual_stages goes with schedule interleaved; give virtual_stages=null"
         if isinstance(self.split, list) and len(self.split) != self.parts - 1:
-            each = f" x {self.virtual_stages} virtual" if self.virtual_stages else ""
-            yield (
-                f"split names {len(self.split)} cut points but {self.stages} stages{each} need {self.parts - 1}; "
-                "name them, or give split=auto"
-            )
+            virtual = f" x {self.virtual_stages} virtual" if self.virtual_stages else ""
+            needed = f"{self.stages} stages{virtual} need {self.parts - 1}"
+            yield f"split names {len(self.split)} cut points but {needed}; name them, or give split=auto"
 
     @property
     def parts(self) -> int:
@@ -87,8 +85,13 @@ class Parallel(Section):
         return self.stages if self.schedule in ("1f1b", "interleaved") else 1
 
     def in_flight(self, accumulation: int) -> List[int]:
-        """Micro batches whose activations each part holds at once, on CPUs and GPUs: all of a step with GPipe
-        (1811.06965), else one for each part from here to the last (1806.03377)."""
+        """Return the micro batches whose activations each part holds at once, on CPUs and GPUs.
+
+        All of a step with GPipe (1811.06965), else one for each part from here to the last (1806.03377).
+
+        Args:
+            accumulation: micro batches of a step.
+        """
         if self.schedule == "gpipe":
             return [accumulation] * self.parts
         return [min(accumulation, self.parts - part) for part in range(self.parts)]

@@ -36,28 +36,36 @@ class Exchange(Kind):
         return None
 
     def refused_by(self, method: str) -> Dict[str, Any]:
-        """The keys that have to change before another method is taken, with the values that it accepts."""
-        other, defaults = self.kinds[method], self.defaults()
-        own = [key for key in self.own_keys() if key not in other.model_fields]
-        return {key: defaults[key] for key in own if other.foreign(key, getattr(self, key))}
+        """Return the keys that have to change before `method` is taken, with the values that it accepts."""
+        other = self.kinds[method]
+        defaults = self.defaults()
+        unknown = [key for key in self.own_keys() if key not in other.model_fields]
+        return {key: defaults[key] for key in unknown if other.foreign(key, getattr(self, key))}
 
     def to(self, method: str, **changes: Any) -> "Exchange":
-        """The section of another method, with the keys that both have and `changes`."""
+        """Return the section of another method, with the keys that both have.
+
+        Args:
+            method: its name.
+            changes: keys with other values.
+        """
         known = self.kinds[method].model_fields
-        return Exchange(**{**{key: value for key, value in self if key in known}, "method": method, **changes})
+        keys = {key: value for key, value in self if key in known}
+        keys.update(changes, method=method)
+        return Exchange(**keys)
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
-        """Whether each replica selects from the update that its own gradient would make, not from that gradient."""
+        """Return whether a replica selects from the update that `optimizer` would make of its own gradient."""
         return False
 
     @property
     def in_tree(self) -> bool:
-        """Whether micro batches are added up in one fixed binary tree."""
+        """True where micro batches are added up in one fixed binary tree."""
         return getattr(self, "order", "fast") == "tree"
 
     @property
     def whole_1d(self) -> bool:
-        """Whether gradients of biases and norms are sent whole, beside a share of the rest."""
+        """True where gradients of biases and norms are sent whole, beside a share of the rest."""
         return getattr(self, "dense_1d", False)
 
     @property
@@ -78,13 +86,16 @@ class Exchange(Kind):
     @property
     def variant(self) -> str:
         """The method, with its pattern where there are several."""
-        return f"{self.method} {self.pattern}" if self.sparse and hasattr(self, "pattern") else self.method
+        if self.sparse and hasattr(self, "pattern"):
+            return f"{self.method} {self.pattern}"
+        return self.method
 
     @property
     def label(self) -> str:
         """A name that also tells how much is sent, e.g. `gtopk owners 0.01` or `local 8, 4 bits`."""
         amount = f"{self.density:g}" if self.sparse else getattr(self, "local_steps", "")
-        return f"{self.variant} {amount}".rstrip() + (f", {self.sent_bits} bits" if self.sent_bits else "")
+        label = f"{self.variant} {amount}".rstrip()
+        return f"{label}, {self.sent_bits} bits" if self.sent_bits else label
 
 
 class Dense(Exchange):
@@ -200,7 +211,12 @@ class Local(Exchange):
         return min(1.0, self.delay * self.fragments / self.local_steps)
 
     def is_dense(self, step: int, steps_per_epoch: Optional[int]) -> bool:
-        """Whether update `step`, from 0, is made of the whole gradient."""
+        """Return whether update `step`, from 0, is made of the whole gradient.
+
+        Args:
+            step: of the run.
+            steps_per_epoch: None where epochs do not count.
+        """
         return step < max(self.dense_steps, self.dense_epochs * (steps_per_epoch or 0))
 
 

@@ -20,8 +20,10 @@ from recipe.kinds import Registry
 
 
 class Found(NamedTuple):
-    """The images of a split. place: their folder. by_class: images of each class folder; None where there are no such
-    folders."""
+    """The images of a split.
+
+    place: their folder. by_class: images of each class folder; None where there are no such folders.
+    """
 
     place: str
     images: int
@@ -34,7 +36,11 @@ _COUNTS: Registry[Callable[[Data, str, str], Found]] = Registry("a count of imag
 
 
 def find(data: Data, split: str) -> Optional[Found]:
-    """Count the "train" or "validation" images.
+    """Count the images of a split.
+
+    Args:
+        data: the section of the recipe.
+        split: "train" or "validation".
 
     Returns:
         None where the images are not stored, lie elsewhere, or cannot be counted here.
@@ -52,16 +58,19 @@ def find(data: Data, split: str) -> Optional[Found]:
 
 
 def check(recipe: Recipe, found: Found, split: str) -> None:
-    """Raises DataError where a run would refuse these images: their number is another than the recipe's, or for
-    training that of their classes."""
-    place, classes = found.place, recipe.model.classes
-    empty = [name for name, images in (found.by_class or {}).items() if not images]
-    if split == "train" and empty:
-        folder = printable(os.path.join(place, empty[0]))
-        raise DataError(f"{folder}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it")
-    if split == "train" and found.classes != classes:
-        remedy = f"set model.classes={found.classes}"
-        raise DataError(f"{place}: {found.classes} classes, but model.classes is {classes}; {remedy}")
+    """Check the images of a split against a recipe.
+
+    Args:
+        recipe: of the run.
+        found: what `find` counted.
+        split: "train" or "validation".
+
+    Raises:
+        DataError: a run would refuse them: their number is another than the recipe's, or for training that of their
+            classes, or a class folder is empty.
+    """
+    if split == "train":
+        _check_training_classes(found, recipe.model.classes)
     expected = recipe.data.images(split)
     if expected is None or expected == found.images:
         return
@@ -69,14 +78,29 @@ def check(recipe: Recipe, found: Found, split: str) -> None:
     steps = ""
     if split == "train" and expected // size != found.images // size:
         steps = f" ({count(found.images // size, 'step')} an epoch instead of {expected // size})"
-    raise DataError(
-        f"{place}: {found.images} images, but data.{split}_images is {expected}{steps}; "
-        f"complete the images or set data.{split}_images={found.images}"
-    )
+    key = f"data.{split}_images"
+    remedy = f"complete the images or set {key}={found.images}"
+    raise DataError(f"{found.place}: {found.images} images, but {key} is {expected}{steps}; {remedy}")
+
+
+def _check_training_classes(found: Found, classes: int) -> None:
+    """Raise DataError for an empty class folder, or another number of classes than the model's."""
+    for name, images in (found.by_class or {}).items():
+        if not images:
+            folder = printable(os.path.join(found.place, name))
+            raise DataError(f"{folder}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it")
+    if found.classes != classes:
+        remedy = f"set model.classes={found.classes}"
+        raise DataError(f"{found.place}: {found.classes} classes, but model.classes is {classes}; {remedy}")
 
 
 def check_classes(train: Found, validation: Found) -> None:
-    """Raises DataError where a class has validation images, but no training folder."""
+    """Raise DataError where a class has validation images, but no training folder.
+
+    Args:
+        train: the training images.
+        validation: the validation images.
+    """
     if train.by_class is None or validation.by_class is None:
         return
     known = set(train.by_class)
@@ -97,7 +121,10 @@ def _of_shards(data: Shards, split: str, place: str) -> Found:
 def _of_folder(data: Files, split: str, place: str) -> Found:
     folder = os.fsencode(place)
     names = [os.fsencode(name) for name in class_folders(place)]
-    by_class = {os.fsdecode(name): sum(1 for _ in images_below(folder, name, lambda *_: None)) for name in names}
+    by_class = {}
+    for name in names:
+        images = images_below(folder, name, leave_out=lambda *_: None)
+        by_class[os.fsdecode(name)] = sum(1 for _ in images)
     return Found(place, sum(by_class.values()), len(names), by_class)
 
 

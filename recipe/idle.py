@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Iterator, Mapping, NamedTuple, Tuple
 
+from common.text import either
 from recipe.config import Recipe
 from recipe.kinds import Kind
 from recipe.section import as_yaml
@@ -29,7 +30,7 @@ class Idle(NamedTuple):
 
 
 def is_resolved(layer: Mapping[str, Any]) -> bool:
-    """Return whether a layer is a resolved recipe, as config.yaml of a run: it names every key, inherited ones too.
+    """Return whether `layer` has all keys of a recipe, as config.yaml of a run: it names inherited ones, too.
 
     Nobody but `loading.dump` writes all three lengths of a run.
     """
@@ -50,12 +51,16 @@ def faults(
     """
     for idle in [*_of_other_kinds(recipe, merged), *_beside_others(recipe)]:
         section, _, key = idle.key.partition(".")
-        level = levels.get(idle.key, -1)
         value = merged[section].get(key)
-        if value is None or level < max(first, levels.get(idle.cause, -1)):
+        if value is None:
+            continue
+        # A cause that is given later than the key is meant to make it idle.
+        level = levels.get(idle.key, -1)
+        if level < max(first, levels.get(idle.cause, -1)):
             continue
         # Writing down what is so anyway misleads nobody.
-        if value == Recipe.model_fields[section].annotation.fields()[key].get_default(call_default_factory=True):
+        field = Recipe.model_fields[section].annotation.fields()[key]
+        if value == field.get_default(call_default_factory=True):
             continue
         section, _, key = idle.cause.partition(".")
         chosen = as_yaml(getattr(getattr(recipe, section), key))
@@ -69,12 +74,13 @@ def _of_other_kinds(recipe: Recipe, merged: Mapping[str, dict]) -> Iterator[Idle
         if not isinstance(part, Kind):
             continue
         known = part.fields()
+        tag = f"{section}.{part.tag}"
         for key in content:
             owners = [name for name, kind in part.kinds.items() if key in kind.fields()]
-            if key not in known and owners:
-                *others, last = [f"{section}.{part.tag}={name}" for name in owners]
-                give = f"{', '.join(others)} or {last}" if others else last
-                yield Idle(f"{section}.{key}", f"{section}.{part.tag}", f"give {give}")
+            if key in known or not owners:
+                continue
+            choices = either([f"{tag}={name}" for name in owners])
+            yield Idle(f"{section}.{key}", tag, f"give {choices}")
 
 
 def _beside_others(recipe: Recipe) -> Iterator[Idle]:

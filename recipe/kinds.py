@@ -29,6 +29,7 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
+from common.text import either
 from recipe.section import Section
 
 T = TypeVar("T")
@@ -159,8 +160,7 @@ class Kind(OpenSection, Section):
             name = values.get(cls.tag, name)
         if isinstance(name, str) and name in cls.kinds:
             return cls.kinds[name]
-        *names, last = map(repr, cls.kinds)
-        expected = f"{', '.join(names)} or {last}" if names else last
+        expected = either([repr(known) for known in cls.kinds])
         fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
         raise ValidationError.from_exception_data(cls.__name__, [fault])
 

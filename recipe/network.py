@@ -60,7 +60,7 @@ class Model(Kind):
         return value
 
     def describe(self) -> str:
-        """The name and what matters of its size, for the plan."""
+        """Return the name and what matters of its size, for the plan."""
         return self.name
 
 
@@ -91,8 +91,12 @@ class EfficientNet(Model):
     @model_validator(mode="before")
     @classmethod
     def _scale_by_name(cls, values: Any) -> Any:
-        scale = SCALES.get(str(values.get("name", cls.default_name())), {}) if isinstance(values, dict) else {}
-        return {**values, **{key: size for key, size in scale.items() if values.get(key) is None}} if scale else values
+        if not isinstance(values, dict):
+            return values
+        name = values.get("name", cls.default_name())
+        scale = SCALES.get(str(name), {})
+        sizes = {key: size for key, size in scale.items() if values.get(key) is None}
+        return {**values, **sizes}
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()

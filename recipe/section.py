@@ -14,15 +14,18 @@ PathText = Annotated[str, AfterValidator(expanded)]  # a path, in which a leadin
 
 
 class Section(BaseModel):
-    """A section of a recipe; annotations are evaluated at run time and must work on Python 3.8. A key is described by
-    `description`, where that fits into its line, or else by a docstring below it."""
+    """Base of the sections of a recipe.
+
+    Annotations are evaluated at run time and must work on Python 3.8. A key is described by `description`, where that
+    fits into its line, or else by a docstring below it.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def faults(self) -> Iterator[str]:
-        """What is wrong with keys that each are valid, but do not go together."""
+        """Yield what is wrong with keys that each are valid, but do not go together."""
         return iter(())
 
     @model_validator(mode="after")
@@ -33,21 +36,27 @@ class Section(BaseModel):
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
-        """The keys in a file, with their fields."""
+        """Return the keys in a file, with their fields."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     def defaults(self) -> Dict[str, Any]:
-        """Default of each key, as in a file, for a recipe with the same names."""
+        """Return the default of each key, as in a file, for a recipe with the same names."""
         return type(self).model_construct().model_dump(mode="json", by_alias=True)
 
     def changes(self) -> Dict[str, Any]:
-        """The keys, as in a file, whose values are not their defaults."""
+        """Return the keys, as in a file, whose values are not their defaults."""
         defaults = self.defaults()
-        return {key: each for key, each in self.model_dump(mode="json", by_alias=True).items() if each != defaults[key]}
+        values = self.model_dump(mode="json", by_alias=True)
+        return {key: value for key, value in values.items() if value != defaults[key]}
 
 
 def first_fault(error: ValidationError, suggest: Callable[..., str]) -> Tuple[tuple, str]:
-    """Place and words of the first fault, and how many more there are. Args: suggest: the remedy of an unknown key."""
+    """Return the place of the first fault, and its words with how many more there are.
+
+    Args:
+        error: with one fault or more.
+        suggest: called with the place of an unknown key; returns the remedy.
+    """
     fault, *more = error.errors(include_url=False)
     if fault["type"] == "extra_forbidden":
         words = f"unknown key{suggest(*fault['loc'])}"
@@ -61,21 +70,27 @@ def first_fault(error: ValidationError, suggest: Callable[..., str]) -> Tuple[tu
 
 
 def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> Iterator[str]:
-    """The fault if more than one of the keys `names` is given, or none where one is required."""
+    """Yield the fault if more than one of the keys `names` is given, or none where one is `required`."""
     given = [name for name in names if getattr(section, name) is not None]
     if len(given) > 1 or (required and not given):
         yield f"one of {', '.join(names)} is needed, found {' and '.join(given) or 'none'}"
 
 
 def shares(values: List[float]) -> List[float]:
-    """`values`. Raises ValueError unless each is above 0 and at most 1."""
+    """Return `values`. Raises ValueError unless each is above 0 and at most 1."""
     if not all(0 < value <= 1 for value in values):
         raise ValueError(f"{values} must be numbers above 0 and at most 1")
     return values
 
 
 def check_pairs(pairs: List[list], first: str, second: str) -> None:
-    """Raises ValueError unless these are pairs whose first numbers begin at 0 and rise."""
+    """Raise ValueError unless these are pairs whose first numbers begin at 0 and rise.
+
+    Args:
+        pairs: as a recipe gives them.
+        first: unit of the first numbers.
+        second: unit of the second numbers.
+    """
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"must be [{first}, {second}] pairs, found {pairs}")
     starts = [pair[0] for pair in pairs]
@@ -84,13 +99,13 @@ def check_pairs(pairs: List[list], first: str, second: str) -> None:
 
 
 def or_auto(schema: dict) -> None:
-    """JSON Schema of a number that a file may leave open as auto."""
+    """Add auto to the JSON `schema` of a number, in place."""
     options = schema.get("anyOf") or [{key: schema.pop(key) for key in ("type", "minimum")}]
-    schema["anyOf"] = [{"const": "auto"}, *({**each} for each in options)]
+    schema["anyOf"] = [{"const": "auto"}, *(dict(option) for option in options)]
 
 
 def as_yaml(value: Any) -> str:
-    """A value in one line, as a recipe could have it."""
+    """Return `value` in one line, as a recipe could have it."""
     if isinstance(value, list):
         return f"[{', '.join(map(as_yaml, value))}]"
     if isinstance(value, float):

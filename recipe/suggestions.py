@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Dict, List, Sequence
+from typing import Dict, List
 
+from common.text import either
 from recipe.config import Recipe
 from recipe.kinds import Kind
 
@@ -14,24 +15,33 @@ def for_unknown(section: str, key: str | None = None) -> str:
 
     A key of that very name in another section comes before similar names in this one: whoever writes `schedule.epochs`
     means `run.epochs`.
+
+    Args:
+        section: as it is written.
+        key: None where the section is unknown.
     """
     keys = _keys()
-    outer, _, inner = section.partition(".")
-    if key is None and inner in keys.get(outer, ()):
-        return f"; write it as `{outer}: {{{inner}: ...}}`"
     if key is None:
+        outer, _, inner = section.partition(".")
+        if inner in keys.get(outer, ()):
+            return f"; write it as `{outer}: {{{inner}: ...}}`"
         meant = difflib.get_close_matches(section, keys, n=1) or _anywhere(section)
         known = f"; the sections are {', '.join(keys)}"
     else:
         similar = difflib.get_close_matches(key, keys[section], n=1)
-        meant = _named(key) + [f"{section}.{each}" for each in similar]
+        meant = _named(key) + [f"{section}.{name}" for name in similar]
         meant = meant or _anywhere(key)
         known = f"; {section} has {', '.join(keys[section])}"
-    return f"; did you mean {_either(meant)}?" if meant else known
+    return f"; did you mean {either(meant)}?" if meant else known
 
 
 def for_override(name: str, value: str) -> str:
-    """Return the remedy for `name=value` without a section: the override that was meant, else the form of one."""
+    """Return the remedy for `name=value` without a section: the override that was meant, else the form of one.
+
+    Args:
+        name: what stands before the =.
+        value: what stands behind it.
+    """
     annotation = _annotations().get(name)
     if annotation is not None and issubclass(annotation, Kind):
         meant = [f"{name}.{annotation.tag}"]
@@ -39,7 +49,8 @@ def for_override(name: str, value: str) -> str:
         meant = [] if "." in name else _anywhere(name)
     if not meant or not value:
         return "write section.key=value, e.g. run.seed=1"
-    return f"did you mean {_either([f'{each}={value}' for each in meant])}?"
+    overrides = [f"{key}={value}" for key in meant]
+    return f"did you mean {either(overrides)}?"
 
 
 def _annotations() -> Dict[str, type]:
@@ -57,11 +68,9 @@ def _named(key: str) -> List[str]:
 
 def _anywhere(key: str) -> List[str]:
     """Return the keys of this name, else those of the most similar name in any section."""
-    names = [each for keys in _keys().values() for each in keys]
+    same = _named(key)
+    if same:
+        return same
+    names = [name for keys in _keys().values() for name in keys]
     similar = difflib.get_close_matches(key, names, n=1)
-    return _named(key) or [each for match in similar for each in _named(match)]
-
-
-def _either(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
+    return _named(similar[0]) if similar else []
