@@ -151,7 +151,8 @@ class TorchEngine(Engine):
             self._buffers,
             self.batch,
             self.processes,
-            momentum=recipe.model.norm_momentum,
+            # A family of models without this key has no running statistics.
+            momentum=getattr(recipe.model, "norm_momentum", 0.0),
             combined=method.sums,
         )
         self._noise = self._noise_listener(summed=method.complete)
