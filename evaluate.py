@@ -165,6 +165,7 @@ def _evaluation(model: _Model) -> _Evaluation:
 
     data = model.recipe.data
     number = model.recipe.model.classes
+    # Images get the model's labels, whatever the order of the classes in the data.
     known = classes.of_model(model.stored, data, number)
     source = open_source(data, number, "validation", known.names)
     for note in (known.note, *source.notes):

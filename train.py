@@ -110,8 +110,7 @@ def _run(options) -> int:
         if poprun.is_first_instance(os.environ):
             print(plan)
         return DONE
-    place = naming(config, topology.from_environment, recipe)
-    is_single = place.world == 1
+    is_single = naming(config, topology.from_environment, recipe).world == 1
     # Each of several ranks has the same to read, and some need neither images nor weights.
     naming(config, functools.partial(batch.describe, here=is_single), recipe)
     # Of several ranks only the main one looks at the run folder, later.

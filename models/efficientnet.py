@@ -108,8 +108,9 @@ def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
     blocks = {tuple(name.split(".")[1:3]) for name in shapes if name.startswith("blocks.")}
     stages = [stage for stage, _ in blocks]
     repeats = [stages.count(str(number)) for number in range(len(STAGES))]
-    stem_channels = shapes.get("conv_stem.weight", (0,))[0]
-    head_channels = shapes.get("conv_head.weight", (0,))[0]
+    # A file may have a single number, of shape (), under these names.
+    stem_channels = (shapes.get("conv_stem.weight") or (0,))[0]
+    head_channels = (shapes.get("conv_head.weight") or (0,))[0]
     for scale in network.SCALES.values():
         width = scale["width"]
         depth = scale["depth"]

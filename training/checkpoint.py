@@ -27,6 +27,7 @@ from training.unpickling import reading, unpickled
 FORMAT = 1
 _FORMAT_KEY = "format"
 _REPLICA_FORMAT_KEY = "replica_format"  # another key, as a replica's file holds no weights
+# At least eight digits, and more only where a step has more: each step has one name.
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.(pt|json)")
 _REPLICA_NAME = re.compile(r"step-([0-9]{8,})\.replica-([0-9]{4,})\.pt")
 _CHUNK = 1 << 20  # bytes that are read at a time for a checksum
@@ -98,6 +99,7 @@ class CheckpointFolder:
             manifest = Manifest(step, *file, top1=top1, replicas=tuple(replicas))
             write(self._manifest_path(step), encode(manifest), durable=True)
             undo.pop_all()
+        # It may have taken the place of a damaged one.
         self._damaged.discard(step)
         self._reported.discard(step)
         self._prune(warn)
@@ -119,6 +121,8 @@ class CheckpointFolder:
             CheckpointError: there are checkpoints, but none is whole; or the folder cannot be
                 listed.
         """
+        # Both are counted: a single one that is cut off may be the first of the run, which then
+        # begins again.
         damaged: List[str] = []
         cut_off: List[str] = []
         for step in reversed(self._steps()):
@@ -133,7 +137,6 @@ class CheckpointFolder:
                 self._damaged.add(step)
                 warn(f"{error}; trying the one before")
             self._reported.add(step)
-        # A single one that is cut off may be the first of the run.
         if damaged or len(cut_off) > 1:
             fault = (damaged + cut_off)[0]
             raise CheckpointError(

@@ -104,12 +104,12 @@ def for_data(stored: StoredWeights, fitted: Fitted, recipe: Recipe, data: ClassN
             tensors[name] = tensors[name][torch.from_numpy(rows)]
         order = f"has the classes of {data.place} in another order; its classifier is sorted"
         return Fitted(tensors, [], printable(known.note or f"{stored.path}: {order}"))
-    own = listed(known.names)
-    fault = f"({own}) other than those of the data ({listed(data.names)})"
+    shown = listed(known.names)
+    fault = f"({shown}) other than those of the data ({listed(data.names)})"
     _check_has_classifier(stored, classifier, fault)
     for name in classifier:
         del tensors[name]
-    note = f"was trained on other classes ({own}), so the classifier starts anew"
+    note = f"was trained on other classes ({shown}), so the classifier starts anew"
     return Fitted(tensors, classifier, printable(f"{stored.path}: {note}"))
 
 

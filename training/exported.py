@@ -160,6 +160,7 @@ def _open_onnx(content: bytes) -> Program:
     import onnx
     import onnxruntime
 
+    # Not from the path, where onnx would also read files beside this one.
     proto = onnx.load_from_string(content)
     if _names_files(proto):
         raise ValueError("some of its numbers are in other files")

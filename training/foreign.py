@@ -65,13 +65,13 @@ class _Choice(NamedTuple):
     which: `trained` or `ema`.
     prefix: of the model.
     alike: prefixes of other models of that kind.
-    others: prefixes of models of the other kind.
+    other_kind: prefixes of its models.
     """
 
     which: str
     prefix: str
     alike: Sequence[str]
-    others: Sequence[str]
+    other_kind: Sequence[str]
 
 
 def choose(path: Path, content: object, which: Optional[str]) -> Chosen:
@@ -109,11 +109,11 @@ def choose(path: Path, content: object, which: Optional[str]) -> Chosen:
     return Chosen(model, choice.which, tuple(_notes(path, choice, asked_for=which)))
 
 
-def _chosen(path: Path, which: str, prefixes: Sequence[str], others: Sequence[str]) -> _Choice:
+def _chosen(path: Path, which: str, prefixes: Sequence[str], other_kind: Sequence[str]) -> _Choice:
     """Choose among the models of one kind, `prefixes`."""
     prefix = _only(path, prefixes)
     alike = [candidate for candidate in prefixes if candidate != prefix]
-    return _Choice(which, prefix, alike, others)
+    return _Choice(which, prefix, alike, other_kind)
 
 
 def _of_model(path: Path, weights: Tensors, prefix: str, prefixes: Sequence[str]) -> Tensors:
@@ -132,12 +132,12 @@ def _notes(path: Path, choice: _Choice, asked_for: Optional[str]) -> Iterator[st
     """Yield a line for the user where the file left a choice."""
     which = choice.which
     chosen = _shown(choice.prefix)
-    if choice.others:
+    if choice.other_kind:
         other = TRAINED if which == EMA else EMA
-        left = ", ".join(map(_shown, choice.others))
+        left = ", ".join(map(_shown, choice.other_kind))
         remedy = f"model.init_weights={other}, or --weights {other}, takes the others"
-        taken = f"of its {TRAINED} and {EMA} weights the {which} ones are taken"
-        yield f"{path}: {taken} ({chosen}, not {left}); {remedy}"
+        line = f"of its {TRAINED} and {EMA} weights the {which} ones are taken"
+        yield f"{path}: {line} ({chosen}, not {left}); {remedy}"
     elif which == EMA and asked_for != EMA:
         yield f"{path}: has {EMA} weights only ({chosen}); these are taken"
     if choice.alike:
@@ -239,6 +239,7 @@ def _is_average(prefix: str, tensors: Tensors) -> bool:
 
     A word in the prefix says so, or AveragedModel's count beside its `module`.
     """
+    # DistributedDataParallel may be around AveragedModel, or within it.
     parent = prefix
     while parent == "module." or parent.endswith(".module."):
         parent = parent[: -len("module.")]

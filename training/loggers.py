@@ -119,6 +119,7 @@ class Service(Logger):
         self.key = logger.key
         self._say = session.say
         self._logger: Optional[Logger] = None
+        # Before the logger imports its package; what the user has set counts.
         for name, value in logger.settings.items():
             os.environ.setdefault(name, value)
         self._logger = self._try(lambda: logger(session))
@@ -177,6 +178,7 @@ def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
         last_events = metrics.last_events(folder / metrics.NAME)
         logged = {kind: event["step"] for kind, event in last_events.items()}
         for key, entry in read_json(folder / FILE).items():
+            # The file has the steps of a session's start, metrics.jsonl those since.
             state = ServiceState(**entry)
             steps = _latest(state.steps, logged)
             begun = recipe

@@ -117,6 +117,7 @@ def length_until(path: Path, step: int) -> int:
         path: of the file; 0 is returned if there is none.
         step: updates done.
     """
+    # A damaged line ends what is kept: nobody knows what stood there.
     length = 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as stream:
         for line in stream:

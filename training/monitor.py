@@ -118,6 +118,7 @@ class Clock:
         Args:
             waited: seconds of this session that devices waited for images.
         """
+        # Evaluations and checkpoints since the last lap are no training.
         now = time.monotonic()
         paused = self.paused - self._paused_at_lap
         seconds = max(now - self._lap_start - paused, _LEAST_SECONDS)

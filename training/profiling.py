@@ -35,18 +35,18 @@ class MemoryHistory:
     def __init__(
         self,
         recipe: Recipe,
-        place: Topology,
+        topology: Topology,
         device: str,
         say: Callable[[str], None],
     ):
         """
         Args:
             recipe: of the run.
-            place: this rank.
+            topology: of this rank.
             device: type of its device.
             say: prints a line, on the main rank.
         """
-        self._path = _file(recipe, place, "memory.pickle")
+        self._path = _file(recipe, topology, "memory.pickle")
         self._say = say
         self._on = recipe.log.memory and device == "cuda"
         if recipe.log.memory and not self._on:
@@ -174,5 +174,5 @@ class Recordings:
             self._engine.recorder.named = on
 
 
-def _file(recipe: Recipe, place: Topology, suffix: str) -> Path:
-    return Path(output_folder(recipe), "profile", f"rank-{place.rank:04d}.{suffix}")
+def _file(recipe: Recipe, topology: Topology, suffix: str) -> Path:
+    return Path(output_folder(recipe), "profile", f"rank-{topology.rank:04d}.{suffix}")

@@ -98,6 +98,7 @@ class RunFolder:
             OSError: the folder's path no longer leads to the folder that was opened.
         """
         check_same(self.path, self._opened)
+        # The file may have been damaged or removed since this session wrote its start.
         *before, last = starts(self.path) or [{}]
         _write_starts(self.path, [*before, {**last, **facts}])
 
@@ -144,6 +145,7 @@ def check_owner(recipe: Recipe) -> None:
     if recipe.run.resume == "never":
         fault = "already holds a run and run.resume is never"
         raise ConfigError(f"{path} {fault}; {_ANOTHER_FOLDER}")
+    # What `auto` stood for when the run began is no difference.
     begun = begun_recipe(recipe)
     if begun is None:
         return

@@ -185,8 +185,8 @@ def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
     figure = Figure(figsize=(_WIDTH, 1.3 + 0.52 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for height, row in enumerate(rows):
-        own = [span for span in spans if (span.replica, span.rank) == row]
-        _draw_row(axes, height, own, window)
+        of_rank = [span for span in spans if (span.replica, span.rank) == row]
+        _draw_row(axes, height, of_rank, window)
     labels = [f"replica {replica}, {stages}" for (replica, _), stages in rows.items()]
     milliseconds = (window.end - window.start) * 1e3
     axes.set(xlim=(0, milliseconds), xlabel="milliseconds", ylim=(len(rows) - 0.45, -0.55))
@@ -216,6 +216,7 @@ def _draw_row(axes: Axes, height: int, spans: Sequence[Span], window: _Window) -
     for span in shown:
         start = (span.start - window.start) * 1e3  # milliseconds
         length = span.end - span.start  # seconds
+        # White edges part the boxes; they are thin where boxes are narrow, or would cover them.
         axes.barh(
             height,
             length * 1e3,
@@ -225,6 +226,7 @@ def _draw_row(axes: Axes, height: int, spans: Sequence[Span], window: _Window) -
             edgecolor="white",
             linewidth=min(0.8, length * window.points / 8),
         )
+        # A digit is about 0.64 times as wide as the font is high.
         number = str(span.micro_batch)
         width = (0.64 * len(number) + 0.1) * _FONT  # points, with a margin
         if span.kind in _COMPUTING and width <= length * window.points:

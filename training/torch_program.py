@@ -124,17 +124,17 @@ def _function(read: _Read) -> Callable[[torch.Tensor], torch.Tensor]:
     # The program's values: its input, what is stored, and its output.
     stored = {**_stored_tensors(read, "weights"), **_stored_tensors(read, "constants")}
     module = content["graph_module"]
-    given, constants = _inputs(module["signature"]["input_specs"], stored)
+    input_name, constants = _inputs(module["signature"]["input_specs"], stored)
     (output,) = module["graph"]["outputs"]
     result = output["as_tensor"]["name"]
-    # Its calls, each of which frees what is not needed any more.
+    # Its calls. Each frees what no later one needs, or all activations would stay in memory.
     nodes = [node for node in module["graph"]["nodes"] if node["target"] != _CHECK]
     calls = [_call(node) for node in nodes]
-    _note_unneeded(calls, kept={result, given, *constants})
+    _note_unneeded(calls, kept={result, input_name, *constants})
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
         """Return the result for an input `tensor`."""
-        values = {**constants, given: tensor}
+        values = {**constants, input_name: tensor}
         for call in calls:
             arguments = [_resolved(argument, values) for argument in call.arguments]
             keywords = {key: _resolved(value, values) for key, value in call.keywords.items()}
@@ -157,8 +157,8 @@ def _inputs(specs: Sequence[dict], stored: _Tensors) -> Tuple[str, _Tensors]:
             inputs.append(about["arg"]["as_tensor"]["name"])
         else:
             constants[about["arg"]["name"]] = stored[about[f"{kind}_name"]]
-    (given,) = inputs
-    return given, constants
+    (input_name,) = inputs
+    return input_name, constants
 
 
 def _note_unneeded(calls: Sequence[_Call], kept: Set[str]) -> None:
@@ -228,6 +228,7 @@ def _stored_tensors(read: _Read, folder: str) -> _Tensors:
         meta = about["tensor_meta"]
         if about["use_pickle"] or meta is None:
             raise ValueError(f"{name} is pickled, which could run code")
+        # Several tensors may be views of one file.
         file = about["path_name"]
         if file not in storages:
             data = bytearray(read(f"data/{folder}/{file}"))

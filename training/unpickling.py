@@ -125,6 +125,7 @@ def _by_name() -> Dict[str, type]:
     return stand_ins
 
 
+# torch compares these names with those in a file; it imports none of the modules.
 STAND_INS = _by_name()  # full name of a class or function -> what is made in its place
 
 
@@ -225,6 +226,7 @@ def _swells(stream: IO[bytes]) -> bool:
 
     Leaves the stream at its start.
     """
+    # Mapped, not read: a checkpoint may be large.
     with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if any(content.find(name) >= 0 for name in _OF_ANY_LENGTH):
             return True

@@ -179,6 +179,14 @@ def test_a_classifier_that_is_a_single_number_is_refused_as_any_other_shape():
         fitted(stored, MODEL, Model(), new_classifier=False)
 
 
+def test_a_stem_that_is_a_single_number_is_refused_as_any_other_shape():
+    """The blocks are those of an EfficientNet, whose width the stem would tell."""
+    shapes = {"blocks.1.0.conv_pw.weight": (8, 4, 1, 1), "blocks.1.0.conv_dw.weight": (8, 1, 3, 3)}
+    stored = StoredWeights(Path("w.pt"), {**tensors(shapes), "stem.conv_stem.weight": torch.tensor(1.0)})
+    with pytest.raises(CheckpointError, match=r"blocks.1.0.conv_pw.weight, .* have no place in the model"):
+        fitted(stored, MODEL, Model(), new_classifier=False)
+
+
 def test_the_remedy_for_a_timm_model_names_the_keys_that_differ(tiny):
     stored = StoredWeights(Path("b0.pth"), timm.create_model("tf_efficientnet_b0", num_classes=10).state_dict())
     remedy = "set model.width=1.0 model.depth=1.0 model.group_size=1 model.expansion=6 model.norm=batch"
