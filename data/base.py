@@ -26,17 +26,26 @@ class Box(NamedTuple):
 
 
 class Image(abc.ABC):
-    """One image, of which only the requested part is decoded. `height` and `width` are those of the upright image."""
+    """One image, of which only the requested part is decoded."""
 
-    height: int
+    height: int  # of the upright image
     width: int
     damage: str = ""  # names the file and its fault, once its pixels were read in spite of that
 
     @abc.abstractmethod
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
-        """Pixels of a box, or of the whole image: uint8 [3, height, width], RGB. Raises UnreadableImage.
+        """Return the pixels of a box.
 
-        With `enough` the box may come at a half, a quarter or an eighth of its size, if no side gets fewer pixels.
+        Args:
+            box: of the upright image; None for all of it.
+            enough: pixels; the box may come at a half, a quarter or an eighth of its size, if no
+                side gets fewer. None: at its own size.
+
+        Returns:
+            uint8 [3, height, width], RGB.
+
+        Raises:
+            UnreadableImage: the image cannot be decoded.
         """
 
 
@@ -48,7 +57,10 @@ class Pixels(Image):
         self.height, self.width = pixels.shape[1:]
 
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
-        top, left, height, width = box or (0, 0, self.height, self.width)
+        """Return a view of a `box`, or of the whole image: see `Image.pixels`."""
+        if box is None:
+            return self._pixels
+        top, left, height, width = box
         return self._pixels[:, top : top + height, left : left + width]
 
 
@@ -58,7 +70,8 @@ class Source(abc.ABC):
     place: str  # folder, URL or key of the recipe, as errors name it
     classes: Tuple[str, ...]  # printable names by label
     labels: np.ndarray  # int64 [n], label of each image
-    digest: str = ""  # of names and labels, in their order; empty where the recipe alone determines them
+    # Of names and labels, in their order; empty where the recipe alone determines them.
+    digest: str = ""
     notes: Tuple[str, ...] = ()  # lines for the user on files that were left out
 
     def __len__(self) -> int:
@@ -66,51 +79,82 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, index: int) -> torch.Tensor:
-        """Pixels of an image: uint8 [3, height, width], RGB. Raises UnreadableImage."""
+        """Return the pixels of image number `index`: uint8 [3, height, width], RGB.
+
+        Raises:
+            UnreadableImage: it cannot be read or decoded.
+        """
 
     @abc.abstractmethod
     def name(self, index: int) -> str:
-        """Path or number of an image, as logs and errors print it."""
+        """Return the path or number of image `index`, as logs and errors print it."""
 
     def open(self, index: int) -> Image:
-        """An image with its size, not decoded where that can wait. Raises UnreadableImage."""
+        """Return image number `index` with its size, not decoded where that can wait.
+
+        Raises:
+            UnreadableImage: it cannot be read.
+        """
         return Pixels(self.read(index))
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
-        """Several images, in the order of `indices`; the error in the place of one that cannot be opened."""
+        """Open several images.
+
+        Args:
+            indices: their numbers.
+
+        Returns:
+            The images, in the order of `indices`; in the place of one that cannot be opened, the
+            error.
+        """
         return [self._opened(self.open, index) for index in indices]
 
     @staticmethod
-    def _opened(open_one: Callable[..., Image], *arguments: object) -> Union[Image, UnreadableImage]:
+    def _opened(
+        open_one: Callable[..., Image],
+        *arguments: object,
+    ) -> Union[Image, UnreadableImage]:
+        """Return what `open_one` returns, or its error."""
         try:
             return open_one(*arguments)
         except UnreadableImage as error:
             return error
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """Order in which an epoch visits the images: int64 [n], a permutation; a function of (seed, epoch)."""
+        """Return the order in which an epoch visits the images, a function of the arguments.
+
+        Args:
+            seed: of the run.
+            epoch: from 0.
+
+        Returns:
+            int64 [n], a permutation.
+        """
         return permutation(seed, epoch, len(self))
 
 
 class ClassNames(NamedTuple):
-    """Names of the classes of a split, by label.
+    """Names of the classes of a split, by label."""
 
-    place: of the split, as errors name it. sorted: whether the labels follow from the order of the names as bytes, as
-    in class folders. If so, programs that sort otherwise number the same classes otherwise.
-    """
-
-    place: str
+    place: str  # of the split, as errors name it
     names: Tuple[str, ...]
+    # Whether the labels follow from the order of the names as bytes, as in class folders. If so,
+    # programs that sort otherwise number the same classes otherwise.
     sorted: bool
 
 
 class Names:
-    """Names by number in one block of bytes: strings take twice the memory, and workers would copy them page by page.
+    """Names by number in one block of bytes.
 
-    blocks: names without separators. lengths: integers [names], bytes of each name in a block.
+    Strings would take twice the memory, and workers would copy them page by page.
     """
 
     def __init__(self, blocks: Sequence[bytes], lengths: Sequence[np.ndarray]):
+        """
+        Args:
+            blocks: names without separators.
+            lengths: integers [names], bytes of each name in a block.
+        """
         self._block = b"".join(blocks)
         self._ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64)
 
@@ -119,18 +163,30 @@ class Names:
         return self._block[start : int(self._ends[index])]
 
 
-# By section class: opens the "train" or "validation" images of a recipe with so many classes. Raises DataError.
+# By section class: opens the "train" or "validation" images of a recipe with so many classes.
+# Raises DataError.
 SOURCES: "Registry[Callable[[Data, int, str], Source]]" = Registry("a source of images")
 
-# By section class: classes of the "train" or "validation" images without a look at the images, None where there are no
-# such images. For sources of files, whose splits may have different classes. Raises DataError.
-CLASS_NAMES: "Registry[Callable[[Data, str], Optional[ClassNames]]]" = Registry("names of the classes of images")
+# By section class: classes of the "train" or "validation" images without a look at the images, None
+# where there are no such images. For sources of files, whose splits may have different classes.
+# Raises DataError.
+_ClassNamesOf = Callable[[Data, str], Optional[ClassNames]]
+CLASS_NAMES: "Registry[_ClassNamesOf]" = Registry("names of the classes of images")
 
 
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """An epoch's random order of `size` images: int64 [size], a permutation of range(size).
+    """Return an epoch's random order of images.
 
-    Images are sorted by 32 random bits each, which all differ (`bits32` of one draw is a bijection), so the order
-    depends on no library's generator or sort.
+    Images are sorted by 32 random bits each, which all differ (`bits32` of one draw is a
+    bijection), so the order depends on no library's generator or sort.
+
+    Args:
+        seed: of the run.
+        epoch: from 0.
+        size: how many images there are.
+
+    Returns:
+        int64 [size], a permutation of range(size).
     """
-    return np.argsort(bits32(key("order", seed, epoch), np.arange(size, dtype=np.int64)))
+    numbers = np.arange(size, dtype=np.int64)
+    return np.argsort(bits32(key("order", seed, epoch), numbers))

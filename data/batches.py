@@ -8,8 +8,9 @@ import torch
 class MicroBatch(NamedTuple):
     """Images of one forward pass. Rows from `valid` on are padding: black, label 0, index -1.
 
-    `valid` can be 0: with data.bad_images=skip, when none of the images can be read. Readers give labels and indices as
-    NumPy arrays: every tensor that leaves a worker costs the training process 0.2 to 0.3 ms.
+    `valid` can be 0: with data.bad_images=skip, when none of the images can be read. Readers give
+    labels and indices as NumPy arrays: every tensor that leaves a worker costs the training process
+    0.2 to 0.3 ms.
     """
 
     images: torch.Tensor  # uint8 [micro, 3, size, size]; channels may be last in memory
@@ -19,7 +20,7 @@ class MicroBatch(NamedTuple):
     number: int  # within the step, counted over all replicas
     step: int
     unreadable: Tuple[str, ...]  # why images were left out, one message each
-    damaged: Tuple[str, ...] = ()  # about images that were read in spite of a fault, one message each
+    damaged: Tuple[str, ...] = ()  # about images that were read in spite of a fault, one each
 
 
 class Request(NamedTuple):
@@ -27,6 +28,6 @@ class Request(NamedTuple):
 
     step: int
     epoch: int
-    number: int
-    image_size: int
-    indices: List[int]
+    number: int  # within the step, counted over all replicas
+    image_size: int  # pixels a side
+    indices: List[int]  # of the images in their source

@@ -1,7 +1,8 @@
 """Micro batches in the order of the run: who gets which images, loaded ahead by worker processes.
 
-Each step takes the next global batch of an epoch's order, each micro batch the next images of that, each replica a
-contiguous range of the step's micro batches. So replicas and workers never change what is in a micro batch.
+Each step takes the next global batch of an epoch's order, each micro batch the next images of that,
+each replica a contiguous range of the step's micro batches. So replicas and workers never change
+what is in a micro batch.
 """
 
 import contextlib
@@ -30,14 +31,16 @@ class NotLeftOut(UnreadableImage):
 
     def __init__(self, reason: str):
         self.reason = reason
-        super().__init__(f"{reason}; mend or remove the file, or leave such images out with data.bad_images=skip")
+        remedy = "mend or remove the file, or leave such images out with data.bad_images=skip"
+        super().__init__(f"{reason}; {remedy}")
 
 
 class TrainingBatches:
-    """One replica's micro batches of the steps first_step <= step < last_step, in order; an iterator.
+    """One replica's micro batches of the steps first_step <= step < last_step, in order.
 
-    Steps count updates from the start of the run, so a resumed run gets the same batches. Workers load ahead over the
-    ends of epochs. Raises UnreadableImage while iterating, under data.bad_images=error.
+    An iterator. Steps count updates from the start of the run, so a resumed run gets the same
+    batches. Workers load ahead over the ends of epochs. Iterating raises UnreadableImage where
+    data.bad_images is error.
     """
 
     def __init__(
@@ -56,16 +59,34 @@ class TrainingBatches:
     ):
         """
         Args:
-            image_size: pixels a side, or a function from an epoch, counted from 0, to them, called ahead of the
-                training.
-            global_batch, micro: images per step and per micro batch; the latter divides the former.
+            source: at least one global batch of training images.
+            data: how images are augmented and read.
+            image_size: pixels a side, or a function from an epoch, counted from 0, to them, called
+                ahead of the training.
+            global_batch: images per step.
+            micro: images per micro batch; divides `global_batch`.
+            seed: of the run.
+            first_step: number of the first step.
+            last_step: number of the step behind the last.
             share: the replica's, of the micro batches of a step; None for all.
+            device: where the images are wanted.
         """
-        assert global_batch % micro == 0 and len(source) >= global_batch, (len(source), global_batch, micro)
-        share = range(global_batch // micro) if share is None else share
-        self._data, self._device, self._waited = data, device, 0.0
-        self._requests = _Requests(source, image_size, global_batch, micro, seed, range(first_step, last_step), share)
-        self._loader = _loader(Reader(source, micro, Training(data, seed)), self._requests, data, device)
+        sizes = (len(source), global_batch, micro)
+        assert global_batch % micro == 0 and len(source) >= global_batch, sizes
+        self._data = data
+        self._device = device
+        self._waited = 0.0
+        self._requests = _Requests(
+            source=source,
+            image_size=image_size,
+            global_batch=global_batch,
+            micro=micro,
+            seed=seed,
+            steps=range(first_step, last_step),
+            share=range(global_batch // micro) if share is None else share,
+        )
+        reader = Reader(source, micro, Training(data, seed))
+        self._loader = _loader(reader, self._requests, data, device)
         self._ahead = _prefetched(self._loader, data, device)
 
     def __iter__(self) -> "TrainingBatches":
@@ -75,15 +96,26 @@ class TrainingBatches:
         return next(self._ahead)
 
     def divide(self, step: int, share: range) -> None:
-        """Go on with another share of the micro batches, from the first one of a step. What was loaded ahead is lost,
-        the workers stay."""
+        """Go on with another share of the micro batches of each step.
+
+        What was loaded ahead is lost, the workers stay.
+
+        Args:
+            step: the first with the new share, of which the first micro batch comes next.
+            share: the replica's, of the micro batches of a step.
+        """
+        # The loader looks at its requests when it is iterated, which a new prefetcher does anew.
         self._waited = self.waited()
         self._ahead.close()
-        self._requests.steps, self._requests.share = range(step, self._requests.steps.stop), share
+        self._requests.steps = range(step, self._requests.steps.stop)
+        self._requests.share = share
         self._ahead = _prefetched(self._loader, self._data, self._device)
 
     def waited(self) -> float:
-        """Seconds that the device was idle, waiting for images, without the first wait, which starts workers."""
+        """Return the seconds that the device was idle, waiting for images.
+
+        The first wait, which starts workers, is left out.
+        """
         return self._waited + self._ahead.waited()
 
     def close(self) -> None:
@@ -105,19 +137,29 @@ class _Requests:
     share: range
 
     def __iter__(self) -> Iterator[Request]:
-        ordered = None
+        epoch_of_order = None
         for step in self.steps:
-            epoch, within = divmod(step, steps_per_epoch(len(self.source), self.global_batch))
-            if epoch != ordered:
-                order, ordered = self.source.order(self.seed, epoch), epoch
-                pixels = self.image_size(epoch) if callable(self.image_size) else self.image_size
+            per_epoch = steps_per_epoch(len(self.source), self.global_batch)
+            epoch, within = divmod(step, per_epoch)
+            # An order costs a sort of all images: it is made once an epoch.
+            if epoch != epoch_of_order:
+                order = self.source.order(self.seed, epoch)
+                epoch_of_order = epoch
+                pixels = self._pixels(epoch)
             for number in self.share:
                 start = within * self.global_batch + number * self.micro
-                yield Request(step, epoch, number, pixels, order[start : start + self.micro].tolist())
+                indices = order[start : start + self.micro].tolist()
+                yield Request(step, epoch, number, image_size=pixels, indices=indices)
+
+    def _pixels(self, epoch: int) -> int:
+        """Return the pixels a side of an epoch's images."""
+        if callable(self.image_size):
+            return self.image_size(epoch)
+        return self.image_size
 
 
 class EvaluationBatches:
-    """Every image of a source once, in order; can be iterated again and again with the same workers."""
+    """Every image of a source once, in order; can be iterated again with the same workers."""
 
     def __init__(
         self,
@@ -131,23 +173,36 @@ class EvaluationBatches:
         device: torch.device = _CPU,
         order: Optional[Sequence[int]] = None,
     ):
-        """Args: batch: images per micro batch; the last is padded. order: of the images. Others as for
-        `TrainingBatches`."""
+        """
+        Args:
+            source: of the images.
+            data: how images are cropped and read.
+            image_size: pixels a side.
+            batch: images per micro batch; the last is padded.
+            replica: number of this replica, which gets its share of the micro batches.
+            replicas: how many there are.
+            device: where the images are wanted.
+            order: of the images; None for that of the source.
+        """
         assert 0 <= replica < replicas, (replica, replicas)
         order = order or range(len(source))
-        self._requests = [
-            Request(0, 0, number, image_size, list(order[number * batch : (number + 1) * batch]))
-            for number in evaluation_share(len(source), batch, replica, replicas)
-        ]
-        self._data, self._device = data, device
-        self._loader = _loader(Reader(source, batch, Evaluation(data.crop_fraction)), self._requests, data, device)
+        self._requests = []
+        for number in evaluation_share(len(source), batch, replica, replicas):
+            indices = list(order[number * batch : (number + 1) * batch])
+            request = Request(0, 0, number, image_size=image_size, indices=indices)
+            self._requests.append(request)
+        self._data = data
+        self._device = device
+        reader = Reader(source, batch, Evaluation(data.crop_fraction))
+        self._loader = _loader(reader, self._requests, data, device)
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Raises UnreadableImage on the way, under data.bad_images=error."""
-        with contextlib.closing(_prefetched(self._loader, self._data, self._device)) as batches:
+        """Raises UnreadableImage on the way, where data.bad_images is error."""
+        ahead = _prefetched(self._loader, self._data, self._device)
+        with contextlib.closing(ahead) as batches:
             yield from batches
 
     def close(self) -> None:
@@ -156,12 +211,27 @@ class EvaluationBatches:
 
 
 def evaluation_share(images: int, batch: int, replica: int, replicas: int) -> range:
-    """Numbers of the micro batches of `batch` images that a replica evaluates: nearly the same number for each."""
+    """Return the numbers of the micro batches that a replica evaluates.
+
+    All replicas get nearly the same number.
+
+    Args:
+        images: in all micro batches.
+        batch: images per micro batch.
+        replica: number of the replica.
+        replicas: how many there are.
+    """
     total = -(-images // batch)
     return range(total * replica // replicas, total * (replica + 1) // replicas)
 
 
-def _loader(reader: Reader, requests: Iterable[Request], data: Data, device: torch.device) -> Iterable[MicroBatch]:
+def _loader(
+    reader: Reader,
+    requests: Iterable[Request],
+    data: Data,
+    device: torch.device,
+) -> Iterable[MicroBatch]:
+    """Return what loads the requested micro batches, by the reader that the recipe names."""
     if data.reader == "dali":
         from data.dali import DaliLoader
 
@@ -170,26 +240,38 @@ def _loader(reader: Reader, requests: Iterable[Request], data: Data, device: tor
 
 
 def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) -> Prefetcher:
-    """Micro batches, taken ahead unless this process decodes: two threads that compute would hinder each other."""
+    """Return an iterator that takes micro batches ahead, unless this process decodes.
+
+    Two threads that compute would hinder each other.
+    """
     works_beside = data.workers > 0 or data.reader == "dali"
-    return Prefetcher(_delivered(iter(loader), data), device, data.prefetch if works_beside else 0)
+    batches = _delivered(iter(loader), data)
+    return Prefetcher(batches, device, data.prefetch if works_beside else 0)
 
 
 def _delivered(batches: Iterator[MicroBatch], data: Data) -> Iterator[MicroBatch]:
+    """Check what a loader gives, and give its labels and indices as tensors."""
     try:
         for batch in batches:
             damage.report(batch.damaged)
+            # Readers leave out what they cannot read; whether that is allowed is decided here, in
+            # the training process.
             if batch.unreadable and data.bad_images == "error":
                 raise NotLeftOut(batch.unreadable[0])
-            yield batch._replace(labels=torch.from_numpy(batch.labels), indices=torch.from_numpy(batch.indices))
+            yield batch._replace(
+                labels=torch.from_numpy(batch.labels),
+                indices=torch.from_numpy(batch.indices),
+            )
     except RuntimeError as error:  # from a worker, as a text
         if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
             raise shared_memory_is_full() from None
         raise
     except (EOFError, ConnectionError, FileNotFoundError) as error:
-        if not data.workers or "DataLoader worker" in str(error):  # raised by a source, perhaps in a worker
-            raise
-        raise RuntimeError("DataLoader worker exited unexpectedly while it passed images on") from error
+        if not data.workers or "DataLoader worker" in str(error):
+            raise  # raised by a source, perhaps in a worker
+        fault = "DataLoader worker exited unexpectedly while it passed images on"
+        raise RuntimeError(fault) from error
     finally:
-        # Workers end with the last reference to their batches, which a traceback would otherwise keep.
+        # Workers end with the last reference to their batches, which a traceback would otherwise
+        # keep.
         del batches

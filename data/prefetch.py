@@ -1,4 +1,4 @@
-"""Micro batches made ready ahead of the step that needs them, on the device; and how long that step waited for them."""
+"""Micro batches made ready on the device ahead of their step, and how long that waited for them."""
 
 import contextlib
 import functools
@@ -21,33 +21,53 @@ _Move = Callable[[MicroBatch], _Moved]
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on a device; no GPU is waited for."""
+    """Return a small tensor of the host on a device; no GPU is waited for.
+
+    Args:
+        tensor: on the host.
+        device: where it is wanted.
+    """
     if device.type != "cpu" and torch.cuda.is_available():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class Prefetcher:
-    """An iterator over micro batches whose images are on the device; labels and indices stay on the CPU.
+    """An iterator over micro batches whose images are on the device; the rest stays on the CPU.
 
-    A thread takes up to `depth` of them ahead. For CUDA it copies them from page-locked memory by a stream of its own,
-    beside the computation; memory is not reused before the computing stream is done with it.
+    A thread takes up to `depth` of them ahead. For CUDA it copies them from page-locked memory by a
+    stream of its own, beside the computation; memory is not reused before the computing stream is
+    done with it.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], device: torch.device, depth: int):
-        """`batches.close` is called in the end. With depth 0 each is taken when it is needed, in the calling thread."""
-        self._device, self._started = device, False
+        """
+        Args:
+            batches: on the host or the device; its `close` is called in the end.
+            device: where the images are wanted.
+            depth: of the queue; with 0 each is taken when it is needed, in the calling thread.
+        """
+        self._device = device
+        self._started = False
         self._pending: Deque[tuple] = deque()  # pairs of marks, around each wait
         self._waited = 0.0
         move = _to_cuda(device) if device.type == "cuda" else _stay
-        # The end comes also if nobody closes it: a thread amid torch's code when the interpreter ends would abort it.
+        # The end comes also if nobody closes it: a thread amid torch's code when the interpreter
+        # ends would abort it.
         if not depth:
             self._ahead = map(move, batches)
             self._end = weakref.finalize(self, batches.close)
             return
-        ready: queue.Queue = queue.Queue(depth)  # of moved batches; errors, and the end as StopIteration, come last
+        # Of moved batches; errors, and the end as StopIteration, come last.
+        ready: queue.Queue = queue.Queue(depth)
         stop = threading.Event()
-        thread = threading.Thread(target=_fill, args=(ready, stop, batches, move), name="prefetch", daemon=True)
+        # It must not hold this object, or that would never be garbage.
+        thread = threading.Thread(
+            target=_fill,
+            args=(ready, stop, batches, move),
+            name="prefetch",
+            daemon=True,
+        )
         thread.start()
         self._ahead = iter(functools.partial(_take, ready), None)
         self._end = weakref.finalize(self, _close, ready, stop, thread)
@@ -58,10 +78,10 @@ class Prefetcher:
     def __next__(self) -> MicroBatch:
         """Raises what `batches` raises, at the place where it was raised."""
         before = self._mark()
-        batch, copied = next(self._ahead)
-        if copied is not None:
+        batch, arrival = next(self._ahead)
+        if arrival is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(copied)
+            stream.wait_event(arrival)
             batch.images.record_stream(stream)
         if self._started:
             self._pending.append((before, self._mark()))
@@ -70,11 +90,17 @@ class Prefetcher:
         return batch
 
     def waited(self) -> float:
-        """Seconds that the device was idle, waiting for images, without the first wait, which starts workers."""
+        """Return the seconds that the device was idle, waiting for images.
+
+        The first wait, which starts workers, is left out.
+        """
         on_cpu = self._device.type != "cuda"
         while self._pending and (on_cpu or self._pending[0][1].query()):
             before, after = self._pending.popleft()
-            self._waited += after - before if on_cpu else before.elapsed_time(after) / 1000
+            if on_cpu:
+                self._waited += after - before
+            else:
+                self._waited += before.elapsed_time(after) / 1000  # from milliseconds
         return self._waited
 
     def close(self) -> None:
@@ -82,7 +108,7 @@ class Prefetcher:
         self._end()
 
     def _mark(self) -> Union[float, torch.cuda.Event]:
-        """The time, or on CUDA an event: the host may wait while the device still has work to do."""
+        """Return the time; on CUDA an event: the host may wait while the device still computes."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -91,25 +117,38 @@ class Prefetcher:
 
 
 def _stay(batch: MicroBatch) -> _Moved:
+    """Leave a batch on the host."""
     return batch, None
 
 
 def _to_cuda(device: torch.device) -> _Move:
+    """Return the function that copies images to a GPU by a stream of its own."""
     side = torch.cuda.Stream(device)
 
     def move(batch: MicroBatch) -> _Moved:
+        """Begin to copy the images of a `batch`."""
         with torch.cuda.stream(side):
             images = batch.images if batch.images.is_cuda else batch.images.pin_memory()
             images = images.to(device, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(side)
-        labels, indices = batch.labels.pin_memory(), batch.indices.pin_memory()
-        return batch._replace(images=images, labels=labels, indices=indices), copied
+            arrival = torch.cuda.Event()
+            arrival.record(side)
+        moved = batch._replace(
+            images=images,
+            labels=batch.labels.pin_memory(),
+            indices=batch.indices.pin_memory(),
+        )
+        return moved, arrival
 
     return move
 
 
-def _fill(ready: queue.Queue, stop: threading.Event, batches: Iterator[MicroBatch], move: _Move) -> None:
+def _fill(
+    ready: queue.Queue,
+    stop: threading.Event,
+    batches: Iterator[MicroBatch],
+    move: _Move,
+) -> None:
+    """Move batches into a queue until they end, or until `stop` is set. Runs in the thread."""
     try:
         while not stop.is_set():
             ready.put(move(next(batches)))  # without a name: only batches in the queue stay alive
@@ -123,19 +162,23 @@ def _fill(ready: queue.Queue, stop: threading.Event, batches: Iterator[MicroBatc
 
 
 def _take(ready: queue.Queue) -> _Moved:
-    taken = ready.get()
-    if not isinstance(taken, BaseException):
-        return taken
+    """Return the next batch of a queue, or raise the error that stands for it."""
+    entry = ready.get()
+    if not isinstance(entry, BaseException):
+        return entry
     try:
-        raise taken
+        raise entry
     finally:
-        del taken  # an error in a frame that its traceback holds would keep alive what the frames above hold
+        # An error in a frame that its traceback holds would keep alive what the frames above hold.
+        del entry
 
 
 def _close(ready: queue.Queue, stop: threading.Event, thread: threading.Thread) -> None:
+    """End the thread that fills a queue, and empty it."""
     stop.set()
     end = time.monotonic() + _PATIENCE
-    # The thread may be waiting for room, and an error that is never raised would keep its frames alive.
+    # The thread may be waiting for room, and an error that is never raised would keep its frames
+    # alive.
     while not ready.empty() or (thread.is_alive() and time.monotonic() < end):
         with contextlib.suppress(queue.Empty):
             ready.get(timeout=0.05)

@@ -10,51 +10,84 @@ from data.base import Source, UnreadableImage
 from data.batches import MicroBatch, Request
 from data.transforms import Transform
 
+_PADDING_INDEX = -1
+
 
 class Reader(Dataset):
-    """Loads requested micro batches of `rows` images; lives in the workers, or in the training process without any."""
+    """Loads requested micro batches of `rows` images.
+
+    It lives in the workers, or in the training process where there are none.
+    """
 
     def __init__(self, source: Source, rows: int, transform: Transform):
-        self.source, self.rows, self.transform = source, rows, transform
+        self.source = source
+        self.rows = rows
+        self.transform = transform
 
     def __getitem__(self, request: Request) -> MicroBatch:
-        def pixels(index: int) -> torch.Tensor:
+        """Read the micro batch of a `request`; labels and indices are NumPy arrays."""
+        size = request.image_size
+        opened = iter(self.source.open_all(request.indices))
+        damaged: List[str] = []
+
+        def read_next(index: int) -> torch.Tensor:
+            """Return the pixels of the next image, number `index` of the source."""
             image = next(opened)
             if isinstance(image, UnreadableImage):
                 raise image
-            made = self.transform(image, size, request.epoch, index)
+            pixels = self.transform(image, size, request.epoch, index)
             if image.damage:
                 damaged.append(image.damage)
-            return made
+            return pixels
 
-        size = request.image_size
-        damaged: List[str] = []
-        # Channels last in memory, as decoding and resizing give them.
-        shape, strides = (self.rows, 3, size, size), (3 * size * size, 1, 3 * size, 3)
-        if get_worker_info() is None:
-            images = torch.empty_strided(shape, strides, dtype=torch.uint8)
-        else:  # in shared memory, to which the images would otherwise be copied
-            storage = torch.UntypedStorage._new_shared(self.rows * strides[0])
-            images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
-        opened = iter(self.source.open_all(request.indices))
-        return self.gather(request, images, pixels)._replace(damaged=tuple(damaged))
+        batch = self.gather(request, self._empty_images(size), read_next)
+        return batch._replace(damaged=tuple(damaged))
 
-    def gather(self, request: Request, images: torch.Tensor, pixels: Callable[[int], torch.Tensor]) -> MicroBatch:
-        """The requested micro batch in `images`, uint8 [rows, 3, size, size], without those that cannot be read.
+    def gather(
+        self,
+        request: Request,
+        images: torch.Tensor,
+        pixels: Callable[[int], torch.Tensor],
+    ) -> MicroBatch:
+        """Gather a micro batch, without the images that cannot be read.
 
-        `pixels` is called for each index of the request, in order, and returns uint8 [3, size, size]. Its
-        UnreadableImage is caught here: torch would wrap it into the traceback of a worker.
+        Args:
+            request: of the micro batch.
+            images: uint8 [rows, 3, size, size], which is filled and padded with black.
+            pixels: called for each index of the request, in order; returns uint8 [3, size, size].
+                Its UnreadableImage is caught here: torch would wrap it into a worker's traceback.
         """
-        found: List[int] = []
+        # Images that can be read move up, so that padding is at the end.
+        read: List[int] = []
         unreadable = []
         for index in request.indices:
             try:
-                images[len(found)] = pixels(index)
-                found.append(index)
+                images[len(read)] = pixels(index)
+                read.append(index)
             except UnreadableImage as error:
                 unreadable.append(str(error))
-        valid = len(found)
+        valid = len(read)
         images[valid:] = 0
-        labels, indices = np.zeros(len(images), np.int64), np.full(len(images), -1, np.int64)
-        labels[:valid], indices[:valid] = self.source.labels[found], found
-        return MicroBatch(images, labels, indices, valid, request.number, request.step, tuple(unreadable))
+        labels = np.zeros(len(images), np.int64)
+        labels[:valid] = self.source.labels[read]
+        indices = np.full(len(images), _PADDING_INDEX, np.int64)
+        indices[:valid] = read
+        return MicroBatch(
+            images=images,
+            labels=labels,
+            indices=indices,
+            valid=valid,
+            number=request.number,
+            step=request.step,
+            unreadable=tuple(unreadable),
+        )
+
+    def _empty_images(self, size: int) -> torch.Tensor:
+        """Return uint8 [rows, 3, size, size], channels last as decoding and resizing give them."""
+        shape = (self.rows, 3, size, size)
+        strides = (3 * size * size, 1, 3 * size, 3)
+        if get_worker_info() is None:
+            return torch.empty_strided(shape, strides, dtype=torch.uint8)
+        # In shared memory, to which a worker's images would otherwise be copied.
+        storage = torch.UntypedStorage._new_shared(self.rows * strides[0])
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)

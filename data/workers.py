@@ -24,71 +24,114 @@ _GLANCE = 1.0  # seconds between two checks whether the parent is alive
 
 
 class Loader(DataLoader):
-    """Loads whole micro batches in worker processes, or in this process if there are to be none."""
+    """Loads whole micro batches in worker processes, or in this one if there are to be none."""
 
-    def __init__(self, reader: Reader, requests: Iterable[Request], data: Data, forks: bool = True):
-        """Args: forks: whether workers may be copies of this process; not of one that uses CUDA, whose threads hold
-        locks that nobody would open in a copy."""
+    def __init__(
+        self,
+        reader: Reader,
+        requests: Iterable[Request],
+        data: Data,
+        forks: bool = True,
+    ):
+        """
+        Args:
+            reader: reads the micro batches.
+            requests: one for each micro batch; iterated anew by each iteration of the loader.
+            data: how many workers there are, and how far they read ahead.
+            forks: whether workers may be copies of this process; not of one that uses CUDA, whose
+                threads hold locks that nobody would open in a copy.
+        """
+        context = None
+        prefetch_factor = None
+        if data.workers:
+            context = _quiet_context(None if forks else "forkserver")
+            prefetch_factor = data.prefetch
         super().__init__(
             reader,
             sampler=requests,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             num_workers=data.workers,
-            prefetch_factor=data.prefetch if data.workers else None,
+            prefetch_factor=prefetch_factor,
             persistent_workers=data.workers > 0,
             worker_init_fn=begin_work,
-            multiprocessing_context=_quiet_context(None if forks else "forkserver") if data.workers else None,
-            # Of its own, or else each iteration would take a number from torch's global generator.
+            multiprocessing_context=context,
+            # Each iteration would otherwise take a number from torch's global generator.
             generator=torch.Generator(),
         )
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Raises OSError if there is no room for the workers' queues, before torch leaves half of them behind."""
+        """Start the workers where they are not running.
+
+        Raises:
+            OSError: there is no room for the workers' queues; before torch leaves half of them
+                behind.
+        """
         if self.num_workers:
-            context = self.multiprocessing_context
-            try:
-                with signals_withheld():  # also from Python's resource tracker, whose start ends it
-                    context.Event(), [context.Queue() for _ in range(self.num_workers + 1)]
-            except OSError as error:
-                raise (shared_memory_is_full() if error.errno == errno.ENOSPC else error) from None
+            self._check_room_for_queues()
         with signals_withheld():
             return super().__iter__()
 
     def check_worker_number_rationality(self) -> None:
-        """Do not warn of more workers than cores: they are right where reading waits for a network."""
+        """Do not warn of more workers than cores.
+
+        They are right where reading waits for a network.
+        """
+
+    def _check_room_for_queues(self) -> None:
+        """Make as many queues as torch will, and drop them."""
+        context = self.multiprocessing_context
+        try:
+            # Also withheld from Python's resource tracker, whose start ends it.
+            with signals_withheld():
+                made = [context.Event()]  # held, so that all need room at the same time
+                for _ in range(self.num_workers + 1):
+                    made.append(context.Queue())
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise shared_memory_is_full() from None
+            raise error from None
 
 
-def _quiet_context(way: Optional[str] = None) -> BaseContext:
-    """A context, by default the default one, with queues that print nothing when their reader was killed: torch reports
-    that."""
-    context = copy.copy(multiprocessing.get_context(way))
-    if way == "forkserver":
+def _quiet_context(method: Optional[str] = None) -> BaseContext:
+    """Return a context whose queues print nothing when their reader was killed: torch reports that.
+
+    Args:
+        method: by which it starts processes; None for the platform's default.
+    """
+    context = copy.copy(multiprocessing.get_context(method))
+    if method == "forkserver":
         context.set_forkserver_preload([__name__])  # else every worker would load torch
-    make = context.Queue
+    make_queue = context.Queue
 
-    def queue(maxsize: int = 0) -> Queue:
-        made = make(maxsize)
-        made._ignore_epipe = True  # there is no public switch; concurrent.futures sets the same attribute
-        return made
+    def make_quiet_queue(maxsize: int = 0) -> Queue:
+        """Return a queue of up to `maxsize` entries that ignores a broken pipe."""
+        queue = make_queue(maxsize)
+        # There is no public switch; concurrent.futures sets the same attribute.
+        queue._ignore_epipe = True
+        return queue
 
-    context.Queue = queue
+    context.Queue = make_quiet_queue
     return context
 
 
 def shared_memory_is_full() -> OSError:
-    """The error of a process that loads images, or of the one that starts it."""
-    why = "images pass through it to the training process; data.workers and data.prefetch say how many, docker's"
-    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({why} --shm-size how much it holds)", "/dev/shm")
+    """Return the error of a process that loads images, or of the one that starts it."""
+    reason = (
+        f"{os.strerror(errno.ENOSPC)} (images pass through it to the training process; "
+        "data.workers and data.prefetch say how many, docker's --shm-size how much it holds)"
+    )
+    return OSError(errno.ENOSPC, reason, "/dev/shm")
 
 
-def _as_it_is(batch: MicroBatch) -> MicroBatch:
+def _unchanged(batch: MicroBatch) -> MicroBatch:
+    """Return a batch as it is, so that torch does not collate it."""
     return batch
 
 
 @contextlib.contextmanager
 def signals_withheld() -> Iterator[None]:
-    """Block these signals in processes that are started within: no thread of theirs receives one."""
+    """Block these signals in processes that are started within: no thread of theirs gets one."""
     if not _WAITS_FOR_SIGNALS:
         yield
         return
@@ -100,24 +143,34 @@ def signals_withheld() -> Iterator[None]:
 
 
 def begin_work(worker: int) -> None:
-    """Set up a worker, started within `signals_withheld`: without a GPU, and ended by the training process alone.
+    """Set up a worker: without a GPU, and ended by the training process alone.
 
-    Terminals and schedulers signal every process of a job, but the training process needs its workers to finish its
-    step. Workers end by themselves if it dies: torch's watchdog checks that only between two requests.
+    It was started within `signals_withheld`. Terminals and schedulers signal every process of a
+    job, but the training process needs its workers to finish its step. Workers end by themselves if
+    it dies: torch's watchdog checks that only between two requests.
+
+    Args:
+        worker: its number, which torch passes.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # decoders would each make a context on the GPU
     parent = multiprocessing.parent_process()
     assert parent is not None
     if _WAITS_FOR_SIGNALS:
-        threading.Thread(target=_await_termination, args=(parent.pid, os.getppid()), daemon=True).start()
+        processes = (parent.pid, os.getppid())
+        threading.Thread(target=_await_termination, args=processes, daemon=True).start()
 
 
-def _await_termination(parent: int, started_by: int) -> None:
-    """Args: started_by: the process that this one is a child of, the parent or its fork server."""
+def _await_termination(parent: int, starter: int) -> None:
+    """End this process when its parent says so, or has died.
+
+    Args:
+        parent: the training process.
+        starter: the process that this one is a child of: the parent or its fork server.
+    """
     while True:
         received = signal.sigtimedwait(_SIGNALS, _GLANCE)
         if received is None:
-            if os.getppid() != started_by:
+            if os.getppid() != starter:
                 os._exit(1)
         elif received.si_signo == signal.SIGTERM and received.si_pid == parent:
             os._exit(0)
