@@ -1,6 +1,8 @@
-"""Mixup and cutmix of a micro batch by the rules of the published G16 recipe: draws on the host, mixing on the device.
+"""Mixup and cutmix of a micro batch by the rules of the published G16 recipe.
 
-Partners are rows of the same micro batch, and draws are a function of (seed, step, micro batch).
+Draws are made on the host, images are mixed on the device. Partners are rows of the same micro
+batch, and draws are a function of (seed, step, micro batch).
+
 Sources: Zhang et al., 1710.09412 (mixup); Yun et al., 1905.04899 (cutmix).
 """
 
@@ -18,25 +20,28 @@ from recipe.randomness import Stream, key
 _Box = Tuple[int, int, int, int]
 _NO_BOX = (0, 0, 0, 0)
 _CPU = torch.device("cpu")
-_SMALLEST_ALPHA = 1e-6  # such shares are 0 and 1 already; from 1e-100, numpy 1.24 never returns
+# Such shares are 0 and 1 already; from 1e-100, numpy 1.24 never returns.
+_SMALLEST_ALPHA = 1e-6
 
 
 class Mixing(NamedTuple):
-    """Mixing of the N rows of a micro batch; its tensors are not to be changed. Padding rows are their own partners and
-    donors.
+    """Mixing of the N rows of a micro batch; its tensors are not to be changed.
 
-    Mixup comes first: row i becomes share[i] x itself + (1 - share[i]) x row partner[i]. Cutmix works on the result:
-    inside the box, row i shows row donor[i].
+    Padding rows are their own partners and donors. Mixup comes first: row i becomes share[i] x
+    itself + (1 - share[i]) x row partner[i]. Cutmix works on the result: inside the box, row i
+    shows row donor[i].
     """
 
     share: torch.Tensor  # float32 [N], from 0.5 to 1
     partner: torch.Tensor  # int64 [N]
-    box: _Box  # top, left, height, width in pixels, the same in all rows; height or width 0: none
+    # Top, left, height, width in pixels, the same in all rows; height or width 0: none.
+    box: _Box
     donor: torch.Tensor  # int64 [N]
     kept: float  # share of the image's pixels that are outside the box
 
 
 def mixes(data: Data) -> bool:
+    """Return whether a recipe with this section `data` mixes images."""
     return bool(data.mixup) or data.cutmix is not None
 
 
@@ -51,30 +56,56 @@ def draw(
     width: int,
     device: torch.device = _CPU,
 ) -> Optional[Mixing]:
-    """Draw how a micro batch, number `number` of its step over all replicas, is mixed; None without mixing.
-    No GPU is waited for. Args: device: of the micro batch, and of the tensors.
+    """Draw how a micro batch is mixed. No GPU is waited for.
 
-    The partner is the image before (i - 1), the donor the one two before, or before if there are only two. Of `rows`
-    rows the first `valid` are images, of height x width pixels.
+    The partner is the image before (i - 1), the donor the one two before, or before if there are
+    only two.
+
+    Args:
+        data: with the strength of mixup and cutmix.
+        seed: of the run.
+        step: number of the update.
+        number: of the micro batch within its step, over all replicas.
+        rows: of the micro batch.
+        valid: rows that are images; they come first.
+        height: of the images in pixels.
+        width: of the images in pixels.
+        device: of the micro batch, and of the tensors.
+
+    Returns:
+        None where the recipe does not mix.
     """
     if not mixes(data):
         return None
-    share, box = np.ones(rows), _NO_BOX
+    # A single image has no partner.
+    share = np.ones(rows, np.float32)
+    box = _NO_BOX
     if data.mixup and valid > 1:
-        share[:valid] = _mixup_shares(data.mixup, key("mixup", seed, step, number), rows)[:valid]
+        drawn = _mixup_shares(data.mixup, key("mixup", seed, step, number), rows)
+        share[:valid] = drawn[:valid]
     if data.cutmix is not None and valid > 1:
-        box = _cutmix_box(data.cutmix, Stream(key("cutmix", seed, step, number)), height, width)
+        stream = Stream(key("cutmix", seed, step, number))
+        box = _cutmix_box(data.cutmix, stream, height, width)
+    _, _, box_height, box_width = box
     return Mixing(
-        share=sent(torch.from_numpy(share.astype(np.float32)), device),
+        share=sent(torch.from_numpy(share), device),
         partner=_before(1, rows, valid, device),
         box=box,
         donor=_before(2 if valid > 2 else 1, rows, valid, device),
-        kept=1 - box[2] * box[3] / (height * width),
+        kept=1 - box_height * box_width / (height * width),
     )
 
 
 def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
-    """Mix uint8 [N, 3, H, W], on the plan's device, to float32 from 0 to 255."""
+    """Mix the images of a micro batch.
+
+    Args:
+        images: uint8 [N, 3, H, W].
+        plan: on their device.
+
+    Returns:
+        float32 [N, 3, H, W], from 0 to 255.
+    """
     mixed = _mixed_up(images.float(), plan)
     top, left, height, width = plan.box
     if height and width:
@@ -84,8 +115,18 @@ def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
 
 
 def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> torch.Tensor:
-    """Each class's share of a row's pixels: int64 [N] to float32 [N, classes]; one-hot without a plan."""
-    targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
+    """Return each class's share of a row's pixels.
+
+    Args:
+        labels: int64 [N].
+        plan: on their device; None for images that are not mixed.
+        classes: how many there are.
+
+    Returns:
+        float32 [N, classes]; one-hot without a plan.
+    """
+    numbers = torch.arange(classes, device=labels.device)
+    targets = (labels[:, None] == numbers).float()
     if plan is None:
         return targets
     targets = _mixed_up(targets, plan)
@@ -93,29 +134,38 @@ def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> t
 
 
 def _mixed_up(rows: torch.Tensor, plan: Mixing) -> torch.Tensor:
-    """share x row + (1 - share) x partner; exactly the row where the two are equal."""
-    return torch.lerp(rows[plan.partner], rows, plan.share.view(-1, *[1] * (rows.dim() - 1)))
+    """Return share x row + (1 - share) x partner; exactly the row where the two are equal."""
+    other_axes = [1] * (rows.dim() - 1)
+    return torch.lerp(rows[plan.partner], rows, plan.share.view(-1, *other_axes))
 
 
 @functools.lru_cache(maxsize=64)
 def _before(distance: int, rows: int, valid: int, device: torch.device) -> torch.Tensor:
-    """Number of the image `distance` before each row, cyclic over the valid ones; int64 [rows], one for all callers."""
+    """Return the number of the image `distance` before each row, cyclic over the valid ones.
+
+    int64 [rows], one tensor for all callers.
+    """
     numbers = np.arange(rows)
     numbers[:valid] = (numbers[:valid] - distance) % max(1, valid)
     return sent(torch.from_numpy(numbers), device)
 
 
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
-    """max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count]. NumPy 1.24 and 2.4 draw the same."""
+    """Return max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count].
+
+    NumPy 1.24 and 2.4 draw the same.
+    """
     alpha = max(alpha, _SMALLEST_ALPHA)
-    drawn = np.random.Generator(np.random.Philox(key=draw)).beta(alpha, alpha, count)
+    generator = np.random.Generator(np.random.Philox(key=draw))
+    drawn = generator.beta(alpha, alpha, count)
     return np.maximum(drawn, 1 - drawn)
 
 
 def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
-    """One box for a micro batch, of the image's aspect; none with probability 1.55 x cutmix - 0.96.
+    """Draw one box for a micro batch, of the image's aspect.
 
-    Its share of the area is -ln(u) / 4 for u uniform in [e^-4, 1). The centre is uniform, then moved so that it fits.
+    There is none with probability 1.55 x cutmix - 0.96. Else its share of the area is -ln(u) / 4
+    for u uniform in [e^-4, 1). The centre is uniform, then moved so that the box fits.
     """
     if stream.uniform() < 1.55 * cutmix - 0.96:
         return _NO_BOX
@@ -126,7 +176,15 @@ def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
 
 
 def _edges(centre: float, side: float, pixels: int) -> Tuple[int, int]:
-    """First and last edge of a box on an axis, from its centre and side as shares of the image's `pixels`."""
+    """Return the first and last edge of a box on an axis.
+
+    Args:
+        centre: of the box, as a share of the image's pixels.
+        side: of the box, likewise.
+        pixels: of the image.
+    """
     half = side / 2
     centre = min(max(centre, half), 1 - half)
-    return round((centre - half) * pixels), round((centre + half) * pixels)
+    first = round((centre - half) * pixels)
+    last = round((centre + half) * pixels)
+    return first, last

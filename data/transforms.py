@@ -1,6 +1,7 @@
-"""From an image to the pixels that the model gets: random crops, flips and operations, centre crops. All is uint8.
+"""From an image to the pixels that the model gets: crops, flips and augmentation of uint8 images.
 
-The plan (`Frame`) is separate from its execution, so that DALI, which decodes and crops by itself, follows the same.
+The plan (`Frame`) is separate from its execution, so that DALI, which decodes and crops by itself,
+follows the same plan.
 """
 
 import abc
@@ -17,27 +18,51 @@ from data.base import Box, Image
 from recipe.config import Data
 from recipe.randomness import Stream, key
 
+_CROP_TRIES = 10
 _LONGEST_ASPECT = 16
 _generator_in_use = threading.Lock()
 _GREY = 128  # what operations that move pixels leave behind, as in the TensorFlow reference
 
 
-def crop_box(stream: Stream, height: int, width: int, area: Tuple[float, float], aspect: Tuple[float, float]) -> Box:
-    """Draw a random box inside an image of height x width pixels; the largest central one if none fits in ten tries.
+def crop_box(
+    stream: Stream,
+    height: int,
+    width: int,
+    area: Tuple[float, float],
+    aspect: Tuple[float, float],
+) -> Box:
+    """Draw a random box inside an image; the largest central one if none fits in ten tries.
 
-    Its share of the image's area is uniform in `area`, the logarithm of width over height in that of `aspect`.
-    Source: Szegedy et al., 1409.4842, section 6; limits and fallback as in torchvision's RandomResizedCrop.
+    Source: Szegedy et al., 1409.4842, section 6; limits and fallback as in torchvision's
+    RandomResizedCrop.
+
+    Args:
+        stream: from which the box is drawn.
+        height: of the image in pixels.
+        width: of the image in pixels.
+        area: limits of the box's share of the image's area, which is uniform.
+        aspect: limits of the box's width over height, of which the logarithm is uniform.
     """
-    for _ in range(10):
+    narrowest, widest = aspect
+    for _ in range(_CROP_TRIES):
         target_area = height * width * stream.uniform(*area)
-        target_aspect = math.exp(stream.uniform(math.log(aspect[0]), math.log(aspect[1])))
-        w = round(math.sqrt(target_area * target_aspect))
-        h = round(math.sqrt(target_area / target_aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return Box(stream.integer(height - h + 1), stream.integer(width - w + 1), h, w)
-    h = height if width / height >= aspect[0] else max(1, round(width / aspect[0]))
-    w = width if width / height <= aspect[1] else max(1, round(height * aspect[1]))
-    return Box((height - h) // 2, (width - w) // 2, h, w)
+        target_aspect = math.exp(stream.uniform(math.log(narrowest), math.log(widest)))
+        box_width = round(math.sqrt(target_area * target_aspect))
+        box_height = round(math.sqrt(target_area / target_aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top = stream.integer(height - box_height + 1)
+            left = stream.integer(width - box_width + 1)
+            return Box(top, left, box_height, box_width)
+    # Only an image that is narrower or wider than `aspect` allows is cut.
+    box_height = height
+    box_width = width
+    if width / height < narrowest:
+        box_height = max(1, round(width / narrowest))
+    if width / height > widest:
+        box_width = max(1, round(height * widest))
+    top = (height - box_height) // 2
+    left = (width - box_width) // 2
+    return Box(top, left, box_height, box_width)
 
 
 class Frame(NamedTuple):
@@ -52,74 +77,132 @@ class Frame(NamedTuple):
 
     @property
     def corner(self) -> Tuple[int, int]:
-        """First row and column of the square in the resized box."""
-        return round((self.height - self.size) / 2), round((self.width - self.size) / 2)
+        """Return the first row and column of the square in the resized box."""
+        row = round((self.height - self.size) / 2)
+        column = round((self.width - self.size) / 2)
+        return row, column
 
 
 class Transform(abc.ABC):
-    """The work on each image of a split: from image number `index` of the source to `size` pixels a side."""
+    """The work on each image of a split, from the encoded image to the square of pixels."""
 
     @abc.abstractmethod
-    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame: ...
+    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
+        """Return the plan for an image.
+
+        Args:
+            image: of which only height and width are read.
+            size: pixels a side of the result.
+            epoch: from 0.
+            index: number of the image in its source.
+        """
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
-        """Augment the pixels of the frame, uint8 [3, size, size]."""
+        """Augment the pixels of a frame.
+
+        Args:
+            pixels: uint8 [3, size, size].
+            epoch: from 0.
+            index: number of the image in its source.
+
+        Returns:
+            uint8 [3, size, size].
+        """
         return pixels
 
     def __call__(self, image: Image, size: int, epoch: int, index: int) -> torch.Tensor:
-        """Return uint8 [3, size, size], mostly channels last in memory. Raises UnreadableImage."""
+        """Return the pixels for the model: uint8 [3, size, size], mostly channels last in memory.
+
+        Raises:
+            UnreadableImage: the image cannot be decoded.
+        """
         frame = self.frame(image, size, epoch, index)
-        top, left = frame.corner
         pixels = image.pixels(frame.box, None if frame.exact else size)
-        pixels = _resized(pixels, frame.height, frame.width)[:, top : top + size, left : left + size]
-        return self.finish(pixels.flip(2) if frame.flip else pixels, epoch, index)
+        pixels = _resize(pixels, frame.height, frame.width)
+        top, left = frame.corner
+        pixels = pixels[:, top : top + size, left : left + size]
+        if frame.flip:
+            pixels = pixels.flip(2)
+        return self.finish(pixels, epoch, index)
 
 
 class Training(Transform):
     """Random crop, resized to a square, mirrored or not, then data.augment by torchvision.
 
-    Draws are a function of (seed, epoch, sample index), those of data.augment also of torchvision's order of draws.
+    Draws are a function of (seed, epoch, sample index), those of data.augment also of torchvision's
+    order of draws.
+
     Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
     """
 
     def __init__(self, data: Data, seed: int):
-        self._data, self._seed = data, seed
+        self._data = data
+        self._seed = seed
 
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
+        """Draw the box and the flip of an image: see `Transform.frame`."""
+        data = self._data
         stream = Stream(key("augment", self._seed, epoch, index))
-        flip = stream.uniform() < self._data.flip
-        box = crop_box(stream, image.height, image.width, self._data.crop_area, self._data.crop_aspect)
-        return Frame(box, size, size, size, flip, exact=False)
+        flip = stream.uniform() < data.flip
+        box = crop_box(stream, image.height, image.width, data.crop_area, data.crop_aspect)
+        return Frame(box, height=size, width=size, size=size, flip=flip, exact=False)
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+        """Do data.augment to the `pixels` of a frame: see `Transform.finish`."""
         data = self._data
         if data.augment == "none":
             return pixels
-        operations = _operations(data.augment, data.randaugment_operations, data.randaugment_magnitude)
-        # torchvision draws from the global generator. torch.manual_seed would seed those of devices, too.
+        operations = _operations(
+            data.augment,
+            data.randaugment_operations,
+            data.randaugment_magnitude,
+        )
+        # torchvision draws from the global generator. torch.manual_seed would seed those of
+        # devices, too.
         with _generator_in_use, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(key(data.augment, self._seed, epoch, index))
             return operations(pixels)
 
 
 class Evaluation(Transform):
-    """The short side resized to round(size / crop_fraction), then the centre; sizes are rounded as by torchvision."""
+    """The short side resized to round(size / crop_fraction), then the centre.
+
+    Sizes are rounded as by torchvision.
+    """
 
     def __init__(self, crop_fraction: float):
         self._crop_fraction = crop_fraction
 
     def frame(self, image: Image, size: int, epoch: int = 0, index: int = 0) -> Frame:
+        """Return the centre of an `image`, the same in every epoch: see `Transform.frame`."""
         # Only the centre is kept, and a line of 1 x 65535 pixels would be resized to gigabytes.
-        limit = _LONGEST_ASPECT * min(image.height, image.width)
-        height, width = min(image.height, limit), min(image.width, limit)
-        box = Box(round((image.height - height) / 2), round((image.width - width) / 2), height, width)
-        short, shorter = round(size / self._crop_fraction), min(height, width)
-        return Frame(box, short * height // shorter, short * width // shorter, size, flip=False, exact=True)
+        longest = _LONGEST_ASPECT * min(image.height, image.width)
+        height = min(image.height, longest)
+        width = min(image.width, longest)
+        top = round((image.height - height) / 2)
+        left = round((image.width - width) / 2)
+        # The short side becomes `short` pixels, the other one keeps the aspect.
+        short = round(size / self._crop_fraction)
+        shorter = min(height, width)
+        return Frame(
+            box=Box(top, left, height, width),
+            height=short * height // shorter,
+            width=short * width // shorter,
+            size=size,
+            flip=False,
+            exact=True,
+        )
 
 
 @functools.lru_cache(maxsize=None)
-def _operations(augment: str, number: int, magnitude: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    # Up to torchvision 0.15 the import warns that v2 may change. In today's versions v1 takes a third longer.
+def _operations(
+    augment: str,
+    number: int,
+    magnitude: int,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return torchvision's operations for data.augment; the numbers are those of RandAugment."""
+    # Up to torchvision 0.15 the import warns that v2 may change. In today's versions v1 takes a
+    # third longer.
     torchvision.disable_beta_transforms_warning()
     from torchvision.transforms import v2
 
@@ -130,13 +213,21 @@ def _operations(augment: str, number: int, magnitude: int) -> Callable[[torch.Te
     return v2.TrivialAugmentWide(fill=_GREY)
 
 
-def _resized(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Bilinear with antialiasing: uint8 [3, any, any] to uint8 [3, height, width]."""
+def _resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Resize uint8 [3, any, any] to uint8 [3, height, width], bilinear with antialiasing."""
     if image.shape[1:] == (height, width):
         return image
-    # With these strides of a batch of one torch takes the short path; torch 2.0 misreads those of a part of an image.
+    # With these strides of a batch of one torch takes the short path; torch 2.0 misreads those of a
+    # part of an image.
     if image.stride(0) == 1:
         batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     else:
         batch = image[None].contiguous()
-    return interpolate(batch, (height, width), mode="bilinear", align_corners=False, antialias=True)[0]
+    resized = interpolate(
+        batch,
+        (height, width),
+        mode="bilinear",
+        align_corners=False,
+        antialias=True,
+    )
+    return resized[0]
