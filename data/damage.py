@@ -1,4 +1,7 @@
-"""Lines about files that libjpeg calls damaged, but decodes: each file is named once, and only the first of many."""
+"""Lines about files that libjpeg calls damaged, but decodes.
+
+Each file is named once, and only the first of many.
+"""
 
 import sys
 import threading
@@ -11,7 +14,7 @@ _known: Set[str] = set()
 
 
 def report(messages: Iterable[str]) -> None:
-    """Print a line on stderr for each message that this process has not had: for the first 20 of them.
+    """Print a line on stderr for each message that this process has not had: for the first 20.
 
     Args:
         messages: each names a file and its fault.
@@ -23,6 +26,7 @@ def report(messages: Iterable[str]) -> None:
             _known.add(message)
             named = len(_known)
         if named <= _MOST_NAMED:
-            print(f"{message}; it is used as it is", file=sys.stderr, flush=True)
+            line = f"{message}; it is used as it is"
         else:
-            print(f"there are more such files, which are not named: {_MOST_NAMED} were", file=sys.stderr, flush=True)
+            line = f"there are more such files, which are not named: {_MOST_NAMED} were"
+        print(line, file=sys.stderr, flush=True)

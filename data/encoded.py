@@ -1,4 +1,4 @@
-"""Images as JPEG and PNG files: their headers are read at once, their pixels only as far as they are needed."""
+"""Images as JPEG and PNG files: headers are read at once, pixels only as far as they are needed."""
 
 import abc
 from typing import Optional
@@ -9,60 +9,95 @@ from common.files import read_regular
 from data import decode, jpeg
 from data.base import Box, Image, Pixels, Source, UnreadableImage
 
-_LARGEST_PART = 0.6  # of the image: larger boxes take longer by themselves than within the whole
+# Of the image: larger boxes take longer by themselves than within the whole.
+_LARGEST_PART = 0.6
+_JPEG_END = b"\xff\xd9"
 
 
 class EncodedImage(Image):
     """A JPEG or PNG file, checked as far as its header.
 
-    Of a JPEG only the box is decoded where that is less work and the platform has a decoder for it; the pixels are
-    those of the whole image. A box that comes smaller may reach one small pixel beyond the requested one.
+    Of a JPEG only the box is decoded where that is less work and the platform has a decoder for it;
+    the pixels are those of the whole image. A box that comes smaller may reach one small pixel
+    beyond the requested one.
 
-    plain: a complete JPEG that every decoder takes: Huffman-coded, 8 bits, grey or three colours. orientation: of EXIF,
-    1 to 8; it is applied to `height` and `width`.
+    plain: a complete JPEG that every decoder takes: Huffman-coded, 8 bits, grey or three colours.
+    orientation: of EXIF, 1 to 8; it is applied to `height` and `width`.
     """
 
     def __init__(self, encoded: bytes, name: str):
-        """Raises UnreadableImage, see decode.decode."""
+        """
+        Args:
+            encoded: the file's content.
+            name: what errors call the file.
+
+        Raises:
+            UnreadableImage: see `decode.read_header`.
+        """
         header = decode.read_header(encoded, name)
-        self.encoded, self._name = encoded, name
+        self.encoded = encoded
+        self._name = name
         self.damage = ""
-        self._stored_size, self.orientation = (header.height, header.width), header.orientation
-        # Decoders of parts do not look at what follows the box; whole decoding says what is wrong with the file.
-        self.plain = header.plain and encoded.rfind(b"\xff\xd9") >= header.end
-        self.height, self.width = self._stored_size[::-1] if self.orientation >= 5 else self._stored_size
+        self.orientation = header.orientation
+        # Decoders of parts do not look at what follows the box; whole decoding says what is wrong
+        # with the file.
+        self.plain = header.plain and encoded.rfind(_JPEG_END) >= header.end
+        self._stored_size = (header.height, header.width)
+        self.height = header.height
+        self.width = header.width
+        if decode.swaps_axes(self.orientation):
+            self.height = header.width
+            self.width = header.height
 
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
+        """Decode a `box`, or the whole image: see `Image.pixels`."""
+        part = None
         try:
-            part = self._part(box, enough) if box is not None and self.plain else None
+            if box is not None and self.plain:
+                part = self._part(box, enough)
         except MemoryError:
-            raise UnreadableImage(f"{self._name}: not enough memory for {self.width} x {self.height} pixels") from None
+            fault = f"not enough memory for {self.width} x {self.height} pixels"
+            raise UnreadableImage(f"{self._name}: {fault}") from None
         if part is not None:
             return part
-        return Pixels(decode.decode(self.encoded, self._name, complain=self._complain)).pixels(box)
+        image = decode.decode(self.encoded, self._name, complain=self._complain)
+        return Pixels(image).pixels(box)
 
     def _complain(self, complaint: str) -> None:
+        """Take note of a decoder's complaint."""
         self.damage = f"{self._name}: damaged, but can be decoded ({complaint})"
 
     def _part(self, box: Box, enough: Optional[int]) -> Optional[torch.Tensor]:
-        """The box by a decoder of parts, or None if that is for the decoder of whole images."""
-        top, left, height, width = box
-        vertical, horizontal = decode.mirrored(self.orientation)  # the inverse of decode.upright
-        top = self.height - top - height if vertical else top
-        left = self.width - left - width if horizontal else left
-        stored = Box(left, top, width, height) if self.orientation >= 5 else Box(top, left, height, width)
-        factor = jpeg.largest_factor(min(height, width), enough)
+        """Return a box by a decoder of parts, or None if that is for one of whole images."""
+        stored = self._stored_box(box)
+        factor = jpeg.largest_factor(min(box.height, box.width), enough)
         if factor > 1:
-            pixels = jpeg.scaled(self.encoded, stored, factor, *self._stored_size, self._complain)
-        elif height * width <= _LARGEST_PART * self.height * self.width:
+            pixels = jpeg.scaled(self.encoded, stored, factor, self._stored_size, self._complain)
+        elif box.height * box.width <= _LARGEST_PART * self.height * self.width:
             pixels = jpeg.region(self.encoded, stored)
         else:
             return None
         return None if pixels is None else decode.upright(pixels, self.orientation)
 
+    def _stored_box(self, box: Box) -> Box:
+        """Return where a box of the upright image is stored: the inverse of `decode.upright`."""
+        top, left, height, width = box
+        vertical, horizontal = decode.mirrored(self.orientation)
+        if vertical:
+            top = self.height - top - height
+        if horizontal:
+            left = self.width - left - width
+        if decode.swaps_axes(self.orientation):
+            return Box(left, top, width, height)
+        return Box(top, left, height, width)
+
 
 def read_image(path: str) -> bytes:
-    """The whole file at `path`. Raises UnreadableImage: it cannot be read, is no regular file, or is too long."""
+    """Read the whole file at `path`.
+
+    Raises:
+        UnreadableImage: it cannot be read, is no regular file, or is too long.
+    """
     try:
         return read_regular(path, decode.MAX_MEMORY)
     except OSError as error:
@@ -76,10 +111,16 @@ class EncodedSource(Source):
 
     @abc.abstractmethod
     def encoded(self, index: int) -> bytes:
-        """The file of an image. Raises UnreadableImage."""
+        """Return the file of image number `index`.
+
+        Raises:
+            UnreadableImage: it cannot be read.
+        """
 
     def open(self, index: int) -> EncodedImage:
+        """Read the file of image number `index`, and its header: see `Source.open`."""
         return EncodedImage(self.encoded(index), self.name(index))
 
     def read(self, index: int) -> torch.Tensor:
+        """Decode image number `index`: see `Source.read`."""
         return self.open(index).pixels()

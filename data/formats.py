@@ -1,4 +1,7 @@
-"""Kinds of files that are no JPEG and no PNG, known by their first bytes, for errors that say what a file is."""
+"""Kinds of files that are no JPEG and no PNG, known by their first bytes.
+
+They are for errors that say what a file is.
+"""
 
 import os
 import re
@@ -27,20 +30,31 @@ _SIGNATURES = (
 )
 _KINDS = tuple((re.compile(pattern, re.DOTALL), kind) for pattern, kind in _SIGNATURES)
 _READ = 512  # bytes that are looked at
-_NAMES = (".jpg", ".jpeg", ".png")
+_EXTENSIONS = (".jpg", ".jpeg", ".png")
 
 
 def described(encoded: bytes, name: str) -> str:
-    """What a file that is neither JPEG nor PNG is, as the end of an error about it; "" if that is not known.
+    """Return what a file that is neither JPEG nor PNG is, as the end of an error about it.
 
     Args:
         encoded: its content.
-        name: its path, whose ending may say something else.
+        name: its path, whose extension may say something else.
+
+    Returns:
+        ", but KIND", or "" if that is not known.
     """
-    start = encoded[:_READ]
-    kind: Optional[str] = next((kind for pattern, kind in _KINDS if pattern.match(start)), None)
+    kind = _kind(encoded[:_READ])
     if kind is None:
         return ""
-    ending = os.path.splitext(name)[1]
-    named = f" named {ending}" if ending.lower() in _NAMES else ""
-    return f", but {kind}{named}"
+    extension = os.path.splitext(name)[1]
+    if extension.lower() in _EXTENSIONS:
+        kind += f" named {extension}"
+    return f", but {kind}"
+
+
+def _kind(start: bytes) -> Optional[str]:
+    """Return the kind of a file that begins like this."""
+    for pattern, kind in _KINDS:
+        if pattern.match(start):
+            return kind
+    return None

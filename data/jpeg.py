@@ -1,4 +1,4 @@
-"""JPEGs: boxes of them by nvimgcodec, which comes with DALI; whole or at a fraction of their size by simplejpeg."""
+"""JPEGs: boxes of them by nvimgcodec, which comes with DALI; whole or smaller by simplejpeg."""
 
 import functools
 import os
@@ -11,39 +11,65 @@ import torch
 
 from data.base import Box
 
-_FACTORS = (8, 4, 2)  # for others libjpeg-turbo has no vector instructions, and takes longer than for all pixels
+# For others libjpeg-turbo has no vector instructions, and takes longer than for all pixels.
+_FACTORS = (8, 4, 2)
 _CPU = -99999  # nvimgcodec's number for no device
 
 
 def largest_factor(side: int, enough: Optional[int]) -> int:
-    """By how much a side can be divided so that `enough` pixels remain: 8, 4, 2 or 1."""
-    return next((factor for factor in _FACTORS if enough is not None and side >= factor * enough), 1)
+    """Return by how much a side can be divided so that enough pixels remain: 8, 4, 2 or 1.
+
+    Args:
+        side: pixels.
+        enough: pixels that must remain; None for all.
+    """
+    if enough is None:
+        return 1
+    return next((factor for factor in _FACTORS if side >= factor * enough), 1)
 
 
 def whole(encoded: bytes) -> Tuple[Optional[torch.Tensor], str]:
     """Decode all of a JPEG.
 
+    Args:
+        encoded: the file's content.
+
     Returns:
-        Its stored pixels, uint8 [3, height, width], or None if the decoder refuses it; and what libjpeg complains of,
-        or "". With a complaint, pixels are made up where they are missing.
+        Its stored pixels, uint8 [3, height, width], or None if the decoder refuses it; and what
+        libjpeg complains of, or "". With a complaint, pixels are made up where they are missing.
     """
-    pixels, complaint = _decoded(encoded)
-    return None if pixels is None else torch.from_numpy(pixels).permute(2, 0, 1), complaint
+    pixels, complaint = _decode(encoded)
+    if pixels is None:
+        return None, complaint
+    return torch.from_numpy(pixels).permute(2, 0, 1), complaint
 
 
 def scaled(
-    encoded: bytes, box: Box, factor: int, height: int, width: int, complain: Callable[[str], None]
+    encoded: bytes,
+    box: Box,
+    factor: int,
+    stored_size: Tuple[int, int],
+    complain: Callable[[str], None],
 ) -> Optional[torch.Tensor]:
-    """Decode a box of a complete JPEG of height x width stored pixels at 1 / factor (2, 4, 8) of its size.
+    """Decode a box of a complete JPEG at 1 / factor of its size.
 
     Args:
+        encoded: the file's content.
+        box: of stored pixels.
+        factor: 2, 4 or 8.
+        stored_size: height and width of the stored image.
         complain: called with what libjpeg complains of, if it can go on.
 
     Returns:
         uint8 [3, height, width] of the box, or None if the decoder refuses the file.
     """
-    least = {"min_height": -(-height // factor), "min_width": -(-width // factor), "min_factor": factor}
-    pixels, complaint = _decoded(encoded, **least)
+    height, width = stored_size
+    pixels, complaint = _decode(
+        encoded,
+        min_height=-(-height // factor),
+        min_width=-(-width // factor),
+        min_factor=factor,
+    )
     if pixels is None:
         return None
     if complaint:
@@ -53,8 +79,8 @@ def scaled(
     return torch.from_numpy(pixels[rows, columns]).permute(2, 0, 1)
 
 
-def _decoded(encoded: bytes, **size: int) -> Tuple[Optional[np.ndarray], str]:
-    """Pixels [height, width, 3] or None, and the complaint of a decoder that stops at none."""
+def _decode(encoded: bytes, **size: int) -> Tuple[Optional[np.ndarray], str]:
+    """Return pixels [height, width, 3] or None, and the complaint of a decoder that goes on."""
     try:
         return simplejpeg.decode_jpeg(encoded, strict=True, **size), ""
     except ValueError as error:
@@ -66,14 +92,24 @@ def _decoded(encoded: bytes, **size: int) -> Tuple[Optional[np.ndarray], str]:
 
 
 def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
-    """A box of a complete JPEG's stored pixels with the bits of the whole image; None if the decoder cannot make it."""
+    """Decode a box of a complete JPEG, with the bits of the whole image.
+
+    Args:
+        encoded: the file's content.
+        box: of stored pixels.
+
+    Returns:
+        uint8 [3, height, width] of the box, or None if the decoder cannot make it.
+    """
     tools = _nvimgcodec(os.getpid(), threading.get_ident())
     if tools is None:
         return None
     library, decoder, parameters = tools
-    bottom, right = box.top + box.height, box.left + box.width
+    bottom = box.top + box.height
+    right = box.left + box.width
     try:
-        part = library.CodeStream(encoded).get_sub_code_stream(region=library.Region(box.top, box.left, bottom, right))
+        wanted = library.Region(box.top, box.left, bottom, right)
+        part = library.CodeStream(encoded).get_sub_code_stream(region=wanted)
         image = decoder.decode(part, params=parameters)
     except RuntimeError:
         return None
@@ -84,7 +120,7 @@ def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _nvimgcodec(process: int, thread: int) -> Optional[tuple]:
-    """The library, a decoder of this thread and process, and its parameters; None where there is none."""
+    """Return the library, a decoder of this thread and process, and its parameters, if any."""
     # It prints the files that it refuses; our errors name them.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
@@ -93,4 +129,5 @@ def _nvimgcodec(process: int, thread: int) -> Optional[tuple]:
         return None
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
     decoder = nvimgcodec.Decoder(device_id=_CPU, max_num_cpu_threads=1, backends=backends)
-    return nvimgcodec, decoder, nvimgcodec.DecodeParams(apply_exif_orientation=False)
+    parameters = nvimgcodec.DecodeParams(apply_exif_orientation=False)
+    return nvimgcodec, decoder, parameters

@@ -1,7 +1,8 @@
 """Orientation of JPEG and PNG files, as Pillow's ImageOps.exif_transpose finds it.
 
-Pillow itself parses EXIF and XMP, so no rule of it is written down twice: which of two tags counts, types of numbers,
-damaged directories. What is here only finds the parts of a file that it needs. Files without such parts cost nothing.
+Pillow itself parses EXIF and XMP, so no rule of it is written down twice: which of two tags counts,
+types of numbers, damaged directories. What is here only finds the parts of a file that it needs.
+Files without such parts cost nothing.
 """
 
 import io
@@ -9,7 +10,7 @@ import re
 import struct
 import warnings
 import zlib
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Sequence
 
 from PIL import Image
 
@@ -17,16 +18,45 @@ UPRIGHT = 1
 _TAG = 0x0112  # Orientation: TIFF 6.0; CIPA DC-008, 4.6.4
 _EXIF = b"Exif\0\0"
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
-_ANIMATION = b"acTL"
+
+# A PNG's signature and the names of its chunks: W3C PNG, chapters 5 and 11.
+_SIGNATURE_LENGTH = 8
+_HEADER = b"IHDR"
 _PIXELS = b"IDAT"
+_PIXELS_OF_FRAME = b"fdAT"
+_ANIMATION = b"acTL"
+_EXIF_CHUNK = b"eXIf"
+_TEXTS = (b"tEXt", b"zTXt", b"iTXt")
+_END = b"IEND"
+_CHUNK_NAME = re.compile(rb"\w\w\w\w", re.ASCII)
 # The names under which Pillow keeps EXIF and XMP; each can be the keyword of a text.
 _KEYWORDS = (b"exif", b"Raw profile type exif", b"XML:com.adobe.xmp", b"xmp")
-_TEXTS = (b"tEXt", b"zTXt", b"iTXt")
-_CHUNK_NAME = re.compile(rb"\w\w\w\w", re.ASCII)
+
+_GREY_PIXEL = struct.pack(">IIB4x", 1, 1, 8)  # a header: 1 x 1 pixels of 8 bits, all else 0: grey
+
+
+class _Chunk(NamedTuple):
+    """A part of a PNG file."""
+
+    name: bytes
+    content: bytes
+
+    @property
+    def may_orient(self) -> bool:
+        """Return whether Pillow may find an orientation in it."""
+        if self.name in _TEXTS:
+            return self.content.partition(b"\0")[0] in _KEYWORDS
+        return self.name == _EXIF_CHUNK
+
+    def encoded(self) -> bytes:
+        """Return the chunk as it is in a file: length, name, content, checksum."""
+        length = struct.pack(">I", len(self.content))
+        checksum = struct.pack(">I", zlib.crc32(self.name + self.content))
+        return length + self.name + self.content + checksum
 
 
 def jpeg_orientation(application_segments: Sequence[bytes]) -> int:
-    """Orientation of a JPEG file.
+    """Return the orientation of a JPEG file.
 
     Args:
         application_segments: contents of its APP1 segments, in their order.
@@ -39,74 +69,79 @@ def jpeg_orientation(application_segments: Sequence[bytes]) -> int:
     if not exif and not xmp:
         return UPRIGHT
     image = Image.Image()
-    # As Pillow's reader of JPEGs joins them: one EXIF block can be longer than a segment; the last XMP counts.
+    # As Pillow's reader of JPEGs joins them: one EXIF block can be longer than a segment; the last
+    # XMP counts.
     if exif:
-        image.info["exif"] = exif[0] + b"".join(segment[len(_EXIF) :] for segment in exif[1:])
+        continued = [segment[len(_EXIF) :] for segment in exif[1:]]
+        image.info["exif"] = exif[0] + b"".join(continued)
     if xmp:
         image.info["xmp"] = xmp[-1][len(_XMP) :]
-    return _found(lambda: image)
+    return _orientation(lambda: image)
 
 
 def png_orientation(encoded: bytes) -> int:
-    """Orientation of a PNG file: 1 to 8; 1 where there is none, or where Pillow fails on it."""
+    """Return the orientation of a PNG file.
+
+    Args:
+        encoded: the file's content.
+
+    Returns:
+        1 to 8; 1 where there is none, or where Pillow fails on it.
+    """
     chunks = _chunks(encoded)
-    if not any(_may_orient(name, content) for name, content in chunks):
+    if not any(chunk.may_orient for chunk in chunks):
         return UPRIGHT
-    if any(name == _ANIMATION for name, _ in chunks):
+    if any(chunk.name == _ANIMATION for chunk in chunks):
         # Of an animation Pillow reads no further than the first picture.
-        return _found(lambda: _loaded(encoded))
-    # A copy of one pixel: Pillow also takes what comes after the pixels, and would decode all of them for it.
-    kept = [_chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))]
+        return _orientation(lambda: _load(encoded))
+    # A copy of one pixel: Pillow also takes what comes after the pixels, and would decode all of
+    # them for it.
+    kept = [_Chunk(_HEADER, _GREY_PIXEL)]
     has_pixels = False
-    for name, content in chunks:
-        if name == _PIXELS and not has_pixels:
-            kept.append(_chunk(_PIXELS, zlib.compress(b"\0\0")))
+    for chunk in chunks:
+        if chunk.name == _PIXELS and not has_pixels:
+            kept.append(_Chunk(_PIXELS, zlib.compress(b"\0\0")))
             has_pixels = True
-        elif _may_orient(name, content):
-            kept.append(_chunk(name, content))
-    small = encoded[:8] + b"".join(kept) + _chunk(b"IEND", b"")
-    return _found(lambda: _loaded(small))
+        elif chunk.may_orient:
+            kept.append(chunk)
+    kept.append(_Chunk(_END, b""))
+    small = encoded[:_SIGNATURE_LENGTH] + b"".join(chunk.encoded() for chunk in kept)
+    return _orientation(lambda: _load(small))
 
 
-def _found(open_image: Callable[[], Image.Image]) -> int:
-    """Orientation that Pillow finds in an image; 1 where it fails."""
+def _orientation(open_image: Callable[[], Image.Image]) -> int:
+    """Return the orientation that Pillow finds in an image; 1 where it fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of damaged EXIF data
         try:
             value = open_image().getexif().get(_TAG, UPRIGHT)
-            # By comparison, as Pillow's does: the tag may be a fraction, or a text, which equals none of them.
+            # By comparison, as Pillow's does: the tag may be a fraction, or a text, which equals
+            # none of them.
             return next((number for number in range(2, 9) if value == number), UPRIGHT)
         except Exception:  # damaged data raise nearly everything
             return UPRIGHT
 
 
-def _loaded(encoded: bytes) -> Image.Image:
+def _load(encoded: bytes) -> Image.Image:
+    """Decode a PNG by Pillow, which reads what comes after the pixels only then."""
     image = Image.open(io.BytesIO(encoded), formats=("PNG",))
     image.load()
     return image
 
 
-def _chunks(encoded: bytes) -> List[Tuple[bytes, bytes]]:
-    """Name and content of a PNG's chunks, up to the first that is damaged; contents of pixels are left out."""
-    found = []
-    position: Optional[int] = 8
-    while position is not None and position + 8 <= len(encoded):
+def _chunks(encoded: bytes) -> List[_Chunk]:
+    """Return a PNG's chunks, up to the first that is damaged; contents of pixels are left out."""
+    chunks = []
+    position = _SIGNATURE_LENGTH
+    while position + 8 <= len(encoded):
         (length,) = struct.unpack_from(">I", encoded, position)
         name = encoded[position + 4 : position + 8]
-        if name == b"IEND" or not _CHUNK_NAME.fullmatch(name):
+        if name == _END or not _CHUNK_NAME.fullmatch(name):
             break
         start = position + 8
-        found.append((name, b"" if name in (_PIXELS, b"fdAT") else encoded[start : start + length]))
+        content = b""
+        if name not in (_PIXELS, _PIXELS_OF_FRAME):
+            content = encoded[start : start + length]
+        chunks.append(_Chunk(name, content))
         position = start + length + 4  # behind the checksum
-    return found
-
-
-def _may_orient(name: bytes, content: bytes) -> bool:
-    if name in _TEXTS:
-        return content.partition(b"\0")[0] in _KEYWORDS
-    return name == b"eXIf"
-
-
-def _chunk(name: bytes, content: bytes) -> bytes:
-    checksum = zlib.crc32(name + content)
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+    return chunks
