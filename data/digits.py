@@ -10,30 +10,45 @@ from recipe.images import Digits
 from recipe.randomness import bits32, key
 
 _FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "digits.npz")
+_BRIGHTEST = 16  # level in the file
+_ONE_IN = 5  # images of a class validates
 
 
 class DigitsSource(Source):
-    """The 1,797 handwritten digits of digits.npz, 8 x 8 grey: 1,437 to train on and 360 to validate with."""
+    """The 1,797 handwritten digits of digits.npz, 8 x 8 grey.
+
+    1,437 of them to train on and 360 to validate with.
+    """
 
     def __init__(self, split: str):
+        """
+        Args:
+            split: "train" or "validation".
+        """
         with np.load(_FILE) as file:
-            grey, labels = file["images"], file["labels"].astype(np.int64)
+            grey = file["images"]
+            labels = file["labels"].astype(np.int64)
         self.place = "data.source=digits"
         self.classes = tuple(str(digit) for digit in range(10))
-        # Every fifth of each class in a random order validates. The key is a constant: figures of different runs
-        # compare only as long as the split never changes.
+        # Every fifth of each class in a random order validates. The key is a constant: figures of
+        # different runs compare only as long as the split never changes.
         shuffle = bits32(key("digits split"), np.arange(len(labels), dtype=np.int64))
+        by_class = np.lexsort((shuffle, labels))
         validates = np.zeros(len(labels), dtype=bool)
-        validates[np.lexsort((shuffle, labels))[::5]] = True
+        validates[by_class[::_ONE_IN]] = True
         self._numbers = np.flatnonzero(validates == (split == "validation"))
         self.labels = labels[self._numbers]
-        grey = (grey[self._numbers].astype(np.uint16) * 255 + 8) // 16
-        self._images = torch.from_numpy(grey.astype(np.uint8))[:, None].repeat(1, 3, 1, 1)
+        # Levels up to 16 become levels up to 255, rounded.
+        levels = grey[self._numbers].astype(np.uint16) * 255
+        pixels = ((levels + _BRIGHTEST // 2) // _BRIGHTEST).astype(np.uint8)
+        self._images = torch.from_numpy(pixels)[:, None].repeat(1, 3, 1, 1)
 
     def name(self, index: int) -> str:
+        """Return the number in the file of image `index`."""
         return f"digits/{self._numbers[index]}"
 
     def read(self, index: int) -> torch.Tensor:
+        """Return image number `index`: see `Source.read`."""
         return self._images[index]
 
 

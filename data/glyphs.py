@@ -1,13 +1,14 @@
-"""Glyphs: images of up to a thousand kinds of characters in matplotlib's fonts, drawn when they are needed.
+"""Glyphs: images of up to a thousand kinds of characters, drawn when they are needed.
 
-An image is a function of its number; small sets are drawn once a process. Pillow 10.4 and 13.0 draw the same pixels.
+The fonts are matplotlib's. An image is a function of its number; small sets are drawn once a
+process. Pillow 10.4 and 13.0 draw the same pixels.
 """
 
 import functools
 import io
 import math
 import os
-from typing import Dict, NamedTuple, Sequence, Tuple
+from typing import Dict, NamedTuple, Sequence, Tuple, TypeVar
 from unicodedata import name as unicode_name
 
 import numpy as np
@@ -19,10 +20,20 @@ from data.base import SOURCES, Source
 from recipe.images import Glyphs
 from recipe.randomness import Stream, bits32, key
 
+T = TypeVar("T")
+
 # The first is the only one at difficulty 0.
-FONTS = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSerif-Italic")
-# By class; never reorder. Of the glyphs that all fonts have, those that resemble an earlier one were left out (Greek
-# Alpha for A, O for 0), by the highest cosine of their images over fonts and rotations by 0 and 10 degrees.
+FONTS = (
+    "DejaVuSans",
+    "DejaVuSerif",
+    "DejaVuSansMono",
+    "DejaVuSans-Bold",
+    "DejaVuSerif-Bold",
+    "DejaVuSerif-Italic",
+)
+# By class; never reorder. Of the glyphs that all fonts have, those that resemble an earlier one
+# were left out (Greek Alpha for A, O for 0), by the highest cosine of their images over fonts and
+# rotations by 0 and 10 degrees.
 GLYPHS = (
     "0123456789ABCDEFGHJKLMNPQRSTUVWXYZabdefghkmnopqrtuy#$%&()*+/:;<=>?@^~¢£¤§©«¬±¶»¿Æ×ÞæþŒƁƄƆƇƑƒƔƕƛƜƝƢƤƦ"
     "ƧƩƫƴƸƺƾǁǂǶȜȠȡȤȴȵȸȹȻȾȿɀɁɕɖɘɚɝɧɬɮɰɱɲɳɸɹɻɽʁʇʍʎʐʑʕʛʝʞʤʦʧʩʪʫʬʭʮʯ˦˧˨˩ΞΨαβζνχωϗϙϚϞϟϠϻЂЉЋЏДЖЛФЧЪЫЮЯѣҐҔҖҘҚңҥҬ"
@@ -37,82 +48,113 @@ GLYPHS = (
 )
 
 _MARGIN = 2  # pixels around a glyph, so that blending at its edge sees its outside
-_CACHED_BYTES = 2**27  # of pixels, up to which a set is cached; drawing takes longer than a small step
+# Bytes of pixels up to which a set is cached; drawing takes longer than a small step.
+_CACHED_BYTES = 2**27
+_SCRAPS = 50  # glyphs, of each font, that are drawn as clutter
 
 
 class GlyphsSource(Source):
-    """One glyph an image of size x size pixels, in more fonts, poses, colours and clutter the higher the difficulty.
+    """One glyph an image, in more fonts, poses, colours and clutter the higher the difficulty.
 
-    Difficulty 0 is black on white, upright and centred but for a jitter of 2 %, in one font. At 1 all of these are
-    random, over pieces of other glyphs, behind lines, blurred and noisy; a person can still read them. Some glyphs
-    mirror others (b and d), so recipes do better with data.flip=0. The splits "train" and "validation" share no draws.
+    Difficulty 0 is black on white, upright and centred but for a jitter of 2 %, in one font. At 1
+    all of these are random, over pieces of other glyphs, behind lines, blurred and noisy; a person
+    can still read them. Some glyphs mirror others (b and d), so recipes do better with data.flip=0.
+    The splits "train" and "validation" share no draws.
     """
 
     def __init__(self, classes: int, images: int, split: str, size: int, difficulty: float):
-        """Raises DataError: there are no fonts."""
+        """
+        Args:
+            classes: the first of GLYPHS, up to 1,000.
+            images: how many there are.
+            split: "train" or "validation".
+            size: pixels a side.
+            difficulty: 0 to 1.
+
+        Raises:
+            DataError: there are no fonts.
+        """
         self.place = "data.source=glyphs"
-        self.classes = tuple(f"U+{ord(glyph):04X} {unicode_name(glyph)}" for glyph in GLYPHS[:classes])
+        self.classes = tuple(map(_class_name, GLYPHS[:classes]))
         self.labels = np.arange(images, dtype=np.int64) % classes
-        self._split, self._size, self._difficulty = split, size, difficulty
+        self._split = split
+        self._size = size
+        self._difficulty = difficulty
         self._is_small = images * 3 * size * size <= _CACHED_BYTES
         _tools(size)  # errors come now, and forked workers inherit them
 
     def name(self, index: int) -> str:
+        """Return the split and the number of image `index`."""
         return f"glyphs/{self._split}/{index}"
 
     def read(self, index: int) -> torch.Tensor:
+        """Return image number `index`, drawn where it is not cached: uint8 [3, size, size]."""
         if not self._is_small:
-            return self._drawn(index)
-        drawn = _cache_of(len(self.classes), self._split, self._size, self._difficulty)
-        if index not in drawn:
-            drawn[index] = self._drawn(index)
-        return drawn[index]
+            return self._draw(index)
+        cache = _cache_of(len(self.classes), self._split, self._size, self._difficulty)
+        if index not in cache:
+            cache[index] = self._draw(index)
+        return cache[index]
 
     def draw_ahead(self) -> None:
         """Draw all images of a small set, so that forked processes need not."""
-        for index in range(len(self.labels) if self._is_small else 0):
-            self.read(index)
+        if self._is_small:
+            for index in range(len(self.labels)):
+                self.read(index)
 
-    def _drawn(self, index: int) -> torch.Tensor:
-        """uint8 [3, size, size]."""
-        size, hard = self._size, self._difficulty
-        stream = Stream(key("glyphs", self._split, int(index)))  # NumPy's integers would be other keys
+    def _draw(self, index: int) -> torch.Tensor:
+        """Draw image number `index`: uint8 [3, size, size].
+
+        The order of the draws from the stream is part of the data set.
+        """
+        stream = Stream(key("glyphs", self._split, int(index)))  # NumPy's integers would be others
+        size = self._size
+        difficulty = self._difficulty
         tools = _tools(size)
-        glyph = GLYPHS[self.labels[index]]
-        mask = _posed(glyph, tools.fonts[stream.integer(1 + round(hard * (len(FONTS) - 1)))], size, hard, stream)
-        light_on_dark = stream.uniform() < hard / 2
-        near, far = (_colour(stream, not light_on_dark, hard) for _ in range(2))
-        ink = _colour(stream, light_on_dark, hard)
+        # What is seen: the glyph's pose and the colours.
+        fonts = tools.fonts[: 1 + round(difficulty * (len(FONTS) - 1))]
+        font = _one_of(fonts, stream)
+        mask = _posed(GLYPHS[self.labels[index]], font, size, difficulty, stream)
+        light_on_dark = stream.uniform() < difficulty / 2
+        near = _colour(stream, not light_on_dark, difficulty)
+        far = _colour(stream, not light_on_dark, difficulty)
+        ink = _colour(stream, light_on_dark, difficulty)
+        # From the back to the front: ground, clutter behind the glyph, the glyph, lines before it.
         image = Image.new("RGB", (size, size), near)
-        if hard:
-            image.paste(far, (0, 0), _gradient(tools.ramp, size, stream.uniform(0, 2 * math.pi)))
+        if difficulty:
+            angle = stream.uniform(0, 2 * math.pi)
+            image.paste(far, (0, 0), _gradient(tools.ramp, size, angle))
         draw = ImageDraw.Draw(image)
-        behind, before = stream.integer(1 + round(5 * hard)), stream.integer(1 + round(2 * hard))
+        behind = stream.integer(1 + round(5 * difficulty))
+        before = stream.integer(1 + round(2 * difficulty))
         for _ in range(behind):
-            _add_scrap(image, tools.scraps[stream.integer(len(tools.scraps))], stream)
+            _add_scrap(image, _one_of(tools.scraps, stream), stream)
             _add_line(draw, size, stream)
         image.paste(ink, (0, 0), mask)
         for _ in range(before):
             _add_line(draw, size, stream)
-        radius = 0.02 * size * hard * stream.uniform()
-        if radius > 0.05:  # less is not seen
-            image = image.filter(ImageFilter.BoxBlur(radius))
-        pixels = np.frombuffer(image.tobytes(), dtype=np.uint8).reshape(size, size, 3).transpose(2, 0, 1)
-        strength = round(80 * hard * stream.uniform())
-        if strength:
-            start = stream.integer(len(tools.noise) - pixels.size + 1)
-            return torch.from_numpy(_noisy(pixels, strength, tools.noise[start : start + pixels.size]))
-        return torch.from_numpy(np.array(pixels, order="C"))
+        return _photographed(image, tools.noise, difficulty, stream)
+
+
+def _class_name(glyph: str) -> str:
+    """Return the glyph's number and name in Unicode."""
+    return f"U+{ord(glyph):04X} {unicode_name(glyph)}"
 
 
 @SOURCES.implements(Glyphs)
 def _open(data: Glyphs, classes: int, split: str) -> Source:
-    return GlyphsSource(classes, data.images(split), split, data.glyph_size, data.glyph_difficulty)
+    return GlyphsSource(
+        classes,
+        data.images(split),
+        split,
+        size=data.glyph_size,
+        difficulty=data.glyph_difficulty,
+    )
 
 
 @functools.lru_cache(maxsize=2)  # training and validation
 def _cache_of(classes: int, split: str, size: int, difficulty: float) -> Dict[int, torch.Tensor]:
-    """Images of such a set that this process has drawn, by number."""
+    """Return the images of such a set that this process has drawn, by number."""
     return {}
 
 
@@ -127,96 +169,169 @@ class _Tools(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def _tools(size: int) -> _Tools:
-    """Raises DataError."""
+    """Load fonts and make materials. Raises DataError."""
     try:
         import matplotlib
     except ImportError:
-        raise DataError(
-            "data.source=glyphs: its fonts come with matplotlib, which is not installed; pip install matplotlib"
-        ) from None
-    large, small = [], []
+        fault = "its fonts come with matplotlib, which is not installed; pip install matplotlib"
+        raise DataError(f"data.source=glyphs: {fault}") from None
+    folder = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
+    large = []
+    small = []
     for font in FONTS:
-        path = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
-        with open(path, "rb") as file:  # into memory: forked workers would share the position in an open file
+        # Into memory: forked workers would share the position in an open file.
+        with open(os.path.join(folder, f"{font}.ttf"), "rb") as file:
             encoded = file.read()
-        # Raqm is slower, and not in every Pillow.
-        for fonts, em in (large, size), (small, size // 2):
-            fonts.append(ImageFont.truetype(io.BytesIO(encoded), em, layout_engine=ImageFont.Layout.BASIC))
-    words = bits32(key("glyphs noise"), np.arange(-(-6 * size * size // 4), dtype=np.int64))
+        large.append(_font(encoded, size))
+        small.append(_font(encoded, size // 2))
+    scraps = []
+    for glyph in GLYPHS[:: len(GLYPHS) // _SCRAPS]:
+        for font in small:
+            scraps.append(_upright(glyph, font))
+    # The noise of an image is a part of this, from a random place on.
+    number_of_words = -(-6 * size * size // 4)  # of four bytes of noise
+    words = bits32(key("glyphs noise"), np.arange(number_of_words, dtype=np.int64))
     return _Tools(
         fonts=tuple(large),
-        scraps=tuple(_upright(glyph, font) for glyph in GLYPHS[:: len(GLYPHS) // 50] for font in small),
+        scraps=tuple(scraps),
         ramp=Image.linear_gradient("L"),
         noise=words.astype("<u4").view(np.int8).astype(np.int16),
     )
 
 
+def _font(encoded: bytes, em: int) -> ImageFont.FreeTypeFont:
+    """Return the font in a file's bytes, of `em` pixels."""
+    basic = ImageFont.Layout.BASIC  # Raqm is slower, and not in every Pillow
+    return ImageFont.truetype(io.BytesIO(encoded), em, layout_engine=basic)
+
+
 def _upright(glyph: str, font: ImageFont.FreeTypeFont) -> Image.Image:
-    """Coverage of the glyph as the font has it: "L" image of its size and a margin."""
+    """Return the coverage of a glyph as the font has it: "L" image of its size and a margin."""
     left, top, right, bottom = font.getbbox(glyph)
     image = Image.new("L", (right - left + 2 * _MARGIN, bottom - top + 2 * _MARGIN))
-    ImageDraw.Draw(image).text((_MARGIN - left, _MARGIN - top), glyph, fill=255, font=font)
+    corner = (_MARGIN - left, _MARGIN - top)
+    ImageDraw.Draw(image).text(corner, glyph, fill=255, font=font)
     return image
 
 
-def _posed(glyph: str, font: ImageFont.FreeTypeFont, size: int, hard: float, stream: Stream) -> Image.Image:
-    """Coverage of the glyph in a random pose: "L" image of size x size."""
+def _posed(
+    glyph: str,
+    font: ImageFont.FreeTypeFont,
+    size: int,
+    difficulty: float,
+    stream: Stream,
+) -> Image.Image:
+    """Return the coverage of the glyph in a random pose: "L" image of size x size."""
     upright = _upright(glyph, font)
     left, top, right, bottom = upright.getbbox()
-    share = stream.uniform(0.68 - 0.2 * hard, 0.72 + 0.1 * hard)
-    angle = math.radians(20) * hard * stream.uniform(-1, 1)
-    shear = 0.3 * hard * stream.uniform(-1, 1)
-    stretch = math.exp(0.2 * hard * stream.uniform(-1, 1))
-    reach = min(0.02 + 0.13 * hard, (1 - share) / 2) * size
-    x, y = (size / 2 + reach * stream.uniform(-1, 1) for _ in range(2))
-    # Pillow takes the inverse of rotation x shear x stretch, about the centres of both: from the result to `upright`.
+    # The pose; x and y are where the glyph's centre goes.
+    share = stream.uniform(0.68 - 0.2 * difficulty, 0.72 + 0.1 * difficulty)
+    angle = math.radians(20) * difficulty * stream.uniform(-1, 1)
+    shear = 0.3 * difficulty * stream.uniform(-1, 1)
+    stretch = math.exp(0.2 * difficulty * stream.uniform(-1, 1))
+    reach = min(0.02 + 0.13 * difficulty, (1 - share) / 2) * size
+    x = size / 2 + reach * stream.uniform(-1, 1)
+    y = size / 2 + reach * stream.uniform(-1, 1)
+    # Pillow takes the inverse of rotation x shear x stretch, about the centres of both: from the
+    # result to `upright`.
     scale = max(right - left, bottom - top) / (share * size)
-    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
-    a, b = (cos + shear * sin) / stretch, (sin - shear * cos) / stretch
-    d, e = -sin * stretch, cos * stretch
+    cos = scale * math.cos(angle)
+    sin = scale * math.sin(angle)
+    a = (cos + shear * sin) / stretch
+    b = (sin - shear * cos) / stretch
     c = (left + right) / 2 - a * x - b * y
+    d = -sin * stretch
+    e = cos * stretch
     f = (top + bottom) / 2 - d * x - e * y
-    return upright.transform((size, size), Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BILINEAR)
+    return upright.transform(
+        (size, size),
+        Image.Transform.AFFINE,
+        (a, b, c, d, e, f),
+        resample=Image.Resampling.BILINEAR,
+    )
 
 
 def _gradient(ramp: Image.Image, size: int, angle: float) -> Image.Image:
-    """The ramp turned by `angle`, in radians: "L" image of size x size."""
+    """Return the ramp turned by `angle`, in radians: "L" image of size x size."""
     scale = ramp.width / math.sqrt(2) / size  # the image stays inside the ramp at every angle
-    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
-    middle, half = ramp.width / 2, size / 2
-    rows = (cos, -sin, middle - (cos - sin) * half, sin, cos, middle - (sin + cos) * half)
-    return ramp.transform((size, size), Image.Transform.AFFINE, rows)
+    cos = scale * math.cos(angle)
+    sin = scale * math.sin(angle)
+    middle = ramp.width / 2
+    half = size / 2
+    x_of_column = (cos, -sin, middle - (cos - sin) * half)
+    y_of_column = (sin, cos, middle - (sin + cos) * half)
+    return ramp.transform((size, size), Image.Transform.AFFINE, x_of_column + y_of_column)
 
 
-def _colour(stream: Stream, light: bool, hard: float) -> Tuple[int, ...]:
-    """A light or a dark colour: every channel of the one is at least 35 levels above that of the other."""
-    levels = [round(110 / 255 * hard * byte) for byte in _bytes(stream)[:3]]
-    return tuple(255 - level if light else level for level in levels)
+def _colour(stream: Stream, light: bool, difficulty: float) -> Tuple[int, ...]:
+    """Return a light or a dark colour.
+
+    Every channel of the one is at least 35 levels above that of the other.
+    """
+    levels = [round(110 / 255 * difficulty * byte) for byte in _bytes(stream)[:3]]
+    if light:
+        levels = [255 - level for level in levels]
+    return tuple(levels)
 
 
 def _add_scrap(image: Image.Image, scrap: Image.Image, stream: Stream) -> None:
     """Put another, small glyph where the border cuts it."""
-    turn, distance, *channels, _, _, _ = _bytes(stream)
-    angle, distance = 2 * math.pi / 256 * turn, image.width * (0.45 + 0.2 / 255 * distance)
+    drawn = _bytes(stream)
+    angle = 2 * math.pi / 256 * drawn[0]
+    distance = image.width * (0.45 + 0.2 / 255 * drawn[1])
     left = (image.width - scrap.width) / 2 + distance * math.cos(angle)
     top = (image.height - scrap.height) / 2 + distance * math.sin(angle)
-    image.paste(_middling(channels), (round(left), round(top)), scrap)
+    image.paste(_middling(drawn[2:5]), (round(left), round(top)), scrap)
 
 
 def _add_line(draw: ImageDraw.ImageDraw, size: int, stream: Stream) -> None:
+    """Draw a line between two points anywhere."""
     drawn = _bytes(stream)
-    draw.line([size / 255 * end for end in drawn[:4]], fill=_middling(drawn[4:7]), width=max(1, size // 40))
+    ends = [size / 255 * end for end in drawn[:4]]
+    draw.line(ends, fill=_middling(drawn[4:7]), width=max(1, size // 40))
 
 
 def _middling(channels: Sequence[int]) -> Tuple[int, ...]:
+    """Return a colour of middling levels, from three random bytes."""
     return tuple(60 + (channel >> 1) for channel in channels)
 
 
+def _one_of(options: Sequence[T], stream: Stream) -> T:
+    """Draw one of several things."""
+    return options[stream.integer(len(options))]
+
+
 def _bytes(stream: Stream) -> bytes:
-    """Eight random bytes: a draw each would take most of the time of an image."""
+    """Return eight random bytes: a draw each would take most of the time of an image."""
     return stream.bits().to_bytes(8, "little")
 
 
+def _photographed(
+    image: Image.Image,
+    noise: np.ndarray,
+    difficulty: float,
+    stream: Stream,
+) -> torch.Tensor:
+    """Blur an image and add noise: "RGB" of size x size to uint8 [3, size, size]."""
+    radius = 0.02 * image.width * difficulty * stream.uniform()
+    if radius > 0.05:  # less is not seen
+        image = image.filter(ImageFilter.BoxBlur(radius))
+    rows = np.frombuffer(image.tobytes(), dtype=np.uint8)
+    pixels = rows.reshape(image.height, image.width, 3).transpose(2, 0, 1)
+    strength = round(80 * difficulty * stream.uniform())
+    if not strength:
+        return torch.from_numpy(np.array(pixels, order="C"))
+    start = stream.integer(len(noise) - pixels.size + 1)
+    return torch.from_numpy(_noisy(pixels, strength, noise[start : start + pixels.size]))
+
+
 def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
-    """Add noise (int16 in [-128, 128), one number a pixel) scaled to `strength` levels from end to end."""
-    return np.clip((noise.reshape(pixels.shape) * np.int16(strength) >> 8) + pixels, 0, 255).astype(np.uint8, order="C")
+    """Add noise, scaled to `strength` levels from end to end.
+
+    Args:
+        pixels: uint8, any shape.
+        strength: levels.
+        noise: int16 in [-128, 128), one number a pixel.
+    """
+    added = noise.reshape(pixels.shape) * np.int16(strength) >> 8
+    return np.clip(added + pixels, 0, 255).astype(np.uint8, order="C")

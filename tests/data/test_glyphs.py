@@ -103,9 +103,9 @@ def test_a_missing_matplotlib_is_named(monkeypatch):
 def test_small_sets_are_drawn_once_a_process_and_ahead_if_asked(monkeypatch):
     """A second source of the same set has the first one's pixels; another split its own. Large sets are not kept."""
     first, drawn = source(0.5, images=20), []
-    expected = first._drawn(19)
+    expected = first._draw(19)
     first.draw_ahead()
-    monkeypatch.setattr(GlyphsSource, "_drawn", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32))
+    monkeypatch.setattr(GlyphsSource, "_draw", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32))
     assert torch.equal(source(0.5, images=20).read(19), expected) and drawn == []
     source(0.5, images=20, split="validation").read(7)
     monkeypatch.setattr(data.glyphs, "_CACHED_BYTES", 30 * 3 * 32 * 32 - 1)
