@@ -1,4 +1,7 @@
-"""fsspec's HTTP, which reads no answer further than requested. Needs aiohttp, so imported only for such URLs."""
+"""fsspec's HTTP, which reads no answer further than requested.
+
+Needs aiohttp, so it is imported only for such URLs.
+"""
 
 from typing import Any
 
@@ -6,16 +9,22 @@ from fsspec.implementations.http import HTTPFileSystem
 
 
 class BoundedHttp(HTTPFileSystem):
-    """Stops reading once more bytes came than were requested: servers may ignore ranges, swell, or never end."""
+    """Stops reading once more bytes came than were requested.
+
+    Servers may ignore ranges, swell, or never end.
+    """
 
     async def _cat_file(self, url: str, start: int, end: int, **kwargs: Any) -> bytes:
-        """Bytes `start` to `end`, or a few more where the server gives more."""
+        """Return bytes `start` to `end`, or a few more where the server gives more."""
         if start == end:
             return b""
         options = {**self.kwargs, **kwargs}
-        # What travels compressed could be a thousand times as long here, and images do not get smaller.
-        fixed = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{end - 1}"}
-        options["headers"] = {**options.get("headers", {}), **fixed}
+        headers = dict(options.get("headers", {}))
+        # What travels compressed could be a thousand times as long here, and images do not get
+        # smaller.
+        headers["Accept-Encoding"] = "identity"
+        headers["Range"] = f"bytes={start}-{end - 1}"
+        options["headers"] = headers
         session = await self.set_session()
         content = bytearray()
         async with session.get(self.encode_url(url), **options) as answer:

@@ -8,7 +8,8 @@ from typing import List, NamedTuple, Optional, Sequence, Union
 from common.errors import DataError
 from common.files import read_regular
 
-_OPEN_FILES = 64  # of a folder; a process may have 1,024, and a training process has workers, sockets and logs too
+# Of a folder; a process may have 1,024, and a training process has workers, sockets and logs too.
+_OPEN_FILES = 64
 
 
 class MissingFile(DataError):
@@ -16,31 +17,58 @@ class MissingFile(DataError):
 
 
 class Range(NamedTuple):
+    """Some bytes of a file."""
+
     name: str
     start: int
     length: int
 
 
 class Folder(abc.ABC):
-    """Files that are read in parts. May be shared by threads, copied by a fork and sent to another process."""
+    """Files that are read in parts.
+
+    May be shared by threads, copied by a fork and sent to another process.
+    """
 
     place: str  # path or URL
 
     def path(self, name: str) -> str:
-        """Path or URL of a file, as errors name it."""
+        """Return the path or URL of the file `name`, as errors name it."""
         return os.path.join(self.place, name)
 
     def size(self, name: str) -> Optional[int]:
-        """Bytes of a file, or None where it would take long to find out. Raises MissingFile, DataError."""
+        """Return the bytes of the file `name`; None where it would take long to find out.
+
+        Raises:
+            MissingFile: there is no such file.
+            DataError: it cannot be read.
+        """
         return None
 
     @abc.abstractmethod
     def read(self, name: str, most: int) -> bytes:
-        """A whole file of at most `most` bytes. Raises MissingFile, DataError: it cannot be read or is longer."""
+        """Read a whole file.
+
+        Args:
+            name: of the file.
+            most: bytes that it may have.
+
+        Raises:
+            MissingFile: there is no such file.
+            DataError: it cannot be read or is longer.
+        """
 
     @abc.abstractmethod
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
-        """Several ranges, in the order of `wanted`; in the place of one that cannot be read, the reason."""
+        """Read several ranges.
+
+        Args:
+            wanted: the ranges, of one file or several.
+
+        Returns:
+            Their bytes, in the order of `wanted`; in the place of one that cannot be read, the
+            reason.
+        """
 
 
 class LocalFolder(Folder):
@@ -54,28 +82,34 @@ class LocalFolder(Folder):
         return LocalFolder, (self.place,)
 
     def size(self, name: str) -> int:
+        """Return the bytes of the file `name`: see `Folder.size`."""
         try:
             return os.stat(self.path(name)).st_size
         except OSError as error:
             raise _failure(self.path(name), error) from None
 
     def read(self, name: str, most: int) -> bytes:
+        """Read a whole file of at most `most` bytes: see `Folder.read`."""
         try:
             return read_regular(self.path(name), most)
         except OSError as error:
             raise _failure(self.path(name), error) from None
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
-        return [self._range(one) for one in wanted]
+        """Read the `wanted` ranges: see `Folder.ranges`."""
+        return [self._range(requested) for requested in wanted]
 
     def _range(self, wanted: Range) -> Union[bytes, str]:
+        """Return the bytes of a range, or why it cannot be read."""
         try:
             file = self._opened(self.path(wanted.name))
             # At an offset: threads, and processes after a fork, share the position of a file.
-            read = os.pread(file.number, wanted.length, wanted.start)
+            content = os.pread(file.number, wanted.length, wanted.start)
         except OSError as error:
             return error.strerror or type(error).__name__
-        return read if len(read) == wanted.length else "the file ends before the image does"
+        if len(content) != wanted.length:
+            return "the file ends before the image does"
+        return content
 
 
 class _File:
@@ -92,5 +126,6 @@ class _File:
 
 
 def _failure(path: str, error: OSError) -> DataError:
+    """Return the error of a file that cannot be read."""
     kind = MissingFile if isinstance(error, FileNotFoundError) else DataError
     return kind(f"{path}: {error.strerror}")

@@ -1,4 +1,7 @@
-"""The files beside tar shards: an index of each, and one manifest that names them all (docs/shards.md, Format)."""
+"""The files beside tar shards: an index of each, and one manifest that names them all.
+
+docs/shards.md, Format, describes them.
+"""
 
 import json
 import re
@@ -20,10 +23,29 @@ _MOST_OF_MANIFEST = 2**25  # bytes: some 200,000 shards
 
 _REMEDY = "python -m tools.shards index FOLDER"
 
+# Names become paths: neither NUL nor half of a pair of UTF-16 can be in one.
+_SHARD_NAME = re.compile(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*\.tar")
+
+# In the order in which they are stored.
 _ARRAYS = {
-    "offsets": np.int64, "lengths": np.int64, "labels": np.int32, "crc32": np.uint32, "name_lengths": np.int32,
+    "offsets": np.int64,
+    "lengths": np.int64,
+    "labels": np.int32,
+    "crc32": np.uint32,
+    "name_lengths": np.int32,
     "names": np.uint8,
-}  # fmt: skip
+}
+
+
+# What reading a damaged index raises.
+_DAMAGE = (
+    safetensors.SafetensorError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+)
 
 
 class Index(NamedTuple):
@@ -41,6 +63,8 @@ class Index(NamedTuple):
 
 
 class Shard(NamedTuple):
+    """A shard as the manifest lists it."""
+
     name: str
     bytes: int
     images: int
@@ -48,78 +72,128 @@ class Shard(NamedTuple):
 
 
 class Manifest(NamedTuple):
+    """The shards of a folder, in their order, and names of the classes by label."""
+
     classes: Tuple[str, ...]
     shards: Tuple[Shard, ...]
 
 
 def index_name(shard: str) -> str:
+    """Return the name of the file with the index of a `shard`."""
     return f"{shard}.index"
 
 
 def encode_index(index: Index) -> bytes:
-    """An index as it is stored; the same bytes for the same index."""
-    found = {**index._asdict(), "names": np.frombuffer(index.names, np.uint8)}
-    arrays = {name: np.ascontiguousarray(found[name], kind) for name, kind in _ARRAYS.items()}
-    shard = {"format": FORMAT, "bytes": index.bytes, "sha256": index.sha256, "plan": index.plan}
+    """Return an `index` as it is stored; the same bytes for the same index."""
+    values = index._asdict()
+    values["names"] = np.frombuffer(index.names, np.uint8)
+    arrays = {name: np.ascontiguousarray(values[name], kind) for name, kind in _ARRAYS.items()}
+    shard = {
+        "format": FORMAT,
+        "bytes": index.bytes,
+        "sha256": index.sha256,
+        "plan": index.plan,
+    }
     return safetensors.numpy.save(arrays, {"shard": json.dumps(shard)})
 
 
 def decode_index(encoded: bytes, place: str) -> Index:
-    """The index in a file's bytes, checked for consistency. Errors call the file `place`. Raises DataError."""
+    """Return the index in a file's bytes, checked for consistency.
+
+    Args:
+        encoded: the file's content.
+        place: what errors call the file.
+
+    Raises:
+        DataError: it is damaged or of another format.
+    """
     try:
         arrays = safetensors.numpy.load(encoded)
-        header = parse_json(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
-        shard = parse_json(header["__metadata__"]["shard"])
+        # The numbers and texts are in the file's head, whose length comes first: see safetensors,
+        # "Format".
+        head_length = int.from_bytes(encoded[:8], "little")
+        head = parse_json(encoded[8 : 8 + head_length])
+        shard = parse_json(head["__metadata__"]["shard"])
         _check_format(shard["format"], f"{place}: index")
         for name, kind in _ARRAYS.items():
-            if arrays[name].dtype != kind or arrays[name].ndim != 1:
-                raise ValueError(f"{name} is {arrays[name].dtype} {list(arrays[name].shape)}")
-        found = {**{name: arrays[name] for name in _ARRAYS}, "names": arrays["names"].tobytes()}
-        index = Index(**found, bytes=int(shard["bytes"]), sha256=str(shard["sha256"]), plan=str(shard["plan"]))
+            array = arrays[name]
+            if array.dtype != kind or array.ndim != 1:
+                raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
+        index = Index(
+            offsets=arrays["offsets"],
+            lengths=arrays["lengths"],
+            labels=arrays["labels"],
+            crc32=arrays["crc32"],
+            name_lengths=arrays["name_lengths"],
+            names=arrays["names"].tobytes(),
+            bytes=int(shard["bytes"]),
+            sha256=str(shard["sha256"]),
+            plan=str(shard["plan"]),
+        )
         _check_consistent(index)
         return index
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except _DAMAGE as error:
         reason = str(error) or type(error).__name__
         raise DataError(f"{place}: damaged index ({reason}); make it anew: {_REMEDY}") from None
 
 
 def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
-    """A shard's index, checked against manifest, number of classes and, where that is quick, tar. Raises DataError."""
+    """Read a shard's index, and check that it fits the manifest and, where that is quick, the tar.
+
+    Args:
+        folder: of the shards.
+        shard: as the manifest lists it.
+        classes: how many the manifest names.
+
+    Raises:
+        DataError: it is missing or damaged, or does not fit.
+    """
     place = folder.path(index_name(shard.name))
     try:
-        index = decode_index(folder.read(index_name(shard.name), MOST_OF_INDEX), place)
+        encoded = folder.read(index_name(shard.name), MOST_OF_INDEX)
     except MissingFile as error:
         raise DataError(f"{error}; make it: {_REMEDY}") from None
-    size, labels = folder.size(shard.name), index.labels
-    fault = ""
+    index = decode_index(encoded, place)
+    # The index is of this tar as it is now, as the manifest lists it, and of classes that it names.
+    size = folder.size(shard.name)
     if size not in (None, index.bytes):
         place = folder.path(shard.name)
-        fault = f"{size:,} bytes, but its index is of {index.bytes:,}; copy the shard again, or make the index anew:"
-    elif (index.bytes, len(labels), index.sha256) != (shard.bytes, shard.images, shard.sha256):
-        fault = f"of another shard than {MANIFEST} lists; copy both again, or make them anew:"
-    elif labels.max() >= classes:
-        fault = f"label {labels.max()}, but {MANIFEST} names {classes} classes; name all by --classes FILE:"
-    if fault:
-        raise DataError(f"{place}: {fault} {_REMEDY}")
+        fault = f"{size:,} bytes, but its index is of {index.bytes:,}"
+        remedy = "copy the shard again, or make the index anew"
+        raise DataError(f"{place}: {fault}; {remedy}: {_REMEDY}")
+    listed = (shard.bytes, shard.images, shard.sha256)
+    if (index.bytes, len(index.labels), index.sha256) != listed:
+        fault = f"of another shard than {MANIFEST} lists"
+        raise DataError(f"{place}: {fault}; copy both again, or make them anew: {_REMEDY}")
+    label = index.labels.max()
+    if label >= classes:
+        fault = f"label {label}, but {MANIFEST} names {classes} classes"
+        raise DataError(f"{place}: {fault}; name all by --classes FILE: {_REMEDY}")
     return index
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """A manifest as it is stored: JSON, a shard a line."""
+    """Return a `manifest` as it is stored: JSON, a shard a line."""
     shards = ",\n".join(json.dumps(shard._asdict()) for shard in manifest.shards)
     head = json.dumps({"format": FORMAT, "classes": manifest.classes})
     return f'{head[:-1]}, "shards": [\n{shards}\n]}}\n'.encode()
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of a folder. Raises MissingFile, DataError."""
+    """Read the manifest of a `folder`.
+
+    Raises:
+        MissingFile: there is none.
+        DataError: it is damaged or of another format.
+    """
     place = folder.path(MANIFEST)
     try:
         data = parse_json(folder.read(MANIFEST, _MOST_OF_MANIFEST))
         _check_format(data["format"], f"{place}: manifest")
-        shards = tuple(_shard(**shard) for shard in data["shards"])
+        shards = tuple(_checked_shard(**shard) for shard in data["shards"])
         classes = tuple(printable(name) for name in data["classes"])
-        if not shards or not classes or len({shard.name for shard in shards}) < len(shards):
+        names = {shard.name for shard in shards}
+        if not shards or not classes or len(names) < len(shards):
             raise ValueError("no shards, no classes, or a shard twice")
         return Manifest(classes, shards)
     except MissingFile as error:
@@ -129,29 +203,35 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def _check_format(version: Any, file: str) -> None:
+    """Raise DataError for a file that another version wrote."""
     if version != FORMAT:
-        raise DataError(f"{file} of format {version}, but this version reads {FORMAT}; make it anew: {_REMEDY}")
+        fault = f"{file} of format {version}, but this version reads {FORMAT}"
+        raise DataError(f"{fault}; make it anew: {_REMEDY}")
 
 
-def _shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
-    # Names become paths: neither NUL nor half of a pair of UTF-16 can be in one.
-    if not re.fullmatch(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*\.tar", name):
+def _checked_shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
+    """Return a shard from the keys of a manifest. Raises ValueError, TypeError."""
+    if not _SHARD_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a shard")
-    if not all(type(number) is int and number > 0 for number in (bytes, images)) or not isinstance(sha256, str):
+    are_counts = all(type(number) is int and number > 0 for number in (bytes, images))
+    if not are_counts or not isinstance(sha256, str):
         raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images, SHA-256 {sha256!r}")
     return Shard(name, bytes, images, sha256)
 
 
 def _check_consistent(index: Index) -> None:
-    """Raises ValueError."""
-    counts = {len(getattr(index, name)) for name in _ARRAYS if name != "names"}
+    """Raise ValueError for arrays that do not fit each other or the shard."""
+    arrays = (index.offsets, index.lengths, index.labels, index.crc32, index.name_lengths)
+    counts = {len(array) for array in arrays}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"arrays of {sorted(counts)} images")
+    # Images follow each other in the tar, with something or nothing between them.
     ends = index.offsets + index.lengths
-    in_order = (index.offsets[1:] >= ends[:-1]).all() and index.offsets[0] >= 0 and (index.lengths >= 0).all()
-    if not in_order or ends[-1] > index.bytes:
+    in_order = (index.lengths >= 0).all() and (index.offsets[1:] >= ends[:-1]).all()
+    if not in_order or index.offsets[0] < 0 or ends[-1] > index.bytes:
         raise ValueError("images overlap or lie outside the shard")
     if index.labels.min() < 0:
         raise ValueError(f"label {index.labels.min()}")
-    if index.name_lengths.min() < 1 or index.name_lengths.sum(dtype=np.int64) != len(index.names):
+    name_bytes = index.name_lengths.sum(dtype=np.int64)
+    if index.name_lengths.min() < 1 or name_bytes != len(index.names):
         raise ValueError("names do not add up")

@@ -10,10 +10,19 @@ from typing import List, Optional, Sequence, Union
 import numpy as np
 
 from common.text import printable
-from data.base import CLASS_NAMES, SOURCES, ClassNames, Image, Names, Source, UnreadableImage, permutation
+from data.base import (
+    CLASS_NAMES,
+    SOURCES,
+    ClassNames,
+    Image,
+    Names,
+    Source,
+    UnreadableImage,
+    permutation,
+)
 from data.encoded import EncodedImage, EncodedSource
 from data.local import Folder, LocalFolder, MissingFile, Range
-from data.shard_index import encode_manifest, read_index, read_manifest
+from data.shard_index import Index, Manifest, encode_manifest, read_index, read_manifest
 from recipe.images import Shards, split_folder, split_place
 from recipe.randomness import bits32, key
 
@@ -21,76 +30,121 @@ _AT_ONCE = 32  # indexes that are requested from a server
 
 
 class ShardsSource(EncodedSource):
-    """Tar shards in the WebDataset convention, with the indexes and the manifest that `tools.shards` makes.
+    """Tar shards in the WebDataset convention, with what `tools.shards` makes: indexes, manifest.
 
-    Images are numbered in the order of the manifest, and in a shard as they lie in it. Their bytes are compared with
-    the checksum of the index. `place` is a folder, or a URL that fsspec knows; `window`: images among which `order`
-    shuffles beyond the order of shards; 1 leaves shards as they are.
+    Images are numbered in the order of the manifest, and in a shard as they lie in it. Their bytes
+    are compared with the checksum of the index.
     """
 
     def __init__(self, place: str, window: int):
-        """Raises DataError: the manifest or an index is missing or damaged, or does not fit a shard."""
-        self.place, self._folder, self._window = place, open_folder(place), window
+        """
+        Args:
+            place: a folder, or a URL that fsspec knows.
+            window: images among which `order` shuffles beyond the order of shards; 1 leaves shards
+                as they are.
+
+        Raises:
+            DataError: the manifest or an index is missing or damaged, or does not fit a shard.
+        """
+        self.place = place
+        self._folder = open_folder(place)
+        self._window = window
         manifest = read_manifest(self._folder)
         self.classes = manifest.classes
         self.digest = hashlib.sha256(encode_manifest(manifest)).hexdigest()
         self._shards = tuple(shard.name for shard in manifest.shards)
-        read = functools.partial(read_index, self._folder, classes=len(manifest.classes))
-        with ThreadPoolExecutor(1 if isinstance(self._folder, LocalFolder) else _AT_ONCE) as threads:
-            indexes = list(threads.map(read, manifest.shards))
-        self._starts = np.cumsum([0, *(len(index.labels) for index in indexes)])
-        self.labels = np.concatenate([index.labels for index in indexes]).astype(np.int64)
+        indexes = _read_indexes(self._folder, manifest)
+        counts = [len(index.labels) for index in indexes]
+        self._starts = np.cumsum([0, *counts])  # number of each shard's first image, then all
+        # One array over all shards: workers that are forked share it.
+        labels = np.concatenate([index.labels for index in indexes])
+        self.labels = labels.astype(np.int64)
         self._offsets = np.concatenate([index.offsets for index in indexes])
         self._lengths = np.concatenate([index.lengths for index in indexes])
         self._crc32 = np.concatenate([index.crc32 for index in indexes])
-        self._names = Names([index.names for index in indexes], [index.name_lengths for index in indexes])
+        self._names = Names(
+            [index.names for index in indexes],
+            [index.name_lengths for index in indexes],
+        )
 
     def name(self, index: int) -> str:
-        return printable(f"{self._folder.path(self._shard(index))}/{os.fsdecode(self._names[index])}")
+        """Return the path of the shard of image `index`, and the image's name in it."""
+        shard = self._folder.path(self._shard(index))
+        return printable(f"{shard}/{os.fsdecode(self._names[index])}")
 
     def encoded(self, index: int) -> bytes:
+        """Read the file of image number `index`: see `EncodedSource.encoded`."""
         (answer,) = self._folder.ranges([self._range(index)])
         return self._checked(index, answer)
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
-        # In the order of their places, so that a disk reads on and neighbours are requested together.
+        """Open the images of `indices` by one request to the folder: see `Source.open_all`."""
+        # In the order of their places, so that a disk reads on and neighbours are requested
+        # together.
         wanted = sorted(set(indices))
         answers = self._folder.ranges([self._range(index) for index in wanted])
-        opened = {index: self._opened(self._image, index, answer) for index, answer in zip(wanted, answers)}
+        opened = {}
+        for index, answer in zip(wanted, answers):
+            opened[index] = self._opened(self._image, index, answer)
         return [opened[index] for index in indices]
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """Shards in random order, then images among those nearby, so that a worker reads from few shards at a time.
+        """Put shards in random order, then shuffle images with those nearby.
 
-        An image i places behind the first sorts at i + window x a random fraction; ties stay in their order.
+        So a worker reads from few shards at a time. An image i places behind the first sorts at
+        i + window x a random fraction; ties stay in their order.
+
+        Args:
+            seed: of the run.
+            epoch: from 0.
+
+        Returns:
+            int64 [images], a permutation.
         """
         size = len(self)
         if self._window >= size:
             return permutation(seed, epoch, size)
+        # Shards in random order, the images of each in theirs.
         counts = np.diff(self._starts)
-        shards = np.argsort(bits32(key("order of shards", seed, epoch), np.arange(len(counts), dtype=np.int64)))
-        ends = np.cumsum(counts[shards])
+        numbers = np.arange(len(counts), dtype=np.int64)
+        shards = np.argsort(bits32(key("order of shards", seed, epoch), numbers))
+        counts = counts[shards]
+        first_places = np.cumsum(counts) - counts
         places = np.arange(size, dtype=np.int64)
-        images = places + np.repeat(self._starts[shards] - (ends - counts[shards]), counts[shards])
-        moved = (places << 32) + bits32(key("order in window", seed, epoch), places) * self._window
+        images = places + np.repeat(self._starts[shards] - first_places, counts)
+        # Places in units of 2**-32, so that a random fraction is an integer of 32 bits.
+        fractions = bits32(key("order in window", seed, epoch), places)
+        moved = (places << 32) + fractions * self._window
         return images[np.argsort(moved, kind="stable")]
 
     def _shard(self, index: int) -> str:
+        """Return the name of the shard of an image."""
         return self._shards[int(np.searchsorted(self._starts, index, side="right")) - 1]
 
     def _range(self, index: int) -> Range:
+        """Return where the bytes of an image lie."""
         return Range(self._shard(index), int(self._offsets[index]), int(self._lengths[index]))
 
     def _image(self, index: int, answer: Union[bytes, str]) -> EncodedImage:
+        """Return the image that a folder answered. Raises UnreadableImage."""
         return EncodedImage(self._checked(index, answer), self.name(index))
 
     def _checked(self, index: int, answer: Union[bytes, str]) -> bytes:
-        """The bytes that a folder answered. Raises UnreadableImage."""
+        """Return the bytes that a folder answered. Raises UnreadableImage."""
         if isinstance(answer, str):
             raise UnreadableImage(f"{self.name(index)}: {answer}")
         if zlib.crc32(answer) != self._crc32[index]:
-            raise UnreadableImage(f"{self.name(index)}: not the bytes that the index has the checksum of")
+            fault = "not the bytes that the index has the checksum of"
+            raise UnreadableImage(f"{self.name(index)}: {fault}")
         return answer
+
+
+def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
+    """Read the indexes of all shards, several at a time from a server. Raises DataError."""
+    read = functools.partial(read_index, folder, classes=len(manifest.classes))
+    at_once = 1 if isinstance(folder, LocalFolder) else _AT_ONCE
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(read, manifest.shards))
 
 
 @SOURCES.implements(Shards)
@@ -107,12 +161,17 @@ def _class_names(data: Shards, split: str) -> Optional[ClassNames]:
     except MissingFile:
         return None
     index = read_index(folder, manifest.shards[0], len(manifest.classes))
-    # Labels of tars that others wrote are numbers that they chose; `pack` numbers class folders in their order.
+    # Labels of tars that others wrote are numbers that they chose; `pack` numbers class folders in
+    # their order.
     return ClassNames(place, manifest.classes, sorted=index.plan != "")
 
 
 def open_folder(place: str) -> Folder:
-    """The folder or URL of shards. Raises DataError."""
+    """Return the folder or URL of shards at `place`.
+
+    Raises:
+        DataError: a URL that cannot be used.
+    """
     if "://" not in place:
         return LocalFolder(place)
     from data.remote import RemoteFolder

@@ -88,8 +88,8 @@ def test_a_manifest_that_never_comes_is_an_error(server, monkeypatch, kind, trie
 
 def test_shards_are_asked_at_once(source, images, monkeypatch):
     """Each answers only when all five have been asked: one after the other, the barrier would break."""
-    together, ask = threading.Barrier(5, timeout=60), RemoteFolder._fetched
-    monkeypatch.setattr(RemoteFolder, "_fetched", lambda *arguments: together.wait() >= 0 and ask(*arguments))
+    together, ask = threading.Barrier(5, timeout=60), RemoteFolder._fetch
+    monkeypatch.setattr(RemoteFolder, "_fetch", lambda *arguments: together.wait() >= 0 and ask(*arguments))
     numbers = [0, 5, 6, 15, 19]
     assert [image.encoded for image in source.open_all(numbers)] == [images[number] for number in numbers]
 
