@@ -1,4 +1,7 @@
-"""Classes by name: the images of a source under a model's labels, whatever the order of the source's own classes."""
+"""Classes by name: the images of a source under a model's labels.
+
+The order of the source's own classes does not matter.
+"""
 
 import re
 from typing import Dict, List, Sequence, Tuple, Union
@@ -10,84 +13,121 @@ from common.errors import DataError
 from common.text import count, listed, printable
 from data.base import Image, Source, UnreadableImage
 
+_ABSENT = -1
+
 
 def in_timm_order(names: Sequence[str]) -> Tuple[str, ...]:
-    """Return class names in the order in which timm numbers class folders: numbers in them by value, case ignored.
+    """Return class names in the order in which timm numbers class folders.
 
-    Names that are equal then, which timm puts in a random order, keep theirs.
+    Numbers in them count by value, case is ignored. Names that are equal then, which timm puts in a
+    random order, keep theirs.
 
     Source: natural_key in timm/utils/misc.py, used by timm/data/readers/reader_image_folder.py.
+
+    Args:
+        names: of the classes.
     """
     return tuple(sorted(names, key=_natural_key))
 
 
 def _natural_key(name: str) -> List[Union[int, str]]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name.lower())]
+    """Return the digits of a name as numbers, and the text between them in small letters."""
+    parts = re.split(r"(\d+)", name.lower())
+    return [int(part) if part.isdigit() else part for part in parts]
 
 
 def places(names: Sequence[str], others: Sequence[str]) -> np.ndarray:
-    """Return the place of each of `names` among `others`, -1 for those that are not there: int64 [names].
+    """Return the place of each name among others.
 
     The second of two equal names is the second of those among `others`.
+
+    Args:
+        names: that are looked for.
+        others: among which they are looked for.
+
+    Returns:
+        int64 [names], -1 for those that are not there.
     """
-    found = {each: place for place, each in enumerate(_distinct(others))}
-    return np.array([found.get(each, -1) for each in _distinct(names)], dtype=np.int64)
+    place_of = {name: place for place, name in enumerate(_distinct(others))}
+    positions = [place_of.get(name, _ABSENT) for name in _distinct(names)]
+    return np.array(positions, dtype=np.int64)
 
 
 def _distinct(names: Sequence[str]) -> List[Tuple[str, int]]:
-    """Each name with the number of equal ones before it: ImageNet has two cranes."""
+    """Return each name with the number of equal ones before it: ImageNet has two cranes."""
     seen: Dict[str, int] = {}
-    found = []
+    numbered = []
     for name in names:
-        found.append((name, seen.get(name, 0)))
-        seen[name] = seen.get(name, 0) + 1
-    return found
+        number = seen.get(name, 0)
+        numbered.append((name, number))
+        seen[name] = number + 1
+    return numbered
 
 
 def matched(source: Source, names: Sequence[str], know_all: bool = False) -> Source:
-    """Return the images of `source` whose classes are among `names`, labelled by their places there.
+    """Return the images whose classes a model knows, labelled by their places among them.
 
     Args:
+        source: of the images.
         names: of a model's classes, by label.
-        know_all: whether an image of another class is an error; else a note counts those that are left out.
+        know_all: whether an image of another class is an error; else a note counts those that are
+            left out.
 
-    Raises DataError: none of the images is of those classes, or see `know_all`.
+    Raises:
+        DataError: none of the images is of those classes, or see `know_all`.
     """
+    # Labels of the model for the source's images, -1 for images of classes that it does not know.
     labels = places(source.classes, names)[source.labels]
-    unknown = [source.classes[label] for label in np.unique(source.labels[labels < 0]).tolist()]
+    is_left_out = labels < 0
+    unknown_labels = np.unique(source.labels[is_left_out]).tolist()
+    unknown = [source.classes[label] for label in unknown_labels]
     if know_all and unknown:
-        classes = count(len(unknown), "class", "classes")
+        fault = f"{_classes(unknown)} without training images: {listed(unknown)}"
         remedy = "training and validation need the same class names"
-        raise DataError(f"{source.place}: {classes} without training images: {listed(unknown)}; {remedy}")
-    if not (labels >= 0).any():
-        remedy = "give images of those classes, under the same names"
+        raise DataError(f"{source.place}: {fault}; {remedy}")
+    if is_left_out.all():
         raise DataError(
-            f"{source.place}: none of its images is of a class that the model knows: it has {listed(source.classes)}; "
-            f"the model knows {listed(names)}; {remedy}"
+            f"{source.place}: none of its images is of a class that the model knows: it has "
+            f"{listed(source.classes)}; the model knows {listed(names)}; "
+            "give images of those classes, under the same names"
         )
-    present = np.bincount(labels[labels >= 0], minlength=len(names))
-    absent = [name for name, images in zip(names, present.tolist()) if not images]
+    # The user learns of the differences that are no errors.
     notes = []
     if unknown:
-        images = count(int((labels < 0).sum()), "image")
-        classes = count(len(unknown), "class", "classes")
-        notes.append(f"{source.place}: left out {images} of {classes} that the model does not know: {listed(unknown)}")
+        left_out = f"{count(int(is_left_out.sum()), 'image')} of {_classes(unknown)}"
+        notes.append(f"left out {left_out} that the model does not know: {listed(unknown)}")
+    images_of_class = np.bincount(labels[~is_left_out], minlength=len(names)).tolist()
+    absent = [name for name, images in zip(names, images_of_class) if not images]
     if absent:
-        classes = count(len(absent), "class", "classes")
-        notes.append(f"{source.place}: has no images of {classes}: {listed(absent)}")
+        notes.append(f"has no images of {_classes(absent)}: {listed(absent)}")
     if tuple(names) == source.classes and not notes:
         return source
-    return _Matched(source, tuple(names), labels, tuple(map(printable, notes)))
+    lines = tuple(printable(f"{source.place}: {note}") for note in notes)
+    return _Matched(source, tuple(names), labels, lines)
+
+
+def _classes(names: Sequence[str]) -> str:
+    """Return how many classes there are, in words."""
+    return count(len(names), "class", "classes")
 
 
 class _Matched(Source):
-    """Images of another source, with labels of a model's classes.
+    """Images of another source, with labels of a model's classes."""
 
-    Args:
-        labels: int64 [images of `source`], -1 for images that are left out.
-    """
-
-    def __init__(self, source: Source, names: Tuple[str, ...], labels: np.ndarray, notes: Tuple[str, ...]):
+    def __init__(
+        self,
+        source: Source,
+        names: Tuple[str, ...],
+        labels: np.ndarray,
+        notes: Tuple[str, ...],
+    ):
+        """
+        Args:
+            source: of the images.
+            names: of the model's classes, by label.
+            labels: int64 [images of `source`], -1 for images that are left out.
+            notes: lines for the user.
+        """
         self.place = source.place
         self.classes = names
         self.digest = source.digest
@@ -97,20 +137,24 @@ class _Matched(Source):
         self.labels = labels[self._kept]
 
     def read(self, index: int) -> torch.Tensor:
+        """Return the pixels of image number `index`: see `Source.read`."""
         return self._source.read(int(self._kept[index]))
 
     def name(self, index: int) -> str:
+        """Return the other source's name of image `index`."""
         return self._source.name(int(self._kept[index]))
 
     def open(self, index: int) -> Image:
+        """Open image number `index`: see `Source.open`."""
         return self._source.open(int(self._kept[index]))
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
+        """Open the images of `indices`: see `Source.open_all`."""
         return self._source.open_all(self._kept[list(indices)].tolist())
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """The other source's order, without the images that are left out."""
-        numbers = np.full(len(self._source), -1, dtype=np.int64)
-        numbers[self._kept] = np.arange(len(self._kept))
-        order = numbers[self._source.order(seed, epoch)]
+        """Return the other source's order of (`seed`, `epoch`), without what is left out."""
+        number_here = np.full(len(self._source), _ABSENT, dtype=np.int64)
+        number_here[self._kept] = np.arange(len(self._kept))
+        order = number_here[self._source.order(seed, epoch)]
         return order[order >= 0]

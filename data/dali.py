@@ -1,8 +1,9 @@
-"""Micro batches by NVIDIA DALI: each is decoded, cropped and resized in one run of its threads, or of a GPU.
+"""Micro batches by NVIDIA DALI: a run of its threads or of a GPU decodes, crops and resizes each.
 
-DALI draws nothing and keeps no state: it makes the transform's `frame` of an image, as the other reader does, so order,
-resume and evaluation are exact. Images that DALI reads differently (rotated photographs, PNG, CMYK) or refuses are made
-by the other reader's functions, one by one, so an image's pixels never depend on those beside it.
+DALI draws nothing and keeps no state: it makes the transform's `frame` of an image, as the other
+reader does, so order, resume and evaluation are exact. Images that DALI reads differently (rotated
+photographs, PNG, CMYK) or refuses are made by the other reader's functions, one by one, so an
+image's pixels never depend on those beside it.
 """
 
 import contextlib
@@ -21,113 +22,182 @@ from data.transforms import Frame
 
 
 class _Job(NamedTuple):
-    """An image for DALI: the box (anchor and shape) that it decodes, and which part of that it resizes to `size`.
+    """An image for DALI: the box that it decodes, and which part of that it resizes.
 
-    The part is given by its first and last corner, in fractions of pixels; it is mirrored if these are swapped. Pixels
-    around it in the box count at its edges, as if a larger picture were resized and then cut.
+    The part is given by its first and last corner, in fractions of pixels; it is mirrored if these
+    are swapped. Pixels around it in the box count at its edges, as if a larger picture were resized
+    and then cut. All pairs are vertical, horizontal.
     """
 
     encoded: np.ndarray  # uint8 [bytes]
-    anchor: Tuple[int, int]
-    shape: Tuple[int, int]
-    first: Tuple[float, float]
+    anchor: Tuple[int, int]  # top and left of the box
+    shape: Tuple[int, int]  # of the box
+    first: Tuple[float, float]  # corner of the part
     last: Tuple[float, float]
-    size: Tuple[int, int]
+    size: Tuple[int, int]  # of the result
 
 
-_Opened = Tuple[Union[Image, UnreadableImage], Optional[_Job]]  # without a job, if it is not for DALI
+class _Opened(NamedTuple):
+    """An image that is to be made, or the error in its place."""
+
+    image: Union[Image, UnreadableImage]
+    job: Optional[_Job] = None  # None if it is not for DALI
 
 
 class DaliLoader:
-    """Loads as data/reader.py does but for rounding; images stay on the GPU. Boxes are decoded at their own size."""
+    """Loads as data/reader.py does but for rounding; images stay on the GPU.
 
-    def __init__(self, reader: Reader, requests: Iterable[Request], threads: int, device: torch.device):
-        """Raises DataError: DALI is not installed. Args: device: where images are made."""
+    Boxes are decoded at their own size.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        requests: Iterable[Request],
+        threads: int,
+        device: torch.device,
+    ):
+        """
+        Args:
+            reader: opens images, and makes those that DALI does not.
+            requests: one for each micro batch; iterated anew by each iteration of the loader.
+            threads: of DALI.
+            device: where images are made.
+
+        Raises:
+            DataError: DALI is not installed.
+        """
         try:
             import nvidia.dali  # noqa: F401
         except ImportError:
-            raise DataError(
-                "data.reader=dali: NVIDIA DALI is not installed; install nvidia-dali-cuda130, or set data.reader=torch"
-            ) from None
-        self._reader, self._requests, self._transform = reader, requests, reader.transform
+            fault = "data.reader=dali: NVIDIA DALI is not installed"
+            remedy = "install nvidia-dali-cuda130, or set data.reader=torch"
+            raise DataError(f"{fault}; {remedy}") from None
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())  # of this thread; images are made in another
-        self._threads, self._device = threads, device
+            # Of this thread; images are made in another.
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._reader = reader
+        self._requests = requests
+        self._transform = reader.transform
+        self._threads = threads
+        self._device = device
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """While DALI makes the images of one micro batch, those of the next are opened. Closing ends DALI's threads."""
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        """While DALI makes the images of one micro batch, those of the next are opened.
+
+        Closing ends DALI's threads.
+        """
+        stream = None
+        if self._device.type == "cuda":
+            stream = torch.cuda.Stream(self._device)
         dali = _Dali(self._reader.rows, self._threads, self._device)
-        before: Optional[Request] = None
+        request_before: Optional[Request] = None
         opened_before: List[_Opened] = []
-        for request in itertools.chain(self._requests, [None]):
-            opened = [] if request is None else self._opened(request)
-            made = dali.made()
-            dali.start([job for _, job in opened if job is not None])
-            if before is not None:
+        for request in itertools.chain(self._requests, [None]):  # None: for the last batch
+            # DALI makes the batch before this one meanwhile.
+            opened = [] if request is None else self._open(request)
+            pixels = dali.finish()
+            # It makes this batch while the one before is gathered, and used.
+            dali.start([image.job for image in opened if image.job is not None])
+            if request_before is not None:
                 with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                    batch = self._micro_batch(before, iter(opened_before), iter(made))
+                    batch = self._gather(request_before, iter(opened_before), iter(pixels))
                 if stream is not None:
-                    # Whoever takes the images uses another stream, and DALI is given back its memory after this.
+                    # Whoever takes the images uses another stream, and DALI is given back its
+                    # memory after this.
                     stream.synchronize()
                 yield batch
-            before, opened_before = request, opened
+            request_before = request
+            opened_before = opened
 
-    def _opened(self, request: Request) -> List[_Opened]:
-        opened: List[_Opened] = []
-        for index, image in zip(request.indices, self._reader.source.open_all(request.indices)):
+    def _open(self, request: Request) -> List[_Opened]:
+        """Open the images of a request, and make the jobs of those that are for DALI."""
+        opened = []
+        images = self._reader.source.open_all(request.indices)
+        for index, image in zip(request.indices, images):
             job = None
             if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
-                job = _job(image, self._transform.frame(image, request.image_size, request.epoch, index))
-            opened.append((image, job))
+                frame = self._transform.frame(image, request.image_size, request.epoch, index)
+                job = _job(image, frame)
+            opened.append(_Opened(image, job))
         return opened
 
-    def _micro_batch(
-        self, request: Request, opened: Iterator[_Opened], pixels: Iterator[Optional[torch.Tensor]]
+    def _gather(
+        self,
+        request: Request,
+        opened: Iterator[_Opened],
+        made: Iterator[Optional[torch.Tensor]],
     ) -> MicroBatch:
-        shape = self._reader.rows, 3, request.image_size, request.image_size
-        images = torch.empty(shape, dtype=torch.uint8, device=self._device, memory_format=torch.channels_last)
+        """Gather a micro batch.
+
+        Args:
+            request: of the micro batch.
+            opened: its images.
+            made: pixels of those that have a job, None where DALI failed.
+        """
+        size = request.image_size
+        images = torch.empty(
+            (self._reader.rows, 3, size, size),
+            dtype=torch.uint8,
+            device=self._device,
+            memory_format=torch.channels_last,
+        )
         damaged: List[str] = []
 
-        def finished(index: int) -> torch.Tensor:
+        def make_next(index: int) -> torch.Tensor:
+            """Return the pixels of the next image, number `index` of the source."""
             image, job = next(opened)
-            made = None if job is None else next(pixels)
+            pixels = None if job is None else next(made)
             if isinstance(image, UnreadableImage):
                 raise image
-            if made is not None:
-                return self._transform.finish(made, request.epoch, index)
-            made = self._transform(image, request.image_size, request.epoch, index)
+            if pixels is not None:
+                return self._transform.finish(pixels, request.epoch, index)
+            pixels = self._transform(image, size, request.epoch, index)
             if image.damage:
                 damaged.append(image.damage)
-            return made
+            return pixels
 
-        return self._reader.gather(request, images, finished)._replace(damaged=tuple(damaged))
+        batch = self._reader.gather(request, images, make_next)
+        return batch._replace(damaged=tuple(damaged))
 
 
 class _Dali:
-    """A pipeline of DALI, run for one batch of at most `most` jobs at a time. Its threads end with this object."""
+    """A pipeline of DALI, run for one batch of at most `most` jobs at a time.
+
+    Its threads end with this object.
+    """
 
     def __init__(self, most: int, threads: int, device: torch.device):
-        self._most, self._threads, self._device = most, threads, device
+        self._most = most
+        self._threads = threads
+        self._device = device
         self._pipeline: Any = None
         self._jobs: List[_Job] = []  # whose bytes DALI reads where they are
 
     def start(self, jobs: List[_Job]) -> None:
-        """Begin a run of jobs of one size; none is no run."""
+        """Begin a run of `jobs` of one size; none is no run."""
         self._jobs = jobs
         if not jobs:
             return
         if self._pipeline is None:
-            self._pipeline = self._built()
+            self._pipeline = self._build()
         self._pipeline.feed_input("encoded", [job.encoded for job in jobs])
         for name in ("anchor", "shape"):
-            self._pipeline.feed_input(name, np.array([getattr(job, name) for job in jobs], np.int32))
+            self._feed(name, np.int32)
         for name in ("first", "last", "size"):
-            self._pipeline.feed_input(name, np.array([getattr(job, name) for job in jobs], np.float32))
+            self._feed(name, np.float32)
         self._pipeline.schedule_run()
 
-    def made(self) -> List[Optional[torch.Tensor]]:
-        """Images of the started jobs, uint8 [3, size, size] each; None where DALI fails, as on damaged files."""
+    def _feed(self, name: str, dtype: type) -> None:
+        """Feed a pair of numbers of each job."""
+        pairs = np.array([getattr(job, name) for job in self._jobs], dtype)
+        self._pipeline.feed_input(name, pairs)
+
+    def finish(self) -> List[Optional[torch.Tensor]]:
+        """Return the images of the started jobs, uint8 [3, size, size] each.
+
+        None where DALI fails, as on damaged files.
+        """
         jobs = self._jobs
         if not jobs:
             return []
@@ -140,37 +210,47 @@ class _Dali:
             self._pipeline = None
             if len(jobs) == 1:
                 return [None]
+        # One image fails the run of all, and the error does not name it.
         made: List[Optional[torch.Tensor]] = []
-        for job in jobs:  # one image fails the run of all, and the error does not name it
+        for job in jobs:
             self.start([job])
-            made += self.made()
+            made += self.finish()
         return made
 
-    def _built(self) -> Any:
+    def _build(self) -> Any:
+        """Build the pipeline, whose inputs are the fields of a job."""
         from nvidia.dali import Pipeline, fn, types
 
-        def given(name: str, dtype: Any) -> Any:
+        def pair(name: str, dtype: Any) -> Any:
+            """Return the input `name`, two numbers a job."""
             return fn.external_source(name=name, ndim=1, dtype=dtype)
 
         cuda = self._device.type == "cuda"
-        device = self._device.index if cuda else None
-        pipeline = Pipeline(self._most, self._threads, device, prefetch_queue_depth=1)
+        pipeline = Pipeline(
+            self._most,
+            self._threads,
+            self._device.index if cuda else None,
+            prefetch_queue_depth=1,
+        )
         with pipeline:
+            # Only the box is decoded.
+            encoded = fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True)
             decoded = fn.decoders.image_slice(
-                fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True),
-                given("anchor", types.INT32),
-                given("shape", types.INT32),
+                encoded,
+                pair("anchor", types.INT32),
+                pair("shape", types.INT32),
                 axis_names="HW",
                 device="mixed" if cuda else "cpu",
                 output_type=types.RGB,
                 adjust_orientation=False,
                 affine=False,  # threads of several ranks would all be bound to the same cores
             )
+            # Of the box, the part from `first` to `last`; mirrored where these are swapped.
             resized = fn.resize(
                 decoded,
-                size=given("size", types.FLOAT),
-                roi_start=given("first", types.FLOAT),
-                roi_end=given("last", types.FLOAT),
+                size=pair("size", types.FLOAT),
+                roi_start=pair("first", types.FLOAT),
+                roi_end=pair("last", types.FLOAT),
                 interp_type=types.INTERP_LINEAR,
                 antialias=True,
             )
@@ -180,11 +260,23 @@ class _Dali:
 
 
 def _job(image: EncodedImage, frame: Frame) -> _Job:
-    box, size = frame.box, frame.size
-    down, right = box.height / frame.height, box.width / frame.width
+    """Return the job that makes the frame of an image."""
+    box = frame.box
+    # The square is cut out before it is resized, so its corners are needed in pixels of the box.
+    down = box.height / frame.height
+    right = box.width / frame.width
     row, column = frame.corner
-    top, bottom = row * down, (row + size) * down
-    sides = column * right, (column + size) * right
-    first, last = reversed(sides) if frame.flip else sides
-    encoded = np.frombuffer(image.encoded, np.uint8)
-    return _Job(encoded, (box.top, box.left), (box.height, box.width), (top, first), (bottom, last), (size, size))
+    top = row * down
+    bottom = (row + frame.size) * down
+    sides = [column * right, (column + frame.size) * right]
+    if frame.flip:
+        sides.reverse()
+    first_side, last_side = sides
+    return _Job(
+        encoded=np.frombuffer(image.encoded, np.uint8),
+        anchor=(box.top, box.left),
+        shape=(box.height, box.width),
+        first=(top, first_side),
+        last=(bottom, last_side),
+        size=(frame.size, frame.size),
+    )

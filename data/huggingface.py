@@ -1,7 +1,8 @@
-"""Map-style data sets of the package datasets: of the Hugging Face hub, or of a local folder of parquet files.
+"""Data sets of the package datasets: of the Hugging Face hub, or of a folder of parquet files.
 
-Images stay encoded until they are read, and are decoded as files are. They are numbered as those of class folders would
-be: by label, then in the data set's order. Only functions import the package, which may be missing.
+Images stay encoded until they are read, and are decoded as files are. They are numbered as those of
+class folders would be: by label, then in the data set's order. Only functions import the package,
+which may be missing.
 """
 
 import hashlib
@@ -21,24 +22,27 @@ _NO_BYTES = -1  # the length, in a digest, of an image that is not in the table
 
 
 class _Table(NamedTuple):
-    """A split of a data set.
+    """A split of a data set."""
 
-    place: the data set and the split, as errors name them. images: a datasets.Dataset of encoded images, in one column.
-    column: its name. labels: int64 [n]. classes: names by label; None where the labels are numbers without names.
-    """
-
-    place: str
-    images: Any
-    column: str
-    labels: np.ndarray
-    classes: Optional[Tuple[str, ...]]
+    place: str  # the data set and the split, as errors name them
+    images: Any  # a datasets.Dataset of encoded images, in one column
+    column: str  # its name
+    labels: np.ndarray  # int64 [n]
+    classes: Optional[Tuple[str, ...]]  # names by label; None where labels are numbers without
 
 
 class HuggingFaceSource(EncodedSource):
-    """Images of a table. `digest` is of labels, class names and lengths of the encoded images, not of their bytes."""
+    """Images of a table.
+
+    `digest` is of labels, class names and lengths of the encoded images, not of their bytes.
+    """
 
     def __init__(self, table: _Table, classes: Tuple[str, ...]):
-        """Args: classes: names by label."""
+        """
+        Args:
+            table: with encoded images and labels.
+            classes: names by label.
+        """
         self.place = table.place
         self.classes = classes
         self._images = table.images
@@ -51,16 +55,20 @@ class HuggingFaceSource(EncodedSource):
         self.digest = digest.hexdigest()
 
     def name(self, index: int) -> str:
+        """Return the split and the row of image `index`."""
         return printable(f"{self.place}/{self._numbers[index]}")
 
     def encoded(self, index: int) -> bytes:
-        found = self._images[int(self._numbers[index])][self._column]
-        if isinstance(found, Mapping):  # a file, or where it is
-            content, path = found.get("bytes"), found.get("path")
-            found = content if content is not None or not path else read_image(path)
-        if not isinstance(found, bytes):
+        """Read the file of image number `index`: see `EncodedSource.encoded`."""
+        content = self._images[int(self._numbers[index])][self._column]
+        if isinstance(content, Mapping):  # a file, or where it is
+            path = content.get("path")
+            content = content.get("bytes")
+            if content is None and path:
+                content = read_image(path)
+        if not isinstance(content, bytes):
             raise UnreadableImage(f"{self.name(index)}: there is no image in this row")
-        return found
+        return content
 
 
 @SOURCES.implements(HuggingFace)
@@ -71,60 +79,91 @@ def _open(data: HuggingFace, classes: int, split: str) -> Source:
 
 @CLASS_NAMES.implements(HuggingFace)
 def _class_names(data: HuggingFace, split: str) -> Optional[ClassNames]:
-    if _split(data, split, _loaded(_package(), data)) is None:
+    if _split(data, split, _load(_package(), data)) is None:
         return None
     table = _read(data, split)
     return ClassNames(table.place, _names(table), sorted=False)
 
 
 def _names(table: _Table) -> Tuple[str, ...]:
-    """Names of the classes by label: those of the table, else 0, 1, 2 ... up to its largest label."""
+    """Return names of the classes by label: the table's, else 0, 1, 2 ... up to its last label."""
     return table.classes or tuple(map(str, range(int(table.labels.max()) + 1)))
 
 
 def _read(data: HuggingFace, split: str) -> _Table:
     """Open the "train" or "validation" images. Raises DataError."""
+    # The split, by the data set's own name.
     datasets = _package()
-    splits = _loaded(datasets, data)
+    splits = _load(datasets, data)
     name = _split(data, split, splits)
     key = f"data.{split}_split"
     if name is None:
-        wanted = data.train_split if split == "train" else data.validation_split or " or ".join(_VALIDATION)
-        raise DataError(f"{data.place}: no split {wanted}, but {listed(list(splits))}; choose one by {key}")
+        wanted = " or ".join(_wanted_splits(data, split))
+        fault = f"no split {wanted}, but {listed(list(splits))}"
+        raise DataError(f"{data.place}: {fault}; choose one by {key}")
     place = f"{data.place}/{name}"
     table = splits[name]
     if not len(table):
         raise DataError(f"{place}: no images; choose another split by {key}")
-    image = _column("image", data.image_column, table.features, _holds_images(datasets), place)
-    label = _label_column(datasets, data.label_column, table.features, place)
-
-    # Labels are whole numbers of classes; hidden ones of a contest are -1, or are missing.
-    names = getattr(table.features[label], "names", None)
-    labels = np.empty(0)
-    if str(getattr(table.features[label], "dtype", "")).startswith(("int", "uint")):
-        labels = np.asarray(table.select_columns([label]).with_format("numpy")[:][label])
-    if labels.dtype.kind not in "iu":
-        raise DataError(f"{place}: column {label!r} holds no whole numbers; name another by data.label_column")
-    if labels.min() < 0 or (names is not None and labels.max() >= len(names)):
-        classes = "" if names is None else f", but {count(len(names), 'class', 'classes')}"
-        span = f"labels from {labels.min()} to {labels.max()}{classes}"
-        raise DataError(f"{place}: {span}; choose a split that has labels by {key}")
-
+    # Its columns. A feature describes the values of one.
+    features = table.features
+    image = _column("image", data.image_column, features, _holds_images(datasets), place)
+    label = _label_column(datasets, data.label_column, features, place)
+    labels = _labels(table, label, place)
+    class_names = getattr(features[label], "names", None)
+    _check_labels(labels, class_names, place, key)
     # Encoded: our decoder decides what is decoded, and how.
     images = table.select_columns([image])
-    if isinstance(images.features[image], datasets.Image):
+    if isinstance(features[image], datasets.Image):
         images = images.cast_column(image, datasets.Image(decode=False))
+    classes = None
+    if class_names is not None:
+        classes = tuple(map(printable, class_names))
     return _Table(
         place=place,
         images=images,
         column=image,
         labels=labels.astype(np.int64),
-        classes=None if names is None else tuple(map(printable, names)),
+        classes=classes,
     )
 
 
+def _labels(table: Any, column: str, place: str) -> np.ndarray:
+    """Return the labels of a table: integers [n]. Raises DataError."""
+    labels = np.empty(0)
+    dtype = str(getattr(table.features[column], "dtype", ""))
+    if dtype.startswith(("int", "uint")):
+        labels = np.asarray(table.select_columns([column]).with_format("numpy")[:][column])
+    if labels.dtype.kind not in "iu":  # NumPy has floats where some are missing
+        fault = f"column {column!r} holds no whole numbers"
+        raise DataError(f"{place}: {fault}; name another by data.label_column")
+    return labels
+
+
+def _check_labels(
+    labels: np.ndarray,
+    names: Optional[Tuple[str, ...]],
+    place: str,
+    key: str,
+) -> None:
+    """Raise DataError for labels that are no classes: hidden ones of a contest are -1.
+
+    Args:
+        labels: integers [n].
+        names: of the classes; None where they have none.
+        place: what errors call the split.
+        key: of the recipe, by which another split is chosen.
+    """
+    if labels.min() >= 0 and (names is None or labels.max() < len(names)):
+        return
+    fault = f"labels from {labels.min()} to {labels.max()}"
+    if names is not None:
+        fault += f", but {count(len(names), 'class', 'classes')}"
+    raise DataError(f"{place}: {fault}; choose a split that has labels by {key}")
+
+
 def _package() -> Any:
-    """The package datasets. Raises DataError."""
+    """Return the package datasets. Raises DataError."""
     try:
         import datasets
     except ImportError:
@@ -133,63 +172,104 @@ def _package() -> Any:
     return datasets
 
 
-def _loaded(datasets: Any, data: HuggingFace) -> Mapping[str, Any]:
-    """All splits of the data set, by name. Raises DataError."""
+def _load(datasets: Any, data: HuggingFace) -> Mapping[str, Any]:
+    """Return all splits of the data set, by name. Raises DataError."""
     if data.root is None and data.dataset is None:
-        remedy = "name a data set of the hub by data.dataset, or a folder of parquet files by data.root"
-        raise DataError(f"data.source=huggingface: no images are named; {remedy}")
+        raise DataError(
+            "data.source=huggingface: no images are named; name a data set of the hub by "
+            "data.dataset, or a folder of parquet files by data.root"
+        )
     data.located("train")
     try:
         return datasets.load_dataset(data.root or data.dataset, data.subset)
-    except Exception as error:  # of the package, of formats of files, of the network: nearly everything
-        keys = "data.root" if data.root else "data.dataset or data.subset, or log in where the data set asks for that"
-        raise DataError(f"{data.place}: cannot be loaded ({first_line(error)}); correct {keys}") from None
+    except Exception as error:  # of package, formats of files, network: nearly everything
+        fault = f"{data.place}: cannot be loaded ({first_line(error)})"
+        remedy = "correct data.dataset or data.subset, or log in where the data set asks for that"
+        if data.root:
+            remedy = "correct data.root"
+        raise DataError(f"{fault}; {remedy}") from None
 
 
 def _split(data: HuggingFace, split: str, splits: Mapping[str, Any]) -> Optional[str]:
-    """The data set's own name of the "train" or "validation" split; None where there is none."""
+    """Return the data set's own name of the "train" or "validation" split, if it has one."""
+    return next((name for name in _wanted_splits(data, split) if name in splits), None)
+
+
+def _wanted_splits(data: HuggingFace, split: str) -> Tuple[str, ...]:
+    """Return the names under which the "train" or "validation" split is looked for."""
     given = data.train_split if split == "train" else data.validation_split
-    wanted = _VALIDATION if given is None else (given,)
-    return next((name for name in wanted if name in splits), None)
+    return _VALIDATION if given is None else (given,)
 
 
 def _holds_images(datasets: Any) -> Callable[[Any], bool]:
     """Return whether a feature is of images, described as such, or as files of any kind."""
 
     def holds(feature: Any) -> bool:
+        """Look at a `feature`."""
         if isinstance(feature, Mapping):
             return "bytes" in feature
-        return isinstance(feature, datasets.Image) or getattr(feature, "dtype", None) in ("binary", "large_binary")
+        if isinstance(feature, datasets.Image):
+            return True
+        return getattr(feature, "dtype", None) in ("binary", "large_binary")
 
     return holds
 
 
-def _label_column(datasets: Any, given: Optional[str], features: Mapping[str, Any], place: str) -> str:
-    """The column of the labels. Raises DataError."""
+def _label_column(
+    datasets: Any,
+    given: Optional[str],
+    features: Mapping[str, Any],
+    place: str,
+) -> str:
+    """Return the column of the labels. Raises DataError."""
 
     def is_class(feature: Any) -> bool:
+        """Return whether a `feature` is of class labels."""
         return isinstance(feature, datasets.ClassLabel)
 
-    if given is None and sum(map(is_class, features.values())) != 1 and _LABEL in features:
+    fitting = sum(map(is_class, features.values()))
+    if given is None and fitting != 1 and _LABEL in features:
         given = _LABEL
     return _column("label", given, features, is_class, place)
 
 
 def _column(
-    what: str, given: Optional[str], features: Mapping[str, Any], fits: Callable[[Any], bool], place: str
+    content: str,
+    given: Optional[str],
+    features: Mapping[str, Any],
+    fits: Callable[[Any], bool],
+    place: str,
 ) -> str:
-    """The column that is given, else the only one that fits. Raises DataError."""
-    if given is not None and given in features:
-        return given
-    found = [name for name, feature in features.items() if fits(feature)]
-    if given is None and len(found) == 1:
-        return found[0]
-    fault = f"no column {given!r}" if given is not None else f"{count(len(found), 'column')} of {what}s"
-    raise DataError(f"{place}: {fault}; name one of {listed(list(features))} by data.{what}_column")
+    """Return the column that is given, else the only one that fits.
+
+    Args:
+        content: "image" or "label".
+        given: by the recipe, or None.
+        features: of all columns.
+        fits: returns whether a column with this feature may be meant.
+        place: what errors call the split.
+
+    Raises:
+        DataError: there is no such column, or the recipe must choose one.
+    """
+    if given is not None:
+        if given in features:
+            return given
+        fault = f"no column {given!r}"
+    else:
+        fitting = [name for name, feature in features.items() if fits(feature)]
+        if len(fitting) == 1:
+            return fitting[0]
+        fault = f"{count(len(fitting), 'column')} of {content}s"
+    remedy = f"name one of {listed(list(features))} by data.{content}_column"
+    raise DataError(f"{place}: {fault}; {remedy}")
 
 
 def _lengths(table: _Table) -> np.ndarray:
-    """Bytes of each image, int64 [n], in the order of the table; the bytes themselves are not read."""
+    """Return the bytes of each image in the table's order: int64 [n].
+
+    The images themselves are not read.
+    """
     import pyarrow
     from pyarrow import compute
 
