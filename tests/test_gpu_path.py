@@ -304,10 +304,12 @@ _PLAIN = ("parallel.recompute=true", "data.mixup=0", "data.cutmix=null")
 
 @pytest.mark.parametrize("changes", [(), pytest.param(_PLAIN, marks=pytest.mark.slow)], ids=len)
 def test_a_step_waits_for_nothing(engine_of, changes):
+    from engines.base import one_step
+
     engine, batches = engine_of(*changes)
     for step in (1, 5):  # the first makes what stays; neither measures the noise scale
         with Waits() as found:
-            engine.train_step(iter(in_page_locked_memory(batches)), step, 0.1)
+            engine.train_step(iter(in_page_locked_memory(batches)), one_step(step), 0.1)
     assert found.waits == [] and found.kernels
 
 

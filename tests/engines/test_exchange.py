@@ -316,9 +316,10 @@ def measures(processes, overrides):
     """What two steps save where either of two blocks is slow, with the cut and the line about it; without the noise
     scale, whose sums over stages depend on the cut in their last bits."""
     found, measure = [], costs.measure
+    keys = ("parallel.split=auto", *overrides, "log.noise_scale=false")
     for slow in ("stem", "head"):
         costs.measure = functools.partial(pretended, slow)
-        (cut, notes), own, (state, states) = goes_on(processes, (*overrides, "log.noise_scale=false"), 0, 2)
+        (cut, notes), own, (state, states) = goes_on(processes, keys, 0, 2)
         found.append(({"model": state, **{str(number): each for number, each in enumerate(states)}}, cut, notes[0]))
     costs.measure = measure
     return [each[1:] for each in found], own, found

@@ -93,7 +93,12 @@ def recipe_of(overrides):
 
 
 def engine_of(processes, overrides, steps_per_epoch=None):
-    recipe = recipe_of((f"parallel.stages={processes.topology.stages}", *overrides))
+    """The engine of a recipe. Two stages are cut at one place unless the overrides say how: no block is measured."""
+    stages = processes.topology.stages
+    keys = [f"parallel.stages={stages}"]
+    if stages == 2 and "parallel.schedule=interleaved" not in overrides:
+        keys.append("parallel.split=[blocks.3.0]")
+    recipe = recipe_of((*keys, *overrides))
     return factory.create(recipe, divide(recipe, processes.topology.replicas), processes, steps_per_epoch)
 
 

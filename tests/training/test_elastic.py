@@ -10,12 +10,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.faults.site import Site, Topology
+import train
+from benchmarks.faults.site import RECIPE, Site, Topology
 from common.errors import ConfigError
+from engines.torch_engine import TorchEngine
 from parallel import topology
 from parallel.elastic import Elastic
 from parallel.generations import Regroup
 from parallel.processes import Processes
+from tests import ranks
+from tests.conftest import QUICKSTART
 from tests.engines import threads
 from tests.training.scripted import ScriptedEngine
 from tests.waiting import wait_until
@@ -204,9 +208,9 @@ def undisturbed(tmp_path_factory):
     return site.result()
 
 
-def run_and_strike(folder, topology, strikes):
+def run_and_strike(folder, topology, strikes, overrides=ELASTIC):
     """Args: strikes: steps and (rank, signal) that is sent then. The output."""
-    site = Site(folder, topology, ELASTIC)
+    site = Site(folder, topology, overrides)
     session = site.start()
     for step, blows in strikes:
         session.reach(step, 0.0)
@@ -218,11 +222,18 @@ def run_and_strike(folder, topology, strikes):
 
 
 @pytest.mark.multiprocess
-def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, undisturbed):
-    result, said = run_and_strike(tmp_path, Topology(3, 1), [(8, [(0, signal.SIGKILL)])])
-    assert result == undisturbed
-    assert "of 30 with replicas 1, 2" in said and "resuming" not in said
-    started = [(each["generation"], each["replicas"]) for each in starts(tmp_path / "run")]  # for a report
+def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, monkeypatch):
+    """Its steps are small; this process trains the run that it is compared with."""
+    small = (*ranks.SMALL, "run.epochs=12")
+    site = Site(tmp_path / "alone", Topology(1, 1))
+    monkeypatch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
+    assert train.main(["--config", str(QUICKSTART), *RECIPE, *small, f"run.output={site.run}"]) == DONE
+    struck = tmp_path / "struck"
+    strikes = [(8, [(0, signal.SIGKILL)])]
+    result, said = run_and_strike(struck, Topology(3, 1), strikes, (*ELASTIC, *small))
+    assert result == site.result()
+    assert "of 60 with replicas 1, 2" in said and "resuming" not in said
+    started = [(each["generation"], each["replicas"]) for each in starts(struck / "run")]  # for a report
     assert started[:2] == [(0, 3), (1, 2)] and [number for number, _ in started] == list(range(len(started)))
 
 
