@@ -239,7 +239,8 @@ def training_batches(
         device: to which they are sent.
     """
     if source is None:
-        return Prefetcher(iter(()), device, depth=0)
+        none = (batch for batch in ())  # a generator, which can be closed
+        return Prefetcher(none, device, depth=0)
     return loader.TrainingBatches(
         source,
         data=settings.data,

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engines.base import one_step
+
 _ROOT = Path(__file__).resolve().parent.parent  # not from tests.conftest, which turns on the interpreter
 
 
