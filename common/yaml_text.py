@@ -25,6 +25,7 @@ class _Loader(yaml.SafeLoader):
     values = 0  # so far, each as often as it is repeated
 
     def compose_node(self, parent, index):
+        """Compose a node as PyYAML does, and count its values: aliases repeat those of their anchor."""
         event = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if getattr(event, "tag", None) is not None:
@@ -35,8 +36,12 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
-        long = len(node.value) // _LONG if isinstance(node, yaml.ScalarNode) else 0
-        self.values += getattr(node, "values", 1) if is_alias else 1 + long  # none yet: within itself
+        if is_alias:
+            self.values += getattr(node, "values", 1)  # an anchor that is repeated within itself has no count yet
+        else:
+            self.values += 1
+            if isinstance(node, yaml.ScalarNode):
+                self.values += len(node.value) // _LONG
         if self.values > _MOST_VALUES:
             self._refuse(event, f"more than {_MOST_VALUES:,} values, with what aliases repeat")
         if not is_alias:
@@ -100,13 +105,14 @@ class _ValueLoader(_Loader):
 
     def _refuse_comment(self, before):
         # PyYAML keeps a text whole in its buffer, so what lies between two positions is what was skipped.
-        _, mark, comment = self.buffer[before : self.pointer].partition("#")
+        skipped = self.buffer[before : self.pointer]
+        _, mark, comment = skipped.partition("#")
         if mark:
             raise _Comment(f"{mark}{comment} would be dropped as a comment; leave it out, or quote the whole text")
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """`text` as YAML 1.2 scalars, lists and mappings. Raises ConfigError that names `place` and the line."""
+    """Return `text` as YAML 1.2 scalars, lists and mappings. Raises ConfigError that names `place` and the line."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -222,7 +222,7 @@ class NoiseListener(StepListener):
 
     def begin(self, update: Update) -> None:
         self._squares = None
-        self.meter.start(update.number, update.steps)
+        self.meter.start(update.index, update.steps)
 
     def computed(self, divisor: torch.Tensor) -> None:
         if not self._summed:

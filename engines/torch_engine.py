@@ -315,7 +315,7 @@ class TorchEngine(Engine):
         if divisor is None:
             return None
         rate = self._exchange.rate(lr)
-        norms = self.weights.apply(update.number, rate, finite, measure)
+        norms = self.weights.apply(update.index, rate, finite, measure)
         return None if norms is None else self._exchange.norms(norms)
 
     def _account(self, update: Update, agreed: Agreement, norms: Optional[Norms]) -> StepResult:

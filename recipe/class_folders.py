@@ -6,30 +6,28 @@ from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 from common.errors import DataError
 
 # Folders that file systems, archives and storage servers make by themselves; some hold small copies of the images.
-_NOT_OF_THE_USER = frozenset(
-    {
-        b"lost+found",
-        b"@eaDir",
-        b"#recycle",
-        b"#snapshot",
-        b"@Recycle",
-        b"@Recently-Snapshot",
-        b"$RECYCLE.BIN",
-        b"System Volume Information",
-        b"__MACOSX",
-    }
+_NOT_OF_THE_USER = (
+    b"lost+found",
+    b"@eaDir",
+    b"#recycle",
+    b"#snapshot",
+    b"@Recycle",
+    b"@Recently-Snapshot",
+    b"$RECYCLE.BIN",
+    b"System Volume Information",
+    b"__MACOSX",
 )
 
 _EXTENSIONS = (b".jpg", b".jpeg", b".png")
-_OTHER_IMAGES = frozenset(
-    b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
-)  # a user who has these beside others may think that they are read
+# A user who has these beside others may think that they are read.
+_OTHER_IMAGES = b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
 
 
 def class_folders(folder: str) -> Tuple[str, ...]:
-    """Return the names of the class folders in a folder, in the order of their bytes.
+    """Return the names of the class folders in `folder`, in the order of their bytes.
 
-    Raises DataError: the folder cannot be listed, or has none.
+    Raises:
+        DataError: the folder cannot be listed, or has none.
     """
     place = os.fsencode(folder)
     folders = [entry for entry in listed(place) if is_folder(entry) and why_left_out(entry, [place]) is None]
@@ -40,7 +38,7 @@ def class_folders(folder: str) -> Tuple[str, ...]:
 
 
 def listed(folder: bytes) -> "List[os.DirEntry[bytes]]":
-    """Return the entries of a folder that are not hidden. Raises DataError."""
+    """Return the entries of `folder` that are not hidden. Raises DataError."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not entry.name.startswith(b".")]
@@ -49,7 +47,7 @@ def listed(folder: bytes) -> "List[os.DirEntry[bytes]]":
 
 
 def is_folder(entry: "os.DirEntry[bytes]") -> bool:
-    """Return whether an entry is a folder, or a link to one."""
+    """Return whether `entry` is a folder, or a link to one."""
     # Of a link DirEntry.is_dir raises where the link leads to itself.
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
@@ -58,6 +56,7 @@ def why_left_out(entry: "os.DirEntry[bytes]", around: Sequence[bytes]) -> Option
     """Return the kind of a folder or link in which images are not looked for; None for all others.
 
     Args:
+        entry: of a folder.
         around: paths of the folders that the entry lies in.
     """
     if entry.name in _NOT_OF_THE_USER and is_folder(entry):
@@ -76,10 +75,13 @@ def images_below(
     """Yield the paths of the images at any depth in a folder `name` in `folder`, relative to `folder`, in no order.
 
     Args:
+        folder: to which paths are relative.
+        name: of a folder in it.
         leave_out: called with what is left out: its kind, the extension of an image, and the path.
         around: folders between `folder` and this one.
 
-    Raises DataError: a folder cannot be listed.
+    Raises:
+        DataError: a folder cannot be listed.
     """
     place = os.path.join(folder, name)
     inside = (*(around or (folder,)), place)

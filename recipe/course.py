@@ -23,11 +23,11 @@ def is_known(noise: float, error: float) -> bool:
 
 
 class Update(NamedTuple):
-    """An optimizer update. step: its first step, from 0. steps: how many it takes. number: of updates before it."""
+    """An optimizer update. step: its first step, from 0. steps: how many it takes. index: updates before it."""
 
     step: int
     steps: int
-    number: int
+    index: int
 
     @property
     def end(self) -> int:
@@ -108,10 +108,10 @@ class Course:
     def updates(self, start: int = 0) -> Iterator[Update]:
         """Yield the updates from step `start` on, where one begins."""
         step = 0
-        number = 0
+        index = 0
         while step < self._total:
             steps = self._steps_at(step)
             if step >= start:
-                yield Update(step, steps, number)
+                yield Update(step, steps, index)
             step += steps
-            number += 1
+            index += 1

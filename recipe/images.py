@@ -25,9 +25,12 @@ class Data(Kind):
 
     tag = "source"
     resets = False
-    files: ClassVar[bool] = False  # whether images are files, which DALI can read, too
-    encoded: ClassVar[bool] = False  # whether images are decoded when they are read
-    possible_classes: ClassVar[range] = range(2, 2**31)  # numbers of classes that a model can learn
+    # Whether images are files, which DALI can read, too.
+    files: ClassVar[bool] = False
+    # Whether images are decoded when they are read.
+    encoded: ClassVar[bool] = False
+    # Numbers of classes that a model can learn.
+    possible_classes: ClassVar[range] = range(2, 2**31)
 
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = "torch"
@@ -83,33 +86,46 @@ class Data(Kind):
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
-        return None  # ignored, so that one override changes the images of a recipe
+        return None  # every key is ignored, so that one override changes the images of a recipe
 
     @property
     def place(self) -> str:
-        """Where the images are."""
+        """Folder, URL or name of the images."""
         return getattr(self, "root", None) or self.source
 
     def images(self, split: str) -> Optional[int]:
-        """Images of the "train" or "validation" split that the recipe alone gives; None: those that are found."""
+        """Return the images of a split that the recipe alone gives; None: those that are found.
+
+        Args:
+            split: "train" or "validation".
+        """
         return getattr(self, f"{split}_images", None)
 
     def located(self, split: str) -> Optional[str]:
-        """The file or folder of this machine that holds the "train" or "validation" images; None: none does.
+        """Return the file or folder of this machine that holds the images; None: none does.
 
-        Raises DataError where it is missing.
+        Args:
+            split: "train" or "validation".
+
+        Raises:
+            DataError: it is missing.
         """
         return None
 
     def check_classes(self, classes: int) -> None:
-        """Raises ConfigError where a model of so many classes cannot learn them."""
-        if classes not in self.possible_classes:
-            most, at_most = self.possible_classes[-1], " at most" if len(self.possible_classes) > 1 else ""
-            fault = f"data.source={self.source}: {most} classes{at_most}, but model.classes is {classes}"
-            raise ConfigError(f"{fault}; set model.classes={most}")
+        """Raise ConfigError where a model of so many `classes` cannot learn the images."""
+        possible = self.possible_classes
+        if classes not in possible:
+            at_most = " at most" if len(possible) > 1 else ""
+            fault = f"data.source={self.source}: {possible[-1]} classes{at_most}, but model.classes is {classes}"
+            raise ConfigError(f"{fault}; set model.classes={possible[-1]}")
 
     def count_classes(self) -> int:
-        """Classes of the training images, for `model.classes: auto`. Raises ConfigError where they cannot be known."""
+        """Return the classes of the training images, for `model.classes: auto`.
+
+        Raises:
+            ConfigError: they cannot be known.
+        """
         if len(self.possible_classes) == 1:
             return self.possible_classes[0]
         raise ConfigError(f"model.classes auto: data.source={self.source} has as many as you like; give a number")
@@ -137,7 +153,8 @@ class Files(Stored):
 
     files: ClassVar[bool] = True
     encoded: ClassVar[bool] = True
-    urls: ClassVar[bool] = False  # whether root may be a URL
+    # Whether root may be a URL.
+    urls: ClassVar[bool] = False
     train_folder: PathText = Field(
         "train", description="folder below root with one folder of images per class, or shards"
     )
@@ -151,12 +168,13 @@ class Files(Stored):
         if self.root is None:
             return _UNKNOWN_CLASSES
         try:
-            found = self._classes_in(split_folder(self, "train"))
+            classes = self._classes_in(split_folder(self, "train"))
         except (DataError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.classes auto: {error}") from None
-        if found < 2:
-            raise ConfigError(f"model.classes auto: {self.root}: {count(found, 'class', 'classes')}; a model needs two")
-        return found
+        if classes < 2:
+            few = count(classes, "class", "classes")
+            raise ConfigError(f"model.classes auto: {self.root}: {few}; a model needs two")
+        return classes
 
 
 class Folder(Files):
@@ -221,7 +239,7 @@ class Torchvision(Stored):
         return range(classes, classes + 1)
 
     def named(self) -> str:
-        """The name of the data set. Raises ConfigError where the recipe has none."""
+        """Return the name of the data set. Raises ConfigError where the recipe has none."""
         if self.dataset is None:
             raise ConfigError(f"data.dataset is not set; name a data set of torchvision: {', '.join(SETS)}")
         return self.dataset
@@ -230,9 +248,11 @@ class Torchvision(Stored):
         return torchvision_sets.find(self.named(), split, self.root)[0]
 
     def images(self, split: str) -> Optional[int]:
-        """Images of the "train" or "validation" split: as many as are expected, else as the data set has."""
-        known = SETS[self.dataset].images[split] if self.dataset is not None else None
-        return super().images(split) or known
+        """Return the images of a split, "train" or "validation": as many as are expected, else as the set has."""
+        expected = super().images(split)
+        if expected or self.dataset is None:
+            return expected
+        return SETS[self.dataset].images[split]
 
 
 class HuggingFace(Stored):
@@ -268,7 +288,15 @@ class HuggingFace(Stored):
 
 
 def split_folder(data: Files, split: str) -> str:
-    """The folder, or the URL, of the "train" or "validation" images. Raises DataError where there is no such folder."""
+    """Return the folder, or the URL, of the images of a split.
+
+    Args:
+        data: the section of the recipe.
+        split: "train" or "validation".
+
+    Raises:
+        DataError: there is no such folder.
+    """
     if data.root is None:
         raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
     folder = split_place(data, split)
@@ -284,10 +312,17 @@ def split_folder(data: Files, split: str) -> str:
 
 
 def split_place(data: Files, split: str) -> str:
-    """The folder or URL of the "train" or "validation" images, there or not, of a section with `root`."""
+    """Return the folder or URL of the images of a split, there or not.
+
+    Args:
+        data: a section with `root`.
+        split: "train" or "validation".
+    """
     return below(str(data.root), getattr(data, f"{split}_folder"))
 
 
 def below(root: str, name: str) -> str:
-    """A folder in a folder or below a URL."""
-    return f"{root.rstrip('/')}/{name}" if "://" in root else os.path.join(root, name)
+    """Return the folder `name` in the folder, or below the URL, `root`."""
+    if "://" in root:
+        return f"{root.rstrip('/')}/{name}"
+    return os.path.join(root, name)

@@ -74,14 +74,15 @@ def _options_of(section: str, key: str) -> Set[Any]:
     annotation = field.annotation
     is_kind = issubclass(annotation, Kind)
     classes = list(annotation.kinds.values()) if is_kind else [annotation]
-    found: Set[Any] = set()
-    for each in classes:
-        keys = each.fields()
-        if key in keys:
-            found.update(_options(keys[key].annotation))
-            if is_kind and key in each.own_keys():
-                found.add(_NONE)  # stands for the kind's default
-    return found or {str}
+    options: Set[Any] = set()
+    for cls in classes:
+        keys = cls.fields()
+        if key not in keys:
+            continue
+        options.update(_options(keys[key].annotation))
+        if is_kind and key in cls.own_keys():
+            options.add(_NONE)  # stands for the kind's default
+    return options or {str}
 
 
 def _options(annotation: Any) -> Iterator[Any]:
@@ -90,8 +91,8 @@ def _options(annotation: Any) -> Iterator[Any]:
     if origin is Annotated:
         yield from _options(get_args(annotation)[0])
     elif origin is Union:
-        for each in get_args(annotation):
-            yield from _options(each)
+        for option in get_args(annotation):
+            yield from _options(option)
     elif origin is Literal:
         yield from map(type, get_args(annotation))
     else:

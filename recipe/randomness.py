@@ -13,7 +13,9 @@ MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 def key(*words: Union[int, str]) -> int:
-    """64-bit key of a draw named by `words`, e.g. key("rounding", seed, step, "head.classifier.weight"), by BLAKE2b.
+    """Return the 64-bit key of a draw named by `words`, e.g. key("rounding", seed, step, "head.classifier.weight").
+
+    It is a hash by BLAKE2b.
 
     ("ab", "c") and ("a", "bc") differ, as do 1 and "1".
     """
@@ -22,9 +24,12 @@ def key(*words: Union[int, str]) -> int:
 
 
 def mix32(x: Any) -> Any:
-    """Bijection of 32-bit integers, elementwise: `lowbias32` of Wellons, "Prospecting for Hash Functions" (2018).
+    """Map 32-bit integers to others, one to one and elementwise.
 
-    Args: x: in [0, 2**32), an int, or an array or tensor of (u)int64, of whose products only the low 32 bits count.
+    Source: `lowbias32` of Wellons, "Prospecting for Hash Functions" (2018).
+
+    Args:
+        x: in [0, 2**32), an int, or an array or tensor of (u)int64, of whose products only the low 32 bits count.
     """
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
@@ -32,9 +37,16 @@ def mix32(x: Any) -> Any:
 
 
 def bits32(draw: int, counter: Any) -> Any:
-    """32 random bits for each `counter` in [0, 2**32), elementwise as `mix32`, of the draw with 64-bit key `draw`. Two
-    rounds of mixing: by one, two draws would be permutations of each other."""
-    return mix32((mix32(counter ^ (draw & MASK32)) + (draw >> 32)) & MASK32)
+    """Return 32 random bits for each counter, elementwise as `mix32`.
+
+    Args:
+        draw: 64-bit key of the draw.
+        counter: in [0, 2**32).
+    """
+    low = draw & MASK32
+    high = draw >> 32
+    # Two rounds of mixing: by one, two draws would be permutations of each other.
+    return mix32((mix32(counter ^ low) + high) & MASK32)
 
 
 class Stream:
@@ -44,7 +56,7 @@ class Stream:
         self._state = draw
 
     def bits(self) -> int:
-        """The next 64 bits."""
+        """Return the next 64 bits."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & MASK64
         z = self._state
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
@@ -52,9 +64,10 @@ class Stream:
         return z ^ (z >> 31)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """A float in [low, high), 53 bits fine; rounding may give `high` where `low` is not 0."""
-        return low + (high - low) * ((self.bits() >> 11) * 2.0**-53)
+        """Return a float in [low, high), 53 bits fine; rounding may give `high` where `low` is not 0."""
+        unit = (self.bits() >> 11) * 2.0**-53
+        return low + (high - low) * unit
 
     def integer(self, stop: int) -> int:
-        """An integer in [0, stop); its bias is below stop / 2**64."""
+        """Return an integer in [0, stop); its bias is below stop / 2**64."""
         return (self.bits() * stop) >> 64

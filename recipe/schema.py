@@ -9,7 +9,7 @@ PATH = Path(__file__).resolve().parent.parent / "configs" / "schema.json"
 
 
 def text() -> str:
-    """The schema of one YAML layer, in which nothing is required, because a file may extend another."""
+    """Return the schema of one YAML layer, in which nothing is required, because a file may extend another."""
     schema = Recipe.model_json_schema(by_alias=True)
     schema["title"] = "Recipe"
     schema["properties"]["extends"] = {"type": "string", "description": "recipe that this one is laid over"}
@@ -21,7 +21,9 @@ def _as_layer(node: object) -> object:
         return {key: _as_layer(value) for key, value in node.items() if key != "title"}
     if isinstance(node, list):
         return [_as_layer(item) for item in node]
-    return " ".join(node.split()) if isinstance(node, str) else node  # docstrings of keys have several lines
+    if isinstance(node, str):
+        return " ".join(node.split())  # docstrings of keys have several lines
+    return node
 
 
 if __name__ == "__main__":

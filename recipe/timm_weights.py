@@ -17,14 +17,18 @@ _ORIGINAL = {"group_size": 1, "expansion": 6, "norm": "batch"}
 
 
 class TimmWeights(NamedTuple):
-    """name: of the model in timm. file: with its weights; None for those that timm downloads."""
+    """Weights of timm. name: of the model. file: that holds them; None for those that timm downloads."""
 
     name: str
     file: Optional[str]
 
 
 def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
-    """None for other weights. Raises ConfigError for a model that is no EfficientNet-B0 to B7."""
+    """Return the weights of timm that `init_from` names; None for other weights.
+
+    Raises:
+        ConfigError: the model is no EfficientNet-B0 to B7.
+    """
     if not isinstance(init_from, str) or not init_from.startswith(_PREFIX):
         return None
     name, _, file = init_from[len(_PREFIX) :].partition(":")
@@ -41,11 +45,18 @@ def expanded(init_from: str) -> str:
 
 
 def keys(name: str) -> Dict[str, Any]:
-    """The keys of the section `model` with which it is timm's model of that name (timm/models/efficientnet.py: models
-    with `tf_` pad as TensorFlow does and have its epsilon)."""
-    found = _NAME.fullmatch(name)
-    assert found is not None, name
-    tensorflow, trained = found["tf"] is not None, set(re.split("[_.]", found["training"] or ""))
-    layers = {"norm_eps": 1e-3, "padding": "same"} if tensorflow else {"norm_eps": 1e-5, "padding": "torch"}
-    means = _MEANS if trained & _OTHER_MEANS else {}
-    return {"name": found["model"], **_UNGIVEN, **_ORIGINAL, **layers, **means}
+    """Return the keys of the section `model` with which it is timm's model called `name`.
+
+    Source: timm/models/efficientnet.py. Models with `tf_` pad as TensorFlow does and have its epsilon.
+    """
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    keys = {"name": match["model"], **_UNGIVEN, **_ORIGINAL}
+    if match["tf"] is not None:
+        keys.update(norm_eps=1e-3, padding="same")
+    else:
+        keys.update(norm_eps=1e-5, padding="torch")
+    training = re.split("[_.]", match["training"] or "")
+    if _OTHER_MEANS.intersection(training):
+        keys.update(_MEANS)
+    return keys

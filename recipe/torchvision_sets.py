@@ -16,8 +16,8 @@ class ImageSet(NamedTuple):
     """A data set of torchvision, under the name of its class there.
 
     images: of the splits "train" and "validation" (torchvision calls the second "test"). files: of each split, below
-    the folder that torchvision calls root; a folder stands for all that is in it. idx: whether they are MNIST's kind
-    of file, the images first, then the labels. package: of Debian and Ubuntu, and the folder that it fills.
+    the folder that torchvision calls root; a folder stands for all that is in it. idx: they are MNIST's kind of file,
+    the images first, then the labels. package: of Debian and Ubuntu, and the folder that it fills.
     """
 
     classes: int
@@ -81,14 +81,17 @@ def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
     """
     known = SETS[dataset]
     names = known.files[split]
-    packaged = (known.package[1],) if known.package else ()
-    places = (root,) if root is not None else (*packaged, download_folder(None))
+    if root is not None:
+        places = [root]
+    else:
+        places = [download_folder(None)]
+        if known.package:
+            places.insert(0, known.package[1])
     for place in places:
         for folder in _folders(dataset, place):
-            found = [_there(os.path.join(folder, name), known.idx) for name in names]
-            paths = tuple(path for path in found if path is not None)
-            if len(paths) == len(names):
-                return paths
+            paths = [_existing(os.path.join(folder, name), known.idx) for name in names]
+            if None not in paths:
+                return tuple(paths)
     packed = " (or .gz)" if known.idx else ""
     if root is not None:
         remedy = "correct data.root, or set data.download=true"
@@ -99,9 +102,14 @@ def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
 
 
 def count_images(dataset: str, split: str, path: str) -> int:
-    """Return the number of images of a split, of whose files `find` found the first at `path`.
+    """Return the number of images of a split.
 
     Files of MNIST's kind begin with it; those of the other sets are complete, or are refused when they are read.
+
+    Args:
+        dataset: one of `SETS`.
+        split: "train" or "validation".
+        path: of the first of the files that `find` found.
 
     Raises:
         DataError: a file cannot be read that far.
@@ -123,7 +131,9 @@ def _folders(dataset: str, place: str) -> Iterator[str]:
     yield place
 
 
-def _there(path: str, may_be_packed: bool) -> Optional[str]:
-    """Return the path, or that of the packed file, of what exists."""
-    packed = [f"{path}.gz"] if may_be_packed else []
-    return next((each for each in (path, *packed) if os.path.exists(each)), None)
+def _existing(path: str, may_be_packed: bool) -> Optional[str]:
+    """Return the path of a file, or that of the packed one, if it exists."""
+    if os.path.exists(path):
+        return path
+    packed = f"{path}.gz"
+    return packed if may_be_packed and os.path.exists(packed) else None

@@ -18,7 +18,10 @@ _OTHER_PROCESSES = 2  # of an instance, besides its workers: train.py, and PopTo
 
 
 class Launched(NamedTuple):
-    """What poprun started. replicas: of the run; served: those of this process; ipus_per_replica: IPUs of each."""
+    """Processes that poprun started.
+
+    replicas: of the run. served: those of this process. ipus_per_replica: IPUs of each.
+    """
 
     replicas: int
     served: int
@@ -26,24 +29,35 @@ class Launched(NamedTuple):
 
     @property
     def by_default(self) -> bool:
-        """Whether poprun was given nothing but a number of replicas: one instance, one IPU a replica."""
+        """True where poprun was given nothing but a number of replicas: one instance, one IPU a replica."""
         return self.served == self.replicas and self.ipus_per_replica == 1
 
 
 def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
-    """Return what poprun started; None where it did not start this process. Raises ConfigError."""
-    names = ("TOTAL_REPLICAS", "LOCAL_REPLICAS", "IPUS_PER_REPLICA")
-    numbers = [_number(environment, f"POPDIST_NUM_{name}") for name in names]
-    return None if None in numbers else Launched(*numbers)
+    """Return what poprun started by its variables in `environment`; None where it did not start this process.
+
+    Raises:
+        ConfigError: a variable is no number above 0.
+    """
+    replicas = _number(environment, "POPDIST_NUM_TOTAL_REPLICAS")
+    served = _number(environment, "POPDIST_NUM_LOCAL_REPLICAS")
+    stages = _number(environment, "POPDIST_NUM_IPUS_PER_REPLICA")
+    if replicas is None or served is None or stages is None:
+        return None
+    return Launched(replicas, served, stages)
 
 
 def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
-    """Return the IPUs that poprun gives each replica; None where it did not start this process. Raises ConfigError."""
+    """Return the IPUs that poprun gives each replica by `environment`; None where it did not start this process.
+
+    Raises:
+        ConfigError: the variable is no number above 0.
+    """
     return _number(environment, "POPDIST_NUM_IPUS_PER_REPLICA")
 
 
 def is_first_instance(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is poprun's first instance, or was not started by poprun."""
+    """Return whether by `environment` this process is poprun's first instance, or was not started by poprun."""
     return environment.get("POPDIST_REPLICA_INDEX_OFFSET", "0") == "0"
 
 
@@ -57,7 +71,7 @@ def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def fault(recipe: Recipe, launched: Launched) -> str:
-    """Return in which way what poprun started does not fit the recipe; an empty text where it fits."""
+    """Return why the processes that poprun `launched` do not fit the recipe; an empty text where they fit."""
     stages = recipe.parallel.stages
     wanted = recipe.parallel.replicas
     if launched.ipus_per_replica != stages:
@@ -95,11 +109,11 @@ def fault_of_instance(served: int, stages: int) -> str:
 
 
 def check_launched(recipe: Recipe, launched: Launched) -> None:
-    """Raise ConfigError, with the flags that fit, where what poprun started does not fit the recipe."""
-    found = fault(recipe, launched)
-    if found:
-        given = " ".join(fitting_flags(recipe, launched.replicas))
-        raise ConfigError(f"{found}; give poprun {given}{other_remedy(recipe, launched)}")
+    """Raise ConfigError, with the flags that fit, where the processes that poprun `launched` do not fit the recipe."""
+    reason = fault(recipe, launched)
+    if reason:
+        flags = " ".join(fitting_flags(recipe, launched.replicas))
+        raise ConfigError(f"{reason}; give poprun {flags}{other_remedy(recipe, launched)}")
 
 
 def check_served(served: int, stages: int, replicas: int) -> None:
@@ -110,14 +124,19 @@ def check_served(served: int, stages: int, replicas: int) -> None:
         stages: IPUs of each.
         replicas: of the run.
     """
-    found = fault_of_instance(served, stages)
-    if found:
+    reason = fault_of_instance(served, stages)
+    if reason:
         instances = fitting_instances(replicas, stages)
-        raise ConfigError(f"{found}; start several by poprun --num-instances {instances}")
+        raise ConfigError(f"{reason}; start several by poprun --num-instances {instances}")
 
 
 def other_remedy(recipe: Recipe, launched: Launched) -> str:
-    """Return the words that offer a key of the recipe in the place of other flags; empty where none would do."""
+    """Return the words that offer a key of the recipe in the place of other flags; an empty text where none would do.
+
+    Args:
+        recipe: of the run.
+        launched: what poprun started.
+    """
     if launched.ipus_per_replica != recipe.parallel.stages:
         return ", or use parallel.stages=auto, which takes what there is"
     if recipe.parallel.replicas not in (None, launched.replicas):
@@ -129,6 +148,7 @@ def fitting_flags(recipe: Recipe, replicas: int, cores: int = 1) -> List[str]:
     """Return the flags of poprun that fit the recipe.
 
     Args:
+        recipe: of the run.
         replicas: how many were started; a number in the recipe comes before it.
         cores: of the host; see `fitting_instances`.
     """
@@ -137,8 +157,10 @@ def fitting_flags(recipe: Recipe, replicas: int, cores: int = 1) -> List[str]:
     if recipe.ipu.pod is not None:
         replicas = min(replicas, max(1, recipe.ipu.pod // stages))
     instances = fitting_instances(replicas, stages, cores // (recipe.data.workers + _OTHER_PROCESSES))
-    numbers = (replicas, stages, instances)
-    return [word for flag, number in zip(FLAGS, numbers) for word in (flag, str(number))]
+    flags = []
+    for flag, number in zip(FLAGS, (replicas, stages, instances)):
+        flags += [flag, str(number)]
+    return flags
 
 
 def fitting_instances(replicas: int, stages: int, wanted: int = 1) -> int:
@@ -159,5 +181,5 @@ def fitting_instances(replicas: int, stages: int, wanted: int = 1) -> int:
 
 
 def is_power(number: int) -> bool:
-    """Return whether a number above 0 is a power of two."""
+    """Return whether `number`, above 0, is a power of two."""
     return number & (number - 1) == 0

@@ -276,7 +276,7 @@ def test_updates_take_as_many_steps_as_the_schedule_says_but_end_with_epochs_cha
     """Steps of 64 images: two at a time from step 11 (700 / 64 rounded up) on, four from 25 on; epochs of 8 steps."""
     found = list(Course(load(QUICKSTART, [GROWING]), 8, 39).updates())
     assert [update.steps for update in found] == [*[1] * 11, 2, 2, 1, *[2] * 4, 1, 4, 3, 4, 3]
-    assert [update.number for update in found] == list(range(len(found)))
+    assert [update.index for update in found] == list(range(len(found)))
     assert [update.end for update in found[:-1]] == [update.step for update in found[1:]]
     assert found[-1].end == 39 and {8, 16, 24, 32} <= {update.end for update in found}
     assert [update.end for update in found if update.reaches(10)] == [10, 20, 32]
@@ -287,7 +287,7 @@ def test_a_resumed_run_has_the_rest_of_the_updates(start):
     course = Course(load(QUICKSTART, [GROWING]), 8, 39)
     assert list(course.updates(start)) == [update for update in course.updates() if update.step >= start]
     plain = list(Course(load(QUICKSTART), 22, 50).updates(start))
-    assert [(each.step, each.steps, each.number) for each in plain] == [(step, 1, step) for step in range(start, 50)]
+    assert [(each.step, each.steps, each.index) for each in plain] == [(step, 1, step) for step in range(start, 50)]
 
 
 NOISE = ("batch.schedule=noise", "batch.largest=300")
