@@ -22,22 +22,30 @@ from common.files import expanded
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 AGAIN = "rerun the same command"
 _REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
-# Variables that torch reads once, as CUDA starts; their values, unless the user has set them or those behind.
+# Variables that torch reads once, as CUDA starts; their values, unless the user has set them or
+# those behind.
 _OF_CUDA = (
-    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", ()),  # for run.deterministic; 32 MiB, as on newer GPUs without it
-    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",)),  # image sizes leave no holes
+    # For run.deterministic; 32 MiB, as on newer GPUs without it.
+    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", ()),
+    # Image sizes leave no holes.
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",)),
 )
-# Variables by which libraries that count cores without a control group's quota are told how many there are.
+# Variables by which libraries that count cores without a control group's quota are told how many
+# there are.
 _OF_CORES = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 _SAME_SECONDS = 0.5  # timeout(1) and some terminals deliver one signal twice
 _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of all commands: a leading ~ of a value is expanded, and faults are one line without credentials."""
+    """Parser of all commands: a leading ~ of a value is expanded, and faults are one line without
+    credentials.
+    """
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse `args` as argparse does; a shell leaves the ~ in --flag=~/path alone, so it is expanded here."""
+        """Parse `args` as argparse does; a shell leaves the ~ in --flag=~/path alone, so it is
+        expanded here.
+        """
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._at_home(word) for word in words], namespace)
 
@@ -79,7 +87,8 @@ def naming(config, function, recipe):
 
 
 def run(file, computes=True):
-    """End the process with the exit code of main() in a command, whose imports Ctrl-C may interrupt.
+    """End the process with the exit code of main() in a command, whose imports Ctrl-C may
+    interrupt.
 
     Args:
         file: of the command.
@@ -88,7 +97,8 @@ def run(file, computes=True):
     """
     _open_streams()
     _set_variables(computes)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a launcher or nohup wants it ignored
+    # Else a launcher or nohup wants it ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     path = os.path.relpath(os.path.realpath(file), _ROOT)
     name = os.path.splitext(path)[0].replace(os.sep, ".")
@@ -115,7 +125,8 @@ def _set_variables(computes):
 
 
 def one_line(again=AGAIN):
-    """Decorate main() to end with one line and an exit code where the input, an output or Ctrl-C ends it.
+    """Decorate main() to end with one line and an exit code where the input, an output or Ctrl-C
+    ends it.
 
     Args:
         again: what to do once the fault is mended, or a function that returns it.
@@ -172,7 +183,8 @@ def fail(message, code):
 def finish(main):
     """Call `main` and end the process with the exit code that it returns; None is 0.
 
-    One of several connected ranks exits at once, as others may be gone; if another failed, that one prints first.
+    One of several connected ranks exits at once, as others may be gone; if another failed, that one
+    prints first.
     """
     try:
         code = main() or DONE
@@ -231,15 +243,19 @@ class _Stream(io.FileIO):
 
 
 def _open_streams():
-    """Replace stdout and stderr; open those that were closed, or the next file would take their number."""
+    """Replace stdout and stderr; open those that were closed, or the next file would take their
+    number.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+            # Takes the lowest number that is free.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
-        keywords = {"encoding": "utf-8", "errors": "backslashreplace"}  # not strict: names may hold anything
+        # Not strict: names may hold anything.
+        keywords = {"encoding": "utf-8", "errors": "backslashreplace"}
         if before is not None:
             before.flush()
             for keyword in ("encoding", "line_buffering", "write_through"):

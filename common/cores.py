@@ -1,7 +1,8 @@
-"""The processor: its name, and how many cores this process may keep busy: no more than its control group pays for.
+"""The processor: its name, and how many cores this process may keep busy: no more than its control
+group pays for.
 
-A container with a quota of one core still sees all cores of its host. Threads that wait for each other then use up the
-quota while they spin, and all stand still for the rest of each period.
+A container with a quota of one core still sees all cores of its host. Threads that wait for each
+other then use up the quota while they spin, and all stand still for the rest of each period.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Dict, Iterator, List, Optional, Tuple
 
 
 def processor(root: str = "/") -> str:
-    """Return the processor's name, as `AMD EPYC`; its architecture where the system tells no name (Arm, macOS).
+    """Return the processor's name, as `AMD EPYC`; its architecture where the system tells no name
+    (Arm, macOS).
 
     Args:
         root: the folder that holds `proc`.
@@ -28,10 +30,11 @@ def processor(root: str = "/") -> str:
 
 
 def available(root: str = "/") -> int:
-    """Return the number of cores to use: of the affinity, no more than the quota allows; at least 1.
+    """Return the number of cores to use: of the affinity, no more than the quota allows; at least
+    1.
 
-    A quota of 1.5 cores counts as 1: two threads that wait for each other would stand still for a quarter of the time,
-    and what is left over goes to the processes that read images.
+    A quota of 1.5 cores counts as 1: two threads that wait for each other would stand still for a
+    quarter of the time, and what is left over goes to the processes that read images.
 
     Args:
         root: the folder that holds `proc` and `sys`.
@@ -46,17 +49,21 @@ def within_quota(cores: int, root: str = "/") -> int:
 
 
 def limited(root: str = "/") -> Optional[int]:
-    """Return `available(root)`, or None where that is all that libraries count by themselves: the affinity."""
+    """Return `available(root)`, or None where that is all that libraries count by themselves: the
+    affinity.
+    """
     cores = available(root)
     return cores if cores < _of_affinity() else None
 
 
 def quota(root: str = "/") -> Optional[float]:
-    """Return the cores that this process's control groups below `root` pay for; None without a limit.
+    """Return the cores that this process's control groups below `root` pay for; None without a
+    limit.
 
     The least of all levels counts.
 
-    Sources: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst (cpu.cfs_quota_us).
+    Sources: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst
+    (cpu.cfs_quota_us).
     """
     limits: List[float] = []
     with contextlib.suppress(OSError, ValueError):  # not Linux, or nothing that can be read
@@ -72,7 +79,9 @@ def _of_affinity() -> int:
 
 
 def _groups(root: Path) -> Iterator[Tuple[Path, int]]:
-    """Yield (folder, version of cgroups) of all groups that this process is in and that have the processor."""
+    """Yield (folder, version of cgroups) of all groups that this process is in and that have the
+    processor.
+    """
     paths = _paths(root)
     for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         before, _, after = line.partition(" - ")
@@ -101,7 +110,9 @@ def _paths(root: Path) -> Dict[int, str]:
 
 
 def _below(top: str, path: str) -> List[PurePosixPath]:
-    """Return the group `path` and all above it, relative to the mounted group `top`, from the highest on."""
+    """Return the group `path` and all above it, relative to the mounted group `top`, from the
+    highest on.
+    """
     try:
         relative = PurePosixPath(path).relative_to(top)
     except ValueError:  # the mount shows the container's own group, the path is the host's
@@ -120,6 +131,10 @@ def _limit(folder: Path, version: int) -> Optional[float]:
             amount = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8")
             period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
         cores = int(amount) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # the highest group has no such file; "max" is no number
+    except (
+        OSError,
+        ValueError,
+        ZeroDivisionError,
+    ):  # the highest group has no such file; "max" is no number
         return None
     return cores if cores > 0 else None  # -1: no limit

@@ -1,7 +1,9 @@
-"""C++ functions of ours, compiled by this machine's C++ compiler and kept in the user's cache for other processes.
+"""C++ functions of ours, compiled by this machine's C++ compiler and kept in the user's cache for
+other processes.
 
-A library is taken from the cache only if it was made of these sources, by this compiler with these flags, for this
-processor, and if its bytes are those that were written. They are copied and checked before they are loaded.
+A library is taken from the cache only if it was made of these sources, by this compiler with these
+flags, for this processor, and if its bytes are those that were written. They are copied and checked
+before they are loaded.
 """
 
 from __future__ import annotations
@@ -33,30 +35,38 @@ _CHECKSUM_BYTES = 32
 
 
 class CompilerError(Exception):
-    """A compiler cannot be named, fails, does not end or prints too much, or what it made is no library of ours."""
+    """A compiler cannot be named, fails, does not end or prints too much, or what it made is no
+    library of ours.
+    """
 
 
 @functools.lru_cache(maxsize=None)
 def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) -> ctypes.CDLL:
-    """Return the library of a C++ file, from the user's cache or compiled now; the same object for the same arguments.
+    """Return the library of a C++ file, from the user's cache or compiled now; the same object for
+    the same arguments.
 
-    The compiler is CXX, else c++. If several processes ask at once, one compiles and the others wait for it.
+    The compiler is CXX, else c++. If several processes ask at once, one compiles and the others
+    wait for it.
 
     Args:
         source: the file; it may include .h files beside it.
         functions: names that the library must have.
-        flags: of the compiler. -march=native becomes AVX2 if torch is restricted to that (ATEN_CPU_CAPABILITY).
+        flags: of the compiler. -march=native becomes AVX2 if torch is restricted to that
+            (ATEN_CPU_CAPABILITY).
 
     Raises:
         OSError: the compiler cannot be started, or what it makes cannot be written or loaded.
-        CompilerError: it fails, exceeds a limit of time or of what it prints, or a function is missing.
+        CompilerError: it fails, exceeds a limit of time or of what it prints, or a function is
+            missing.
     """
     command = [*_compiler(), *_for_torch(flags)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # Copies are compiled: a file that is edited meanwhile cannot come under the digest of what it was.
+        # Copies are compiled: a file that is edited meanwhile cannot come under the digest of what
+        # it was.
         digests = {file.name: _copied(file, folder) for file in source.parent.iterdir() if file.suffix in _SUFFIXES}
-        # The macros name the compiler's version and each set of instructions that the processor has.
+        # The macros name the compiler's version and each set of instructions that the processor
+        # has.
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull], folder / "messages")
         key = _key(command, functions, source.name, digests, macros.decode(errors="replace"))
         kept = _place(f"{source.stem}-{key[:32]}.so") if b"#define" in macros else None
@@ -104,13 +114,20 @@ def _for_torch(flags: Sequence[str]) -> List[str]:
 
 
 def _run(command: Sequence[str], messages: Path) -> bytes:
-    """Run a compiler within limits of time and of what it prints into the file `messages`, which is returned.
+    """Run a compiler within limits of time and of what it prints into the file `messages`, which is
+    returned.
 
-    Raises OSError, CompilerError: it cannot be started, exits with a code other than 0, or exceeds a limit.
+    Raises OSError, CompilerError: it cannot be started, exits with a code other than 0, or exceeds
+    a limit.
     """
-    # In a session of its own, so that what a compiler starts can be ended with it. Nothing is read from a terminal.
+    # In a session of its own, so that what a compiler starts can be ended with it. Nothing is read
+    # from a terminal.
     with open(messages, "wb") as stream, subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stream,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     ) as process:
         try:
             _wait(process, messages)
@@ -162,8 +179,8 @@ def _private(state: os.stat_result) -> bool:
 def _loaded(kept: Optional[Path], key: str, folder: Path) -> Optional[ctypes.CDLL]:
     """Load a library from the cache by a copy in `folder`.
 
-    None: none is there, or it is damaged, or it cannot be loaded here, as with an older C library on another host that
-    shares the cache.
+    None: none is there, or it is damaged, or it cannot be loaded here, as with an older C library
+    on another host that shares the cache.
     """
     if kept is None:
         return None
@@ -185,7 +202,9 @@ def _loaded(kept: Optional[Path], key: str, folder: Path) -> Optional[ctypes.CDL
 
 
 def _keep(kept: Optional[Path], key: str, binary: bytes) -> None:
-    """Write a library to the cache, or do nothing where there is no room, and remove what was not used for longest."""
+    """Write a library to the cache, or do nothing where there is no room, and remove what was not
+    used for longest.
+    """
     if kept is None:
         return
     with contextlib.suppress(OSError):
@@ -198,13 +217,17 @@ def _keep(kept: Optional[Path], key: str, binary: bytes) -> None:
 
 
 def _checksum(key: str, binary: bytes) -> bytes:
-    """Return what follows a library in its file; of its key, too, so that no file stands for another."""
+    """Return what follows a library in its file; of its key, too, so that no file stands for
+    another.
+    """
     return hashlib.sha256(key.encode() + binary).digest()
 
 
 @contextlib.contextmanager
 def _alone(kept: Optional[Path]) -> Iterator[None]:
-    """Wait while another process compiles the same library, if locks work there, and for as long as a compiler has."""
+    """Wait while another process compiles the same library, if locks work there, and for as long as
+    a compiler has.
+    """
     descriptor = None
     if kept is not None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
-"""Credentials in URLs are removed from a recipe when it is read, so that they are never written or printed."""
+"""Credentials in URLs are removed from a recipe when it is read, so that they are never written or
+printed.
+"""
 
 import netrc
 import os
@@ -7,12 +9,14 @@ import sys
 from typing import Dict, Tuple
 from urllib.parse import quote
 
-ENVIRONMENT = "DATA_ROOT_URL"  # a variable: the URL, with its credentials, of the place that data.root names without
+# A variable: the URL, with its credentials, of the place that data.root names without.
+ENVIRONMENT = "DATA_ROOT_URL"
 
 # Of a web server also a user alone may be a token; elsewhere it is no secret.
 _USER = re.compile(r'(\bhttps?://)[^\s/?#"]*@|(://)[^\s/?#":@]*:[^\s/?#"]*@', re.IGNORECASE)
-# Where the part of a URL ends that is no secret. A web server's may be followed by a query, parameters or a fragment of
-# any form; others by ?name=value or ;name=value only, as these characters may be in the names of their files.
+# Where the part of a URL ends that is no secret. A web server's may be followed by a query,
+# parameters or a fragment of any form; others by ?name=value or ;name=value only, as these
+# characters may be in the names of their files.
 _PLACE = r"""(?:\bhttps?://[^{no}?#;]*(?=[?#;][^{no}])|://[^{no}]*?(?=[?;][^{no}=/?;]+=))"""
 _PLACE_IN_TEXT = re.compile(rf"""({_PLACE.format(no=chr(92) + "s'" + '"')})[^\s"']+""", re.IGNORECASE)
 _PLACE_OF_URL = re.compile(_PLACE.format(no=r"\n"), re.IGNORECASE)
@@ -32,7 +36,8 @@ def take(url: str) -> str:
     `restored` gives the credentials back; this process's command line loses them as well.
 
     Raises:
-        ValueError: the end of the password is ambiguous, or a web address has a fragment, which no server would get.
+        ValueError: the end of the password is ambiguous, or a web address has a fragment, which no
+            server would get.
     """
     given = url
     url = _small_scheme(url)
@@ -51,16 +56,20 @@ def take(url: str) -> str:
 
 
 def _is_ambiguous(url: str) -> bool:
-    """Return whether a part of a password may be left in a URL whose user and password were removed."""
+    """Return whether a part of a password may be left in a URL whose user and password were
+    removed.
+    """
     address = url.rpartition("://")[2]
     port = re.split("[/?#]", address)[0].partition(":")[2]
     return "@" in address and port != "" and not port.isdigit()
 
 
 def restored(place: str) -> Tuple[str, str]:
-    """Return a place with its user and password, and the query that goes behind the names of files there.
+    """Return a place with its user and password, and the query that goes behind the names of files
+    there.
 
-    They are those of the URL that was taken, or else of the environment, or else the host's in ~/.netrc.
+    They are those of the URL that was taken, or else of the environment, or else the host's in
+    ~/.netrc.
 
     Args:
         place: at or below a URL, without credentials.

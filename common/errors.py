@@ -1,4 +1,6 @@
-"""Errors that the user can mend, each one line with place, fault and remedy; and the exit codes of commands."""
+"""Errors that the user can mend, each one line with place, fault and remedy; and the exit codes of
+commands.
+"""
 
 from common.credentials import masked
 from common.text import printable
@@ -31,6 +33,8 @@ class CheckpointError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error; for errors that a compiler wraps, of the one inside."""
+    """Return the first line of a library's error; for errors that a compiler wraps, of the one
+    inside.
+    """
     cause = getattr(error, "inner_exception", error)  # Dynamo's name for what a backend raises
     return masked(next(iter(str(cause).strip().splitlines()), type(cause).__name__))

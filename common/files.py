@@ -1,4 +1,6 @@
-"""Files that are there whole or not at all (the one atomic write of the repository), bounded reads, and paths."""
+"""Files that are there whole or not at all (the one atomic write of the repository), bounded reads,
+and paths.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def expanded(path: str) -> str:
 
 
 def user_cache() -> Path:
-    """Return the folder of what is kept for this user's later runs on this machine; it may not exist yet."""
+    """Return the folder of what is kept for this user's later runs on this machine; it may not
+    exist yet.
+    """
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder, "large-batch-efficientnet")
 
@@ -58,7 +62,8 @@ def read_regular(path: Union[str, bytes, Path], most: int) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterator[Path]:
-    """Yield a path to write a file to, which takes the place of `path` once the block ends without an error.
+    """Yield a path to write a file to, which takes the place of `path` once the block ends without
+    an error.
 
     Args:
         path: of the file; the other one lies beside it.
@@ -116,7 +121,9 @@ def writing(place: Union[str, Path]) -> Iterator[None]:
 
 
 def check_same(path: Path, descriptor: int) -> None:
-    """Raise OSError unless `path` still leads to what `descriptor` has open, whose inode nothing else can have."""
+    """Raise OSError unless `path` still leads to what `descriptor` has open, whose inode nothing
+    else can have.
+    """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return

@@ -9,11 +9,14 @@ from typing import Any, Union
 
 from common.files import open_regular
 
-MOST_BYTES = 64 << 20  # a manifest of 100,000 shards takes 20 MB; as Python's objects JSON takes 20 times its bytes
+# A manifest of 100,000 shards takes 20 MB; as Python's objects JSON takes 20 times its bytes.
+MOST_BYTES = 64 << 20
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """Parse `text` as JSON. Raises ValueError if it is invalid, longer than MOST_BYTES, or nested too deeply."""
+    """Parse `text` as JSON. Raises ValueError if it is invalid, longer than MOST_BYTES, or nested
+    too deeply.
+    """
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text):,} bytes of JSON, more than {MOST_BYTES:,}")
     try:

@@ -36,7 +36,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes such as \\x1b for what cannot be printed or encoded, or is no UTF-8."""
+    """Return `text` with escapes such as \\x1b for what cannot be printed or encoded, or is no
+    UTF-8.
+    """
     return "".join(map(_escaped, text))
 
 

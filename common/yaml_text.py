@@ -1,4 +1,6 @@
-"""YAML as recipes, sweeps and machines have it: YAML 1.2's scalars, bounded in size and depth, faults in one line."""
+"""YAML as recipes, sweeps and machines have it: YAML 1.2's scalars, bounded in size and depth,
+faults in one line.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from common.files import read_regular
 _MOST_BYTES = 1 << 20  # of a file; a recipe has some thousands
 _MOST_VALUES = 10_000  # with what aliases repeat; a recipe has some hundreds
 _LONG = 1000  # characters of a text that count as one value more
-_DEEPEST = 32  # levels of lists and mappings; Python's own limit changes with what a process has imported
+# Levels of lists and mappings; Python's own limit changes with what a process has imported.
+_DEEPEST = 32
 _TEXT = "tag:yaml.org,2002:str"
 
 
@@ -25,7 +28,9 @@ class _Loader(yaml.SafeLoader):
     values = 0  # so far, each as often as it is repeated
 
     def compose_node(self, parent, index):
-        """Compose a node as PyYAML does, and count its values: aliases repeat those of their anchor."""
+        """Compose a node as PyYAML does, and count its values: aliases repeat those of their
+        anchor.
+        """
         event = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if getattr(event, "tag", None) is not None:
@@ -37,7 +42,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         if is_alias:
-            self.values += getattr(node, "values", 1)  # an anchor that is repeated within itself has no count yet
+            # An anchor that is repeated within itself has no count yet.
+            self.values += getattr(node, "values", 1)
         else:
             self.values += 1
             if isinstance(node, yaml.ScalarNode):
@@ -53,7 +59,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes every text that YAML 1.1 or `_Loader` would take for something else, as in `name: '1e5'`."""
+    """Quotes every text that YAML 1.1 or `_Loader` would take for something else, as in `name:
+    '1e5'`.
+    """
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -62,7 +70,8 @@ _Loader.yaml_implicit_resolvers = {
 }
 for _class in (_Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-    # Longer ones become floats, as Python refuses to read and to print integers of thousands of digits.
+    # Longer ones become floats, as Python refuses to read and to print integers of thousands of
+    # digits.
     _class.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]{1,300}$"), list("-+0123456789"))
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -104,7 +113,8 @@ class _ValueLoader(_Loader):
         self._refuse_comment(before)
 
     def _refuse_comment(self, before):
-        # PyYAML keeps a text whole in its buffer, so what lies between two positions is what was skipped.
+        # PyYAML keeps a text whole in its buffer, so what lies between two positions is what was
+        # skipped.
         skipped = self.buffer[before : self.pointer]
         _, mark, comment = skipped.partition("#")
         if mark:
@@ -112,7 +122,9 @@ class _ValueLoader(_Loader):
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """Return `text` as YAML 1.2 scalars, lists and mappings. Raises ConfigError that names `place` and the line."""
+    """Return `text` as YAML 1.2 scalars, lists and mappings. Raises ConfigError that names `place`
+    and the line.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

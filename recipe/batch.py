@@ -1,4 +1,6 @@
-"""All arithmetic of a run: global batch = micro batch x accumulation x replicas, and its lengths in steps."""
+"""All arithmetic of a run: global batch = micro batch x accumulation x replicas, and its lengths in
+steps.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _DESCRIBED = (
 
 @dataclass(frozen=True)
 class Lengths:
-    """The run in optimizer steps. `dropped` images an epoch are left over after its last whole step."""
+    """The run in optimizer steps. `dropped` images an epoch are left over after its last whole
+    step.
+    """
 
     steps_per_epoch: int
     dropped: int
@@ -102,7 +106,8 @@ def settled(recipe: Recipe, micro: int) -> Recipe:
 def _micro_batch_sizes(recipe: Recipe, replicas: int) -> List[int]:
     """Return the divisors of what a replica has of `batch.global`, ascending; at least 1."""
     images = recipe.batch.global_
-    if not recipe.exchange.in_tree:  # in tree order replicas may have different numbers of micro batches
+    # In tree order replicas may have different numbers of micro batches.
+    if not recipe.exchange.in_tree:
         images = images // replicas if images % replicas == 0 else 1
     largest = min(images, _MOST)
     return [1, *(micro for micro in range(2, largest + 1) if images % micro == 0)]
@@ -125,7 +130,8 @@ def _with_micro_batch(recipe: Recipe, micro: int, replicas: int) -> Batch:
         raise ConfigError(f"{few}, too few for {count(replicas, 'replica')}; lower batch.micro or start fewer")
     accumulation = micro_batches // replicas
     batch = Batch(images, micro, accumulation, replicas, recipe.parallel.stages)
-    # The pipeline needs some micro batches on each replica. Where there are too few, `check` says so.
+    # The pipeline needs some micro batches on each replica. Where there are too few, `check` says
+    # so.
     least = min(recipe.parallel.least, accumulation)
     batch = batch.with_shares(shares.even(micro_batches, replicas, least))
     checks.check(recipe, batch)
@@ -216,7 +222,9 @@ def _given(section: Section, prefix: str = "") -> str:
 
 
 def _check_warmup(recipe: Recipe) -> None:
-    """Raise ConfigError for a warm-up as long as the run where that shows without the number of images."""
+    """Raise ConfigError for a warm-up as long as the run where that shows without the number of
+    images.
+    """
     for unit in _UNITS:
         warmup = getattr(recipe.schedule, f"warmup_{unit}")
         length = getattr(recipe.run, unit)
@@ -262,7 +270,8 @@ def peak_learning_rate(recipe: Recipe) -> float:
 
 
 def rate_factor(rule: str, ratio: float) -> float:
-    """Return the factor on a learning rate for a batch that is `ratio` times the one which the rate is meant for.
+    """Return the factor on a learning rate for a batch that is `ratio` times the one which the rate
+    is meant for.
 
     Args:
         rule: none, sqrt (Krizhevsky, 1404.5997) or linear (Goyal et al., 1706.02677).
@@ -286,7 +295,8 @@ def training_image_sizes(recipe: Recipe) -> Set[int]:
 
 
 def describe(recipe: Recipe, here: bool = True) -> str:
-    """Return the plan that `--dry-run` prints: what follows from the recipe, and its keys that are not defaults.
+    """Return the plan that `--dry-run` prints: what follows from the recipe, and its keys that are
+    not defaults.
 
     Args:
         recipe: of the run.
@@ -297,8 +307,12 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     """
     batch = planned(recipe)
     recipe.data.check_classes(recipe.model.classes)
-    # The images decide on the length of an epoch: those that are here, else as many as the recipe expects.
-    images, counted = _images(recipe) if here else ("", None)
+    # The images decide on the length of an epoch: those that are here, else as many as the recipe
+    # expects.
+    images = ""
+    counted = None
+    if here:
+        images, counted = _images(recipe)
     number = recipe.data.images("train") if counted is None else counted
     if number is None:
         _check_warmup(recipe)
@@ -326,7 +340,9 @@ def describe(recipe: Recipe, here: bool = True) -> str:
 
 
 def _changed_keys(name: str, section: Section) -> str:
-    """Return the keys of a section that are not defaults, its kind first, without those described already."""
+    """Return the keys of a section that are not defaults, its kind first, without those described
+    already.
+    """
     keys = {}
     tag = getattr(section, "tag", None)
     if tag is not None:
@@ -336,7 +352,8 @@ def _changed_keys(name: str, section: Section) -> str:
 
 
 def _images(recipe: Recipe) -> Tuple[str, int | None]:
-    """Return the plan's line about images on this machine, and the training images there; None if they are unknown.
+    """Return the plan's line about images on this machine, and the training images there; None if
+    they are unknown.
 
     Raises:
         DataError: a run would refuse them.

@@ -29,7 +29,9 @@ def check(recipe: Recipe, batch: Batch) -> None:
 
 
 def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
-    """Yield what is wrong, and the remedy, for each rule that the recipe breaks, in the order of this file."""
+    """Yield what is wrong, and the remedy, for each rule that the recipe breaks, in the order of
+    this file.
+    """
     if recipe.batch.micro is None:
         yield from _automatic_micro_batch(recipe)
     if batch.micro == 1:
@@ -86,7 +88,9 @@ def _compressed_updates(recipe: Recipe) -> Iterator[str]:
 
 
 def _late_gradients(recipe: Recipe) -> Iterator[str]:
-    """Refuse what a gradient or a mean of weights that is late, or each replica's own, would make wrong."""
+    """Refuse what a gradient or a mean of weights that is late, or each replica's own, would make
+    wrong.
+    """
     exchange = recipe.exchange
     is_local = exchange.method == "local"
     if recipe.model.batch_statistics and is_local:
@@ -99,7 +103,9 @@ def _late_gradients(recipe: Recipe) -> Iterator[str]:
 
 
 def _growing_batch(recipe: Recipe, batch: Batch) -> Iterator[str]:
-    """Refuse a growing batch beside what counts updates, or adds in an order that depends on their micro batches."""
+    """Refuse a growing batch beside what counts updates, or adds in an order that depends on their
+    micro batches.
+    """
     exchange = recipe.exchange
     is_plain = exchange.method in ("dense", "none", "auto") and not exchange.in_tree and not exchange.delay
     if not is_plain:
@@ -117,7 +123,9 @@ def _growing_batch(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def _sums_in_tree_order(recipe: Recipe, batch: Batch) -> Iterator[str]:
-    """Refuse a delay where a replica has several partial sums, of which a delayed exchange keeps one."""
+    """Refuse a delay where a replica has several partial sums, of which a delayed exchange keeps
+    one.
+    """
     if not recipe.exchange.in_tree or not recipe.exchange.delay:
         return
     if any(len(subtrees(share, batch.micro_batches)) > 1 for share in batch.shares):
@@ -126,7 +134,9 @@ def _sums_in_tree_order(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def _measured_shares(recipe: Recipe) -> Iterator[str]:
-    """Refuse shares that follow measured times where they would change bits, or a schedule fixes them."""
+    """Refuse shares that follow measured times where they would change bits, or a schedule fixes
+    them.
+    """
     goes = "parallel.shares measured goes with exchange.order tree"
     if not recipe.exchange.in_tree:
         yield f"{goes}, in which shares change no bit; use exchange.order=tree or parallel.shares=even"
@@ -139,7 +149,9 @@ def _measured_shares(recipe: Recipe) -> Iterator[str]:
 
 
 def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:
-    """Refuse what needs each replica's own state, or adds in an order that depends on how many there are."""
+    """Refuse what needs each replica's own state, or adds in an order that depends on how many
+    there are.
+    """
     parallel = recipe.parallel
     if recipe.run.device == "ipu":
         yield "parallel.elastic is for CPUs and GPUs; use parallel.elastic=false"
@@ -156,7 +168,9 @@ def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def _pipeline(recipe: Recipe, batch: Batch) -> Iterator[str]:
-    """Refuse numbers of micro batches that a schedule of torch.distributed.pipelining does not take."""
+    """Refuse numbers of micro batches that a schedule of torch.distributed.pipelining does not
+    take.
+    """
     name = recipe.parallel.schedule
     stages = batch.stages
     if name == "sharded":
@@ -174,10 +188,12 @@ def _pipeline(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def bound_to_cut(recipe: Recipe, replicas: int) -> str:
-    """Return why another cut into stages would change what replicas learn; an empty text if it changes no bit.
+    """Return why another cut into stages would change what replicas learn; an empty text if it
+    changes no bit.
 
-    An all-reduce adds in an order that depends on an element's place in the stage's buffer. This matters for three
-    replicas or more. `half` and the tree add each element in the order of replicas, wherever it is.
+    An all-reduce adds in an order that depends on an element's place in the stage's buffer. This
+    matters for three replicas or more. `half` and the tree add each element in the order of
+    replicas, wherever it is.
 
     Args:
         recipe: of the run.

@@ -1,11 +1,14 @@
-"""What a class folder is and which of its files are images: for counting before a run, and for reading."""
+"""What a class folder is and which of its files are images: for counting before a run, and for
+reading.
+"""
 
 import os
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from common.errors import DataError
 
-# Folders that file systems, archives and storage servers make by themselves; some hold small copies of the images.
+# Folders that file systems, archives and storage servers make by themselves; some hold small copies
+# of the images.
 _NOT_OF_THE_USER = (
     b"lost+found",
     b"@eaDir",
@@ -70,9 +73,13 @@ def why_left_out(entry: "os.DirEntry[bytes]", around: Sequence[bytes]) -> Option
 
 
 def images_below(
-    folder: bytes, name: bytes, leave_out: Callable[[str, str, bytes], None], around: Tuple[bytes, ...] = ()
+    folder: bytes,
+    name: bytes,
+    leave_out: Callable[[str, str, bytes], None],
+    around: Tuple[bytes, ...] = (),
 ) -> Iterator[bytes]:
-    """Yield the paths of the images at any depth in a folder `name` in `folder`, relative to `folder`, in no order.
+    """Yield the paths of the images at any depth in a folder `name` in `folder`, relative to
+    `folder`, in no order.
 
     Args:
         folder: to which paths are relative.
@@ -88,8 +95,8 @@ def images_below(
     for entry in listed(place):
         path = name + b"/" + entry.name
         kind = os.path.splitext(entry.name)[1].lower()
-        # Extensions first: the kind of an entry can cost a call to the file system. An image's name on something that
-        # is no file is found when it is read.
+        # Extensions first: the kind of an entry can cost a call to the file system. An image's name
+        # on something that is no file is found when it is read.
         if kind in _EXTENSIONS:
             yield path
             continue

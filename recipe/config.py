@@ -1,4 +1,6 @@
-"""The schema of a recipe. Annotations are evaluated by pydantic at run time and must work on Python 3.8."""
+"""The schema of a recipe. Annotations are evaluated by pydantic at run time and must work on Python
+3.8.
+"""
 
 from typing import Iterator, List, Literal, Optional, Union
 
@@ -20,20 +22,30 @@ class Run(Section):
     name: str = Field("run", pattern=r"^\w[\w.-]*$", description="name in logs and of the default output folder")
     output: Optional[PathText] = Field(None, description="run folder; null means runs/NAME")
     device: Literal["auto", "cpu", "cuda", "ipu"] = "auto"
-    """auto takes an NVIDIA GPU if there is any, else the CPU; cuda is NVIDIA's only; IPUs are used only if named. AMD's
-    (ROCm), Apple's (MPS) and Intel's (XPU) GPUs are not supported: with PyTorch for ROCm name cpu"""
-    seed: int = Field(0, ge=0, lt=2**63, description="every random draw of the run is a function of it")
-    epochs: Optional[float] = Field(None, gt=0, le=1e6, description="length of the run in epochs (or steps, or images)")
-    steps: Optional[int] = Field(None, gt=0, le=10**12, description="length of the run in optimizer updates")
-    images: Optional[int] = Field(None, gt=0, le=10**15, description="length of the run in training images")
+    """auto takes an NVIDIA GPU if there is any, else the CPU; cuda is NVIDIA's only; IPUs are used
+    only if named. AMD's (ROCm), Apple's (MPS) and Intel's (XPU) GPUs are not supported: with
+    PyTorch for ROCm name cpu"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """every random draw of the run is a function of it"""
+    epochs: Optional[float] = Field(None, gt=0, le=1e6)
+    """length of the run in epochs (or steps, or images)"""
+    steps: Optional[int] = Field(None, gt=0, le=10**12)
+    """length of the run in optimizer updates"""
+    images: Optional[int] = Field(None, gt=0, le=10**15)
+    """length of the run in training images"""
     resume: Literal["auto", "never"] = "auto"
-    """auto continues from the newest good checkpoint of the run folder; never refuses a used folder"""
-    lock: bool = Field(True, description="lock the run folder against other processes; needs POSIX locks")
-    deterministic: bool = Field(False, description="CUDA runs repeat bit for bit, but slower (CPU runs always do)")
+    """auto continues from the newest good checkpoint of the run folder; never refuses a used
+    folder"""
+    lock: bool = True
+    """lock the run folder against other processes; needs POSIX locks"""
+    deterministic: bool = False
+    """CUDA runs repeat bit for bit, but slower (CPU runs always do)"""
     threads: Optional[int] = Field(None, gt=0)
-    """CPU threads of each rank, which change rounding; null: OMP_NUM_THREADS, or the host's cores over its ranks"""
+    """CPU threads of each rank, which change rounding; null: OMP_NUM_THREADS, or the host's cores
+    over its ranks"""
     loss_limit: float = Field(10.0, gt=1)
-    """the run ends as diverged if three log lines in a row have a loss above this multiple of ln classes (guessing)"""
+    """the run ends as diverged if three log lines in a row have a loss above this multiple of ln
+    classes (guessing)"""
 
     def faults(self) -> Iterator[str]:
         yield from exactly_one(self, ("epochs", "steps", "images"), required=True)
@@ -42,21 +54,24 @@ class Run(Section):
 class BatchSection(Section):
     """Images per update and per forward pass; accumulation follows from them."""
 
-    global_: int = Field(768, alias="global", gt=0, description="images per update over all replicas")
+    global_: int = Field(768, alias="global", gt=0)
+    """images per update over all replicas"""
     micro: Optional[int] = Field(3, gt=0, json_schema_extra=or_auto)
-    """images per forward pass of one stage; auto (or null) takes the largest that fits a GPU's memory, which is tried
-    at the run's begin and then kept, and on a CPU the largest up to 32; with group normalisation it changes only which
-    images are mixed with each other, what dropout draws, and rounding; refused with batch normalisation, several stages
-    and on IPUs"""
+    """images per forward pass of one stage; auto (or null) takes the largest that fits a GPU's
+    memory, which is tried at the run's begin and then kept, and on a CPU the largest up to 32; with
+    group normalisation it changes only which images are mixed with each other, what dropout draws,
+    and rounding; refused with batch normalisation, several stages and on IPUs"""
     evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
     schedule: Union[Literal["noise"], List[List[float]], None] = None
-    """a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]], or noise, which doubles it at
-    the end of an epoch if the noise scale is larger; batches are multiples of batch.global, which remains the unit of
-    steps, rates and warm-ups; null keeps batch.global"""
-    largest: Optional[int] = Field(None, gt=0, description="the largest batch of batch.schedule=noise")
+    """a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]], or noise,
+    which doubles it at the end of an epoch if the noise scale is larger; batches are multiples of
+    batch.global, which remains the unit of steps, rates and warm-ups; null keeps batch.global"""
+    largest: Optional[int] = Field(None, gt=0)
+    """the largest batch of batch.schedule=noise"""
     rate_rule: Literal["none", "sqrt", "linear"] = "none"
-    """how the learning rate follows a batch of `schedule` above batch.global: not at all, with the square root of their
-    ratio, or with the ratio; sqrt suits optimizers that normalise the gradient, linear suits sgd"""
+    """how the learning rate follows a batch of `schedule` above batch.global: not at all, with the
+    square root of their ratio, or with the ratio; sqrt suits optimizers that normalise the
+    gradient, linear suits sgd"""
 
     @field_validator("micro", mode="before")
     @classmethod
@@ -87,16 +102,21 @@ class BatchSection(Section):
 class Log(Parts):
     """What is recorded during training; each logger adds its keys."""
 
-    every_steps: int = Field(50, gt=0, description="updates between two log lines, each of which waits for the device")
-    trust_ratios: bool = Field(True, description="write each layer's trust ratio into metrics.jsonl")
+    every_steps: int = Field(50, gt=0)
+    """updates between two log lines, each of which waits for the device"""
+    trust_ratios: bool = True
+    """write each layer's trust ratio into metrics.jsonl"""
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"
-    """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also by parameter"""
-    trace: int = Field(0, ge=0, le=1000, description="updates, from a session's second on, whose timeline is recorded")
+    """estimate the gradient noise scale; auto: where a step has several micro batches; layers: also
+    by parameter"""
+    trace: int = Field(0, ge=0, le=1000)
+    """updates, from a session's second on, whose timeline is recorded"""
     profile: int = Field(0, ge=0, le=100)
-    """updates, from a session's second on, of which each rank writes a trace of torch.profiler into profile/"""
+    """updates, from a session's second on, of which each rank writes a trace of torch.profiler into
+    profile/"""
     memory: bool = False
-    """each rank writes a snapshot of its CUDA memory into profile/ after the updates of `profile` (or the second), or
-    when memory runs out; refused with run.device=cpu and on IPUs"""
+    """each rank writes a snapshot of its CUDA memory into profile/ after the updates of `profile`
+    (or the second), or when memory runs out; refused with run.device=cpu and on IPUs"""
 
     def faults(self) -> Iterator[str]:
         if self.trace and self.profile:
@@ -112,13 +132,15 @@ class TensorBoard(Log):
 class WeightsAndBiases(Log):
     """Weights & Biases."""
 
-    wandb: bool = Field(False, description="also send the numbers to Weights & Biases (package wandb)")
+    wandb: bool = False
+    """also send the numbers to Weights & Biases (package wandb)"""
 
 
 class MLflow(Log):
     """MLflow."""
 
-    mlflow: bool = Field(False, description="also send the numbers to MLflow (package mlflow-skinny, or mlflow)")
+    mlflow: bool = False
+    """also send the numbers to MLflow (package mlflow-skinny, or mlflow)"""
 
 
 class Evaluation(Section):
@@ -131,7 +153,8 @@ class Checkpoint(Section):
     """When the run is saved, besides at the last step."""
 
     every_epochs: float = Field(1.0, gt=0, description="epochs between checkpoints")
-    keep_last: int = Field(2, ge=2, description="newest checkpoints to keep; two, in case the newest is damaged")
+    keep_last: int = Field(2, ge=2)
+    """newest checkpoints to keep; two, in case the newest is damaged"""
     keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
 
 
@@ -162,7 +185,8 @@ class Recipe(Section):
         return self
 
 
-# Keys of which a recipe gives one: naming one in a later layer replaces another of an earlier layer.
+# Keys of which a recipe gives one: naming one in a later layer replaces another of an earlier
+# layer.
 ALTERNATIVES = (
     ("run.epochs", "run.steps", "run.images"),
     ("schedule.peak", "schedule.peak_per_image"),

@@ -1,11 +1,13 @@
 """Updates of a run whose batch grows: `batch.schedule`.
 
-A run counts in steps of `batch.global` images. An update takes one step or, with a larger batch, several, so rates,
-epochs, the order of images and random draws depend on the images seen, not on the number of updates. An update ends at
-the latest where an epoch, a part of the schedule or the run ends.
+A run counts in steps of `batch.global` images. An update takes one step or, with a larger batch,
+several, so rates, epochs, the order of images and random draws depend on the images seen, not on
+the number of updates. An update ends at the latest where an epoch, a part of the schedule or the
+run ends.
 
-With the schedule `noise` the batch is doubled at the end of an epoch if the noise scale, less a standard error, is at
-least twice the batch, up to `batch.largest` (McCandless et al., 1812.06162, section 2.2). It never shrinks.
+With the schedule `noise` the batch is doubled at the end of an epoch if the noise scale, less a
+standard error, is at least twice the batch, up to `batch.largest` (McCandless et al., 1812.06162,
+section 2.2). It never shrinks.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def is_known(noise: float, error: float) -> bool:
 
 
 class Update(NamedTuple):
-    """An optimizer update. step: its first step, from 0. steps: how many it takes. index: updates before it."""
+    """An optimizer update. step: its first step, from 0. steps: how many it takes. index: updates
+    before it.
+    """
 
     step: int
     steps: int
@@ -65,7 +69,8 @@ class Course:
 
     @property
     def growth(self) -> List[Tuple[int, int]]:
-        """(step, steps of an update from there on) for each growth by the schedule `noise`; to be saved with the run.
+        """(step, steps of an update from there on) for each growth by the schedule `noise`; to be
+        saved with the run.
 
         Empty without that schedule.
         """

@@ -2,7 +2,14 @@
 
 from typing import Any, Iterator, List, Literal, Optional, Union
 
-from pydantic import Field, ValidationError, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from recipe.section import Section, or_auto
 
@@ -15,30 +22,37 @@ class Parallel(Section):
     """How the model is cut and copied. A single process runs all stages itself."""
 
     stages: int = Field(1, ge=1, json_schema_extra=or_auto)
-    """pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun gives a replica,
-    elsewhere 1, and cuts anew where split is a list for another number"""
+    """pipeline stages of one replica, each on a device of its own; auto takes the IPUs that poprun
+    gives a replica, elsewhere 1, and cuts anew where split is a list for another number"""
     split: Union[Literal["counted"], List[str], None] = Field(
-        None, json_schema_extra={"anyOf": [{"const": "auto"}, {"const": "counted"}, _BLOCKS, {"type": "null"}]}
+        None,
+        json_schema_extra={"anyOf": [{"const": "auto"}, {"const": "counted"}, _BLOCKS, {"type": "null"}]},
     )
-    """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances stages by measured costs
-    of blocks, or by multiply-adds where the cut changes what is learned; counted: always by multiply-adds"""
+    """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances
+    stages by measured costs of blocks, or by multiply-adds where the cut changes what is learned;
+    counted: always by multiply-adds"""
     schedule: Literal["gpipe", "1f1b", "interleaved", "sharded"] = "gpipe"
-    """order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which holds fewer
-    activations; interleaved, in turn over several parts of the model on each device; IPUs: gpipe and 1f1b are the one
-    order that PopART has, sharded lets one stage work at a time, and I/O overlap it"""
-    virtual_stages: Optional[int] = Field(None, ge=2, description="interleaved: parts of the model on each device (2)")
+    """order of a stage's micro batches: gpipe, all forward, then all backward; 1f1b, in turn, which
+    holds fewer activations; interleaved, in turn over several parts of the model on each device;
+    IPUs: gpipe and 1f1b are the one order that PopART has, sharded lets one stage work at a time,
+    and I/O overlap it"""
+    virtual_stages: Optional[int] = Field(None, ge=2)
+    """interleaved: parts of the model on each device (2)"""
     recompute: Union[bool, List[str]] = Field(False, json_schema_extra={"anyOf": [{"type": "boolean"}, _BLOCKS]})
-    """compute activations again in the backward pass instead of keeping them: true, false, or a list of blocks"""
+    """compute activations again in the backward pass instead of keeping them: true, false, or a
+    list of blocks"""
     replicas: Optional[int] = Field(None, ge=1, json_schema_extra=or_auto)
     """copies of the model; auto (or null) takes what the launcher started"""
     shares: Literal["even", "measured"] = "even"
-    """micro batches of each replica in a step: even, as many as of the others; measured, as many as it is fast, which
-    changes no bit in tree order"""
+    """micro batches of each replica in a step: even, as many as of the others; measured, as many as
+    it is fast, which changes no bit in tree order"""
     elastic: bool = False
-    """a replica that is lost is left out, and taken in again once it is back: within the run, with the same bits"""
+    """a replica that is lost is left out, and taken in again once it is back: within the run, with
+    the same bits"""
     minimum: int = Field(1, ge=1, description="elastic: replicas with fewer of which the run ends")
     silence: float = Field(300.0, ge=1, le=86_400)
-    """seconds of silence after which a rank counts as lost and the run ends; a rank that dies is noticed at once"""
+    """seconds of silence after which a rank counts as lost and the run ends; a rank that dies is
+    noticed at once"""
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -87,7 +101,8 @@ class Parallel(Section):
     def in_flight(self, accumulation: int) -> List[int]:
         """Return the micro batches whose activations each part holds at once, on CPUs and GPUs.
 
-        All of a step with GPipe (1811.06965), else one for each part from here to the last (1806.03377).
+        All of a step with GPipe (1811.06965), else one for each part from here to the last
+        (1806.03377).
 
         Args:
             accumulation: micro batches of a step.

@@ -1,4 +1,6 @@
-"""The batch of a step: the images of a step, divided into micro batches and over replicas by batch.py."""
+"""The batch of a step: the images of a step, divided into micro batches and over replicas by
+batch.py.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from common.text import count
 class Batch:
     """The division of a step (an optimizer update) of `global_` images.
 
-    Each of `replicas` copies of the model, cut into `stages`, takes `accumulation` micro batches of `micro` images.
+    Each of `replicas` copies of the model, cut into `stages`, takes `accumulation` micro batches of
+    `micro` images.
 
-    uneven: where replicas take different numbers of micro batches, that of each, of which `accumulation` is the most.
+    uneven: where replicas take different numbers of micro batches, that of each, of which
+    `accumulation` is the most.
     """
 
     global_: int
@@ -44,7 +48,9 @@ class Batch:
         return replace(self, accumulation=max(counts), uneven=() if is_even else counts)
 
     def describe(self) -> str:
-        """Return the line that every run prints, e.g. `6144 = 3 micro x 32 accumulation x 64 replicas (...)`."""
+        """Return the line that every run prints, e.g. `6144 = 3 micro x 32 accumulation x 64
+        replicas (...)`.
+        """
         replicas = count(self.replicas, "replica")
         if self.uneven:
             product = f"{self.micro_batches} on {replicas}, accumulation {min(self.uneven)} to {self.accumulation}"

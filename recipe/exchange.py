@@ -10,7 +10,8 @@ from recipe.kinds import Kind
 from recipe.optimization import Optimizer
 from recipe.section import shares
 
-# Keys of the sparse methods that change what is learned: another method refuses them, unless they say what it does.
+# Keys of the sparse methods that change what is learned: another method refuses them, unless they
+# say what it does.
 _ONLY_SPARSE = ("density_warmup", "dense_1d", "dense_steps")
 
 
@@ -23,9 +24,11 @@ class Exchange(Kind):
 
     method: str = Field("dense", description="what replicas send, and how it is combined")
     density: float = Field(0.001, gt=0, le=1)
-    """share of a gradient's values that a replica sends by topk and gtopk, and that their predictions assume"""
+    """share of a gradient's values that a replica sends by topk and gtopk, and that their
+    predictions assume"""
     delay: int = Field(0, ge=0, le=64)
-    """steps by which gradients, or means of weights, are late; with 1 the exchange runs beside the next step"""
+    """steps by which gradients, or means of weights, are late; with 1 the exchange runs beside the
+    next step"""
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
@@ -36,7 +39,9 @@ class Exchange(Kind):
         return None
 
     def refused_by(self, method: str) -> Dict[str, Any]:
-        """Return the keys that have to change before `method` is taken, with the values that it accepts."""
+        """Return the keys that have to change before `method` is taken, with the values that it
+        accepts.
+        """
         other = self.kinds[method]
         defaults = self.defaults()
         unknown = [key for key in self.own_keys() if key not in other.model_fields]
@@ -55,7 +60,9 @@ class Exchange(Kind):
         return Exchange(**keys)
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
-        """Return whether a replica selects from the update that `optimizer` would make of its own gradient."""
+        """Return whether a replica selects from the update that `optimizer` would make of its own
+        gradient.
+        """
         return False
 
     @property
@@ -103,9 +110,11 @@ class Dense(Exchange):
 
     method: Literal["dense"] = "dense"
     order: Literal["fast", "tree"] = "fast"
-    """order of sums: as micro batches come, or one binary tree, so that any replicas give the same bits"""
+    """order of sums: as micro batches come, or one binary tree, so that any replicas give the same
+    bits"""
     bits: Optional[Literal[8, 4]] = None
-    """bits in which gradients are sent, with a scale for each 256 values; rounding errors are sent later"""
+    """bits in which gradients are sent, with a scale for each 256 values; rounding errors are sent
+    later"""
 
     def faults(self) -> Iterator[str]:
         if self.bits and self.order == "tree":
@@ -116,23 +125,31 @@ class Half(Exchange):
     """Sends 16 bits and sums in float32."""
 
     method: Literal["half"] = "half"
-    wire: Literal["float16", "bfloat16"] = Field("float16", description="type of the values that travel")
+    wire: Literal["float16", "bfloat16"] = "float16"
+    """type of the values that travel"""
 
 
 class _Selecting(Exchange):
-    """Keys of the methods that send the largest values of a vector and keep the rest for later steps."""
+    """Keys of the methods that send the largest values of a vector and keep the rest for later
+    steps.
+    """
 
     compress: Optional[Literal["update", "gradient"]] = None
-    """of what the largest values are sent: update, of what a replica's own gradient would change, with lars and sgd;
-    gradient, as published; null: update with lars, unless delayed, else gradient"""
+    """of what the largest values are sent: update, of what a replica's own gradient would change,
+    with lars and sgd; gradient, as published; null: update with lars, unless delayed, else
+    gradient"""
     sketch: int = Field(61, ge=1, le=1 << 16)
-    """with compress update: values a layer that tell the norm of the mean gradient, to 1 / sqrt(2 sketch); a prime"""
+    """with compress update: values a layer that tell the norm of the mean gradient, to 1 / sqrt(2
+    sketch); a prime"""
     density_warmup: Annotated[List[float], AfterValidator(shares)] = Field(default_factory=list)
     """densities of the first epochs, one each, e.g. [0.25, 0.0625, 0.015625, 0.004]"""
-    dense_steps: int = Field(0, ge=0, description="first steps of a run that send the whole gradient")
-    dense_1d: bool = Field(False, description="send the gradients of biases and norms whole, beside the sparse ones")
+    dense_steps: int = Field(0, ge=0)
+    """first steps of a run that send the whole gradient"""
+    dense_1d: bool = False
+    """send the gradients of biases and norms whole, beside the sparse ones"""
     stage_share: Literal["size", "threshold"] = "size"
-    """values that a stage sends: in proportion to its parameters (size), or to the largest of the model (threshold)"""
+    """values that a stage sends: in proportion to its parameters (size), or to the largest of the
+    model (threshold)"""
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
         if self.compress is None:
@@ -144,16 +161,20 @@ class Sparse(_Selecting):
     """Base of the methods that send a share of a gradient."""
 
     sparse: ClassVar[bool] = True
-    wire: Literal["float32", "float16"] = Field("float32", description="type of the values that travel")
+    wire: Literal["float32", "float16"] = "float32"
+    """type of the values that travel"""
     bits: Optional[Literal[8, 4]] = None
-    """bits in which values are sent, with a scale for each 256; rounding errors are sent later; null: as wire"""
+    """bits in which values are sent, with a scale for each 256; rounding errors are sent later;
+    null: as wire"""
 
     @property
     def sent(self) -> str:
         return f"int{self.bits}" if self.bits else self.wire
 
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:
-        """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the first `dense_steps`."""
+        """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the
+        first `dense_steps`.
+        """
         if step < self.dense_steps:
             return 1.0
         epoch = step // steps_per_epoch if self.density_warmup else 0
@@ -170,11 +191,12 @@ class _Merging(Exchange):
     """Keys of the methods that keep the largest values of sums."""
 
     pattern: Literal["tree", "butterfly", "owners"] = "tree"
-    """tree adds up to replica 0 and sends back (2 log2 P hops); butterfly adds in pairs on all replicas at once (log2 P
-    hops, more work for the processors); owners adds everything, a region on each replica, and keeps the largest of the
-    whole sum (fewest bytes for many replicas)"""
+    """tree adds up to replica 0 and sends back (2 log2 P hops); butterfly adds in pairs on all
+    replicas at once (log2 P hops, more work for the processors); owners adds everything, a region
+    on each replica, and keeps the largest of the whole sum (fewest bytes for many replicas)"""
     conserve: bool = True
-    """keep values that are left out of a sum for later steps; false: the published rule, which loses a part of them"""
+    """keep values that are left out of a sum for later steps; false: the published rule, which
+    loses a part of them"""
 
 
 class GTopK(_Merging, Sparse):
@@ -187,17 +209,22 @@ class Local(Exchange):
     """Replicas make some updates alone, then take the mean of their weights (local SGD, DiLoCo)."""
 
     method: Literal["local"] = "local"
-    local_steps: int = Field(8, ge=1, le=10_000, description="updates between two means of the same weights")
+    local_steps: int = Field(8, ge=1, le=10_000)
+    """updates between two means of the same weights"""
     fragments: int = Field(1, ge=1, le=1000)
     """parts of the weights, whose means are taken at different updates; up to local_steps"""
     outer: Literal["mean", "nesterov"] = "mean"
-    """replicas go on from the mean of weights, or from a step of Nesterov's momentum along its movement (DiLoCo)"""
+    """replicas go on from the mean of weights, or from a step of Nesterov's momentum along its
+    movement (DiLoCo)"""
     outer_lr: float = Field(0.7, gt=0, le=2, description="with outer nesterov: its learning rate")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="with outer nesterov: its momentum")
     bits: Optional[Literal[8, 4]] = None
-    """bits in which movements of weights are sent, with a scale for each 256; rounding errors are sent later"""
-    dense_steps: int = Field(0, ge=0, description="first steps of a run that exchange the whole gradient")
-    dense_epochs: float = Field(0.0, ge=0, description="first epochs of a run that exchange the whole gradient")
+    """bits in which movements of weights are sent, with a scale for each 256; rounding errors are
+    sent later"""
+    dense_steps: int = Field(0, ge=0)
+    """first steps of a run that exchange the whole gradient"""
+    dense_epochs: float = Field(0.0, ge=0)
+    """first epochs of a run that exchange the whole gradient"""
 
     def faults(self) -> Iterator[str]:
         if self.fragments > self.local_steps:
@@ -227,11 +254,13 @@ class NoExchange(Exchange):
 
 
 class Auto(_Merging, _Selecting):
-    """Measures the links at the start of a run and takes the method that is predicted to be fastest, of those that
-    were measured to keep accuracy."""
+    """Measures the links at the start of a run and takes the method that is predicted to be
+    fastest, of those that were measured to keep accuracy.
+    """
 
     method: Literal["auto"] = "auto"
     accept_loss: float = Field(0.5, ge=0, le=100)
-    """points of top-1 that the method may lose, as measured (docs/exchange.md); 100: even if not measured"""
+    """points of top-1 that the method may lose, as measured (docs/exchange.md); 100: even if not
+    measured"""
     wire: Optional[Literal["float32", "float16"]] = None
     """type of the values that travel; null is float16 with half, float32 with the others"""

@@ -1,6 +1,8 @@
-"""Counts the images of a recipe on this machine before a run, without torch and without decoding one.
+"""Counts the images of a recipe on this machine before a run, without torch and without decoding
+one.
 
-What counts is what data/folder.py reads, what the manifest of local shards lists, and what the files of a data set say.
+What counts is what data/folder.py reads, what the manifest of local shards lists, and what the
+files of a data set say.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from recipe.kinds import Registry
 class Found(NamedTuple):
     """The images of a split.
 
-    place: their folder. by_class: images of each class folder; None where there are no such folders.
+    place: their folder. by_class: images of each class folder; None where there are no such
+    folders.
     """
 
     place: str
@@ -53,7 +56,13 @@ def find(data: Data, split: str) -> Optional[Found]:
         return None
     try:
         return _COUNTS.of(data)(data, split, place)
-    except (DataError, OSError, ValueError, KeyError, TypeError):  # what is wrong there, the run says best
+    except (
+        DataError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # what is wrong there, the run says best
         return None
 
 
@@ -66,8 +75,8 @@ def check(recipe: Recipe, found: Found, split: str) -> None:
         split: "train" or "validation".
 
     Raises:
-        DataError: a run would refuse them: their number is another than the recipe's, or for training that of their
-            classes, or a class folder is empty.
+        DataError: a run would refuse them: their number is another than the recipe's, or for
+            training that of their classes, or a class folder is empty.
     """
     if split == "train":
         _check_training_classes(found, recipe.model.classes)

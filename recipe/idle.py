@@ -1,11 +1,12 @@
 """Keys that somebody named, but that have no effect beside what the recipe has chosen.
 
-Whoever types `data.root=/photos` over a recipe of digits wants those photographs to be read. So a key is refused if it
-was named in the top file or on the command line while another key, named there or before, made it idle. Keys that a
-recipe inherits may be idle: one override, such as `data.source=glyphs`, changes the images of any recipe.
+Whoever types `data.root=/photos` over a recipe of digits wants those photographs to be read. So a
+key is refused if it was named in the top file or on the command line while another key, named there
+or before, made it idle. Keys that a recipe inherits may be idle: one override, such as
+`data.source=glyphs`, changes the images of any recipe.
 
-Keys that only some hardware, topology or launcher reads (`engine`, `ipu`, stages, elasticity) are never refused: one
-recipe runs unchanged on all of them.
+Keys that only some hardware, topology or launcher reads (`engine`, `ipu`, stages, elasticity) are
+never refused: one recipe runs unchanged on all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from recipe.config import Recipe
 from recipe.kinds import Kind
 from recipe.section import as_yaml
 
-PREDICTED = ("exchange.density",)  # read by predictions of other methods than the recipe's, in plans and by the doctor
+# Read by predictions of other methods than the recipe's, in plans and by the doctor.
+PREDICTED = ("exchange.density",)
 _LENGTHS = {"epochs", "steps", "images"}
 
 
@@ -30,7 +32,8 @@ class Idle(NamedTuple):
 
 
 def is_resolved(layer: Mapping[str, Any]) -> bool:
-    """Return whether `layer` has all keys of a recipe, as config.yaml of a run: it names inherited ones, too.
+    """Return whether `layer` has all keys of a recipe, as config.yaml of a run: it names inherited
+    ones, too.
 
     Nobody but `loading.dump` writes all three lengths of a run.
     """
@@ -94,13 +97,13 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _of_model(recipe: Recipe) -> Iterator[Idle]:
-    model, optimizer = recipe.model, recipe.optimizer
+    model = recipe.model
     norm = getattr(model, "norm", None)
     if norm in ("group", "layer"):
         yield Idle("model.norm_momentum", "model.norm", "give model.norm=batch")
     if getattr(model, "proxy_norm", None) is False:
         yield Idle("model.proxy_eps", "model.proxy_norm", "give model.proxy_norm=true")
-    if not optimizer.skip:
+    if not recipe.optimizer.skip:
         yield Idle("optimizer.skip_lr_scale", "optimizer.skip", "give optimizer.skip=[bias, norm]")
 
 

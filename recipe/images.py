@@ -35,32 +35,39 @@ class Data(Kind):
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = "torch"
     """decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one"""
-    workers: int = Field(8, ge=0, description="processes (DALI: threads) that decode; 0: the training process does")
-    prefetch: int = Field(3, ge=1, description="micro batches each worker keeps ready, and as many again on the device")
-    crop_area: Tuple[float, float] = Field((0.05, 1.0), strict=False, description="share of the area of a random crop")
-    crop_aspect: Tuple[float, float] = Field((0.75, 4 / 3), strict=False, description="width over height of a crop")
+    workers: int = Field(8, ge=0)
+    """processes (DALI: threads) that decode; 0: the training process does"""
+    prefetch: int = Field(3, ge=1)
+    """micro batches each worker keeps ready, and as many again on the device"""
+    crop_area: Tuple[float, float] = Field((0.05, 1.0), strict=False)
+    """share of the area of a random crop"""
+    crop_aspect: Tuple[float, float] = Field((0.75, 4 / 3), strict=False)
+    """width over height of a crop"""
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
     augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
     """what else is done to each image after crop and flip"""
-    randaugment_operations: int = Field(2, ge=1, le=16, description="operations that RandAugment strings together")
+    randaugment_operations: int = Field(2, ge=1, le=16)
+    """operations that RandAugment strings together"""
     randaugment_magnitude: int = Field(
         9, ge=0, le=30, description="strength of RandAugment's operations (timm's m9: 27)"
     )
     mixup: float = Field(0.0, ge=0, le=100)
     """alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off"""
     cutmix: Optional[float] = Field(None, ge=0.62, le=1)
-    """cutmix as the G16 recipe writes it (0.85), not timm's alpha; smaller is stronger: on average 0.62 replaces 23 %
-    of the pixels, 0.85 15 %, 1 only 9 %; null is off"""
+    """cutmix as the G16 recipe writes it (0.85), not timm's alpha; smaller is stronger: on average
+    0.62 replaces 23 % of the pixels, 0.85 15 %, 1 only 9 %; null is off"""
     image_sizes: Optional[List[List[int]]] = None
-    """[first epoch, pixels] pairs of training sizes, e.g. [[0, 252], [300, 380]]; null, and evaluation: image_size"""
+    """[first epoch, pixels] pairs of training sizes, e.g. [[0, 252], [300, 380]]; null, and
+    evaluation: image_size"""
     crop_fraction: float = Field(0.875, gt=0, le=1)
     """evaluation resizes the short side to image_size / crop_fraction, then crops the centre"""
     bad_images: Literal["error", "skip"] = "error"
     """an unreadable image: error stops the run, skip leaves the image out and counts it"""
     changed_images: Literal["error", "accept"] = "error"
-    """a resumed run finds other images (names, labels or shards): error stops it, accept continues; other classes are
-    always an error"""
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread evenly over all classes")
+    """a resumed run finds other images (names, labels or shards): error stops it, accept continues;
+    other classes are always an error"""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """share of the target spread evenly over all classes"""
 
     @field_validator("crop_area", "crop_aspect")
     @classmethod
@@ -135,12 +142,14 @@ class Stored(Data):
     """Keys of the sources whose images are stored somewhere: how many there are is seen there."""
 
     root: Optional[PathText] = None
-    """folder that holds the training and the validation folder, or the files of data.dataset (null: where packages and
-    downloads put them); for shards also a URL that fsspec knows, such as s3://bucket/imagenet; credentials in it are
-    used and never stored"""
+    """folder that holds the training and the validation folder, or the files of data.dataset (null:
+    where packages and downloads put them); for shards also a URL that fsspec knows, such as
+    s3://bucket/imagenet; credentials in it are used and never stored"""
     train_images: Optional[int] = Field(None, gt=0, le=2**31)
-    """expected training images: another count is an error; null: as many as are found, or as torchvision's set has"""
-    validation_images: Optional[int] = Field(None, gt=0, le=2**31, description="the same, for evaluation")
+    """expected training images: another count is an error; null: as many as are found, or as
+    torchvision's set has"""
+    validation_images: Optional[int] = Field(None, gt=0, le=2**31)
+    """the same, for evaluation"""
 
     @field_validator("root")
     @classmethod
@@ -158,7 +167,8 @@ class Files(Stored):
     train_folder: PathText = Field(
         "train", description="folder below root with one folder of images per class, or shards"
     )
-    validation_folder: PathText = Field("val", description="the same, for evaluation; classes may be missing")
+    validation_folder: PathText = "val"
+    """the same, for evaluation; classes may be missing"""
 
     def located(self, split: str) -> Optional[str]:
         folder = split_folder(self, split)
@@ -191,7 +201,8 @@ class Shards(Files):
 
     urls: ClassVar[bool] = True
     source: Literal["shards"] = "shards"
-    shuffle_window: int = Field(16_384, ge=1, le=2**31, description="images of shards that are shuffled together")
+    shuffle_window: int = Field(16_384, ge=1, le=2**31)
+    """images of shards that are shuffled together"""
 
     def _classes_in(self, folder: str) -> int:
         if "://" in folder:
@@ -227,7 +238,8 @@ class Torchvision(Stored):
     source: Literal["torchvision"] = "torchvision"
     dataset: Optional[Literal[tuple(SETS)]] = None
     """name of a data set: a class of torchvision, such as FashionMNIST"""
-    download: bool = Field(False, description="download the files of a data set of torchvision that are missing")
+    download: bool = False
+    """download the files of a data set of torchvision that are missing"""
 
     @property
     def place(self) -> str:
@@ -248,7 +260,9 @@ class Torchvision(Stored):
         return torchvision_sets.find(self.named(), split, self.root)[0]
 
     def images(self, split: str) -> Optional[int]:
-        """Return the images of a split, "train" or "validation": as many as are expected, else as the set has."""
+        """Return the images of a split, "train" or "validation": as many as are expected, else as
+        the set has.
+        """
         expected = super().images(split)
         if expected or self.dataset is None:
             return expected
@@ -260,12 +274,16 @@ class HuggingFace(Stored):
 
     encoded: ClassVar[bool] = True
     source: Literal["huggingface"] = "huggingface"
-    dataset: Optional[str] = Field(None, description="name of a data set on the hub, such as ILSVRC/imagenet-1k")
-    subset: Optional[str] = Field(None, description="configuration of a data set of the hub that has several")
-    train_split: str = Field("train", description="split of a data set of the hub with the training images")
+    dataset: Optional[str] = None
+    """name of a data set on the hub, such as ILSVRC/imagenet-1k"""
+    subset: Optional[str] = None
+    """configuration of a data set of the hub that has several"""
+    train_split: str = "train"
+    """split of a data set of the hub with the training images"""
     validation_split: Optional[str] = None
     """split of a data set of the hub for evaluation; null: validation, else test"""
-    image_column: Optional[str] = Field(None, description="column of the images; null: the only one that holds images")
+    image_column: Optional[str] = None
+    """column of the images; null: the only one that holds images"""
     label_column: Optional[str] = None
     """column of the labels; null: the only one of class labels, else the one called label"""
 

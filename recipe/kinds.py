@@ -1,29 +1,44 @@
-"""Sections that come in kinds, and the registry of what implements them. Sections that have parts are in parts.py.
+"""Sections that come in kinds, and the registry of what implements them; parts.py has those with parts.
 
-A section that comes in kinds has a base class with the keys common to all of them, and a class for each kind with its
-own keys, ranges and defaults. To add one, write the class, here or in a file of your own::
+A section that comes in kinds has a base class with the keys common to all of them, and a class for
+each kind with its own keys, ranges and defaults. To add one, write the class, here or in a file of
+your own::
 
     class Adagrad(Optimizer):
         name: Literal["adagrad"] = "adagrad"
         eps: float = Field(1e-10, gt=0, description="added to the divisor of the step")
 
-Then `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an `Adagrad`; JSON Schema,
-suggestions and errors know it. The first kind is the default. `Optimizer(name="sgd", momentum=0.8)` makes an `Sgd`.
+Then `optimizer: {name: adagrad, eps: 1e-8}` is a valid recipe, whose `recipe.optimizer` is an
+`Adagrad`; JSON Schema, suggestions and errors know it. The first kind is the default.
+`Optimizer(name="sgd", momentum=0.8)` makes an `Sgd`.
 
 The implementation registers itself for the class, in a file of its own::
 
-    OPTIMIZERS = Registry("optimizer")             # one for each room, beside its users
+    OPTIMIZERS = Registry("optimizer")     # one for each room, beside its users
 
     @OPTIMIZERS.implements(Adagrad)
-    def build(section: Adagrad, ...): ...          # or a class, or any other object
+    def build(section: Adagrad, ...): ...  # or a class, or any other object
 
-    OPTIMIZERS.of(recipe.optimizer)                # that of the section's class, else of its nearest base class
-    LOGGERS.all_of(recipe.log)                     # all that fit, in the order of registration: for sections with parts
+    OPTIMIZERS.of(recipe.optimizer)        # that of the section's class, else of its nearest base
+    LOGGERS.all_of(recipe.log)             # all that fit, in order: for sections with parts
 
 Ask the object that `of` returns for whatever depends on the kind; do not compare names.
 """
 
-from typing import Any, Callable, ClassVar, Dict, Generic, Iterable, List, Optional, Tuple, Type, TypeVar, get_args
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Generic,
+    Iterable,
+    List,
+    Optional,
+    Tuple,
+    Type,
+    TypeVar,
+    get_args,
+)
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -38,13 +53,15 @@ T = TypeVar("T")
 class OpenSection:
     """Base of `Kind` and `Parts`: the class of such a section is chosen when a recipe is read.
 
-    A discriminated union of pydantic would be fixed once `Recipe` is defined. Here classes that are defined later, in
-    files of users, count like any other.
+    A discriminated union of pydantic would be fixed once `Recipe` is defined. Here classes that are
+    defined later, in files of users, count like any other.
     """
 
     @classmethod
     def is_section(cls) -> bool:
-        """Return whether this is a section of a recipe, such as Optimizer: a direct subclass of Kind or of Parts."""
+        """Return whether this is a section of a recipe, such as Optimizer: a direct subclass of
+        Kind or of Parts.
+        """
         return any(OpenSection in base.__bases__ for base in cls.__bases__)
 
     @classmethod
@@ -74,14 +91,17 @@ class OpenSection:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        # pydantic calls this as it makes the class; a field of a section's type is then validated by our function.
+        # pydantic calls this as it makes the class; a field of a section's type is then validated
+        # by our function.
         if cls.is_section():
             return core_schema.no_info_plain_validator_function(cls._validated)
         return handler(source)
 
 
 class Kind(OpenSection, Section):
-    """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its names."""
+    """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its
+    names.
+    """
 
     # The key that names the kind.
     tag: ClassVar[str] = "name"
@@ -113,7 +133,9 @@ class Kind(OpenSection, Section):
 
     @classmethod
     def fields(cls) -> Dict[str, FieldInfo]:
-        """Return the keys in a file; of a section those of all kinds, as the first that has one describes it."""
+        """Return the keys in a file; of a section those of all kinds, as the first that has one
+        describes it.
+        """
         fields = super().fields()
         fields[cls.tag] = cls.section().model_fields[cls.tag]
         if cls.is_section():
@@ -123,12 +145,15 @@ class Kind(OpenSection, Section):
         return fields
 
     def defaults(self) -> Dict[str, Any]:
-        """Return the default of each key for a recipe with this kind, whose name is no default if others come first."""
+        """Return the default of each key for a recipe with this kind, whose name is no default if
+        others come first.
+        """
         return {**super().defaults(), self.tag: self.section().default_name()}
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
-        """Return why this kind refuses a key that only other kinds have; None where the key is ignored.
+        """Return why this kind refuses a key that only other kinds have; None where the key is
+        ignored.
 
         Args:
             key: of another kind.
@@ -154,14 +179,21 @@ class Kind(OpenSection, Section):
 
     @classmethod
     def class_for(cls, values: Any) -> Type["Kind"]:
-        """Return the kind that `values` name, or the default. Raises ValidationError for an unknown name."""
+        """Return the kind that `values` name, or the default. Raises ValidationError for an unknown
+        name.
+        """
         name = cls.default_name()
         if isinstance(values, dict):
             name = values.get(cls.tag, name)
         if isinstance(name, str) and name in cls.kinds:
             return cls.kinds[name]
         expected = either([repr(known) for known in cls.kinds])
-        fault = {"type": "literal_error", "loc": (cls.tag,), "input": name, "ctx": {"expected": expected}}
+        fault = {
+            "type": "literal_error",
+            "loc": (cls.tag,),
+            "input": name,
+            "ctx": {"expected": expected},
+        }
         raise ValidationError.from_exception_data(cls.__name__, [fault])
 
     @model_validator(mode="before")
@@ -180,7 +212,9 @@ class Kind(OpenSection, Section):
 
     @classmethod
     def _check_foreign(cls, key: str, value: Any) -> None:
-        """Raise ValueError where the kind refuses the key, ValidationError for a value that no owner of it takes."""
+        """Raise ValueError where the kind refuses the key, ValidationError for a value that no
+        owner of it takes.
+        """
         fault = cls.foreign(key, value)
         if fault:
             raise ValueError(fault)
@@ -196,7 +230,9 @@ class Kind(OpenSection, Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
-        """Describe a section by its kinds: by one of them, or where it ignores keys of others by all keys at once."""
+        """Describe a section by its kinds: by one of them, or where it ignores keys of others by
+        all keys at once.
+        """
         if not cls.is_section():
             return handler(schema)
         references = {kind: handler(kind.__pydantic_core_schema__) for kind in cls.kinds.values()}
@@ -210,11 +246,21 @@ class Kind(OpenSection, Section):
                 of_kind.setdefault(key, {"type": "null"})
         if cls.resets and len(references) > 1:
             return {"description": cls.__doc__, "anyOf": list(references.values())}
-        # Keys of another kind are often ignored: one object with all keys is as exact, and much shorter.
+        # Keys of another kind are often ignored: one object with all keys is as exact, and much
+        # shorter.
         merged = {key: _any_of(options) for key, options in nodes.items()}
         description = cls.model_fields[cls.tag].description
-        merged[cls.tag] = {"enum": list(cls.kinds), "default": cls.default_name(), "description": description}
-        return {"description": cls.__doc__, "additionalProperties": False, "type": "object", "properties": merged}
+        merged[cls.tag] = {
+            "enum": list(cls.kinds),
+            "default": cls.default_name(),
+            "description": description,
+        }
+        return {
+            "description": cls.__doc__,
+            "additionalProperties": False,
+            "type": "object",
+            "properties": merged,
+        }
 
 
 def _nodes_by_key(properties: Iterable[Dict[str, Any]]) -> Dict[str, List[Dict[str, Any]]]:
@@ -251,7 +297,9 @@ class Registry(Generic[T]):
         self._implementations: Dict[type, T] = {}
 
     def implements(self, *sections: Type[Section]) -> Callable[[T], T]:
-        """Return a decorator that registers what it decorates for `sections`, each of which has one implementation."""
+        """Return a decorator that registers what it decorates for `sections`, each of which has one
+        implementation.
+        """
 
         def register(implementation: T) -> T:
             for section in sections:
@@ -274,7 +322,9 @@ class Registry(Generic[T]):
         raise TypeError(f"nothing implements {type(section).__name__} as {self._noun}; import the file that does")
 
     def all_of(self, section: Section) -> List[T]:
-        """Return every implementation for a class of which `section` is an instance, in the order of registration."""
+        """Return every implementation for a class of which `section` is an instance, in the order
+        of registration.
+        """
         return [made for cls, made in self._implementations.items() if isinstance(section, cls)]
 
     def items(self) -> List[Tuple[type, T]]:

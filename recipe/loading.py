@@ -1,4 +1,6 @@
-"""From YAML files and command-line overrides to a checked recipe; errors are one line: place, key and remedy."""
+"""From YAML files and command-line overrides to a checked recipe; errors are one line: place, key
+and remedy.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), used: Container[str] =
         used: keys that the caller uses, even where a run would not.
 
     Raises:
-        ConfigError: a file cannot be read, or the recipe is wrong or names a key that has no effect.
+        ConfigError: a file cannot be read, or the recipe is wrong or names a key that has no
+            effect.
     """
     path = find(path)
     layers = _chain(path)
@@ -84,7 +87,8 @@ class _Layering:
     def __init__(self, layers: Sequence[_Layer], overrides: Sequence[str]):
         self._merged: dict = {section: {} for section in Recipe.model_fields}
         self._origins: dict = {}  # place by section and by section.key
-        self._levels: dict = {}  # number of the last layer that gives a key; overrides count as one layer
+        # Number of the last layer that gives a key; overrides count as one layer.
+        self._levels: dict = {}
         # Names first: they decide which keys there are, and a new one unsets the keys of the old.
         names_first = sorted(overrides, key=lambda text: not _is_name(text))
         parsed = [parse(text) for text in names_first]
@@ -104,7 +108,9 @@ class _Layering:
             self._levels.update(dict.fromkeys(keys, level))
 
     def recipe(self, default: str) -> Recipe:
-        """Return the recipe. Raises ConfigError; `default` is the place of keys that no layer gives."""
+        """Return the recipe. Raises ConfigError; `default` is the place of keys that no layer
+        gives.
+        """
         model = self._merged["model"]
         try:
             if model.get("classes") == "auto":
@@ -139,7 +145,9 @@ def _is_name(override: str) -> bool:
 
 
 def _settle_stages(parallel: dict) -> None:
-    """Replace `stages: auto` by the launcher's number, and a list of cuts for another number by auto."""
+    """Replace `stages: auto` by the launcher's number, and a list of cuts for another number by
+    auto.
+    """
     if parallel.get("stages") != "auto":
         return
     stages = stages_of_launcher(os.environ) or 1
@@ -189,9 +197,11 @@ def _extended(child: Path, base: Any) -> Path:
 
 
 def _with_variables(value: Any) -> Any:
-    """Replace `${NAME:-DEFAULT}` by the environment's NAME, or by DEFAULT where NAME is not set or empty.
+    """Replace `${NAME:-DEFAULT}` by the environment's NAME, or by DEFAULT where NAME is not set or
+    empty.
 
-    So do shells. What a run stores has the outcome, so that it does not change with the environment.
+    So do shells. What a run stores has the outcome, so that it does not change with the
+    environment.
     """
     if isinstance(value, str):
         return _VARIABLE.sub(lambda match: os.environ.get(match["name"]) or match["default"], value)
@@ -220,7 +230,8 @@ def _merge(merged: dict, layer: dict) -> None:
         if not isinstance(content, dict):
             raise ConfigError(f"{section}: expected keys below it, found {content!r}")
         _unset_alternatives(merged[section], section, content)
-        # The name of timm's weights stands for keys of the model, over which those of the layer are laid.
+        # The name of timm's weights stands for keys of the model, over which those of the layer are
+        # laid.
         weights = timm_weights.parse(content.get("init_from")) if section == "model" else None
         given = {**timm_weights.keys(weights.name), **content} if weights else content
         annotation = Recipe.model_fields[section].annotation
@@ -231,7 +242,9 @@ def _merge(merged: dict, layer: dict) -> None:
 
 
 def _unset_alternatives(lower: dict, section: str, content: dict) -> None:
-    """Remove from `lower` the keys in whose place `content` gives another. Raises ConfigError if it gives two."""
+    """Remove from `lower` the keys in whose place `content` gives another. Raises ConfigError if it
+    gives two.
+    """
     for group in ALTERNATIVES:
         names = [name.split(".")[1] for name in group if name.startswith(f"{section}.")]
         named = [name for name in names if content.get(name) is not None]

@@ -38,10 +38,12 @@ class Model(Kind):
     std: Tuple[float, float, float] = Field((0.229, 0.224, 0.225), strict=False)
     """divides the RGB values after the mean"""
     init_from: Optional[str] = None
-    """weights to start from: run folder, checkpoint, .safetensors, a timm or torch file; timm:NAME (downloaded) or
-    timm:NAME:FILE also sets the keys of that model; the classifier starts anew if the classes differ, by name"""
+    """weights to start from: run folder, checkpoint, .safetensors, a timm or torch file; timm:NAME
+    (downloaded) or timm:NAME:FILE also sets the keys of that model; the classifier starts anew if
+    the classes differ, by name"""
     init_weights: Literal["trained", "step_average", "epoch_average", "ema"] = "trained"
-    """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file of another program"""
+    """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file
+    of another program"""
 
     @field_validator("init_from")
     @classmethod
@@ -65,26 +67,35 @@ class Model(Kind):
 
 
 class EfficientNet(Model):
-    """EfficientNet with group convolutions. Width, depth, resolution and dropout follow the name unless given."""
+    """EfficientNet with group convolutions. Width, depth, resolution and dropout follow the name
+    unless given.
+    """
 
     name: Literal[
         "efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3",
         "efficientnet_b4", "efficientnet_b5", "efficientnet_b6", "efficientnet_b7",
     ] = Field("efficientnet_b4", description="compound scale: sets width, depth, image size and dropout")  # fmt: skip
-    width: Optional[float] = Field(None, gt=0, le=100, description="channel multiplier; null: the name's (B4: 1.4)")
-    depth: Optional[float] = Field(None, gt=0, le=10, description="layer multiplier; null takes the name's (B4: 1.8)")
-    group_size: int = Field(16, ge=1, description="channels per group of the spatial convolutions; 1 is depthwise")
-    expansion: int = Field(4, ge=1, description="expansion of the inverted bottlenecks (4 with G16, 6 in the original)")
+    width: Optional[float] = Field(None, gt=0, le=100)
+    """channel multiplier; null: the name's (B4: 1.4)"""
+    depth: Optional[float] = Field(None, gt=0, le=10)
+    """layer multiplier; null takes the name's (B4: 1.8)"""
+    group_size: int = Field(16, ge=1)
+    """channels per group of the spatial convolutions; 1 is depthwise"""
+    expansion: int = Field(4, ge=1)
+    """expansion of the inverted bottlenecks (4 with G16, 6 in the original)"""
     norm: Literal["group", "layer", "batch"] = "group"
     """normalisation over groups of channels, over all channels, or over the micro batch"""
     norm_groups: int = Field(4, ge=1, description="groups of a group normalisation")
     norm_eps: float = Field(1e-3, gt=0, description="epsilon of the normalisation")
     norm_momentum: float = Field(0.01, gt=0, le=1)
     """share of each micro batch in the running statistics of a batch normalisation"""
-    proxy_norm: bool = Field(False, description="proxy normalisation of activations after group or layer norms")
+    proxy_norm: bool = False
+    """proxy normalisation of activations after group or layer norms"""
     proxy_eps: float = Field(0.03, gt=0, description="epsilon of the proxy normalisation")
-    padding: Literal["same", "torch"] = Field("same", description="same pads as TensorFlow; torch pads symmetrically")
-    dropout: Optional[float] = Field(None, ge=0, lt=1, description="dropout before the classifier; null: the name's")
+    padding: Literal["same", "torch"] = "same"
+    """same pads as TensorFlow; torch pads symmetrically"""
+    dropout: Optional[float] = Field(None, ge=0, lt=1)
+    """dropout before the classifier; null: the name's"""
     drop_path: float = Field(0.2, ge=0, lt=1)
     """stochastic depth: block i of n drops its branch at this rate x i / n, the first never"""
 

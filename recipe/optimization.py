@@ -1,4 +1,6 @@
-"""The sections that describe how weights change: `precision`, `optimizer`, `schedule` and `average`."""
+"""The sections that describe how weights change: `precision`, `optimizer`, `schedule` and
+`average`.
+"""
 
 from typing import ClassVar, Dict, Iterator, List, Literal, NamedTuple, Optional
 
@@ -13,11 +15,16 @@ class Precision(Section):
 
     compute: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """dtype of activations and working weights; auto: float16 on CUDA, float32 on CPU"""
-    weights: Literal["float16", "float32"] = Field("float16", description="dtype of persistent weights and momentum")
-    rounding: Literal["stochastic", "nearest"] = Field("stochastic", description="rounding of updates of float16 state")
-    loss_scale: float = Field(128.0, gt=0, description="factor on the loss; with dynamic_loss_scale, the first one")
-    dynamic_loss_scale: bool = Field(False, description="halve the scale after a non-finite step, double it after 2000")
-    max_skipped_steps: int = Field(20, ge=0, description="consecutive non-finite steps before the run stops")
+    weights: Literal["float16", "float32"] = "float16"
+    """dtype of persistent weights and momentum"""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """rounding of updates of float16 state"""
+    loss_scale: float = Field(128.0, gt=0)
+    """factor on the loss; with dynamic_loss_scale, the first one"""
+    dynamic_loss_scale: bool = False
+    """halve the scale after a non-finite step, double it after 2000"""
+    max_skipped_steps: int = Field(20, ge=0)
+    """consecutive non-finite steps before the run stops"""
 
 
 class Slot(NamedTuple):
@@ -30,10 +37,12 @@ class Slot(NamedTuple):
 class Optimizer(Kind):
     """The optimizer; each has keys and defaults of its own."""
 
-    # By the name under which torch's optimizers keep them, all state tensors that some setting of the keys has.
+    # By the name under which torch's optimizers keep them, all state tensors that some setting of
+    # the keys has.
     all_slots: ClassVar[Dict[str, Slot]] = {}
-    # Whether each replica may make the update of its own gradient, before it selects what it sends; and whether it
-    # should: otherwise what arrives of a gradient does not move the weights as it would have moved them whole.
+    # Whether each replica may make the update of its own gradient, before it selects what it sends;
+    # and whether it should: otherwise what arrives of a gradient does not move the weights as it
+    # would have moved them whole.
     replica_update: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     # Whether half weights are stepped in float32 scratch memory, with a copy of each slot.
@@ -42,7 +51,8 @@ class Optimizer(Kind):
     name: str = Field("lars", description="how a gradient becomes an update")
     skip: List[Literal["bias", "norm"]] = ["bias", "norm"]
     """parameters without trust ratio and weight decay: biases; scales of normalisation layers"""
-    clip_norm: Optional[float] = Field(None, gt=0, description="largest norm of the whole gradient; null: no limit")
+    clip_norm: Optional[float] = Field(None, gt=0)
+    """largest norm of the whole gradient; null: no limit"""
 
     @property
     def slots(self) -> Dict[str, Slot]:
@@ -62,11 +72,14 @@ class Lars(Optimizer):
     weight_decay: float = Field(2.5e-6, ge=0)
     """weight decay inside the trust ratio; skipped parameters have none"""
     eps: float = Field(0.0, ge=0, description="added to the divisor of the trust ratio")
-    trust_coefficient: float = Field(0.001, gt=0, description="eta: step relative to the weight norm at rate 1")
+    trust_coefficient: float = Field(0.001, gt=0)
+    """eta: step relative to the weight norm at rate 1"""
     trust: Literal["gradient", "momentum"] = "gradient"
-    """norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the momentum's"""
+    """norm that the trust ratio divides by: the gradient's (the rate is inside the momentum) or the
+    momentum's"""
     nesterov: bool = Field(False, description="Nesterov's momentum; with trust gradient")
-    skip_lr_scale: float = Field(1.0, gt=0, description="learning rate of skipped parameters relative to the others")
+    skip_lr_scale: float = Field(1.0, gt=0)
+    """learning rate of skipped parameters relative to the others"""
 
     def faults(self) -> Iterator[str]:
         if self.nesterov and not self.momentum:
@@ -84,7 +97,8 @@ class Sgd(Optimizer):
 
     name: Literal["sgd"] = "sgd"
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
-    weight_decay: float = Field(1e-4, ge=0, description="weight decay; skipped parameters have none")
+    weight_decay: float = Field(1e-4, ge=0)
+    """weight decay; skipped parameters have none"""
     nesterov: bool = Field(False, description="Nesterov's momentum")
 
     def faults(self) -> Iterator[str]:
@@ -97,13 +111,19 @@ class Sgd(Optimizer):
 
 
 class RmsProp(Optimizer):
-    """TensorFlow's RMSprop: epsilon inside the root, rate inside the momentum. Defaults of Tan and Le, 1905.11946."""
+    """TensorFlow's RMSprop: epsilon inside the root, rate inside the momentum. Defaults of Tan and
+    Le, 1905.11946.
+    """
 
-    all_slots: ClassVar[Dict[str, Slot]] = {"square_avg": Slot(1.0, half=False), "momentum_buffer": Slot()}
+    all_slots: ClassVar[Dict[str, Slot]] = {
+        "square_avg": Slot(1.0, half=False),
+        "momentum_buffer": Slot(),
+    }
 
     name: Literal["rmsprop"] = "rmsprop"
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum coefficient")
-    weight_decay: float = Field(1e-5, ge=0, description="weight decay; skipped parameters have none")
+    weight_decay: float = Field(1e-5, ge=0)
+    """weight decay; skipped parameters have none"""
     eps: float = Field(1e-3, gt=0, description="added to the average of squared gradients")
     alpha: float = Field(0.9, ge=0, lt=1, description="decay of the average of squared gradients")
 
@@ -115,10 +135,14 @@ class RmsProp(Optimizer):
 class Lamb(Optimizer):
     """Adam with a trust ratio for each layer (You et al., 1904.00962)."""
 
-    all_slots: ClassVar[Dict[str, Slot]] = {"exp_avg": Slot(half=False), "exp_avg_sq": Slot(half=False)}
+    all_slots: ClassVar[Dict[str, Slot]] = {
+        "exp_avg": Slot(half=False),
+        "exp_avg_sq": Slot(half=False),
+    }
 
     name: Literal["lamb"] = "lamb"
-    weight_decay: float = Field(0.01, ge=0, description="weight decay; skipped parameters have none")
+    weight_decay: float = Field(0.01, ge=0)
+    """weight decay; skipped parameters have none"""
     eps: float = Field(1e-6, gt=0, description="added to the divisor of the step")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
@@ -127,33 +151,46 @@ class Lamb(Optimizer):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101)."""
 
-    all_slots: ClassVar[Dict[str, Slot]] = {"exp_avg": Slot(half=False), "exp_avg_sq": Slot(half=False)}
+    all_slots: ClassVar[Dict[str, Slot]] = {
+        "exp_avg": Slot(half=False),
+        "exp_avg_sq": Slot(half=False),
+    }
 
     name: Literal["adamw"] = "adamw"
-    weight_decay: float = Field(0.05, ge=0, description="weight decay, times the rate; skipped parameters have none")
+    weight_decay: float = Field(0.05, ge=0)
+    """weight decay, times the rate; skipped parameters have none"""
     eps: float = Field(1e-8, gt=0, description="added to the divisor of the step")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
 
 
 class Muon(Optimizer):
-    """Orthogonal steps for the weights of hidden layers (Jordan et al., 2024), AdamW for all other parameters.
+    """Orthogonal steps for the weights of hidden layers (Jordan et al., 2024), AdamW for all other
+    parameters.
 
-    A step is as long as one of AdamW (Liu et al., 2502.16982), so peak rates found for AdamW are of use.
+    A step is as long as one of AdamW (Liu et al., 2502.16982), so peak rates found for AdamW are of
+    use.
     """
 
-    all_slots: ClassVar[Dict[str, Slot]] = {"exp_avg": Slot(half=False), "exp_avg_sq": Slot(half=False)}
+    all_slots: ClassVar[Dict[str, Slot]] = {
+        "exp_avg": Slot(half=False),
+        "exp_avg_sq": Slot(half=False),
+    }
 
     name: Literal["muon"] = "muon"
-    momentum: float = Field(0.95, ge=0, lt=1, description="decay of the average of hidden layers' gradients")
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """decay of the average of hidden layers' gradients"""
     nesterov: bool = Field(True, description="Nesterov's momentum for hidden layers")
-    ns_steps: int = Field(5, ge=1, le=99, description="Newton-Schulz steps that make the average orthogonal")
-    weight_decay: float = Field(0.1, ge=0, description="weight decay, times the rate; skipped parameters have none")
+    ns_steps: int = Field(5, ge=1, le=99)
+    """Newton-Schulz steps that make the average orthogonal"""
+    weight_decay: float = Field(0.1, ge=0)
+    """weight decay, times the rate; skipped parameters have none"""
     adamw_lr_scale: float = Field(1.0, gt=0)
     """learning rate of the parameters that AdamW steps, relative to that of hidden layers"""
     eps: float = Field(1e-8, gt=0, description="added to the divisor of AdamW's steps")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's average of gradients")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of AdamW's average of squared gradients")
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """decay of AdamW's average of squared gradients"""
 
     def faults(self) -> Iterator[str]:
         if self.nesterov and not self.momentum:
@@ -164,14 +201,19 @@ class Schedule(Kind):
     """Learning rate as a function of the step: a linear warm-up from 0, then what the name says."""
 
     name: str = Field("polynomial", description="what follows the linear warm-up from 0")
-    peak: Optional[float] = Field(None, gt=0, description="learning rate after the warm-up (or give peak_per_image)")
-    peak_per_image: Optional[float] = Field(None, gt=0, description="peak learning rate divided by the global batch")
+    peak: Optional[float] = Field(None, gt=0)
+    """learning rate after the warm-up (or give peak_per_image)"""
+    peak_per_image: Optional[float] = Field(None, gt=0)
+    """peak learning rate divided by the global batch"""
     batch_rule: Literal["none", "linear", "sqrt"] = "none"
     """how `peak`, meant for reference_batch, grows with the global batch"""
-    reference_batch: Optional[int] = Field(None, gt=0, description="global batch that `peak` is meant for")
-    warmup_epochs: Optional[float] = Field(None, ge=0, description="length of the warm-up in epochs (or steps, images)")
+    reference_batch: Optional[int] = Field(None, gt=0)
+    """global batch that `peak` is meant for"""
+    warmup_epochs: Optional[float] = Field(None, ge=0)
+    """length of the warm-up in epochs (or steps, images)"""
     warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
-    warmup_images: Optional[int] = Field(None, ge=0, description="length of the warm-up in training images")
+    warmup_images: Optional[int] = Field(None, ge=0)
+    """length of the warm-up in training images"""
 
     def faults(self) -> Iterator[str]:
         yield from exactly_one(self, ("peak", "peak_per_image"), required=True)
@@ -187,14 +229,16 @@ class Polynomial(Schedule):
 
     name: Literal["polynomial"] = "polynomial"
     power: float = Field(2.0, gt=0, description="exponent of the decay")
-    final_ratio: float = Field(1e-5, ge=0, le=1, description="last learning rate relative to the peak")
+    final_ratio: float = Field(1e-5, ge=0, le=1)
+    """last learning rate relative to the peak"""
 
 
 class Cosine(Schedule):
     """Decay along half a cosine."""
 
     name: Literal["cosine"] = "cosine"
-    final_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate relative to the peak")
+    final_ratio: float = Field(0.0, ge=0, le=1)
+    """last learning rate relative to the peak"""
 
 
 class Exponential(Schedule):
@@ -202,7 +246,8 @@ class Exponential(Schedule):
 
     name: Literal["exponential"] = "exponential"
     decay_rate: float = Field(0.97, gt=0, lt=1, description="factor on the rate every decay_epochs")
-    decay_epochs: float = Field(2.4, gt=0, description="epochs between two drops, counted from the start of the run")
+    decay_epochs: float = Field(2.4, gt=0)
+    """epochs between two drops, counted from the start of the run"""
 
 
 class Constant(Schedule):
@@ -214,5 +259,7 @@ class Constant(Schedule):
 class Average(Section):
     """Exponential averages of the weights, evaluated and saved beside them."""
 
-    step_decay: Optional[float] = Field(None, gt=0, lt=1, description="decay of the average over updates; null: none")
-    epoch_decay: Optional[float] = Field(None, gt=0, lt=1, description="decay of the average over epochs; null: none")
+    step_decay: Optional[float] = Field(None, gt=0, lt=1)
+    """decay of the average over updates; null: none"""
+    epoch_decay: Optional[float] = Field(None, gt=0, lt=1)
+    """decay of the average over epochs; null: none"""

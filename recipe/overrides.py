@@ -1,8 +1,10 @@
-"""Values that a command line gives keys of a recipe: `section.key=value`, of which no character is dropped.
+"""Values that a command line gives keys of a recipe: `section.key=value`, of which no character is
+dropped.
 
-A key that takes text (a name, a path, a word) has the value exactly as it is typed: `data.root=/photos #1`. Quotes
-around the whole value are removed, as in YAML, so a text that begins and ends with the same quote is quoted once more;
-`null` unsets a key that may be unset. Other keys take the value as YAML.
+A key that takes text (a name, a path, a word) has the value exactly as it is typed:
+`data.root=/photos #1`. Quotes around the whole value are removed, as in YAML, so a text that begins
+and ends with the same quote is quoted once more; `null` unsets a key that may be unset. Other keys
+take the value as YAML.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def _text(value: str, place: str, nullable: bool) -> Any:
 
 
 def _options_of(section: str, key: str) -> Set[Any]:
-    """Return the types that a key takes in any kind of its section; text for an unknown key, which others refuse."""
+    """Return the types that a key takes in any kind of its section; text for an unknown key, which
+    others refuse.
+    """
     field = Recipe.model_fields.get(section)
     if field is None:
         return {str}

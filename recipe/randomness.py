@@ -1,8 +1,9 @@
 """Counter-based randomness: every draw of a run is a pure function of its purpose.
 
-A draw is named by integers and strings ("augment", seed, epoch, sample). The name is hashed to a key, which integer
-mixing expands. Stages, replicas, workers, recomputation and resume therefore draw the same numbers without sharing any
-state. The mixers use only operators, so they serve Python integers, NumPy arrays and torch tensors.
+A draw is named by integers and strings ("augment", seed, epoch, sample). The name is hashed to a
+key, which integer mixing expands. Stages, replicas, workers, recomputation and resume therefore
+draw the same numbers without sharing any state. The mixers use only operators, so they serve Python
+integers, NumPy arrays and torch tensors.
 """
 
 import hashlib
@@ -13,7 +14,8 @@ MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 def key(*words: Union[int, str]) -> int:
-    """Return the 64-bit key of a draw named by `words`, e.g. key("rounding", seed, step, "head.classifier.weight").
+    """Return the 64-bit key of a draw named by `words`, e.g. key("rounding", seed, step,
+    "head.classifier.weight").
 
     It is a hash by BLAKE2b.
 
@@ -29,7 +31,8 @@ def mix32(x: Any) -> Any:
     Source: `lowbias32` of Wellons, "Prospecting for Hash Functions" (2018).
 
     Args:
-        x: in [0, 2**32), an int, or an array or tensor of (u)int64, of whose products only the low 32 bits count.
+        x: in [0, 2**32), an int, or an array or tensor of (u)int64, of whose products only the low
+            32 bits count.
     """
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
@@ -50,7 +53,9 @@ def bits32(draw: int, counter: Any) -> Any:
 
 
 class Stream:
-    """Numbers in sequence from one key, for plain Python code: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Numbers in sequence from one key, for plain Python code: SplitMix64 (Steele, Lea and Flood,
+    OOPSLA 2014).
+    """
 
     def __init__(self, draw: int):
         self._state = draw
@@ -64,7 +69,9 @@ class Stream:
         return z ^ (z >> 31)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """Return a float in [low, high), 53 bits fine; rounding may give `high` where `low` is not 0."""
+        """Return a float in [low, high), 53 bits fine; rounding may give `high` where `low` is not
+        0.
+        """
         unit = (self.bits() >> 11) * 2.0**-53
         return low + (high - low) * unit
 

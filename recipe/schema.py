@@ -1,4 +1,6 @@
-"""The JSON Schema of a recipe file, for editors: `python -m recipe.schema` writes configs/schema.json."""
+"""The JSON Schema of a recipe file, for editors: `python -m recipe.schema` writes
+configs/schema.json.
+"""
 
 import json
 from pathlib import Path
@@ -9,10 +11,15 @@ PATH = Path(__file__).resolve().parent.parent / "configs" / "schema.json"
 
 
 def text() -> str:
-    """Return the schema of one YAML layer, in which nothing is required, because a file may extend another."""
+    """Return the schema of one YAML layer, in which nothing is required, because a file may extend
+    another.
+    """
     schema = Recipe.model_json_schema(by_alias=True)
     schema["title"] = "Recipe"
-    schema["properties"]["extends"] = {"type": "string", "description": "recipe that this one is laid over"}
+    schema["properties"]["extends"] = {
+        "type": "string",
+        "description": "recipe that this one is laid over",
+    }
     return json.dumps(_as_layer(schema), indent=1) + "\n"
 
 

@@ -10,14 +10,15 @@ from typing_extensions import Annotated
 
 from common.files import expanded
 
-PathText = Annotated[str, AfterValidator(expanded)]  # a path, in which a leading ~ is the home folder
+# A path, in which a leading ~ is the home folder.
+PathText = Annotated[str, AfterValidator(expanded)]
 
 
 class Section(BaseModel):
     """Base of the sections of a recipe.
 
-    Annotations are evaluated at run time and must work on Python 3.8. A key is described by `description`, where that
-    fits into its line, or else by a docstring below it.
+    Annotations are evaluated at run time and must work on Python 3.8. A key is described by
+    `description`, where that fits into its line, or else by a docstring below it.
     """
 
     model_config = ConfigDict(
@@ -70,7 +71,9 @@ def first_fault(error: ValidationError, suggest: Callable[..., str]) -> Tuple[tu
 
 
 def exactly_one(section: Section, names: Tuple[str, ...], required: bool) -> Iterator[str]:
-    """Yield the fault if more than one of the keys `names` is given, or none where one is `required`."""
+    """Yield the fault if more than one of the keys `names` is given, or none where one is
+    `required`.
+    """
     given = [name for name in names if getattr(section, name) is not None]
     if len(given) > 1 or (required and not given):
         yield f"one of {', '.join(names)} is needed, found {' and '.join(given) or 'none'}"

@@ -1,8 +1,10 @@
-"""Which micro batches of a step each replica computes, and the tree in which their gradients are added up.
+"""Which micro batches of a step each replica computes, and the tree in which their gradients are
+added up.
 
-The N micro batches of a step are the leaves of a binary tree that N alone decides. A subtree is the range of its
-leaves. A replica's share is a range of micro batches: it adds up the gradients of each largest subtree in it, and the
-replicas add these partial sums as the tree says. So the bits of the sum do not depend on the shares.
+The N micro batches of a step are the leaves of a binary tree that N alone decides. A subtree is the
+range of its leaves. A replica's share is a range of micro batches: it adds up the gradients of each
+largest subtree in it, and the replicas add these partial sums as the tree says. So the bits of the
+sum do not depend on the shares.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ import functools
 import heapq
 from typing import Dict, Iterator, List, Sequence, Tuple
 
-_LONGER = 0.01  # share of its time by which a step may be longer for fewer partial sums, which are memory and messages
+# Share of its time by which a step may be longer for fewer partial sums, which are memory and
+# messages.
+_LONGER = 0.01
 
 
 def halves(subtree: range) -> Tuple[range, range]:
     """Return the two parts of a subtree of several leaves.
 
-    They are equal, or where the number is odd the first is the largest power of two below it. So 7 leaves give
-    ((0+1)+(2+3)) + ((4+5)+6), and 6 give ((0+1)+2) + ((3+4)+5).
+    They are equal, or where the number is odd the first is the largest power of two below it. So 7
+    leaves give ((0+1)+(2+3)) + ((4+5)+6), and 6 give ((0+1)+2) + ((3+4)+5).
 
-    The error of a sum grows with the depth of the tree, ceil(log2(leaves)). Source: Higham, The accuracy of floating
-    point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
+    The error of a sum grows with the depth of the tree, ceil(log2(leaves)). Source: Higham, The
+    accuracy of floating point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
     """
     leaves = len(subtree)
     if leaves % 2 == 0:
@@ -90,7 +94,8 @@ def additions(parts: Sequence[range]) -> List[List[Tuple[int, int]]]:
 
 
 def even(micro_batches: int, replicas: int, least: int = 1) -> List[range]:
-    """Return the shares of replicas that are equally fast: equal ones if `replicas` divides `micro_batches`.
+    """Return the shares of replicas that are equally fast: equal ones if `replicas` divides
+    `micro_batches`.
 
     Args:
         micro_batches: of a step.
@@ -104,7 +109,8 @@ def even(micro_batches: int, replicas: int, least: int = 1) -> List[range]:
 
 
 def by_speed(micro_batches: int, speeds: Sequence[float], least: int = 1) -> List[range]:
-    """Return the shares of replicas, in order, such that the slowest is done as early as possible, to a hundredth.
+    """Return the shares of replicas, in order, such that the slowest is done as early as possible,
+    to a hundredth.
 
     Within that, shares end where larger subtrees do: there are fewer partial sums.
 
@@ -133,9 +139,12 @@ def by_speed(micro_batches: int, speeds: Sequence[float], least: int = 1) -> Lis
 
 
 def _fastest_counts(micro_batches: int, speeds: Sequence[float], least: int) -> List[int]:
-    """Return how many micro batches each replica has if each goes to the replica that ends it first."""
+    """Return how many micro batches each replica has if each goes to the replica that ends it
+    first.
+    """
     counts = [least] * len(speeds)
-    ends = [((least + 1) / speed, replica) for replica, speed in enumerate(speeds)]  # of one more micro batch on each
+    # Of one more micro batch on each.
+    ends = [((least + 1) / speed, replica) for replica, speed in enumerate(speeds)]
     heapq.heapify(ends)
     for _ in range(micro_batches - sum(counts)):
         _, first = ends[0]
@@ -145,7 +154,9 @@ def _fastest_counts(micro_batches: int, speeds: Sequence[float], least: int) -> 
 
 
 def _cut(leaves: range, wanted: int, micro_batches: int) -> int:
-    """Return the leaf before which a share ends: where the largest subtrees do, and of these next to `wanted`."""
+    """Return the leaf before which a share ends: where the largest subtrees do, and of these next
+    to `wanted`.
+    """
     return min(leaves, key=lambda leaf: (_depth(leaf, micro_batches), abs(leaf - wanted)))
 
 

@@ -13,8 +13,8 @@ from recipe.kinds import Kind
 def for_unknown(section: str, key: str | None = None) -> str:
     """Return the remedy for an unknown section, or for an unknown key of a section.
 
-    A key of that very name in another section comes before similar names in this one: whoever writes `schedule.epochs`
-    means `run.epochs`.
+    A key of that very name in another section comes before similar names in this one: whoever
+    writes `schedule.epochs` means `run.epochs`.
 
     Args:
         section: as it is written.
@@ -36,7 +36,8 @@ def for_unknown(section: str, key: str | None = None) -> str:
 
 
 def for_override(name: str, value: str) -> str:
-    """Return the remedy for `name=value` without a section: the override that was meant, else the form of one.
+    """Return the remedy for `name=value` without a section: the override that was meant, else the
+    form of one.
 
     Args:
         name: what stands before the =.

@@ -1,5 +1,6 @@
-"""timm's pretrained EfficientNets: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys that the name sets,
-as padding and epsilon are not in a file of weights."""
+"""timm's pretrained EfficientNets: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys
+that the name sets, as padding and epsilon are not in a file of weights.
+"""
 
 import re
 from typing import Any, Dict, NamedTuple, Optional
@@ -17,7 +18,9 @@ _ORIGINAL = {"group_size": 1, "expansion": 6, "norm": "batch"}
 
 
 class TimmWeights(NamedTuple):
-    """Weights of timm. name: of the model. file: that holds them; None for those that timm downloads."""
+    """Weights of timm. name: of the model. file: that holds them; None for those that timm
+    downloads.
+    """
 
     name: str
     file: Optional[str]
@@ -39,7 +42,9 @@ def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
 
 
 def expanded(init_from: str) -> str:
-    """Return `model.init_from` with the home folder in the place of a leading `~`. Raises ValueError: no such user."""
+    """Return `model.init_from` with the home folder in the place of a leading `~`. Raises
+    ValueError: no such user.
+    """
     prefix, colon, file = init_from.rpartition(":") if init_from.startswith(_PREFIX) else ("", "", init_from)
     return f"{prefix}{colon}{files.expanded(file)}"
 
@@ -47,7 +52,8 @@ def expanded(init_from: str) -> str:
 def keys(name: str) -> Dict[str, Any]:
     """Return the keys of the section `model` with which it is timm's model called `name`.
 
-    Source: timm/models/efficientnet.py. Models with `tf_` pad as TensorFlow does and have its epsilon.
+    Source: timm/models/efficientnet.py. Models with `tf_` pad as TensorFlow does and have its
+    epsilon.
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name

@@ -15,9 +15,10 @@ from common.files import user_cache
 class ImageSet(NamedTuple):
     """A data set of torchvision, under the name of its class there.
 
-    images: of the splits "train" and "validation" (torchvision calls the second "test"). files: of each split, below
-    the folder that torchvision calls root; a folder stands for all that is in it. idx: they are MNIST's kind of file,
-    the images first, then the labels. package: of Debian and Ubuntu, and the folder that it fills.
+    images: of the splits "train" and "validation" (torchvision calls the second "test"). files: of
+    each split, below the folder that torchvision calls root; a folder stands for all that is in it.
+    idx: they are MNIST's kind of file, the images first, then the labels. package: of Debian and
+    Ubuntu, and the folder that it fills.
     """
 
     classes: int
@@ -40,7 +41,11 @@ def _one_folder(name: str) -> Dict[str, Tuple[str, ...]]:
 
 SETS = {
     "FashionMNIST": ImageSet(
-        10, _MNIST_IMAGES, _IDX_FILES, idx=True, package=("dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist")
+        10,
+        _MNIST_IMAGES,
+        _IDX_FILES,
+        idx=True,
+        package=("dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist"),
     ),
     "MNIST": ImageSet(10, _MNIST_IMAGES, _IDX_FILES, idx=True),
     "KMNIST": ImageSet(10, _MNIST_IMAGES, _IDX_FILES, idx=True),
@@ -68,8 +73,8 @@ def download_folder(root: Optional[str]) -> str:
 def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
     """Return the paths of a split's files, in the order of `ImageSet.files`.
 
-    Files of MNIST's kind may be in root/DATASET/raw, where torchvision puts them, in root/raw or in root itself, each
-    packed by gzip (NAME.gz) or not.
+    Files of MNIST's kind may be in root/DATASET/raw, where torchvision puts them, in root/raw or in
+    root itself, each packed by gzip (NAME.gz) or not.
 
     Args:
         dataset: one of `SETS`.
@@ -104,7 +109,8 @@ def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
 def count_images(dataset: str, split: str, path: str) -> int:
     """Return the number of images of a split.
 
-    Files of MNIST's kind begin with it; those of the other sets are complete, or are refused when they are read.
+    Files of MNIST's kind begin with it; those of the other sets are complete, or are refused when
+    they are read.
 
     Args:
         dataset: one of `SETS`.
@@ -124,7 +130,9 @@ def count_images(dataset: str, split: str, path: str) -> int:
 
 
 def _folders(dataset: str, place: str) -> Iterator[str]:
-    """Yield the folders in which files may be, the most particular first: MNIST's relatives use the same names."""
+    """Yield the folders in which files may be, the most particular first: MNIST's relatives use the
+    same names.
+    """
     if SETS[dataset].idx:
         yield os.path.join(place, dataset, "raw")
         yield os.path.join(place, "raw")

@@ -1,4 +1,5 @@
-"""The form of each optimizer on IPUs: one of poptorch.optim and its arguments, or the reason why there is none.
+"""The form of each optimizer on IPUs: one of poptorch.optim and its arguments, or the reason why
+there is none.
 
 Facts are those of PopTorch 3.4 and PopART 3.4, named by file.
 """
@@ -23,9 +24,11 @@ class Name(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Parameters that are stepped alike: the skipped ones (optim.factory.skipped_names), or all others.
+    """Parameters that are stepped alike: the skipped ones (optim.factory.skipped_names), or all
+    others.
 
-    lr_scale: factor on the schedule's learning rate. options: what else the group sets. source: keys of the recipe.
+    lr_scale: factor on the schedule's learning rate. options: what else the group sets. source:
+    keys of the recipe.
     """
 
     skipped: bool
@@ -37,9 +40,9 @@ class Group(NamedTuple):
 class DeviceOptimizer(NamedTuple):
     """An optimizer of poptorch.optim.
 
-    options: arguments of its constructor besides params and lr (which PopTorch compiles in unless it
-    is one, too). constant: attributes that are compiled in. sources: the keys of the recipe that each
-    option comes from, or "always: " and why. slots: PopART's prefix of each state tensor
+    options: arguments of its constructor besides params and lr (which PopTorch compiles in unless
+    it is one, too). constant: attributes that are compiled in. sources: the keys of the recipe that
+    each option comes from, or "always: " and why. slots: PopART's prefix of each state tensor
     (*decompose.cpp).
     """
 
@@ -52,11 +55,13 @@ class DeviceOptimizer(NamedTuple):
 
 
 FORMS: Registry[Callable[[Optimizer, Precision], DeviceOptimizer]] = Registry("a form on IPUs")
-_Options = Dict[str, Tuple[object, str]]  # (value, source) of arguments; those that are None are left out
+# (value, source) of arguments; those that are None are left out.
+_Options = Dict[str, Tuple[object, str]]
 _Groups = Tuple[Group, Group]
 _FLOAT = Name("torch.float")
 _CONSTANT = ("betas", "eps", "momentum", "alpha")  # attributes that never change during a run
-_SHORTER_STEP = 1.75  # by so much the momentum's form steps shorter: the mean of docs/results/lars_forms.md
+# By so much the momentum's form steps shorter: the mean of docs/results/lars_forms.md.
+_SHORTER_STEP = 1.75
 _FIRST = "first_order_momentum_accum_type"
 _SECOND = "second_order_momentum_accum_type"
 _BOTH_CAST = (_FLOAT, "always: the first moment is cast to its type")
@@ -101,7 +106,9 @@ def _state_type(precision: Precision) -> Name:
 
 
 def _groups(section: Optimizer, **skipped: float) -> _Groups:
-    """Return the parameters with weight decay, and those without, which have the options `skipped` besides."""
+    """Return the parameters with weight decay, and those without, which have the options `skipped`
+    besides.
+    """
     decay = {"weight_decay": section.weight_decay}
     no_decay = {"weight_decay": 0.0, **skipped}
     return (
@@ -112,17 +119,22 @@ def _groups(section: Optimizer, **skipped: float) -> _Groups:
 
 @FORMS.implements(Lars)
 def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
-    """Return LARS with `trust: momentum`, as LAMB whose second moment stays 0 (docs/ipu.md derives it).
+    """Return LARS with `trust: momentum`, as LAMB whose second moment stays 0 (docs/ipu.md derives
+    it).
 
-    With E = eps and wd / E as weight decay LAMB's direction is u = (m + wd w) / E; the trust ratio cancels E. With
-    float16 weights PopART adds m / E and wd w / E in float16, where E = 2^-8 keeps small momenta clear of the subnormal
-    numbers. A maximum weight norm of 0 makes the ratio 1 (willow/src/patterns/adamdecompose.cpp): plain momentum.
+    With E = eps and wd / E as weight decay LAMB's direction is u = (m + wd w) / E; the trust ratio
+    cancels E. With float16 weights PopART adds m / E and wd w / E in float16, where E = 2^-8 keeps
+    small momenta clear of the subnormal numbers. A maximum weight norm of 0 makes the ratio 1
+    (willow/src/patterns/adamdecompose.cpp): plain momentum.
     """
     _check_lars(section)
     state = _state_type(precision)
     epsilon = 1.0 if state is _FLOAT else 2.0**-8
     options = {
-        "betas": ((section.momentum, 1.0), "optimizer.momentum; always: 1.0 keeps the second moment at 0"),
+        "betas": (
+            (section.momentum, 1.0),
+            "optimizer.momentum; always: 1.0 keeps the second moment at 0",
+        ),
         "eps": (epsilon, "precision.weights"),
         "bias_correction": (False, "optimizer.name"),
         _FIRST: (state, "precision.weights"),
@@ -179,7 +191,9 @@ def _lamb(section: Lamb, precision: Precision) -> DeviceOptimizer:
 
 @FORMS.implements(Sgd)
 def _sgd(section: Sgd, precision: Precision) -> DeviceOptimizer:
-    """Return SGD with accumulator and momentum apart. No learning rate in the momentum, as in torch (sgd.hpp: SGD2)."""
+    """Return SGD with accumulator and momentum apart. No learning rate in the momentum, as in torch
+    (sgd.hpp: SGD2).
+    """
     if section.nesterov:
         fault = "optimizer.nesterov on IPUs: PopART adds a gradient that is not divided by accumulation and replicas"
         raise ConfigError(f"{fault}; use optimizer.nesterov=false")

@@ -1,4 +1,5 @@
-"""A recipe's options for PopTorch as plain data: names stand for its objects, so plans need no Poplar SDK.
+"""A recipe's options for PopTorch as plain data: names stand for its objects, so plans need no
+Poplar SDK.
 
 Facts are those of PopTorch 3.4 and PopART 3.4, named by file; docs/ipu.md explains each option.
 """
@@ -41,20 +42,37 @@ class Setting(NamedTuple):
         return f"{self.call}({_listed(self.arguments)})"
 
 
-# PopART's RecomputationType, by number: PopTorch has no names for it (willow/include/popart/sessionoptions.hpp).
+# PopART's RecomputationType, by number: PopTorch has no names for it
+# (willow/include/popart/sessionoptions.hpp).
 _RECOMPUTE_NONE = 0
 _RECOMPUTE_STANDARD = 1
 _RECOMPUTE_PIPELINE = 3
 _RECOMPUTE_ALL = 4
 _OVERLAP_MEMORY_OPTIMIZED = 3  # of AccumulateOuterFragmentSchedule
 
-# Other options of Graphcore's published PyTorch recipe of this model (vision/cnns/pytorch, SDK 3.4), without its
-# disableOptimizerStateTensorStreams, which would keep the momentum on the device.
+# Other options of Graphcore's published PyTorch recipe of this model (vision/cnns/pytorch, SDK
+# 3.4), without its disableOptimizerStateTensorStreams, which would keep the momentum on the device.
 _PUBLISHED = (
-    ("scheduleNonWeightUpdateGradientConsumersEarly", True, "frees gradients as soon as they are added"),
-    ("accumulateOuterFragmentSettings.schedule", _OVERLAP_MEMORY_OPTIMIZED, "IPUs of a replica update together"),
-    ("replicatedCollectivesSettings.prepareScheduleForMergingCollectives", True, "few large sums over replicas"),
-    ("replicatedCollectivesSettings.mergeAllReduceCollectives", True, "few large sums over replicas"),
+    (
+        "scheduleNonWeightUpdateGradientConsumersEarly",
+        True,
+        "frees gradients as soon as they are added",
+    ),
+    (
+        "accumulateOuterFragmentSettings.schedule",
+        _OVERLAP_MEMORY_OPTIMIZED,
+        "IPUs of a replica update together",
+    ),
+    (
+        "replicatedCollectivesSettings.prepareScheduleForMergingCollectives",
+        True,
+        "few large sums over replicas",
+    ),
+    (
+        "replicatedCollectivesSettings.mergeAllReduceCollectives",
+        True,
+        "few large sums over replicas",
+    ),
     ("disableGradAccumulationTensorStreams", True, "accumulators stay on the device"),
 )
 
@@ -139,13 +157,18 @@ def evaluation_settings(recipe: Recipe, batch: Batch, served: int, under_poprun:
     return [
         *_common(recipe, served, under_poprun, evaluation_overlaps(recipe)),
         Setting("Options.deviceIterations", (evaluation_iterations(recipe),), source),
-        Setting("Options.outputMode", (Name("poptorch.OutputMode.All"),), "always: logits of every image"),
+        Setting(
+            "Options.outputMode",
+            (Name("poptorch.OutputMode.All"),),
+            "always: logits of every image",
+        ),
         Setting("Options.Precision.enableStochasticRounding", (False,), "always: scores repeat"),
     ]
 
 
 def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
-    """Return the calls on the model besides the options: stages, outputs that are kept, transfers that overlap.
+    """Return the calls on the model besides the options: stages, outputs that are kept, transfers
+    that overlap.
 
     Args:
         recipe: of the run.
@@ -162,7 +185,13 @@ def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
         calls.append(Setting("poptorch.BeginBlock", (block, f"stage {number}", number), "parallel.split"))
     if training:
         for block in recipe.ipu.keep_activations:
-            calls.append(Setting("poptorch.recomputationCheckpoint", (f"output of {block}",), "ipu.keep_activations"))
+            calls.append(
+                Setting(
+                    "poptorch.recomputationCheckpoint",
+                    (f"output of {block}",),
+                    "ipu.keep_activations",
+                )
+            )
         calls.append(Setting("poptorch.identity_loss", ("the loss", "none"), "always: where gradients begin"))
     if overlaps(recipe, batch) if training else evaluation_overlaps(recipe):
         mode = Name("poptorch.OverlapMode.OverlapAccumulationLoop")
@@ -210,11 +239,16 @@ def _arithmetic(recipe: Recipe) -> Iterator[Setting]:
         source = "precision.compute"
     yield Setting("Options.Precision.setPartialsType", (Name(f"torch.{partials}"),), source)
     if ipu.convolution_dithering:
-        # setPartialsType and Training.setConvolutionDithering overwrite each other's dictionary (python/options.py).
+        # setPartialsType and Training.setConvolutionDithering overwrite each other's dictionary
+        # (python/options.py).
         options = {"partialsType": partials, "enableConvDithering": "true"}
         yield _popart("convolutionOptions", options, f"ipu.convolution_dithering, {source}")
     yield Setting("Options.enableStableNorm", (True,), "always: variances about the mean, as on other devices")
-    yield _popart("groupNormStridedChannelGrouping", False, "always: groups of neighbouring channels, as in torch")
+    yield _popart(
+        "groupNormStridedChannelGrouping",
+        False,
+        "always: groups of neighbouring channels, as in torch",
+    )
 
 
 def _engine_options(recipe: Recipe) -> Setting:
@@ -240,15 +274,23 @@ def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
     mean = Name("poptorch.ReductionType.Mean")
     reason = "always: the gradient of the mean loss over batch.global"
     yield Setting(f"{training}.accumulationAndReplicationReductionType", (mean,), reason)
-    # A sum in float32, divided once. Without accumulation PopART sums the replicas' gradients in their own float16,
-    # where a mean that is kept as it goes cannot overflow.
+    # A sum in float32, divided once. Without accumulation PopART sums the replicas' gradients in
+    # their own float16, where a mean that is kept as it goes cannot overflow.
     strategy = Name("poptorch.MeanReductionStrategy." + ("Post" if batch.accumulation > 1 else "Running"))
     yield Setting(f"{training}.setMeanAccumulationAndReplicationReductionStrategy", (strategy,), division)
     if precision.dynamic_loss_scale:
         yield Setting(f"{training}.setAutomaticLossScaling", (True,), "precision.dynamic_loss_scale")
     stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
-    yield Setting("Options.Precision.enableStochasticRounding", (stochastic,), "precision.rounding, precision.weights")
-    yield Setting("Options.outputMode", (Name("poptorch.OutputMode.Sum"),), "always: loss and hits of an update")
+    yield Setting(
+        "Options.Precision.enableStochasticRounding",
+        (stochastic,),
+        "precision.rounding, precision.weights",
+    )
+    yield Setting(
+        "Options.outputMode",
+        (Name("poptorch.OutputMode.Sum"),),
+        "always: loss and hits of an update",
+    )
     yield Setting("Options.randomSeed", (recipe.run.seed,), "run.seed")
     if recipe.ipu.shard_optimizer_state:
         calls = (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,)))

@@ -1,4 +1,6 @@
-"""The plan of a run on IPUs: every option and the optimizer that PopTorch would be given, and where each comes from."""
+"""The plan of a run on IPUs: every option and the optimizer that PopTorch would be given, and where
+each comes from.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, options.Settin
         "training" or "evaluation", and the setting.
     """
     under_poprun = poprun.stages_of_launcher(os.environ) is not None
-    for model, make in (("training", options.training_settings), ("evaluation", options.evaluation_settings)):
+    for model, make in (
+        ("training", options.training_settings),
+        ("evaluation", options.evaluation_settings),
+    ):
         for setting in make(recipe, batch, batch.replicas, under_poprun):
             yield model, setting
         for call in options.model_calls(recipe, batch, model == "training"):
@@ -40,10 +45,16 @@ def arguments_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
 
 
 def groups_of_optimizer(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
-    """Yield for each group of parameters of `recipe` (which they are, how they are stepped, source)."""
+    """Yield for each group of parameters of `recipe` (which they are, how they are stepped,
+    source).
+    """
     for group in optimizers.optimizer(recipe).groups:
         values = ", ".join(f"{name}={value:.6g}" for name, value in group.options.items())
-        yield "skipped" if group.skipped else "other", f"lr scale {group.lr_scale:.6g}, {values}", group.source
+        yield (
+            "skipped" if group.skipped else "other",
+            f"lr scale {group.lr_scale:.6g}, {values}",
+            group.source,
+        )
 
 
 def lines(recipe: Recipe, batch: Batch) -> List[str]:

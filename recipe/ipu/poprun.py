@@ -1,7 +1,7 @@
 """What poprun started, as its variables tell it, and the flags that would have fitted the recipe.
 
-Graphcore's poprun starts the processes ("instances") of a run on IPUs. Its source is closed; docs/ipu.md, chapter 8,
-names what its variables and defaults were taken from.
+Graphcore's poprun starts the processes ("instances") of a run on IPUs. Its source is closed;
+docs/ipu.md, chapter 8, names what its variables and defaults were taken from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from recipe.config import Recipe
 
 MOST_IPUS = 64  # of one process (popart_compiler/source/CompilerImpl.cpp)
 FLAGS = ("--num-replicas", "--ipus-per-replica", "--num-instances")
-_OTHER_PROCESSES = 2  # of an instance, besides its workers: train.py, and PopTorch's own that collects images
+# Of an instance, besides its workers: train.py, and PopTorch's own that collects images.
+_OTHER_PROCESSES = 2
 
 
 class Launched(NamedTuple):
@@ -29,12 +30,15 @@ class Launched(NamedTuple):
 
     @property
     def by_default(self) -> bool:
-        """True where poprun was given nothing but a number of replicas: one instance, one IPU a replica."""
+        """True where poprun was given nothing but a number of replicas: one instance, one IPU a
+        replica.
+        """
         return self.served == self.replicas and self.ipus_per_replica == 1
 
 
 def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
-    """Return what poprun started by its variables in `environment`; None where it did not start this process.
+    """Return what poprun started by its variables in `environment`; None where it did not start
+    this process.
 
     Raises:
         ConfigError: a variable is no number above 0.
@@ -48,7 +52,8 @@ def launched_by(environment: Mapping[str, str]) -> Optional[Launched]:
 
 
 def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
-    """Return the IPUs that poprun gives each replica by `environment`; None where it did not start this process.
+    """Return the IPUs that poprun gives each replica by `environment`; None where it did not start
+    this process.
 
     Raises:
         ConfigError: the variable is no number above 0.
@@ -57,7 +62,9 @@ def stages_of_launcher(environment: Mapping[str, str]) -> Optional[int]:
 
 
 def is_first_instance(environment: Mapping[str, str]) -> bool:
-    """Return whether by `environment` this process is poprun's first instance, or was not started by poprun."""
+    """Return whether by `environment` this process is poprun's first instance, or was not started
+    by poprun.
+    """
     return environment.get("POPDIST_REPLICA_INDEX_OFFSET", "0") == "0"
 
 
@@ -71,7 +78,9 @@ def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
 
 
 def fault(recipe: Recipe, launched: Launched) -> str:
-    """Return why the processes that poprun `launched` do not fit the recipe; an empty text where they fit."""
+    """Return why the processes that poprun `launched` do not fit the recipe; an empty text where
+    they fit.
+    """
     stages = recipe.parallel.stages
     wanted = recipe.parallel.replicas
     if launched.ipus_per_replica != stages:
@@ -109,7 +118,9 @@ def fault_of_instance(served: int, stages: int) -> str:
 
 
 def check_launched(recipe: Recipe, launched: Launched) -> None:
-    """Raise ConfigError, with the flags that fit, where the processes that poprun `launched` do not fit the recipe."""
+    """Raise ConfigError, with the flags that fit, where the processes that poprun `launched` do not
+    fit the recipe.
+    """
     reason = fault(recipe, launched)
     if reason:
         flags = " ".join(fitting_flags(recipe, launched.replicas))
@@ -131,7 +142,8 @@ def check_served(served: int, stages: int, replicas: int) -> None:
 
 
 def other_remedy(recipe: Recipe, launched: Launched) -> str:
-    """Return the words that offer a key of the recipe in the place of other flags; an empty text where none would do.
+    """Return the words that offer a key of the recipe in the place of other flags; an empty text
+    where none would do.
 
     Args:
         recipe: of the run.
@@ -164,10 +176,11 @@ def fitting_flags(recipe: Recipe, replicas: int, cores: int = 1) -> List[str]:
 
 
 def fitting_instances(replicas: int, stages: int, wanted: int = 1) -> int:
-    """Return a number of instances that divides the replicas so that PopTorch takes what each of them has.
+    """Return a number of instances that divides the replicas so that PopTorch takes what each of
+    them has.
 
-    Of the possible numbers the largest that is not above `wanted`, as each instance reads images for its own replicas;
-    if all are, the smallest.
+    Of the possible numbers the largest that is not above `wanted`, as each instance reads images
+    for its own replicas; if all are, the smallest.
 
     Args:
         replicas: of the run.

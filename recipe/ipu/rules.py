@@ -30,18 +30,42 @@ _POPLAR = "Poplar compiles with layouts and kernels of its own"
 # The key, the values that IPUs take (the first is the remedy), and why.
 _ALLOWED = (
     ("optimizer.clip_norm", (None,), "PopTorch's LAMB and RMSprop cannot clip gradients"),
-    ("average.step_decay", (None,), "the weights would leave the device after every update (epoch_decay works)"),
-    ("exchange.method", ("dense", "auto"), "PopART exchanges gradients itself, completely and in float32"),
+    (
+        "average.step_decay",
+        (None,),
+        "the weights would leave the device after every update (epoch_decay works)",
+    ),
+    (
+        "exchange.method",
+        ("dense", "auto"),
+        "PopART exchanges gradients itself, completely and in float32",
+    ),
     ("exchange.delay", (0,), "PopART makes each update from the gradients of its own step"),
     ("exchange.order", ("fast",), "PopART decides in which order gradients are added"),
     ("batch.schedule", (None,), "the accumulation is compiled into the program"),
     ("data.bad_images", ("error",), "a compiled program takes whole micro batches only"),
     ("data.reader", ("torch",), "PopTorch's loader reads by worker processes of its own"),
     ("precision.compute", ("float16", "float32", "auto"), "the IPU has float16 and float32 only"),
-    ("parallel.schedule", ("1f1b", "gpipe", "sharded"), "PopART pipelines in one way of its own, one stage an IPU"),
-    ("log.trace", (0,), "the host does not see what IPUs do when (ipu.profile=FOLDER writes Poplar's own profile)"),
-    ("log.profile", (0,), "torch.profiler does not see what IPUs do (ipu.profile=FOLDER writes Poplar's own profile)"),
-    ("log.memory", (False,), "there are snapshots of CUDA's memory only (ipu.profile=FOLDER shows an IPU's)"),
+    (
+        "parallel.schedule",
+        ("1f1b", "gpipe", "sharded"),
+        "PopART pipelines in one way of its own, one stage an IPU",
+    ),
+    (
+        "log.trace",
+        (0,),
+        "the host does not see what IPUs do when (ipu.profile=FOLDER writes Poplar's own profile)",
+    ),
+    (
+        "log.profile",
+        (0,),
+        "torch.profiler does not see what IPUs do (ipu.profile=FOLDER writes Poplar's own profile)",
+    ),
+    (
+        "log.memory",
+        (False,),
+        "there are snapshots of CUDA's memory only (ipu.profile=FOLDER shows an IPU's)",
+    ),
     *((f"engine.{key}", (default,), _POPLAR) for key, default in EngineSection()),
 )
 

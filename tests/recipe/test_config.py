@@ -14,7 +14,7 @@ SECTIONS = {name: field.annotation for name, field in Recipe.model_fields.items(
 
 def test_every_section_and_key_has_a_description():
     for section in SECTIONS.values():
-        assert section.__doc__.endswith(".")
+        assert section.__doc__.rstrip().endswith(".")
         for key, field in section.fields().items():
             assert field.description and not field.description.endswith("."), key
 
