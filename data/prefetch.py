@@ -43,7 +43,7 @@ class Prefetcher:
     def __init__(self, batches: Iterator[MicroBatch], device: torch.device, depth: int):
         """
         Args:
-            batches: on the host or the device; its `close` is called in the end.
+            batches: on the host or the device; its `close` is called in the end, if it has one.
             device: where the images are wanted.
             depth: of the queue; with 0 each is taken when it is needed, in the calling thread.
         """
@@ -56,7 +56,7 @@ class Prefetcher:
         # ends would abort it.
         if not depth:
             self._ahead = map(move, batches)
-            self._end = weakref.finalize(self, batches.close)
+            self._end = weakref.finalize(self, _end_iterator, batches)
             return
         # Of moved batches; errors, and the end as StopIteration, come last.
         ready: queue.Queue = queue.Queue(depth)
@@ -158,7 +158,14 @@ def _fill(
         ready.put(error)
     finally:
         ready.put(StopIteration())
-        batches.close()
+        _end_iterator(batches)
+
+
+def _end_iterator(batches: Iterator[MicroBatch]) -> None:
+    """Close a generator, which may hold workers; other iterators have nothing to close."""
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
 
 
 def _take(ready: queue.Queue) -> _Moved:
