@@ -306,7 +306,6 @@ _PLAIN = ("parallel.recompute=true", "data.mixup=0", "data.cutmix=null")
 
 @pytest.mark.parametrize("changes", [(), pytest.param(_PLAIN, marks=pytest.mark.slow)], ids=len)
 def test_a_step_waits_for_nothing(engine_of, changes):
-    from engines.base import one_step
 
     engine, batches = engine_of(*changes)
     for step in (1, 5):  # the first makes what stays; neither measures the noise scale
