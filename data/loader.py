@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 from dataclasses import dataclass
-from typing import Callable, Iterable, Iterator, Optional, Sequence, Union
+from typing import Callable, Generator, Iterable, Iterator, Optional, Sequence, Union
 
 import torch
 
@@ -249,7 +249,10 @@ def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) 
     return Prefetcher(batches, device, data.prefetch if works_beside else 0)
 
 
-def _delivered(batches: Iterator[MicroBatch], data: Data) -> Iterator[MicroBatch]:
+def _delivered(
+    batches: Iterator[MicroBatch],
+    data: Data,
+) -> Generator[MicroBatch, None, None]:
     """Check what a loader gives, and give its labels and indices as tensors."""
     try:
         for batch in batches:

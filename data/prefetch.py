@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Callable, Deque, Iterator, Optional, Tuple, Union
+from typing import Callable, Deque, Generator, Optional, Tuple, Union
 
 import torch
 
@@ -15,6 +15,7 @@ from data.batches import MicroBatch
 
 _PATIENCE = 10.0  # seconds that a thread gets to end: it may be waiting for a slow network
 
+_Batches = Generator[MicroBatch, None, None]
 # A batch whose images are on their way to the device, and the event of their arrival on CUDA.
 _Moved = Tuple[MicroBatch, Optional[torch.cuda.Event]]
 _Move = Callable[[MicroBatch], _Moved]
@@ -40,10 +41,10 @@ class Prefetcher:
     done with it.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch], device: torch.device, depth: int):
+    def __init__(self, batches: _Batches, device: torch.device, depth: int):
         """
         Args:
-            batches: on the host or the device; its `close` is called in the end, if it has one.
+            batches: on the host or the device; a generator, whose `close` is called in the end.
             device: where the images are wanted.
             depth: of the queue; with 0 each is taken when it is needed, in the calling thread.
         """
@@ -56,7 +57,7 @@ class Prefetcher:
         # ends would abort it.
         if not depth:
             self._ahead = map(move, batches)
-            self._end = weakref.finalize(self, _end_iterator, batches)
+            self._end = weakref.finalize(self, batches.close)
             return
         # Of moved batches; errors, and the end as StopIteration, come last.
         ready: queue.Queue = queue.Queue(depth)
@@ -145,7 +146,7 @@ def _to_cuda(device: torch.device) -> _Move:
 def _fill(
     ready: queue.Queue,
     stop: threading.Event,
-    batches: Iterator[MicroBatch],
+    batches: _Batches,
     move: _Move,
 ) -> None:
     """Move batches into a queue until they end, or until `stop` is set. Runs in the thread."""
@@ -158,14 +159,7 @@ def _fill(
         ready.put(error)
     finally:
         ready.put(StopIteration())
-        _end_iterator(batches)
-
-
-def _end_iterator(batches: Iterator[MicroBatch]) -> None:
-    """Close a generator, which may hold workers; other iterators have nothing to close."""
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()
+        batches.close()
 
 
 def _take(ready: queue.Queue) -> _Moved:

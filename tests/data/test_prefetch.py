@@ -108,16 +108,6 @@ def test_the_thread_ends_and_closes_its_source_when_given_up(given_up):
     assert not threads() and taken.count("closed") == 1
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_an_iterator_that_cannot_be_closed_is_read_to_its_end(depth):
-    """No stage but the first receives images: the batches of the others are an empty tuple's."""
-    assert next(Prefetcher(iter(()), CPU, depth), None) is None
-    ahead = Prefetcher(iter([batch(number) for number in range(3)]), CPU, depth)
-    assert [one.number for one in ahead] == [0, 1, 2]
-    ahead.close()
-    assert not threads()
-
-
 @pytest.mark.parametrize(("depth", "expected"), [(0, 3.0), (2, 0.0)])
 def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, monkeypatch):
     """By a clock that loading and computing advance; batches that are there already are not waited for."""
