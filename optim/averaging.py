@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Sequence
+from typing import List, Optional, Sequence
 
 import torch
 
@@ -10,28 +10,48 @@ import torch
 class WeightAverage:
     """The average of weights w_1 ... w_n with weights decay^(n - k), divided by their sum.
 
-    So the first weights are the first average. In the offline average of the G16 recipe (0.97 over the checkpoints of
-    epochs) the first one has a share of 0.97^(n - 1) instead: 2e-5 after 350 epochs, but half of all after 23.
+    So the first weights are the first average. In the offline average of the G16 recipe (0.97 over
+    the checkpoints of epochs) the first one has a share of 0.97^(n - 1) instead: 2e-5 after 350
+    epochs, but half of all after 23.
 
-    Source: Polyak and Juditsky (1992) for averaging; the division is Adam's bias correction (1412.6980, section 3).
+    Source: Polyak and Juditsky (1992) for averaging; the division is Adam's bias correction
+    (1412.6980, section 3).
+
+    tensors: the average.
+    count: how many weights it is of, int64 [].
     """
 
     def __init__(self, decay: float, sources: Sequence[torch.Tensor]):
-        """Args: decay: in (0, 1); sources: floating-point tensors whose shapes and devices `add` will be given."""
+        """
+        Args:
+            decay: in (0, 1).
+            sources: floating-point tensors whose shapes and devices `add` will be given.
+        """
         self._decay = decay
-        self.tensors: List[torch.Tensor] = [torch.zeros_like(source, dtype=torch.float32) for source in sources]
+        self.tensors: List[torch.Tensor] = []
+        for source in sources:
+            self.tensors.append(torch.zeros_like(source, dtype=torch.float32))
         self.count = torch.zeros((), dtype=torch.int64, device=self.tensors[0].device)
 
     @torch.no_grad()
-    def add(self, sources: Sequence[torch.Tensor], counts: torch.Tensor | None = None) -> None:
-        """Takes in the current weights, laid out as at the start and finite; nothing waits for the device.
+    def add(
+        self,
+        sources: Sequence[torch.Tensor],
+        counts: Optional[torch.Tensor] = None,
+    ) -> None:
+        """Add the current weights, without waiting for the device.
 
-        counts: bool or int64 []: how many times the weights count; 0 leaves the average as it is (the update was
-        skipped); None is 1.
+        Args:
+            sources: laid out as at the start, and finite.
+            counts: bool or int64 [], how many times the weights count. 0 leaves the average as it
+                is: the update was skipped. None is 1.
         """
         times = torch.ones_like(self.count) if counts is None else counts.to(torch.int64)
         self.count = self.count + times
-        # 1 for the first, (1 - decay) in the long run; 0 where nothing counts, and lerp then changes no bit.
-        share = (1 - self._decay ** times.double()) / (1 - self._decay ** self.count.clamp(min=1).double())
+        # 1 for the first, (1 - decay) in the long run; 0 where nothing counts, and lerp then
+        # changes no bit.
+        new = 1 - self._decay ** times.double()
+        all_of_them = 1 - self._decay ** self.count.clamp(min=1).double()
+        share = (new / all_of_them).float()
         for tensor, source in zip(self.tensors, sources):
-            tensor.lerp_(source.float(), share.float())
+            tensor.lerp_(source.float(), share)

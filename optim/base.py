@@ -1,4 +1,4 @@
-"""The interface of an optimizer: parameter groups from its section, its slots, and the update that is made with it."""
+"""The interface of an optimizer: parameter groups from its section, its slots, and its update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ OPTIMIZERS: Registry[Type[HasSlots]] = Registry("an optimizer")
 class HasSlots:
     """Mixed into the torch optimizer that implements a section's class, before it.
 
-    slots: by name, the tensors that the optimizer keeps in `state[parameter]`; `factory.create` sets the section's.
+    slots: by name, the tensors that the optimizer keeps in `state[parameter]`; `factory.create` sets
+        the section's.
     numbers: keys of the section that are arguments of the optimizer.
     """
 
@@ -25,43 +26,77 @@ class HasSlots:
 
     @classmethod
     def of(cls, section: Any, groups: list) -> HasSlots:
-        """An optimizer with the section's numbers for parameter groups that have `options`."""
+        """Return an optimizer with the section's numbers.
+
+        Args:
+            section: of the recipe.
+            groups: parameter groups with their `options`.
+        """
         return cls(groups, lr=0.0, **{key: getattr(section, key) for key in cls.numbers})
 
     @classmethod
     def groups(
-        cls, section: Any, parameters: Mapping[str, nn.Parameter], skipped: Set[str], hidden: Mapping[str, int]
+        cls,
+        section: Any,
+        parameters: Mapping[str, nn.Parameter],
+        skipped: Set[str],
+        hidden: Mapping[str, int],
     ) -> List[dict]:
-        """Return the parameter groups: one of the skipped parameters, and one of all others; either may be empty.
+        """Return two parameter groups: all others, and the skipped ones; either may be empty.
 
         Args:
             section: of the recipe.
             parameters: by name.
             skipped: names of those that `skip` names.
-            hidden: result of `factory.hidden_layers`, for optimizers that step matrices in another way.
+            hidden: result of `factory.hidden_layers`, for optimizers that step matrices in another
+                way.
         """
+        usual = []
+        exempt = []
+        for name, parameter in parameters.items():
+            if name in skipped:
+                exempt.append(parameter)
+            else:
+                usual.append(parameter)
         return [
-            {
-                "params": [parameter for name, parameter in parameters.items() if (name in skipped) == skip],
-                **cls.options(section, skip),
-            }
-            for skip in (False, True)
+            {"params": usual, **cls.options(section, False)},
+            {"params": exempt, **cls.options(section, True)},
         ]
 
     @staticmethod
     def options(section: Any, skipped: bool) -> dict:
-        """Options of the group of skipped parameters, or of the others."""
+        """Return the options of the group of skipped parameters, or of the others.
+
+        Args:
+            section: of the recipe.
+            skipped: which of them.
+        """
         return {"weight_decay": 0.0 if skipped else section.weight_decay}
 
     def at_step(self, step: int) -> None:
-        """Set whatever else the optimizer counts before update `step`, from 0: from this number alone, so that nothing
-        of it is saved and a resumed run has it exactly. Skipped steps count like all others."""
+        """Set all that the optimizer counts before update `step`, from 0.
 
-    def create_update(self, target: Target, create: Callable[[Dict[str, nn.Parameter]], HasSlots]) -> Any:
-        """How WeightState makes an update. Args: create: of WeightState, for parameters elsewhere."""
+        It follows from this number alone, so nothing of it is saved, and a resumed run has it
+        exactly. Skipped steps count like all others.
+        """
+
+    def create_update(
+        self,
+        target: Target,
+        create: Callable[[Dict[str, nn.Parameter]], HasSlots],
+    ) -> Any:
+        """Return the update that a WeightState makes with this optimizer.
+
+        Args:
+            target: what the update changes.
+            create: creates such an optimizer for parameters elsewhere.
+        """
         return OptimizerUpdate(target, create)
 
 
 def all_slots() -> Dict[str, Slot]:
-    """By name, the slots of every kind of optimizer."""
-    return {name: slot for kind in Optimizer.kinds.values() for name, slot in kind.all_slots.items()}
+    """Return the slots of every kind of optimizer by name."""
+    slots: Dict[str, Slot] = {}
+    for kind in Optimizer.kinds.values():
+        slots.update(kind.all_slots)
+    return slots

@@ -14,7 +14,7 @@ from optim import lars, library_optimizers  # noqa: F401  (register themselves)
 from optim.base import OPTIMIZERS, HasSlots
 from recipe.optimization import Optimizer
 
-# So does a file that is named like an optimizer.
+# Importing a module that is named like an optimizer registers it.
 for _name in Optimizer.kinds:
     if importlib.util.find_spec(f"{__package__}.{_name}"):
         importlib.import_module(f"{__package__}.{_name}")
@@ -29,46 +29,74 @@ def create(
     norm_parameters: Iterable[str],
     hidden: Mapping[str, int] = _NO_LAYERS,
 ) -> HasSlots:
-    """The torch optimizer of `section` for named float32 parameters; its learning rate is set at each step.
+    """Create the optimizer of a section; its learning rate is set at each step.
 
-    Skipped parameters have no weight decay; with LARS and LAMB no trust ratio either. The others have the ratio
-    even where `weight_decay` is 0. norm_parameters: names of the parameters that belong to normalisation layers.
-    hidden: result of `hidden_layers` for the whole model; only Muon uses it.
+    Skipped parameters have no weight decay; with LARS and LAMB no trust ratio either. The others
+    have the ratio even where `weight_decay` is 0.
+
+    Args:
+        section: of the recipe.
+        parameters: by name, float32.
+        norm_parameters: names of the parameters that belong to normalisation layers.
+        hidden: result of `hidden_layers` for the whole model; only Muon uses it.
+
+    Returns:
+        A torch optimizer.
     """
-    kind, skipped = OPTIMIZERS.of(section), skipped_names(section, parameters, norm_parameters)
+    kind = OPTIMIZERS.of(section)
+    skipped = skipped_names(section, parameters, norm_parameters)
     groups = kind.groups(section, parameters, skipped, hidden)
     optimizer = kind.of(section, [group for group in groups if group["params"]])
     optimizer.slots = section.slots
     return optimizer
 
 
-def skipped_names(section: Optimizer, parameters: Iterable[str], norm_parameters: Iterable[str]) -> Set[str]:
-    """The parameters that `skip` names: `bias` covers all biases, `norm` the scales of norms."""
+def skipped_names(
+    section: Optimizer,
+    parameters: Iterable[str],
+    norm_parameters: Iterable[str],
+) -> Set[str]:
+    """Return the parameters that `skip` names.
+
+    Args:
+        section: of the recipe. In its `skip`, "bias" covers all biases, "norm" the scales of norms.
+        parameters: names of all.
+        norm_parameters: names of those of normalisation layers.
+    """
     names = set(parameters)
     biases = {name for name in names if name.split(".")[-1] == "bias"}
-    kinds = {"bias": biases, "norm": names.intersection(norm_parameters) - biases}
-    return {name for kind in section.skip for name in kinds[kind]}
+    skipped: Set[str] = set()
+    if "bias" in section.skip:
+        skipped |= biases
+    if "norm" in section.skip:
+        skipped |= names.intersection(norm_parameters) - biases
+    return skipped
 
 
 def hidden_layers(model: nn.Module) -> Dict[str, int]:
     """Return the weights that are matrices between the first and the last layer.
 
-    A layer is a parameter of two dimensions or more. They are taken in the order in which the model registers them.
-    Depthwise convolutions are left out: each of their groups has one row, so it is a vector.
+    A layer is a parameter of two dimensions or more. They are taken in the order in which the model
+    registers them. Depthwise convolutions are left out: each of their groups has one row, so it is
+    a vector.
 
     Args:
         model: the whole model, not a stage of it.
 
     Returns:
-        By name, into how many matrices of consecutive rows a weight is divided: the groups of a convolution, else 1.
+        By name, into how many matrices of consecutive rows a weight is divided: the groups of a
+        convolution, else 1.
     """
-    layers = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() >= 2}
-    found = {}
+    layers = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            layers[name] = parameter
+    hidden = {}
     for name in list(layers)[1:-1]:
         module = model.get_submodule(name.rpartition(".")[0])
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
         rows = len(layers[name]) // groups
         columns = math.prod(layers[name].shape[1:])
         if min(rows, columns) > 1:
-            found[name] = groups
-    return found
+            hidden[name] = groups
+    return hidden

@@ -1,8 +1,9 @@
-"""The optimizers that LARS is compared with: the own steps of torch and timm, with a state that WeightState keeps.
+"""The optimizers of torch and timm that LARS is compared with, with a state that WeightState keeps.
 
-Second moments stay in float32: in float16, whose smallest number is 6e-8, an average with beta2 = 0.999 loses gradients
-below 5e-3, and a root of 0 in the place of 1e-4 makes the step a hundred times too long. So do first moments that are
-divided by such a root, where rounding noise of 3e-8 and more would become steps.
+Their steps are the libraries' own. Second moments stay in float32: in float16, whose smallest number
+is 6e-8, an average with beta2 = 0.999 loses gradients below 5e-3, and a root of 0 in the place of
+1e-4 makes the step a hundred times too long. So do first moments that are divided by such a root,
+where rounding noise of 3e-8 and more would become steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from recipe import optimization
 
 
 class _CountsByParameter(HasSlots):
-    """Sets the count of steps of each parameter, which includes skipped ones: averages are too small by 1/t at most."""
+    """Sets the count of steps of each parameter.
+
+    It includes skipped steps: averages are too small by 1/t at most.
+    """
 
     def at_step(self, step: int) -> None:
         for group in self.param_groups:
@@ -25,9 +29,12 @@ class _CountsByParameter(HasSlots):
 
 @OPTIMIZERS.implements(optimization.Sgd)
 class SGD(HasSlots, torch.optim.SGD):
-    """torch's SGD without dampening: m = mu m + g + wd w;  w = w - lr m, with Nesterov w = w - lr (g + wd w + mu m).
+    """torch's SGD without dampening, with the gradient g:
+
+        m = mu m + g + wd w;  w = w - lr m, with Nesterov w = w - lr (g + wd w + mu m)
 
     Without momentum it keeps no state. Its multi-tensor form may leave the step in the gradients.
+
     Source: Goyal et al., 1706.02677, whose momentum holds no learning rate either (remark 2).
     """
 
@@ -50,21 +57,28 @@ class RMSprop(_CountsByParameter, timm.optim.RMSpropTF):
 
 @OPTIMIZERS.implements(optimization.Lamb)
 class Lamb(HasSlots, timm.optim.Lamb):
-    """LAMB with bias correction and without timm's clipping of the gradients. With t = step + 1:
+    """LAMB with bias correction, without timm's clipping of the gradients. With t = step + 1:
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd w;  w = w - lr |w| / |u| u
 
-    Where a norm is 0 the ratio is 1. Groups with `always_adapt=False` and no weight decay take w = w - lr u, as in
-    the authors' code, which exempts biases and normalisation layers from both. timm does not report the ratios.
+    Where a norm is 0 the ratio is 1. Groups with `always_adapt=False` and no weight decay take
+    w = w - lr u, as in the authors' code, which exempts biases and normalisation layers from both.
+    timm does not report the ratios.
 
     Source: You et al., 1904.00962, algorithm 2; timm's Lamb, which follows NVIDIA's.
     """
 
     @classmethod
     def of(cls, section: optimization.Lamb, groups: list) -> Lamb:
-        betas = (section.beta1, section.beta2)
-        return cls(groups, lr=0.0, betas=betas, eps=section.eps, bias_correction=True, max_grad_norm=None)
+        return cls(
+            groups,
+            lr=0.0,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            bias_correction=True,
+            max_grad_norm=None,
+        )
 
     @staticmethod
     def options(section: optimization.Lamb, skipped: bool) -> dict:
@@ -72,7 +86,8 @@ class Lamb(HasSlots, timm.optim.Lamb):
 
     def at_step(self, step: int) -> None:
         for group in self.param_groups:
-            group["step"] = torch.tensor(float(step))  # float32, exact to 16.7 million; timm adds 1
+            # float32, exact to 16.7 million. timm adds 1.
+            group["step"] = torch.tensor(float(step))
 
 
 @OPTIMIZERS.implements(optimization.AdamW)
@@ -82,7 +97,8 @@ class AdamW(_CountsByParameter, torch.optim.AdamW):
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
         w = (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Source: Loshchilov and Hutter, 1711.05101, algorithm 2, with the rate in the decay; torch's AdamW.
+    Source: Loshchilov and Hutter, 1711.05101, algorithm 2, with the rate in the decay; torch's
+    AdamW.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""An update by any torch optimizer of float32 parameters: from the state to float32 scratch, a step, and back."""
+"""An update by any torch optimizer of float32 parameters: from the state to scratch memory and back."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from torch import nn
 
 from optim.layout import Buffers, Layout, Run, in_parts, in_rows
 from optim.norms import Norms, WholeModel, clip_factor, repaired
-from optim.rounding import RoundingBits, round_stochastically
+from optim.rounding import RoundingBits, round_stochastically, write
 
 if TYPE_CHECKING:
     from optim.base import HasSlots
 
 
 class Target(NamedTuple):
-    """What an update changes: parameters of a module, views of the working buffer, and the rest as of WeightState."""
+    """What an update changes.
+
+    parameters: of a module, views of the working buffer.
+    layout: of the buffers.
+    buffers: gradients, weights and slots.
+    bits: of stochastic rounding, or None.
+    clip_norm: largest norm of the gradient of the whole model, or None.
+    model: of which the parameters are all or some.
+    """
 
     parameters: Dict[str, nn.Parameter]
     layout: Layout
@@ -27,59 +35,92 @@ class Target(NamedTuple):
 
 
 class OptimizerUpdate:
-    """Steps an optimizer in float32 scratch memory: slots, and weights, where the module's own are not float32.
+    """Steps an optimizer in float32 scratch memory.
 
-    On a CPU, a float32 state of a module that computes in float32 is its own scratch, and `finite` is read before the
-    step. All others step in scratch, and store the result under a mask.
+    Scratch are the slots, and the weights where the module's own are not float32. On a CPU, a
+    float32 state of a module that computes in float32 is its own scratch, and `finite` is read
+    before the step. All others step in scratch, and store the result under a mask.
+
+    run: runs the passes.
     """
 
-    def __init__(self, target: Target, create_optimizer: Callable[[Dict[str, nn.Parameter]], HasSlots]):
+    def __init__(
+        self,
+        target: Target,
+        create_optimizer: Callable[[Dict[str, nn.Parameter]], HasSlots],
+    ):
+        """
+        Args:
+            target: what the update changes.
+            create_optimizer: creates the optimizer of named float32 parameters.
+        """
+        layout = target.layout
+        buffers = target.buffers
         self.run: Run = in_parts
-        masters, layout, buffers, self._bits, self._clip_norm, self._model = target
-        self._layout, self._buffers, self._gradients = layout, buffers, layout.views(buffers.gradients)
-        same, single = buffers.weights is buffers.working, buffers.working.dtype == torch.float32
+        self._layout = layout
+        self._buffers = buffers
+        self._bits = target.bits
+        self._clip_norm = target.clip_norm
+        self._model = target.model
+        self._gradients = layout.views(buffers.gradients)
+        # The module's own parameters are the scratch where they are float32, and no state that a
+        # step without a finite gradient would spoil.
+        same = buffers.weights is buffers.working
+        single = buffers.working.dtype == torch.float32
         self._in_place = same and single and layout.device.type == "cpu"
         self._weights = buffers.working
-        if not (self._in_place or (single and not same)):
+        masters = target.parameters
+        if not self._in_place and (same or not single):
             self._weights = layout.zeros(torch.float32)
-            masters = {name: nn.Parameter(view) for name, view in zip(layout.names, layout.views(self._weights))}
+            views = layout.views(self._weights)
+            masters = {name: nn.Parameter(view) for name, view in zip(layout.names, views)}
         self._masters = list(masters.values())
         self.optimizer = create_optimizer(masters)
-        self._slots = buffers.slots if self._in_place else {name: layout.zeros(torch.float32) for name in buffers.slots}
+        self._slots = buffers.slots
+        if not self._in_place:
+            self._slots = {name: layout.zeros(torch.float32) for name in buffers.slots}
         for slot, buffer in self._slots.items():
             for master, view in zip(self._masters, layout.views(buffer)):
                 self.optimizer.state[master][slot] = view
 
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
-        """As WeightState.prepare."""
+        """Divide the gradients. See WeightState.prepare for `divisor` and the result."""
         # NaN is the lowest and the highest element; a norm takes twenty times as long on a CPU.
         lowest, highest = torch.aminmax(self._buffers.gradients.div_(divisor))
         return torch.isfinite(lowest) & torch.isfinite(highest)
 
     def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
-        """As WeightState.apply."""
-        flat = self._buffers.gradients
+        """Make the step.
+
+        Args:
+            step, lr, finite, measure: see WeightState.apply, also for the result.
+        """
+        gradients = self._buffers.gradients
         before = self._buffers.weights.to(torch.float32, copy=True) if measure else None
         # Before the step: some optimizers write into the gradients.
-        gradient = self._norm(flat) if measure or self._clip_norm else None
+        gradient_norm = self._norm(gradients) if measure or self._clip_norm else None
         if self._clip_norm:
-            flat.mul_(clip_factor(self._clip_norm, gradient))
+            gradients.mul_(clip_factor(self._clip_norm, gradient_norm))
         if not self._in_place or finite:
             self._step(step, lr)
         # Before the result is stored: the difference is what the optimizer subtracted.
         norms = None
         if measure:
-            lengths = gradient, self._norm(before), self._norm(self._weights - before)
-            norms = Norms(*(each.float() for each in lengths), {})
+            norms = Norms(
+                gradient=gradient_norm.float(),
+                weight=self._norm(before).float(),
+                update=self._norm(self._weights - before).float(),
+                trust={},
+            )
         if not self._in_place:
-            self._store(self._buffers.weights, self._weights, step, "weight", finite)
+            self._store(self._buffers.weights, self._weights, step, "weight", finite=finite)
             for slot, buffer in self._buffers.slots.items():
-                self._store(buffer, self._slots[slot], step, slot, finite)
+                self._store(buffer, self._slots[slot], step, slot, finite=finite)
             self._buffers.refresh()
         return norms
 
     def _step(self, step: int, lr: float) -> None:
-        """The optimizer's step, from the state into scratch."""
+        """Make the optimizer's step, from the state into scratch."""
         if not self._in_place:
             self._weights.copy_(self._buffers.weights)
             for slot, buffer in self._buffers.slots.items():
@@ -91,14 +132,31 @@ class OptimizerUpdate:
         self.optimizer.at_step(step)
         self.optimizer.step()
 
-    def _store(self, state: torch.Tensor, source: torch.Tensor, step: int, slot: str, finite: torch.Tensor) -> None:
-        if self._bits is not None and state.dtype == torch.float16:
-            round_stochastically(source, self._bits, step, slot, out=state, keep=finite, run=self.run)
-        else:
-            state.copy_(torch.where(finite, source.to(state.dtype), state))
+    def _store(
+        self,
+        state: torch.Tensor,
+        source: torch.Tensor,
+        step: int,
+        slot: str,
+        finite: torch.Tensor,
+    ) -> None:
+        """Write scratch into the state, where `finite`."""
+        if self._bits is None or state.dtype != torch.float16:
+            write(state, source, keep=finite)
+            return
+        round_stochastically(
+            source,
+            self._bits,
+            step,
+            slot,
+            out=state,
+            keep=finite,
+            run=self.run,
+        )
 
     def _norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """Of the whole model, float64 []."""
+        """Return the norm of a buffer over the whole model, float64 []."""
         squares = torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square()
         rows = in_rows(flat)
-        return self._model.norm(repaired([squares], self._layout, lambda place: (rows[place],))[0])
+        squares = repaired([squares], self._layout, lambda place: (rows[place],))[0]
+        return self._model.norm(squares)

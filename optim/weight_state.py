@@ -1,8 +1,9 @@
-"""The persistent weights and optimizer state, float16 or float32, and the buffers a step needs around them.
+"""The persistent weights and optimizer state, float16 or float32, and the buffers around them.
 
-Three kinds of memory, each one flat buffer with a view per parameter: the state (weights, and one buffer per slot of
-the optimizer), which is all that persists; the working copy, which is the module's own parameters in the compute dtype,
-refreshed after each update, and the same memory where the weights persist in that dtype; and float32 gradients.
+Three kinds of memory, each one flat buffer with a view per parameter: the state (weights, and one
+buffer per slot of the optimizer), which is all that persists; the working copy, which is the
+module's own parameters in the compute dtype, refreshed after each update, and the same memory where
+the weights persist in that dtype; and float32 gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from optim.rounding import RoundingBits, round_stochastically
 
 
 class WeightState:
-    """Weights and optimizer state of a module, in `dtype`; the only copy that persists."""
+    """Weights and optimizer state of a module, in `dtype`; the only copy that persists.
+
+    gradients: of the parameters, to be added up over a step.
+    optimizer: the torch optimizer.
+    notes: lines for the user.
+    """
 
     def __init__(
         self,
@@ -43,95 +49,162 @@ class WeightState:
     ):
         """
         Args:
-            parameters: (name, parameter) of the module, all of one dtype (the compute dtype) and device. They
-                become views of the working copy; the weights start as their values, rounded to `dtype`.
-            create_optimizer: makes the torch optimizer of named float32 parameters.
-            dtype: torch.float16 or torch.float32; slots that may not be float16 are float32 in any case.
-            rounding: "stochastic" or "nearest", for float16. seed: of the rounding.
-            clip_norm: largest norm of the gradient of the whole model. model: names of all its parameters.
+            parameters: (name, parameter) of the module, all of one dtype (the compute dtype) and
+                device. They become views of the working copy; the weights start as their values,
+                rounded to `dtype`.
+            create_optimizer: creates the torch optimizer of named float32 parameters.
+            dtype: torch.float16 or torch.float32; slots that may not be float16 are float32 in any
+                case.
+            rounding: "stochastic" or "nearest", for float16.
+            seed: of the rounding.
+            clip_norm: largest norm of the gradient of the whole model.
+            model: names of all its parameters.
             tree: leaves and parts of `Gradients`, to add in tree order.
-            sum_over_stages: of a float64 tensor, in place, where `parameters` are those of one stage of several.
+            sum_over_stages: sums a float64 tensor in place, where `parameters` are those of one
+                stage of several.
             compile: compile the update on a CPU.
         """
         self._parameters = dict(parameters)
         self._model = list(model or self._parameters)
-        compute = next(iter(self._parameters.values())).dtype
         self._layout = Layout(self._parameters)
-        working = self._layout.zeros(compute)
-        for parameter, view in zip(self._parameters.values(), self._layout.views(working)):
-            view.copy_(parameter.data)
-            parameter.data = view
-        self.gradients = Gradients(self._parameters, self._layout, *(tree or (None, ())))
+        working = self._move_parameters()
+        leaves, parts = tree or (None, ())
+        self.gradients = Gradients(self._parameters, self._layout, leaves, parts)
         self.optimizer = create_optimizer(self._parameters)
-        slots = {
-            name: self._layout.zeros(dtype if slot.half else torch.float32, slot.initial)
-            for name, slot in self.optimizer.slots.items()
-        }
-        weights = working if dtype == compute else working.to(dtype)
+        # What persists; the weights are the working copy itself where the dtypes are the same.
+        slots = {}
+        for name, slot in self.optimizer.slots.items():
+            slots[name] = self._layout.zeros(dtype if slot.half else torch.float32, slot.initial)
+        weights = working if dtype == working.dtype else working.to(dtype)
         self._buffers = Buffers(self.gradients.flat, weights, working, slots)
-        self._bits = None
+        # The update of all that.
+        device = self._layout.device
+        self._bits: Optional[RoundingBits] = None
         if dtype == torch.float16 and rounding == "stochastic":
-            self._bits = RoundingBits(self._layout.places, self._layout.length, seed, self._layout.device)
-        whole = WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
-        self._target = Target(self._parameters, self._layout, self._buffers, self._bits, clip_norm, whole)
+            self._bits = RoundingBits(self._layout.places, self._layout.length, seed, device)
+        self._target = Target(
+            parameters=self._parameters,
+            layout=self._layout,
+            buffers=self._buffers,
+            bits=self._bits,
+            clip_norm=clip_norm,
+            model=WholeModel(self._layout.names, self._model, sum_over_stages, device),
+        )
         self._update = self.optimizer.create_update(self._target, create_optimizer)
         self.notes: Tuple[str, ...] = ()
-        if compile and self._layout.device.type == "cpu":
+        if compile and device.type == "cpu":
             self._update.run, note = compiled(self._buffers, self._bits is not None)
             self.notes = (note,)
         self.refresh()
 
+    def _move_parameters(self) -> torch.Tensor:
+        """Make the parameters views of a flat buffer of their dtype; return the buffer."""
+        compute = next(iter(self._parameters.values())).dtype
+        working = self._layout.zeros(compute)
+        for parameter, view in zip(self._parameters.values(), self._layout.views(working)):
+            view.copy_(parameter.data)
+            parameter.data = view
+        return working
+
     @torch.no_grad()
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
-        """Prepare an update from the accumulated gradients divided by `divisor`, float32 []: loss scale times
-        accumulation. Return whether all gradients of this process are finite, bool [], without waiting for a device."""
+        """Prepare an update from the accumulated gradients, without waiting for a device.
+
+        Args:
+            divisor: of the gradients, float32 []: loss scale times accumulation.
+
+        Returns:
+            Whether all gradients of this process are finite, bool [].
+        """
         return self._update.prepare(divisor)
 
     @torch.no_grad()
     def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
-        """Make the update that was prepared, once; on CUDA without waiting for the device. Return norms if `measure`.
+        """Make the update that was prepared, once; on CUDA without waiting for the device.
 
         Args:
-            step: number of the update, from 0: selects the random bits, and is the optimizer's count of steps.
-            finite: bool [], whether all stages and replicas have finite gradients: if not, nothing changes.
+            step: number of the update, from 0: selects the random bits, and is the optimizer's
+                count of steps.
+            lr: learning rate.
+            finite: bool [], whether all stages and replicas have finite gradients: if not, nothing
+                changes.
+            measure: return norms.
         """
         return self._update.apply(step, lr, finite, measure)
 
     def update(
-        self, step: int, lr: float, divisor: torch.Tensor, measure: bool
+        self,
+        step: int,
+        lr: float,
+        divisor: torch.Tensor,
+        measure: bool,
     ) -> Tuple[torch.Tensor, Optional[Norms]]:
-        """Prepare and make an update that no other process has a part in; `finite` and the norms."""
+        """Prepare and make an update in which no other process takes part.
+
+        Args:
+            step, lr, measure: see `apply`.
+            divisor: see `prepare`.
+
+        Returns:
+            `finite`, and norms if `measure`.
+        """
         finite = self.prepare(divisor)
         return finite, self.apply(step, lr, finite, measure)
 
     def create_replica_update(self, optimizer: HasSlots, **arguments: Any) -> ReplicaUpdate:
-        """A replica's part of what `optimizer`, of the same parameters, would do. Args: those of ReplicaUpdate."""
-        return ReplicaUpdate(Rules(optimizer, self._parameters, self._layout.device), self._target, **arguments)
+        """Create a replica's part of the updates by another optimizer.
+
+        Args:
+            optimizer: of the same parameters.
+            arguments: of ReplicaUpdate.
+        """
+        rules = Rules(optimizer, self._parameters, self._layout.device)
+        return ReplicaUpdate(rules, self._target, **arguments)
 
     def not_finite(self) -> List[str]:
-        """Names of the parameters whose gradient of the last step, after the exchange, is not finite. Waits."""
-        return [name for name, view in zip(self._parameters, self.gradients.views) if not view.isfinite().all()]
+        """Return the names of the parameters whose gradient is not finite. Waits for the device.
+
+        The gradients are those of the last step, after the exchange.
+        """
+        names = []
+        for name, view in zip(self._parameters, self.gradients.views):
+            if not view.isfinite().all():
+                names.append(name)
+        return names
 
     def state_dict(self, flat: Optional[torch.Tensor] = None) -> dict:
-        """{"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU, in the state's dtype.
+        """Return {"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU.
 
-        Args: flat: weights to give instead of these, laid out as `flat` is.
+        Args:
+            flat: weights to give instead of these, laid out as `self.flat` is.
+
+        Returns:
+            Tensors of the state's dtypes.
         """
-        weights = {} if flat is None else {"weights": flat.to(self.flat.dtype)}
-        return {key: self.by_name(buffer) for key, buffer in {**self.own_state(), **weights}.items()}
+        buffers = self.own_state()
+        if flat is not None:
+            buffers["weights"] = flat.to(self.flat.dtype)
+        return {key: self.by_name(buffer) for key, buffer in buffers.items()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load what `state_dict` gave: exactly if the dtypes agree, else rounded to nearest.
+        """Load a state: exactly if the dtypes agree, else rounded to nearest.
 
-        Raises ValueError, and changes nothing: tensors missing, unknown, or of another shape; names the first. Slots
-        missing, or of another optimizer; names them all.
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ValueError: tensors are missing, unknown, or of another shape: the first is named. Slots
+                are missing, or of another optimizer: all are named. Nothing is changed then.
         """
-        buffers, kind = self.own_state(), type(self.optimizer).__name__
+        buffers = self.own_state()
+        kind = type(self.optimizer).__name__
         faults = [f"{key} is missing" for key in buffers if key not in state]
-        foreign = [key for key in all_slots() if key in state and key not in buffers]
-        faults += [f"{key} belongs to another optimizer than {kind}" for key in foreign]
+        for key in all_slots():
+            if key in state and key not in buffers:
+                faults.append(f"{key} belongs to another optimizer than {kind}")
         if faults:
             raise ValueError("; ".join(faults))
+        # All are checked before the first is changed.
         for key in buffers:
             self._check(state[key])
         for key, buffer in buffers.items():
@@ -139,17 +212,25 @@ class WeightState:
         self.refresh()
 
     def places(self) -> List[Tuple[int, nn.Parameter]]:
-        """First element of each parameter in a flat buffer, and the parameter, in this order."""
-        return [(self._layout.places[name][0], parameter) for name, parameter in self._parameters.items()]
+        """Return the first element of each parameter in a flat buffer, and the parameter, in order."""
+        places = []
+        for name, parameter in self._parameters.items():
+            first, _ = self._layout.places[name]
+            places.append((first, parameter))
+        return places
 
     @property
     def flat(self) -> torch.Tensor:
-        """The persistent weights: [length], all parameters behind one another, padded with zeros between."""
+        """The persistent weights, [length]: all parameters in order, padded with zeros between."""
         return self._buffers.weights
 
     @contextlib.contextmanager
     def shown(self, flat: torch.Tensor) -> Iterator[None]:
-        """A context in which the module has the weights in `flat`, laid out as the property is, for evaluation."""
+        """Give the module other weights within a context, for evaluation.
+
+        Args:
+            flat: the weights, laid out as `self.flat` is.
+        """
         working = self._buffers.working
         own = working.clone()
         try:
@@ -159,56 +240,86 @@ class WeightState:
             working.copy_(own)
 
     def own_state(self) -> Dict[str, torch.Tensor]:
-        """All that an update changes, by name: [length] each, laid out as `flat`; `refresh` when it is written to."""
+        """Return all that an update changes by name: [length] each, laid out as `flat`.
+
+        Call `refresh` after writing to it.
+        """
         return {"weights": self._buffers.weights, **self._buffers.slots}
 
     def refresh(self) -> None:
-        """The module's parameters become the persistent weights."""
+        """Set the module's parameters to the persistent weights."""
         self._buffers.refresh()
 
     @torch.no_grad()
     def store(self, start: int, end: int, values: torch.Tensor, step: int) -> None:
-        """Replace elements of `flat` by float32 values; as float16, rounded by bits of this step."""
+        """Replace some elements of `flat`.
+
+        Args:
+            start: first element.
+            end: behind the last one.
+            values: float32; as float16, they are rounded by random bits of the step.
+            step: number of the update.
+        """
         flat = self.flat
         if self._bits is None:
             flat[start:end].copy_(values)
         else:
-            whole = flat.float()  # what float16 holds, rounding keeps
+            whole = flat.float()  # rounding keeps all values that float16 holds
             whole[start:end] = values
             keep = torch.ones((), dtype=torch.bool, device=flat.device)
             round_stochastically(whole, self._bits, step, "mean", out=flat, keep=keep)
         self.refresh()
 
     def replace(self, weights: Dict[str, torch.Tensor]) -> None:
-        """Replaces the weights of those parameters, rounded to nearest; the others and the slots stay."""
+        """Replace some parameters' weights, rounded to nearest; the others and the slots stay.
+
+        Args:
+            weights: by name.
+        """
         self._fill(self.flat, weights)
         self.refresh()
 
     def by_name(self, flat: torch.Tensor) -> Dict[str, torch.Tensor]:
-        """The parts of a buffer laid out as `flat` is, copied to the CPU."""
-        return {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, self._layout.views(flat))}
+        """Return the parts of a buffer, copied to the CPU.
+
+        Args:
+            flat: laid out as `self.flat` is.
+        """
+        views = self._layout.views(flat)
+        return {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, views)}
 
     def own(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-        """A whole model's tensors without those of parameters that other processes have."""
+        """Return a whole model's `tensors` without those of parameters of other processes."""
         others = set(self._model) - set(self._parameters)
         return {name: tensor for name, tensor in tensors.items() if name not in others}
 
     def load_flat(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
-        """Fills a buffer with what `by_name` gave. Raises ValueError as `load_state_dict` does."""
+        """Fill a buffer.
+
+        Args:
+            flat: laid out as `self.flat` is.
+            tensors: what `by_name` returned.
+
+        Raises:
+            ValueError: as by `load_state_dict`.
+        """
         self._check(tensors)
         self._fill(flat, tensors)
 
     def _fill(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
+        """Write the tensors into their parts of a buffer."""
         for name, view in zip(self._parameters, self._layout.views(flat)):
             if name in tensors:
                 view.copy_(tensors[name])
 
     def _check(self, tensors: Dict[str, torch.Tensor]) -> None:
+        """Raise ValueError if these are not a tensor for each parameter, in its shape."""
         for name in {**self._parameters, **tensors}:
             if name not in tensors:
                 raise ValueError(f"{name} is missing")
             if name not in self._parameters:
                 raise ValueError(f"{name} is unknown")
-            expected, found = tuple(self._parameters[name].shape), tuple(tensors[name].shape)
+            expected = list(self._parameters[name].shape)
+            found = list(tensors[name].shape)
             if expected != found:
-                raise ValueError(f"{name} is {list(found)}, the model's is {list(expected)}")
+                raise ValueError(f"{name} is {found}, the model's is {expected}")
