@@ -1,4 +1,4 @@
-"""Exponential averages of the weights, kept beside them in float32 and never fed back into training."""
+"""Exponential averages of the weights, kept beside them in float32, never used in training."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ OPTIMIZERS: Registry[Type[HasSlots]] = Registry("an optimizer")
 class HasSlots:
     """Mixed into the torch optimizer that implements a section's class, before it.
 
-    slots: by name, the tensors that the optimizer keeps in `state[parameter]`; `factory.create` sets
-        the section's.
+    slots: by name, the tensors that the optimizer keeps in `state[parameter]`; `factory.create`
+        sets the section's.
     numbers: keys of the section that are arguments of the optimizer.
     """
 

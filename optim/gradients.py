@@ -1,9 +1,9 @@
-"""Where a step's gradients are added up: one flat float32 buffer, in the order that the recipe asks for."""
+"""Where a step's gradients are added up: one flat float32 buffer, in the recipe's order."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Dict, List, Optional, Sequence
+from typing import Deque, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -11,18 +11,22 @@ from torch import nn
 from optim.layout import Layout
 from recipe.shares import additions_by_leaf
 
-_ONE_BY_ONE = ("cpu",)  # types of devices where an operator costs less than another pass over the gradients
+# Types of devices where an operator costs less than another pass over the gradients.
+_ONE_BY_ONE = ("cpu",)
 
 
 class Gradients:
     """Float32 gradients of a module's parameters over the micro batches of a step.
 
-    As they come, micro batches are added to one running sum. In tree order each has a buffer of its own first, and
-    `TreeSum` adds them. With float32 compute on a CPU autograd adds into the buffer by itself: `.grad` is a view of it.
-    On GPUs autograd leaves new tensors, which few kernels take in together.
+    As they come, micro batches are added to one running sum. In tree order each has a buffer of its
+    own first, and `TreeSum` adds them. With float32 compute on a CPU autograd adds into the buffer
+    by itself: `.grad` is a view of it. On GPUs autograd leaves new tensors, which few kernels add
+    up together.
 
-    sums: float32 [length] each, of the largest subtrees in this process's share of a step's micro batches, in order;
-    one but in tree order. flat: the first of them.
+    sums: float32 [length] each, of the largest subtrees in this process's share of a step's micro
+        batches, in order; one but in tree order.
+    flat: the first of them.
+    views: the parameters' parts of it.
     """
 
     def __init__(
@@ -34,29 +38,39 @@ class Gradients:
     ):
         """
         Args:
-            parameters: by name, all of one dtype and device. layout: of them in the buffer.
+            parameters: by name, all of one dtype and device.
+            layout: of them in the buffer.
             leaves: micro batches of each of the sums, for the tree order; None adds as they come.
-            parts: names of the parameters that get a micro batch's gradients at once, in the order of `parameters`.
+            parts: names of the parameters that get a micro batch's gradients at once, in the order
+                of `parameters`.
         """
         self._parameters = list(parameters.values())
         one_by_one = layout.device.type in _ONE_BY_ONE
         self._added_by_autograd = one_by_one and self._parameters[0].dtype == torch.float32
         self._arrivals = None if one_by_one else _Arrivals(self._parameters, layout)
         self.flat = layout.zeros(torch.float32)
-        self.views, self.sums = layout.views(self.flat), [self.flat]
+        self.views = layout.views(self.flat)
+        self.sums = [self.flat]
         self._parts: List[_Part] = []
         if leaves is not None:
-            named = ({name: parameters[name] for name in names} for names in parts)
-            self._parts = [_Part(each, layout.places[next(iter(each))][0]) for each in named]
+            for names in parts:
+                start, _ = layout.places[names[0]]
+                self._parts.append(_Part({name: parameters[name] for name in names}, start))
             self.divide(leaves)
 
     def divide(self, leaves: Sequence[int]) -> None:
-        """From the next step on there are as many sums, of so many micro batches each; for the tree order."""
-        self._leaves, more = leaves, len(leaves) - len(self.sums)
-        self.sums = [*self.sums[: len(leaves)], *(torch.zeros_like(self.flat) for _ in range(more))]
+        """Set the number of sums from the next step on; for the tree order.
+
+        Args:
+            leaves: micro batches of each.
+        """
+        self._leaves = leaves
+        self.sums = self.sums[: len(leaves)]
+        while len(self.sums) < len(leaves):
+            self.sums.append(torch.zeros_like(self.flat))
 
     def zero(self) -> None:
-        """Empties the accumulators, before the first micro batch of a step."""
+        """Empty the accumulators, before the first micro batch of a step."""
         for part in self._parts:
             part.begin(self._leaves, self.sums)
             self._open(part)
@@ -65,66 +79,76 @@ class Gradients:
             self.show()
 
     def show(self) -> None:
-        """Has autograd add into the buffer, also where somebody has set the parameters' gradients to None; not for the
-        tree order."""
+        """Have autograd add into the buffer; not for the tree order.
+
+        Needed where somebody has set the parameters' gradients to None.
+        """
         self._show(self._parameters, self.views)
 
     def accumulate(self, part: int = 0) -> None:
-        """Takes in the gradients that a micro batch's backward pass left in the parameters of a part."""
-        if not self._parts:
-            if self._arrivals is not None and self._arrivals.complete:
-                self.flat.add_(self._arrivals.take())
-                return
+        """Add the gradients that a micro batch's backward pass left in the parameters.
+
+        Args:
+            part: number of the parameters' part; in tree order.
+        """
+        if self._parts:
+            self._accumulate_part(self._parts[part])
+        elif self._arrivals is not None and self._arrivals.complete:
+            self.flat.add_(self._arrivals.take())
+        else:
             for number in range(len(self._parameters)):
                 self.collect(number)
-            return
-        own = self._parts[part]
+
+    def _accumulate_part(self, part: _Part) -> None:
+        """Add a micro batch's gradients to a part's tree, and open the next leaf, if any."""
         if not self._added_by_autograd:
-            own.take()
-        own.tree.add()
-        if not own.tree.complete or own.finish():
-            self._open(own)
+            part.take()
+        part.tree.add()
+        if not part.tree.complete or part.finish():
+            self._open(part)
 
     def collect(self, number: int) -> None:
-        """Takes in the gradient of one parameter, by its number; not for the tree order."""
+        """Add the gradient of one parameter, by its `number`; not for the tree order."""
         parameter = self._parameters[number]
         if not self._added_by_autograd and parameter.grad is not None:
             self.views[number].add_(parameter.grad)
             parameter.grad = None
 
     def _open(self, part: _Part) -> None:
-        """A buffer for the part's next micro batch."""
+        """Give a part a buffer for its next micro batch."""
         part.open()
         self._show(part.parameters, part.views)
 
     def _show(self, parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
+        """Make the parameters' gradients these views, where autograd adds into them."""
         if self._added_by_autograd:
             for parameter, view in zip(parameters, views):
                 parameter.grad = view
 
 
 class _Arrivals:
-    """What a backward pass leaves in some parameters on a GPU, in one buffer of their dtype, by few kernels."""
+    """Gathers the gradients of some parameters on a GPU in one buffer of their dtype."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout):
-        self._parameters, self._layout = parameters, layout
-        self._places: List[torch.Tensor] = []
+        self._parameters = parameters
+        self._layout = layout
+        self._places: List[torch.Tensor] = []  # parts of the buffer, by the gradients' strides
 
     @property
     def complete(self) -> bool:
-        """Whether all parameters have a gradient, none of which was collected before."""
+        """Return whether all parameters have a gradient, none of which was collected before."""
         return all(parameter.grad is not None for parameter in self._parameters)
 
     def take(self) -> torch.Tensor:
-        """The gradients, [length], until the next call; the parameters have none any more."""
+        """Move the gradients into the buffer, [length], which is valid until the next call."""
         gradients = [parameter.grad for parameter in self._parameters]
         if not self._places:
             self._flat = self._layout.zeros(gradients[0].dtype)
             # Torch copies one by one where strides differ, also those of dimensions of size 1.
-            self._places = [
-                view.as_strided(view.shape, gradient.stride()) if gradient.is_contiguous() else view
-                for view, gradient in zip(self._layout.views(self._flat), gradients)
-            ]
+            for view, gradient in zip(self._layout.views(self._flat), gradients):
+                if gradient.is_contiguous():
+                    view = view.as_strided(view.shape, gradient.stride())
+                self._places.append(view)
         torch._foreach_copy_(self._places, gradients)
         for parameter in self._parameters:
             parameter.grad = None
@@ -132,10 +156,16 @@ class _Arrivals:
 
 
 class _Part:
-    """Some consecutive parameters, elements of the flat buffers from the first of them on, and their tree."""
+    """Some consecutive parameters, their elements of the flat buffers, and their tree."""
 
     def __init__(self, parameters: Dict[str, nn.Parameter], start: int):
-        self.parameters, self._layout = list(parameters.values()), Layout(parameters)
+        """
+        Args:
+            parameters: by name.
+            start: the first one's first element in the flat buffers.
+        """
+        self.parameters = list(parameters.values())
+        self._layout = Layout(parameters)
         self.tree = TreeSum(self._layout.length, self._layout.device)
         self.views: List[torch.Tensor] = []  # of the current leaf
         self._place = slice(start, start + self._layout.length)
@@ -143,17 +173,22 @@ class _Part:
         self._arrivals = None if one_by_one else _Arrivals(self.parameters, self._layout)
 
     def begin(self, leaves: Sequence[int], sums: Sequence[torch.Tensor]) -> None:
-        """Begin a step. Args: sums: where those of so many leaves each are to be stored."""
-        self._coming = list(zip(leaves, sums))
+        """Begin a step.
+
+        Args:
+            leaves: micro batches of each sum.
+            sums: where they are to be stored.
+        """
+        self._coming: Deque[Tuple[int, torch.Tensor]] = deque(zip(leaves, sums))
         self.tree.begin(leaves[0])
 
     def open(self) -> None:
-        """A leaf for the next micro batch."""
+        """Begin a leaf for the next micro batch."""
         self._leaf = self.tree.leaf()
         self.views = self._layout.views(self._leaf)
 
     def take(self) -> None:
-        """The parameters' gradients into the leaf."""
+        """Move the parameters' gradients into the leaf."""
         if self._arrivals is not None:
             self._leaf.copy_(self._arrivals.take())
             return
@@ -163,29 +198,45 @@ class _Part:
 
     def finish(self) -> bool:
         """Store a sum that is complete; return whether another one follows."""
-        _, stored = self._coming.pop(0)
+        _, stored = self._coming.popleft()
         stored[self._place].copy_(self.tree.total)
-        if self._coming:
-            self.tree.begin(self._coming[0][0])
-        return bool(self._coming)
+        if not self._coming:
+            return False
+        leaves, _ = self._coming[0]
+        self.tree.begin(leaves)
+        return True
 
 
 class TreeSum:
-    """Sum of the float32 gradients of some micro batches, as the binary tree of `recipe/shares.py`."""
+    """Sum of the float32 gradients of some micro batches, as the tree of `recipe/shares.py`."""
 
     def __init__(self, length: int, device: torch.device):
-        """Args: length: elements of a gradient. device: of the buffers, which are made when they are first needed."""
-        self._length, self._device = length, device
+        """
+        Args:
+            length: elements of a gradient.
+            device: of the buffers, which are created when they are first needed.
+        """
+        self._length = length
+        self._device = device
         self._sums: List[torch.Tensor] = []  # of the leaves so far, oldest first
         self._free: List[torch.Tensor] = []
 
     def begin(self, leaves: int) -> None:
-        """Begin the sum of so many micro batches, at least 1: floor(log2(leaves)) + 1 buffers are enough."""
+        """Begin the sum of some micro batches.
+
+        Args:
+            leaves: their number, at least 1: floor(log2(leaves)) + 1 buffers are enough.
+        """
         self._free += self._sums
-        self._sums, self._additions = [], deque(additions_by_leaf(leaves))
+        self._sums = []
+        self._additions = deque(additions_by_leaf(leaves))
 
     def leaf(self) -> torch.Tensor:
-        """Zeros, float32 [length], for the gradient of the next micro batch; `add` comes before the next leaf."""
+        """Return zeros for the next micro batch's gradient; `add` comes before the next leaf.
+
+        Returns:
+            float32 [length].
+        """
         if self._free:
             leaf = self._free.pop().zero_()
         else:
@@ -194,6 +245,7 @@ class TreeSum:
         return leaf
 
     def add(self) -> None:
+        """Add the last leaf to the tree."""
         for _ in range(self._additions.popleft()):
             newer = self._sums.pop()
             self._sums[-1].add_(newer)
@@ -201,11 +253,11 @@ class TreeSum:
 
     @property
     def complete(self) -> bool:
-        """Whether all micro batches were added."""
+        """Return whether all micro batches were added."""
         return not self._additions
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum, float32 [length]; valid after the last add(), until begin()."""
+        """Return the sum, float32 [length]; valid after the last add(), until begin()."""
         assert self.complete, f"{len(self._additions)} micro batches were not added"
         return self._sums[0]

@@ -9,8 +9,8 @@ import torch
 ROW = 64  # elements; each parameter begins with a row of its own
 _CHUNK = 1 << 17  # elements computed at a time on a CPU: what is made of them stays in its caches
 
-# Runs a pass: calls it with rows, a NamedTuple of tensors [rows, ...] of which some may be None, and
-# with what is the same for all rows. Returns what the pass does, [rows] each.
+# Runs a pass: calls it with rows, a NamedTuple of tensors [rows, ...] of which some may be None,
+# and with what is the same for all rows. Returns what the pass does, [rows] each.
 Run = Callable[[Callable[[Any, Any], Any], Any, Any], Any]
 
 

@@ -1,7 +1,7 @@
 """The optimizers of torch and timm that LARS is compared with, with a state that WeightState keeps.
 
-Their steps are the libraries' own. Second moments stay in float32: in float16, whose smallest number
-is 6e-8, an average with beta2 = 0.999 loses gradients below 5e-3, and a root of 0 in the place of
+Their steps are the libraries' own. Second moments stay in float32: in float16, whose smallest
+number is 6e-8, an average with beta2 = 0.999 loses gradients below 5e-3, and a root of 0 in the place of
 1e-4 makes the step a hundred times too long. So do first moments that are divided by such a root,
 where rounding noise of 3e-8 and more would become steps.
 """

@@ -1,4 +1,4 @@
-"""Muon: the momentum of each hidden layer's weights, made orthogonal; AdamW for all other parameters."""
+"""Muon: the momentum of each hidden layer's weights, made orthogonal; AdamW for all others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.optim.adamw import adamw
 from optim.base import OPTIMIZERS, HasSlots
 from recipe import optimization
 
-# p(s) = a s + b s^3 + c s^5, which a Newton-Schulz step makes of each singular value s. Repeated, it lifts small values
-# as steeply as is possible (a per step) and leaves the others near 1, without converging to it.
+# p(s) = a s + b s^3 + c s^5, which a Newton-Schulz step makes of each singular value s. Repeated,
+# it lifts small values as steeply as is possible (a per step) and leaves the others near 1, without
+# converging to it.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7  # matrices of a smaller norm are not scaled up to 1
 RMS = 0.2  # root mean square of a step's elements at rate 1, about that of AdamW's steps
@@ -22,29 +23,34 @@ RMS = 0.2  # root mean square of a step's elements at rate 1, about that of Adam
 
 @OPTIMIZERS.implements(optimization.Muon)
 class Muon(HasSlots, Optimizer):
-    """Momentum whose matrices are made orthogonal, for the weights of hidden layers. With mu = `momentum`, wd =
-    `weight_decay` and a weight as a matrix [rows, columns]:
+    """Momentum whose matrices are made orthogonal, for the weights of hidden layers.
+
+    With mu = `momentum`, wd = `weight_decay` and a weight as a matrix [rows, columns]:
 
         m = mu m + (1 - mu) g;  d = mu m + (1 - mu) g, or without `nesterov` d = m
         w = (1 - lr wd) w - lr 0.2 sqrt(max(rows, columns)) orthogonalized(d)
 
-    An orthogonal matrix's elements have a root mean square of 1 / sqrt(max(rows, columns)). The factor makes that 0.2,
-    as AdamW's steps have it about, so that rates and weight decays found for AdamW are of use here.
+    An orthogonal matrix's elements have a root mean square of 1 / sqrt(max(rows, columns)). The
+    factor makes that 0.2, as AdamW's steps have it about, so that rates and weight decays found for
+    AdamW are of use here.
 
-    A convolution's weight [out, in, height, width] is the matrix [out, in x height x width]. One in groups is a
-    block-diagonal matrix, and the matrix of each group is made orthogonal on its own: the norm of the whole is the
-    largest norm of its blocks, and the steepest descent under that norm is that of each block.
+    A convolution's weight [out, in, height, width] is the matrix [out, in x height x width]. One in
+    groups is a block-diagonal matrix, and the matrix of each group is made orthogonal on its own:
+    the norm of the whole is the largest norm of its blocks, and the steepest descent under that
+    norm is that of each block.
 
-    All other parameters take AdamW's steps, at `adamw_lr_scale` times the rate: biases, normalisations, the first and
-    the last layer, depthwise convolutions (`optim.factory.hidden_layers`). `exp_avg` is m for both kinds of parameters;
-    `exp_avg_sq` of a matrix is not used.
+    All other parameters take AdamW's steps, at `adamw_lr_scale` times the rate: biases,
+    normalisations, the first and the last layer, depthwise convolutions
+    (`optim.factory.hidden_layers`). `exp_avg` is m for both kinds of parameters; `exp_avg_sq` of a
+    matrix is not used.
 
-    Everything is float32. On a CPU the products of matrices are computed by one thread, because a library that shares
-    them among threads may add in another order for another number of threads. All replicas make the update, each for
-    itself: different bits would let their weights drift apart.
+    Everything is float32. On a CPU the products of matrices are computed by one thread, because a
+    library that shares them among threads may add in another order for another number of threads.
+    All replicas make the update, each for itself: different bits would let their weights drift
+    apart.
 
-    Sources: Jordan et al., 2024, Muon (kellerjordan.github.io/posts/muon); the factor: Liu et al., 2502.16982, section
-    2.2 (`match_rms_adamw` of torch and timm); AdamW: torch's.
+    Sources: Jordan et al., 2024, Muon (kellerjordan.github.io/posts/muon); the factor: Liu et al.,
+    2502.16982, section 2.2 (`match_rms_adamw` of torch and timm); AdamW: torch's.
     """
 
     slots = optimization.Muon.all_slots
@@ -63,8 +69,9 @@ class Muon(HasSlots, Optimizer):
     ):
         """
         Args:
-            params: tensors, or groups with their own `weight_decay` and `matrices`: into how many matrices of
-                consecutive rows each of its weights is divided; 0, the default: AdamW steps these.
+            params: tensors, or groups with their own `weight_decay` and `matrices`: into how many
+                matrices of consecutive rows each of its weights is divided; 0, the default: AdamW
+                steps these.
             lr: learning rate.
             momentum: decay of the average of the gradients of matrices.
             nesterov: look one step ahead along the average.
@@ -104,7 +111,11 @@ class Muon(HasSlots, Optimizer):
         skipped: Set[str],
         hidden: Mapping[str, int],
     ) -> List[dict]:
-        """As of HasSlots, and a group for the hidden layers of each number of matrices."""
+        """Return the groups of HasSlots, and one for the hidden layers of each number of matrices.
+
+        Args:
+            section, parameters, skipped, hidden: see HasSlots.
+        """
         matrices: Dict[int, List[nn.Parameter]] = {}
         others: Dict[str, nn.Parameter] = {}
         for name, parameter in parameters.items():
@@ -112,11 +123,11 @@ class Muon(HasSlots, Optimizer):
                 matrices.setdefault(hidden[name], []).append(parameter)
             else:
                 others[name] = parameter
-        orthogonal = [
-            {"params": found, "matrices": number, "weight_decay": section.weight_decay}
-            for number, found in matrices.items()
-        ]
-        return [*orthogonal, *super().groups(section, others, skipped, hidden)]
+        groups = []
+        for number, layers in matrices.items():
+            decay = section.weight_decay
+            groups.append({"params": layers, "matrices": number, "weight_decay": decay})
+        return groups + super().groups(section, others, skipped, hidden)
 
     def at_step(self, step: int) -> None:
         for group in self.param_groups:
@@ -125,20 +136,25 @@ class Muon(HasSlots, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Make an update of all parameters that have gradients, which are read and never written; without waiting for
-        the device. Args: closure: None."""
+        """Update all parameters that have gradients, without waiting for the device.
+
+        Gradients are read and never written.
+
+        Args:
+            closure: None.
+        """
         assert closure is None
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters = [each for each in group["params"] if each.grad is not None]
             if not parameters:
                 continue
             self._create_state(parameters)
-            if group["matrices"]:
-                with _one_thread(parameters[0].device):
-                    for weight in parameters:
-                        self._step_matrices(group, weight)
-            else:
+            if not group["matrices"]:
                 self._step_by_adamw(group, parameters)
+                continue
+            with _one_thread(parameters[0].device):
+                for weight in parameters:
+                    self._step_matrices(group, weight)
 
     def _create_state(self, parameters: List[nn.Parameter]) -> None:
         """Begin the state of parameters that have none; WeightState gives them theirs."""
@@ -151,22 +167,25 @@ class Muon(HasSlots, Optimizer):
                     state[slot] = torch.zeros_like(parameter)
 
     def _step_matrices(self, group: dict, weight: nn.Parameter) -> None:
+        """Step a weight of a hidden layer, which is so many matrices."""
         gradient = weight.grad
         average = self.state[weight]["exp_avg"]
         average.lerp_(gradient, 1 - self._momentum)
         direction = gradient.lerp(average, self._momentum) if self._nesterov else average
-        matrices = direction.reshape(group["matrices"], len(weight) // group["matrices"], -1)
+        rows = len(weight) // group["matrices"]
+        matrices = direction.reshape(group["matrices"], rows, -1)
         step = orthogonalized(matrices, self._ns_steps).reshape(weight.shape)
         factor = RMS * max(matrices.shape[1:]) ** 0.5
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(step, alpha=-group["lr"] * factor)
 
     def _step_by_adamw(self, group: dict, parameters: List[nn.Parameter]) -> None:
+        """Step parameters that are no matrices of hidden layers."""
         states = [self.state[parameter] for parameter in parameters]
         adamw(
             parameters,
             [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
+            exp_avgs=[state["exp_avg"] for state in states],
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[],
             state_steps=[state["step"] for state in states],
@@ -182,11 +201,11 @@ class Muon(HasSlots, Optimizer):
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return matrices with the singular vectors of the given ones, and with singular values near 1.
+    """Return matrices with the singular vectors of the given ones, and singular values near 1.
 
-    A singular value s becomes p(p(...(s / norm))), with p of COEFFICIENTS and the Frobenius norm of its matrix. Five
-    steps bring what is above 1 % of the norm to between 0.68 and 1.14. Zeros stay zeros. The norm is exact
-    to float32 rounding, whatever the finite values are.
+    A singular value s becomes p(p(...(s / norm))), with p of COEFFICIENTS and the Frobenius norm of
+    its matrix. Five steps bring what is above 1 % of the norm to between 0.68 and 1.14. Zeros stay
+    zeros. The norm is exact to float32 rounding, whatever the finite values are.
 
     Args:
         matrices: float32 or float64 [number, rows, columns].
@@ -195,11 +214,14 @@ def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     Returns:
         The same shape and dtype.
 
-    Source: Jordan et al., 2024, Muon, whose products are of bfloat16 numbers; here they are of the given dtype.
+    Source: Jordan et al., 2024, Muon, whose products are of bfloat16 numbers; here they are of the
+    given dtype.
     """
+    # Turned so that the product with the transpose is the smaller one of both.
     turned = matrices.size(1) > matrices.size(2)
-    wide = matrices.mT if turned else matrices  # the smaller of both products with its transpose
-    norms = wide.double().square().sum((1, 2), keepdim=True).sqrt()  # float64 has the squares of all float32 numbers
+    wide = matrices.mT if turned else matrices
+    # float64 has the squares of all float32 numbers.
+    norms = wide.double().square().sum((1, 2), keepdim=True).sqrt()
     x = (wide / norms.clamp(min=SMALLEST_NORM)).to(matrices.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""An update by any torch optimizer of float32 parameters: from the state to scratch memory and back."""
+"""An update by any torch optimizer of float32 parameters: from the state to scratch and back."""
 
 from __future__ import annotations
 

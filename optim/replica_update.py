@@ -1,4 +1,4 @@
-"""Updates that each replica makes of its own gradient, and that add up to that of the mean gradient."""
+"""Updates that replicas make of their own gradients, which add up to that of the mean gradient."""
 
 from __future__ import annotations
 
@@ -86,14 +86,15 @@ class ReplicaUpdate:
         trust gradient:  v = nu v + (1 - nu) / (1 - mu) lr rho (g + wd w / P);  e = e + v
         trust momentum:  v = nu v + (1 - nu) g;                  e = e + lr rho (v + wd w / P)
 
-    so with nu = mu the e of all replicas add up to LARS's step for the mean gradient. rho is that of
-    the mean gradient, in the second form of the mean v + wd w / P, whose norms come from the sum of
-    the replicas' sketches. Clipping is by the mean gradient's norm. The first form with all ratios 1
-    is SGD. With Nesterov momentum and s what is added to nu v, it adds nu v + s to e in the place of
-    v.
+    so with nu = mu the e of all replicas add up to LARS's step for the mean gradient. rho is that
+    of the mean gradient, in the second form of the mean v + wd w / P, whose norms come from the sum
+    of the replicas' sketches. Clipping is by the mean gradient's norm. The first form with all
+    ratios 1 is SGD. With Nesterov momentum and s what is added to nu v, it adds nu v + s to e in
+    the place of v.
 
-    Waiting acts as momentum: at a density d values wait 1 / d - 1 updates or more in e, and momentum
-    makes a gradient nu / (1 - nu) updates late on average, Nesterov momentum nu^2 / (1 - nu).
+    Waiting acts as momentum: at a density d values wait 1 / d - 1 updates or more in e, and
+    momentum makes a gradient nu / (1 - nu) updates late on average, Nesterov momentum
+    nu^2 / (1 - nu).
     Momentum makes up for what is missing to the lateness L that mu alone gives: nu is such that its
     own is max(0, L - (1 / d - 1)); in all, a gradient moves the weights as far as with mu.
 

@@ -23,8 +23,8 @@ from optim.layout import ROW, Run, in_parts, in_rows
 from recipe.randomness import key
 
 LARGEST = 65504.0  # largest finite float16
-# Of the random bits and of what is made of them; in checkpoints. Version 1 had 24 bits for each slot
-# of an element.
+# Of the random bits and of what is made of them; in checkpoints. Version 1 had 24 bits for each
+# slot of an element.
 VERSION = 2
 # The smallest normal float16. The spacing is 2**-24 below it, too; that of float32 numbers just
 # above it is 2**-37.
@@ -113,8 +113,8 @@ def random_bits(rows: torch.Tensor, lanes: torch.Tensor, draw: int) -> torch.Ten
 def rounded(source: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Round each value to one of the two float16 values next to it, so that the mean is exact.
 
-    It is exact in expectation for normal results. Below 2**-14, where float16 has subnormal numbers,
-    the value is first rounded to a multiple of 2**-37, as float32 does just above 2**-14: at most
+    It is exact in expectation for normal results. Below 2**-14, where float16 has subnormal
+    numbers, the value is first rounded to a multiple of 2**-37, as float32 does just above 2**-14: at most
     2**-14 of the spacing off. Beyond 65504 the result saturates. Values that float16 can represent
     are kept, and so is NaN.
 

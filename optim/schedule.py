@@ -88,7 +88,7 @@ def exponential(section: Exponential, peak: float, lengths: Lengths) -> Rate:
     decay_steps = section.decay_epochs * lengths.steps_per_epoch
 
     def rate(step: int) -> float:
-        # 2.2 epochs of 5 steps are 11.000000000000002 in floating point: the drop is due at step 11.
+        # 2.2 epochs of 5 steps are 11.000000000000002 in floating point, but the drop is due at 11.
         drops = math.floor(step / decay_steps + 1e-9)
         return peak * section.decay_rate**drops
 

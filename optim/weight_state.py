@@ -212,7 +212,7 @@ class WeightState:
         self.refresh()
 
     def places(self) -> List[Tuple[int, nn.Parameter]]:
-        """Return the first element of each parameter in a flat buffer, and the parameter, in order."""
+        """Return the first element of each parameter in a flat buffer, and the parameter."""
         places = []
         for name, parameter in self._parameters.items():
             first, _ = self._layout.places[name]

@@ -1,4 +1,4 @@
-// Numbers of several types, LANES at a time: compilers turn loops over them into vector instructions.
+// Numbers of several types, LANES at a time: compilers turn loops over them into vectors.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,8 @@ inline void widen(const Half* from, float* to) {
         const bool subnormal = magnitude < 0x400;
         // The exponent moves from a bias of 15 to one of 127; infinity and NaN move twice as far.
         // Subnormal numbers are made normal ones above 2^-14, from which that is subtracted.
-        const uint32_t exponent = subnormal ? 113u << 23 : magnitude < 0x7C00 ? 112u << 23 : 224u << 23;
+        const uint32_t normal = magnitude < 0x7C00 ? 112u << 23 : 224u << 23;
+        const uint32_t exponent = subnormal ? 113u << 23 : normal;
         const float moved = choose(subnormal, 0x1p-14f, 0.0f);
         const float value = as<float>((magnitude << 13) + exponent) - moved;
         to[lane] = as<float>(as<uint32_t>(value) | sign);

@@ -162,7 +162,7 @@ def _add_squares(
     decays,
     # On the gradients, [].
     scale,
-    # Of each program, [programs]: its parameter, its first row, the row behind the parameter's last.
+    # Of each program, [programs]: parameter, first row, the row behind the parameter's last.
     owners,
     firsts,
     ends,
@@ -291,7 +291,7 @@ def _step(
     # Random bits with STOCHASTIC: int32 [rows], and the draw of the step.
     bit_rows,
     draw,
-    # Of each program, [programs]: its parameter, its first row, the row behind the parameter's last.
+    # Of each program, [programs]: parameter, first row, the row behind the parameter's last.
     owners,
     firsts,
     ends,
@@ -379,4 +379,5 @@ def _rounded(source, noise):
     # A NaN with all bits set must not carry into the sign.
     cut = (tl.where(cut > 0x7FC00000, 0x7FC00000, cut) + noise) & 0xFFFFE000
     magnitude = cut.to(tl.float32, bitcast=True) - moved
-    return (magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
+    result = magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)
+    return result.to(tl.float32, bitcast=True)

@@ -1,8 +1,9 @@
 // The passes of an update on a CPU, one loop over the memory each: `sum_rows` and `step_rows` of
 // optim/lars_update.py, and `round_rows` of optim/rounding.py.
 //
-// The same bits as plain torch, but for the order of sums over a row: that is fixed here, so it does
-// not depend on the processor. And but for 1 - mu, which is taken in float32 here, in float64 there.
+// The same bits as plain torch, but for the order of sums over a row: that is fixed here, so it
+// does not depend on the processor. And but for 1 - mu, which is taken in float32 here, in float64
+// there.
 // Compile with -ffp-contract=off: a fused multiplication and addition would round once instead of
 // twice.
 
