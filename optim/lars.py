@@ -130,6 +130,7 @@ class LARS(HasSlots, Optimizer):
 
     @staticmethod
     def options(section: Lars, skipped: bool) -> dict:
+        """Return the options of HasSlots; `skipped` parameters have a rate of their own."""
         options = HasSlots.options(section, skipped)
         if skipped:
             options["adapt"] = False
@@ -137,6 +138,7 @@ class LARS(HasSlots, Optimizer):
         return options
 
     def create_update(self, target: Target, create: object) -> LarsUpdate:
+        """Return an update of `target` that needs no scratch memory."""
         return update_class(target.layout.device)(self, target)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Sums(NamedTuple):
-    """What the first pass adds up.
+    """Results of the first pass.
 
     gradient, weight, direction: sums of squares by parameter, float64 [parameters]; of the
         direction with `trust="momentum"` only.
@@ -112,6 +112,7 @@ class LarsUpdate:
         finite = torch.isfinite(self._layout.sums(wrong).sum())
 
         def squared(place: slice) -> List[torch.Tensor]:
+            """Return what was squared at a `place`, some rows."""
             part = [None if tensor is None else tensor[place] for tensor in rows]
             return terms(SumRows(*part), constants)
 
@@ -213,6 +214,7 @@ class Rules:
         groups = [group_of[id(parameter)] for parameter in parameters.values()]
 
         def column(key: str, default: float) -> torch.Tensor:
+            """Return the value of `key` for each parameter, float64 [parameters]."""
             values = [group.get(key, default) for group in groups]
             return torch.tensor(values, dtype=torch.float64, device=device)
 

@@ -22,6 +22,7 @@ class _CountsByParameter(HasSlots):
     """
 
     def at_step(self, step: int) -> None:
+        """Set the count of each parameter to `step`."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(float(step))
@@ -71,6 +72,7 @@ class Lamb(HasSlots, timm.optim.Lamb):
 
     @classmethod
     def of(cls, section: optimization.Lamb, groups: list) -> Lamb:
+        """Return LAMB with the numbers of `section`."""
         return cls(
             groups,
             lr=0.0,
@@ -82,9 +84,11 @@ class Lamb(HasSlots, timm.optim.Lamb):
 
     @staticmethod
     def options(section: optimization.Lamb, skipped: bool) -> dict:
+        """Return the options of HasSlots; `skipped` parameters have no ratio."""
         return {**HasSlots.options(section, skipped), "always_adapt": not skipped}
 
     def at_step(self, step: int) -> None:
+        """Set the count of each group to `step`."""
         for group in self.param_groups:
             # float32, exact to 16.7 million. timm adds 1.
             group["step"] = torch.tensor(float(step))
@@ -103,4 +107,5 @@ class AdamW(_CountsByParameter, torch.optim.AdamW):
 
     @classmethod
     def of(cls, section: optimization.AdamW, groups: list) -> AdamW:
+        """Return AdamW with the numbers of `section`."""
         return cls(groups, lr=0.0, betas=(section.beta1, section.beta2), eps=section.eps)

@@ -92,6 +92,7 @@ class Muon(HasSlots, Optimizer):
 
     @classmethod
     def of(cls, section: optimization.Muon, groups: list) -> Muon:
+        """Return Muon with the numbers of `section`."""
         return cls(
             groups,
             lr=0.0,
@@ -130,6 +131,7 @@ class Muon(HasSlots, Optimizer):
         return groups + super().groups(section, others, skipped, hidden)
 
     def at_step(self, step: int) -> None:
+        """Set the count of each parameter, for AdamW's steps, to `step`."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(float(step))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Target(NamedTuple):
-    """What an update changes.
+    """All that an update changes.
 
     parameters: of a module, views of the working buffer.
     layout: of the buffers.

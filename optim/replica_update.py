@@ -185,7 +185,14 @@ class ReplicaUpdate:
         velocity = in_rows(self.velocity)
         if rules.by_momentum:
             # The direction takes the place of the gradient; its ratio is known after the momentum.
-            average = _AverageRows(rows, velocity, self._weights, self._decay, share, mu)
+            average = _AverageRows(
+                gradient=rows,
+                velocity=velocity,
+                weight=self._weights,
+                decay=self._decay,
+                share=share,
+                mu=mu,
+            )
             in_parts(_average, average, scale)
             self._ratio = rules.ratios(weight_squares, self._mean_squares(gradient))
             in_rows(residual).addcmul_(rows, self._rate() * moves)

@@ -36,6 +36,7 @@ def curve(section: Schedule, peak: float, lengths: Lengths) -> Rate:
     after = SCHEDULES.of(section)(section, peak, lengths)
 
     def rate(step: int) -> float:
+        """Return the rate of a `step`."""
         if step < lengths.warmup:
             return peak * step / lengths.warmup
         return after(step)
@@ -88,6 +89,7 @@ def exponential(section: Exponential, peak: float, lengths: Lengths) -> Rate:
     decay_steps = section.decay_epochs * lengths.steps_per_epoch
 
     def rate(step: int) -> float:
+        """Return the rate of a `step`."""
         # 2.2 epochs of 5 steps are 11.000000000000002 in floating point, but the drop is due at 11.
         drops = math.floor(step / decay_steps + 1e-9)
         return peak * section.decay_rate**drops
@@ -121,6 +123,7 @@ def _decay(
     steps = lengths.total - lengths.warmup
 
     def rate(step: int) -> float:
+        """Return the rate of a `step`."""
         done = min(1.0, (step - lengths.warmup) / steps)
         return final + (peak - final) * left(done)
 
