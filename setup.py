@@ -51,7 +51,7 @@ if __name__ == "__main__":
         package_dir=folders,
         package_data={
             f"{NAME}.data": ["*.npz"],
-            f"{NAME}.optim.kernels": ["*.cpp"],
+            f"{NAME}.optim.kernels": ["*.cpp", "*.h"],
             f"{NAME}.models.native": ["*.cpp", "*.h"],
         },
         cmdclass={"build_py": Build},

@@ -50,6 +50,9 @@ def test_the_package_and_the_users_folders_are_both_there(tmp_path):
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", site)
     succeed([sys.executable, "-m", "pip", "install", *options, "."], source)
     assert [path.name for path in site.iterdir() if path.suffix != ".dist-info"] == ["largebatch"]
+    sources = [path for room in setup.ROOMS for path in (ROOT / room).rglob("*") if path.suffix in (".cpp", ".h")]
+    assert len(sources) > 2
+    assert all((site / "largebatch" / path.relative_to(ROOT)).exists() for path in sources), "what is compiled"
     for number, name in enumerate(("data", "models", "tools"), 1):
         (project / name).mkdir(parents=True)
         (project / name / "__init__.py").write_text(f"OWN = {number}\n")
