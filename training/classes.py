@@ -11,7 +11,7 @@ from common.text import listed, printable
 from data.base import ClassNames
 from data.classes import in_timm_order, places
 from data.sources import candidates
-from recipe.config import Data, Recipe
+from recipe.config import Data, Model
 from training.weights import StoredWeights, is_classifier
 
 
@@ -73,7 +73,7 @@ def of_model(stored: Any, data: Data, classes: int) -> Known:
     raise DataError(f"{last.place}: {fault}; {remedy}, or {other_remedy}")
 
 
-def for_data(stored: StoredWeights, fitted: Fitted, recipe: Recipe, data: ClassNames) -> Fitted:
+def for_data(stored: StoredWeights, fitted: Fitted, model: Model, data: ClassNames) -> Fitted:
     """Return weights whose classifier has its rows in the order of the data's classes.
 
     A classifier of other classes starts anew, even if they are as many.
@@ -81,7 +81,7 @@ def for_data(stored: StoredWeights, fitted: Fitted, recipe: Recipe, data: ClassN
     Args:
         stored: the file's weights.
         fitted: the same under the names of the model, from `weights.fitted`.
-        recipe: of the new model.
+        model: section of the new model.
         data: the classes that the new model is trained on.
 
     Raises:
@@ -97,7 +97,7 @@ def for_data(stored: StoredWeights, fitted: Fitted, recipe: Recipe, data: ClassN
         return fitted._replace(note=known.note)
     # Its rows change, or it starts anew.
     tensors = dict(fitted.tensors)
-    classifier = [name for name in tensors if is_classifier(recipe.model, name)]
+    classifier = [name for name in tensors if is_classifier(model, name)]
     if len(known.names) == len(data.names) and (rows >= 0).all():
         _check_has_classifier(stored, classifier, "in another order than those of the data")
         for name in classifier:

@@ -15,9 +15,7 @@ import torch
 
 from common.files import writing
 from engines.base import Engine
-from parallel.topology import Topology
-from recipe.batch import output_folder
-from recipe.config import Recipe
+from recipe.config import Log
 from training.monitor import Monitor
 
 _ENTRIES = 100_000  # of the history of memory: the newest allocations and releases
@@ -34,22 +32,22 @@ class MemoryHistory:
 
     def __init__(
         self,
-        recipe: Recipe,
-        topology: Topology,
+        log: Log,
+        file: Path,
         device: str,
         say: Callable[[str], None],
     ):
         """
         Args:
-            recipe: of the run.
-            topology: of this rank.
+            log: section of the recipe, which may ask for a snapshot.
+            file: of this rank's snapshot.
             device: type of its device.
             say: prints a line, on the main rank.
         """
-        self._path = _file(recipe, topology, "memory.pickle")
+        self._path = file
         self._say = say
-        self._on = recipe.log.memory and device == "cuda"
-        if recipe.log.memory and not self._on:
+        self._on = log.memory and device == "cuda"
+        if log.memory and not self._on:
             reason = f"there are snapshots of CUDA memory only, and this device is {device}"
             say(f"log.memory: left out; {reason}")
 
@@ -103,19 +101,28 @@ class Recordings:
     profile, it also has the history of memory written.
     """
 
-    def __init__(self, recipe: Recipe, engine: Engine, monitor: Monitor, history: MemoryHistory):
+    def __init__(
+        self,
+        updates: int,
+        file: Path,
+        engine: Engine,
+        *,
+        monitor: Monitor,
+        history: MemoryHistory,
+    ):
         """
         Args:
-            recipe: of the run.
+            updates: how many are recorded, 0 for no profile.
+            file: of this rank's profile.
             engine: whose updates are recorded.
             monitor: prints lines.
             history: of the device's memory.
         """
-        self._path = _file(recipe, engine.topology, "json.gz")
+        self._path = file
         self._engine = engine
         self._monitor = monitor
         self._history = history
-        self._profiled = recipe.log.profile  # updates, 0 for no profile
+        self._profiled = updates
         self._updates = 0  # of this session
         self._profiler: Any = None
 
@@ -174,5 +181,15 @@ class Recordings:
             self._engine.recorder.named = on
 
 
-def _file(recipe: Recipe, topology: Topology, suffix: str) -> Path:
-    return Path(output_folder(recipe), "profile", f"rank-{topology.rank:04d}.{suffix}")
+def profile_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's profile, below the run `folder`."""
+    return _file(folder, rank, "json.gz")
+
+
+def snapshot_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's snapshot of memory, below the run `folder`."""
+    return _file(folder, rank, "memory.pickle")
+
+
+def _file(folder: Path, rank: int, suffix: str) -> Path:
+    return folder / "profile" / f"rank-{rank:04d}.{suffix}"

@@ -141,7 +141,7 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
         lambda: classes.for_data(
             stored,
             classes.Fitted(*tensors, note=""),
-            recipe,
+            model,
             data_classes,
         )
     )

@@ -25,7 +25,7 @@ from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Recipe
 from recipe.division import Batch
-from training import choices, images, loggers, opening, resuming
+from training import choices, images, loggers, opening, profiling, resuming
 from training import services as _services  # noqa: F401  they register themselves
 from training.checkpoint import CheckpointFolder
 from training.continuation import Continuation
@@ -205,7 +205,9 @@ def _memory_history(recipe: Recipe, processes: Processes, say: Say) -> MemoryHis
     kind = recipe.run.device
     if kind != "ipu":
         kind = device_of(kind, place).type
-    return MemoryHistory(recipe, place, kind, say)
+    folder = Path(arithmetic.output_folder(recipe))
+    file = profiling.snapshot_file(folder, place.rank)
+    return MemoryHistory(recipe.log, file, kind, say)
 
 
 def _printing(processes: Processes) -> Say:
@@ -254,7 +256,7 @@ def _train(session: _Session) -> None:
             flops_per_image=_flops_by_epoch(recipe),
             classes=session.images.classes,
             trace_folder=session.path / "trace",
-            recordings=Recordings(recipe, engine, monitor, session.history),
+            recordings=_recordings(session, monitor),
             continuation=session.continuation,
         )
         try:
@@ -334,6 +336,17 @@ def _monitor(session: _Session, progression: Progression) -> Monitor:
     services_of_run = loggers.start(session.recipe, progression.step, session.say)
     metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
     return Monitor(metrics, services_of_run, session.say)
+
+
+def _recordings(session: _Session, monitor: Monitor) -> Recordings:
+    file = profiling.profile_file(session.path, session.engine.topology.rank)
+    return Recordings(
+        session.recipe.log.profile,
+        file,
+        session.engine,
+        monitor=monitor,
+        history=session.history,
+    )
 
 
 def _flops_by_epoch(recipe: Recipe) -> Callable[[int], float]:

@@ -71,7 +71,9 @@ def start(tiny, tmp_path):
         monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), (), say)
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
         about = (checkpoints, monitor, progression or Progression(), flops_per_image, ["cat", "dog"])
-        recordings = Recordings(recipe, engine, monitor, MemoryHistory(recipe, engine.topology, "cpu", say))
+        history = MemoryHistory(recipe.log, tmp_path / "memory.pickle", "cpu", say)
+        file = tmp_path / "profile.json.gz"
+        recordings = Recordings(recipe.log.profile, file, engine, monitor=monitor, history=history)
         about += (tmp_path / "trace", recordings, memory or Continuation())
         try:
             Trainer(recipe, lengths, engine, evaluation, *about).run(iter(batches))

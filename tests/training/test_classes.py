@@ -92,20 +92,20 @@ def rows(found):
 
 def test_rows_of_a_classifier_follow_the_names_of_the_data(recipe):
     data = ClassNames("DATA", NAMES, sorted=True)
-    same = for_data(weights(list(NAMES)), fitted(), recipe(), data)
+    same = for_data(weights(list(NAMES)), fitted(), recipe().model, data)
     assert rows(same) == [0, 1, 2, 3] and same.note == ""
-    other = for_data(weights(["b", "A", "9", "10"]), fitted(), recipe(), data)
+    other = for_data(weights(["b", "A", "9", "10"]), fitted(), recipe().model, data)
     assert rows(other) == [3, 2, 1, 0] and other.fresh == []
     assert other.note == "w.pt: has the classes of DATA in another order; its classifier is sorted"
-    of_timm = for_data(weights(), fitted(), recipe(), data)
+    of_timm = for_data(weights(), fitted(), recipe().model, data)
     assert rows(of_timm) == [1, 0, 2, 3] and "timm's order" in of_timm.note
-    numbered = for_data(weights(), fitted(), recipe(), data._replace(sorted=False))
+    numbered = for_data(weights(), fitted(), recipe().model, data._replace(sorted=False))
     assert rows(numbered) == [0, 1, 2, 3] and "the data's own labels" in numbered.note
 
 
 def test_a_classifier_of_as_many_but_other_classes_starts_anew(recipe, monkeypatch):
     data = ClassNames("DATA", NAMES, sorted=True)
-    found = for_data(weights(["9", "10", "A", "c"]), fitted(), recipe(), data)
+    found = for_data(weights(["9", "10", "A", "c"]), fitted(), recipe().model, data)
     assert found.fresh == ["head.classifier.weight", "head.classifier.bias"]
     assert list(found.tensors) == ["stem.conv_stem.weight"]
     assert found.note == "w.pt: was trained on other classes (9, 10, A, c), so the classifier starts anew"
@@ -113,7 +113,7 @@ def test_a_classifier_of_as_many_but_other_classes_starts_anew(recipe, monkeypat
     with pytest.raises(
         CheckpointError, match=r"has classes \(9, 10, A, c\) other than .* a classifier that has no name"
     ):
-        for_data(weights(["9", "10", "A", "c"]), fitted(), recipe(), data)
+        for_data(weights(["9", "10", "A", "c"]), fitted(), recipe().model, data)
 
 
 OVERRIDES = (*TINY, "model.classes=2", "batch.global=4", "batch.micro=4", "run.steps=1", "schedule.warmup_steps=0")

@@ -13,7 +13,7 @@ from parallel.topology import Topology
 from tests import ranks
 from tests.training.scripted import ScriptedEngine
 from training.monitor import Monitor
-from training.profiling import MemoryHistory, Recordings
+from training.profiling import MemoryHistory, Recordings, profile_file, snapshot_file
 
 SPANS = ("load 0", "forward 0", "backward 0", "update")
 
@@ -92,8 +92,11 @@ def recorded(tiny, tmp_path, monkeypatch):
         engine = ScriptedEngine()
         engine.topology = Topology(2, 1, rank, rank)
         try:
-            with MemoryHistory(recipe, engine.topology, device, lines.append) as history:
-                recordings = Recordings(recipe, engine, Monitor(None, (), lines.append), history)
+            folder = tmp_path / "run"
+            with MemoryHistory(recipe.log, snapshot_file(folder, rank), device, lines.append) as history:
+                monitor = Monitor(None, (), lines.append)
+                file = profile_file(folder, rank)
+                recordings = Recordings(recipe.log.profile, file, engine, monitor=monitor, history=history)
                 for step in range(updates):
                     with recordings.update(step):
                         memory.calls.append(step)
@@ -139,8 +142,8 @@ def test_without_the_key_or_without_cuda_there_is_none(recorded):
 def test_a_run_records_from_before_its_engine_is_built(session, monkeypatch):
     """As if memory ran out while the model is built on a GPU, of which only the word is there."""
     memory = Memory(monkeypatch)
-    monkeypatch.setattr("training.run.MemoryHistory", lambda recipe, place, device, say: MemoryHistory(
-        recipe, place, "cuda", say))  # fmt: skip
+    monkeypatch.setattr("training.run.MemoryHistory", lambda log, file, device, say: MemoryHistory(
+        log, file, "cuda", say))  # fmt: skip
 
     def build(engine):
         memory.calls.append("build")
