@@ -95,7 +95,7 @@ class TrainingBatches:
     def __next__(self) -> MicroBatch:
         return next(self._ahead)
 
-    def divide(self, step: int, share: range) -> None:
+    def set_share(self, step: int, share: range) -> None:
         """Go on with another share of the micro batches of each step.
 
         What was loaded ahead is lost, the workers stay.

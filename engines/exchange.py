@@ -280,14 +280,14 @@ class GradientExchange:
             self.arm = self._running.arm
         self.after_update = self._running.after_update  # to be called once update `step` is made
         self._summed = batch.micro_batches if method.sums else batch.accumulation
-        self.divide(batch)
+        self.set_shares(batch)
 
-    def divide(self, batch: Batch) -> None:
+    def set_shares(self, batch: Batch) -> None:
         """Let replicas compute the shares of `batch` from the next step on.
 
         The gradients have their sums already.
         """
-        self._running.divide(batch.shares, self._weights.gradients.sums)
+        self._running.set_shares(batch.shares, self._weights.gradients.sums)
 
     def __call__(self, step: int, scale: torch.Tensor, lr: float) -> Optional[torch.Tensor]:
         """Exchange the gradient that lies in the weights' buffer; or the update of it.

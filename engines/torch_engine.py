@@ -359,25 +359,25 @@ class TorchEngine(Engine):
             shares, reasons = self._shares.follow(self.batch.shares)
             lines += reasons
             if shares is not None:
-                self.divide(step, shares)
+                self.set_shares(step, shares)
         return lines
 
-    def divide(self, step: int, shares: List[range]) -> None:
+    def set_shares(self, step: int, shares: List[range]) -> None:
         """Let replicas compute other `shares` of a step's micro batches, from a step on.
 
         Every rank calls, between two steps.
         """
         self.batch = self.batch.with_shares(shares)
         own = shares[self.topology.replica]
-        self.weights.gradients.divide(self._leaves())
-        self._exchange.divide(self.batch)
+        self.weights.gradients.set_leaves(self._leaves())
+        self._exchange.set_shares(self.batch)
         self._statistics.batch = self.batch
         self._noise.meter.batches.share = own
         self._passes.forget()
         if self._shares is not None:
             self._shares.unsettle()
         if self._batches is not None and self.topology.is_first:
-            self._batches.divide(step, own)
+            self._batches.set_share(step, own)
 
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
         by_name = self._noise.meter.values()

@@ -56,9 +56,9 @@ class Gradients:
             for names in parts:
                 start, _ = layout.places[names[0]]
                 self._parts.append(_Part({name: parameters[name] for name in names}, start))
-            self.divide(leaves)
+            self.set_leaves(leaves)
 
-    def divide(self, leaves: Sequence[int]) -> None:
+    def set_leaves(self, leaves: Sequence[int]) -> None:
         """Set the number of sums from the next step on; for the tree order.
 
         Args:

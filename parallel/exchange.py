@@ -110,7 +110,7 @@ class Running:
         """
         raise NotImplementedError
 
-    def divide(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
+    def set_shares(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
         """Take note of the micro batches that replicas compute from the next step on.
 
         The engine calls this before the first step, and whenever shares change.

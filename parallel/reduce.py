@@ -86,11 +86,11 @@ class Reduction(Running):
                 hook = functools.partial(self._ready, index)
                 parameter.register_post_accumulate_grad_hook(hook)
 
-    def divide(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
+    def set_shares(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
         """Take note of the `shares` of replicas and of this one's `sums`; see Running."""
         if self._in_tree:
             self._sums = sums
-            self._in_parts.divide(shares)
+            self._in_parts.set_shares(shares)
 
     def arm(self) -> None:
         """Announce the last backward pass: buckets are sent as soon as they are ready."""
@@ -228,7 +228,7 @@ class _SumInParts:
         self._additions = additions([range(each, each + 1) for each in range(self._replicas)])
         self._free: List[Tuple[torch.Tensor, torch.Tensor]] = []  # memory that no sum uses
 
-    def divide(self, shares: Sequence[range]) -> None:
+    def set_shares(self, shares: Sequence[range]) -> None:
         """Take note of the `shares` of replicas, of which they send the largest subtrees' sums."""
         rows = []
         leaves = []

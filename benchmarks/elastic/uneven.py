@@ -73,7 +73,7 @@ def rank_takes_turns(rank: int) -> Dict[str, List[Turn]]:
         engine.train_step(iter(whole[share.start : share.stop]), one_step(0), lr=0.1)
 
     def turn(shares: List[range], _: int) -> Turn:
-        engine.divide(0, shares)
+        engine.set_shares(0, shares)
         step()  # finds memory as these shares leave it
         processes.wait_for_all()
         start = time.perf_counter()

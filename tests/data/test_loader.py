@@ -123,7 +123,7 @@ def test_a_share_changes_between_two_steps_whatever_was_loaded_ahead(workers):
     found = contents(itertools.islice(batches, 2 * 2))
     before = {child.pid for child in multiprocessing.active_children()}
     for step, share, count in ((2, range(0, 4), 1), (3, range(2, 4), 2), (5, range(3, 4), 1)):
-        batches.divide(step, share)
+        batches.set_share(step, share)
         found += contents(itertools.islice(batches, count * len(share)))
     assert {child.pid for child in multiprocessing.active_children()} == before
     owners = {0: range(1, 3), 1: range(1, 3), 2: range(4), 3: range(2, 4), 4: range(2, 4), 5: range(3, 4)}

@@ -133,7 +133,7 @@ def moves(processes, overrides):
     def divided(batches, update, *arguments, **keywords):
         step = update.step
         if processes.topology.replicas > 1 and step in DIVISIONS:
-            engine.divide(step, [range(*ends) for ends in itertools.pairwise(DIVISIONS[step])])
+            engine.set_shares(step, [range(*ends) for ends in itertools.pairwise(DIVISIONS[step])])
             batches = micro_batches(step, engine)
         return train_step(batches, update, *arguments, **keywords)
 

@@ -84,7 +84,7 @@ def test_several_subtrees_have_a_sum_each_and_their_number_changes_between_steps
     """A step that was broken off leaves nothing."""
     gradients, parameters = gradients_of(dtype, (2, 1), PARTS)
     for counts, passes in (((2, 1), 3), ((1, 2, 2), 5), ((2, 2, 1), 2), ((4,), 4), ((1, 3), 4)):
-        gradients.divide(counts)
+        gradients.set_leaves(counts)
         gradients.zero()
         for number, names in itertools.product(range(passes), enumerate(PARTS)):
             backward(parameters, names[1], number)

@@ -112,7 +112,7 @@ def tree_over_replicas(rank, size, leaves, divisions):
     found, exchange = [], create(torch.zeros(leaves.shape[1]), order="tree")
     for shares in divisions:
         sums = [tree_sum(leaves[each.start : each.stop]) for each in subtrees(shares[rank], len(leaves))]
-        exchange.divide(shares, sums)
+        exchange.set_shares(shares, sums)
         for _ in range(2):  # the memory of the first sum serves for the second
             total = sums[0].clone()
             finish(exchange, total)
