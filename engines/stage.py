@@ -1,11 +1,14 @@
-"""A stage's blocks as a module: activations kept or computed again in the backward pass; blocks compiled if asked."""
+"""A stage's blocks as a module.
+
+Activations are kept for the backward pass or computed again in it; blocks are compiled on demand.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import types
-from typing import Callable, Container, Dict, Iterator, Sequence, Tuple
+from typing import Callable, Container, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -18,14 +21,18 @@ from models.preprocess import Preprocess
 from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
 
-# Programs that one block may have: for each size of images, with a backward pass to come and without.
+# Programs that one block may have: for each size of images, with a backward pass to come and
+# without.
 _PROGRAMS = 64
 
 
 class Stage(nn.Module):
-    """Consecutive blocks. Those in `recompute` keep their input only (GPipe's re-materialisation, 1811.06965).
+    """Consecutive blocks of a model, some of which keep only their input for the backward pass.
 
-    What is computed again has the same bits; not compiled, as with and without a backward pass a block is two programs.
+    What is computed again has the same bits, unless it is compiled: with and without a backward
+    pass a block is two programs.
+
+    Source: GPipe's re-materialisation (Huang et al., 2019, arXiv:1811.06965).
     """
 
     def __init__(
@@ -35,16 +42,26 @@ class Stage(nn.Module):
         recompute: Container[str],
         memory_format: torch.memory_format = torch.contiguous_format,
     ):
-        """Args: recompute: names of blocks. memory_format: of activations, within the stage and between stages: what it
-        takes and returns, images and logits excepted, is as `sent` leaves it."""
+        """
+        Args:
+            blocks: of the stage.
+            draws: of their random layers.
+            recompute: names of the blocks whose activations are computed again.
+            memory_format: of activations within the stage. It takes and returns them as `sent`
+                leaves them, apart from images and logits.
+        """
         super().__init__()
-        self._draws, self._memory_format = draws, memory_format
-        # A block without parameters, as the cast of the images, is computed again with the one behind it: its output
-        # takes four times the memory of its input.
-        self._segments, self._recomputed, waiting = nn.ModuleList(), [], []
+        self._draws = draws
+        self._memory_format = memory_format
+        self._segments = nn.ModuleList()
+        self._recomputed: List[bool] = []
+        # A block without parameters, such as the cast of the images, is computed again with the
+        # one behind it: its output takes four times the memory of its input.
+        waiting: List[nn.Module] = []
         for name in blocks.names:
-            waiting.append(blocks.block(name))
-            if any(True for _ in waiting[-1].parameters()):
+            block = blocks.block(name)
+            waiting.append(block)
+            if any(True for _ in block.parameters()):
                 self._segments.append(nn.Sequential(*waiting))
                 self._recomputed.append(name in recompute)
                 waiting = []
@@ -53,83 +70,129 @@ class Stage(nn.Module):
         self._compiled: Sequence[Callable] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self._entered(x)
-        for segment, run, recomputed in self._passes():
-            x = self._checkpointed(segment, run, x) if recomputed and torch.is_grad_enabled() else run(x)
+        """Compute the blocks on `x`, images or activations."""
+        x = self._to_memory_format(x)
+        for segment, compute, recomputed in self._passes():
+            if recomputed and torch.is_grad_enabled():
+                x = self._checkpointed(segment, compute, x)
+            else:
+                x = compute(x)
         return sent(x, self._memory_format)
 
     def compile(self, mode: str = "default", backend: str = "inductor") -> None:
-        """Compile each block when it is first computed, in training and in evaluation. Blocks that look alike share
-        their program. Args: mode: of torch.compile."""
+        """Compile each block when it is first computed, in training and in evaluation.
+
+        Blocks that look alike share their program.
+
+        Args:
+            mode: of torch.compile.
+            backend: of torch.compile; only "inductor" has modes.
+        """
         torch._dynamo.config.recompile_limit = _PROGRAMS
         programs: Dict[str, Callable] = {}
+        compiled = []
         for segment in self._segments:
-            programs.setdefault(repr(segment[-1]), _program(f"block_{len(programs)}", mode, backend))
-        self._compiled = [_CompiledSegment(segment, programs[repr(segment[-1])]) for segment in self._segments]
+            structure = repr(segment[-1])
+            if structure not in programs:
+                programs[structure] = _program(f"block_{len(programs)}", mode, backend)
+            compiled.append(_CompiledSegment(segment, programs[structure]))
+        self._compiled = compiled
+
+    def uncompile(self) -> None:
+        """Compute blocks as they are from here on."""
+        self._compiled = ()
 
     def dry_pass(self, x: torch.Tensor) -> None:
-        """Compute a training micro batch forward and backward, for what happens only once, such as compiling.
+        """Compute a training micro batch forward and backward, for what happens only once.
 
-        It leaves no trace in gradients, running statistics and draws.
+        That is compiling, for instance. No trace is left in gradients, running statistics and
+        draws.
+
+        Args:
+            x: what enters the stage.
         """
         before = [(buffer, buffer.clone()) for buffer in self.buffers()]
-        x = self._entered(x)
+        x = self._to_memory_format(x)
         if not self._takes_images:
             x = x.detach().requires_grad_()
-        for segment, run, recomputed in self._passes():
+        # Each segment goes forward and backward by itself, so that little memory is needed.
+        for segment, compute, recomputed in self._passes():
             again = contextlib.nullcontext()
             if recomputed:
                 with torch.no_grad():
-                    run(x)
-                again = self._again(segment, (self._draws.step, self._draws.micro_batch))
+                    compute(x)
+                again = self._again(segment, self._position())
             with again, torch.enable_grad():
-                output = run(x)
-            wanted = [tensor for tensor in (x, *segment.parameters()) if tensor.requires_grad]
-            torch.autograd.grad(output, wanted, torch.zeros_like(output))  # no `.grad`, and no hook on it
+                output = compute(x)
+            inputs = [x, *segment.parameters()]
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            # Unlike backward() this fills no `.grad`, and calls no hook on it.
+            torch.autograd.grad(output, wanted, torch.zeros_like(output))
             x = output.detach().requires_grad_()
         for buffer, value in before:
             buffer.copy_(value)
 
     def dry_evaluation(self, x: torch.Tensor) -> None:
-        """Score a micro batch, for what happens only once."""
-        blocks = [(segment, segment[-1].training) for segment in self._segments]
-        for segment, _ in blocks:
+        """Score a micro batch, for what happens only once.
+
+        Args:
+            x: what enters the stage.
+        """
+        modes = [(segment, segment[-1].training) for segment in self._segments]
+        for segment, _ in modes:
             segment.eval()
         with torch.no_grad():
             self(x)
-        for segment, training in blocks:
+        for segment, training in modes:
             segment.train(training)
 
     def _passes(self) -> Iterator[Tuple[nn.Module, Callable, bool]]:
-        """Each segment, what computes it, and whether it is to be computed again."""
+        """Iterate over each segment, what computes it, and whether it is to be computed again."""
         return zip(self._segments, self._compiled or self._segments, self._recomputed)
 
-    def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        """In the stage's memory format. Images get it together with their cast, in the first block."""
+    def _to_memory_format(self, x: torch.Tensor) -> torch.Tensor:
+        # Images get their layout together with their cast, in the first block.
         if self._takes_images or self._memory_format == torch.contiguous_format:
             return x
         return x.permute(0, 3, 1, 2)
 
-    def _checkpointed(self, segment: nn.Module, run: Callable, x: torch.Tensor) -> torch.Tensor:
-        """Torch's reentrant form: the other one's hooks on each saved tensor cost a quarter of a step on a CPU.
+    def _position(self) -> Tuple[int, int]:
+        """Return the step and micro batch whose random numbers are drawn."""
+        return self._draws.step, self._draws.micro_batch
 
-        It gives its output a gradient only where an input has one, which images have not.
+    def _checkpointed(
+        self,
+        segment: nn.Module,
+        compute: Callable,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute a segment now, and again in the backward pass.
+
+        This is torch's reentrant form: the other one's hooks on each saved tensor cost a quarter
+        of a step on a CPU.
         """
-        then = self._draws.step, self._draws.micro_batch
+        position = self._position()
 
-        def compute(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-            with self._again(segment, then) if torch.is_grad_enabled() else contextlib.nullcontext():
-                return run(x)
+        def run(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            """Compute the segment on `x`, a second time as it was the first time."""
+            # Torch enables gradients only when it calls a second time.
+            if not torch.is_grad_enabled():
+                return compute(x)
+            with self._again(segment, position):
+                return compute(x)
 
+        # The reentrant form gives its output a gradient only where an input has one, which images
+        # have not.
         with_gradient = torch.empty(0, requires_grad=True)
-        return checkpoint(compute, x, with_gradient, use_reentrant=True, preserve_rng_state=False)
+        return checkpoint(run, x, with_gradient, use_reentrant=True, preserve_rng_state=False)
 
     @contextlib.contextmanager
-    def _again(self, segment: nn.Module, then: Tuple[int, int]) -> Iterator[None]:
-        """The segment draws for `then`, a step and micro batch, and its running statistics stand still."""
-        draws, norms = self._draws, [module for module in segment.modules() if isinstance(module, BatchNormAct)]
-        current = draws.step, draws.micro_batch
-        draws.step, draws.micro_batch = then
+    def _again(self, segment: nn.Module, position: Tuple[int, int]) -> Iterator[None]:
+        """Draw the numbers of a step and micro batch, and do not update running statistics."""
+        draws = self._draws
+        norms = [module for module in segment.modules() if isinstance(module, BatchNormAct)]
+        current = self._position()
+        draws.step, draws.micro_batch = position
         for norm in norms:
             norm.moves_statistics = False
         try:
@@ -141,8 +204,16 @@ class Stage(nn.Module):
 
 
 def sent(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """Return activations, [N, C, H, W], as they travel between stages: contiguous, and [N, H, W, C] where stages
-    compute channels-last, so that neither side copies them. Others, [N, classes], are contiguous."""
+    """Return activations as they travel between stages, so that neither side copies them.
+
+    Args:
+        x: [N, C, H, W], or of another number of dimensions, such as logits, [N, classes].
+        memory_format: in which stages compute.
+
+    Returns:
+        A contiguous tensor: [N, H, W, C] of images' activations where stages compute
+        channels-last, else of the same shape.
+    """
     if x.dim() == 4 and memory_format == torch.channels_last:
         x = x.permute(0, 2, 3, 1)
     return x.contiguous()
@@ -154,31 +225,41 @@ def boundaries(
     images: Boundary,
     dtype: torch.dtype,
     memory_format: torch.memory_format = torch.contiguous_format,
-) -> list:
-    """Input of each part of the model, and output of the last: a Boundary each.
+) -> List[Boundary]:
+    """Return what enters each part of a model, and what leaves the last.
 
     Args:
         parts: names of the blocks of each.
         model: whole, on the meta device.
+        images: what enters the first part.
         dtype: of activations.
         memory_format: in which stages compute; with channels_last activations are [N, H, W, C].
     """
-    found = [images]
+    shapes = [images]
     x = torch.empty(tuple(images.shape), dtype=images.dtype, device="meta")
     with torch.no_grad():
         for names in parts:
             x = model.part(names)(x)
-            found.append(Boundary(tuple(sent(x, memory_format).shape), dtype))
-    return found
+            shapes.append(Boundary(tuple(sent(x, memory_format).shape), dtype))
+    return shapes
 
 
 def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
-    """The blocks that `parallel.recompute` means. Raises ConfigError for one that the model does not have."""
+    """Return the names of the blocks that a recipe computes again in the backward pass.
+
+    Args:
+        names: of all blocks of the model.
+        recompute: `parallel.recompute`, a bool or a list of names.
+
+    Raises:
+        ConfigError: a name that the model does not have.
+    """
     if isinstance(recompute, bool):
         return frozenset(names if recompute else ())
     for name in recompute:
         if name not in names:
-            raise ConfigError(f"parallel.recompute: {name} is not a block; the blocks are {', '.join(names)}")
+            blocks = ", ".join(names)
+            raise ConfigError(f"parallel.recompute: {name} is not a block; the blocks are {blocks}")
     return frozenset(recompute)
 
 
@@ -189,42 +270,64 @@ def compile_stages(
     device: torch.device,
     mode: str,
 ) -> Tuple[str, ...]:
-    """Compile stages by a dry pass over each input in `entering`, or at their first use if there is none; return lines
-    for the user. Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
+    """Compile stages by dry passes, or at their first use if there is nothing to pass.
 
-    Args: stages: those of this process, by number. entering: for each size of images, what enters each stage in
-    training. scored: what enters each in evaluation. mode: of torch.compile.
+    Where that fails they are computed uncompiled: a missing compiler is no reason not to train.
+
+    Args:
+        stages: those of this process, by number.
+        entering: what enters each stage in training, for each size of images.
+        scored: what enters each stage in evaluation.
+        device: that computes.
+        mode: of torch.compile.
+
+    Returns:
+        Lines for the user.
     """
     started = time.perf_counter()
     for stage in stages.values():
         stage.compile(mode)
-
-    def zeros(boundary: Boundary) -> torch.Tensor:
-        return torch.zeros(tuple(boundary.shape), dtype=boundary.dtype, device=device)
-
+    if not entering:
+        return ()
     try:
-        for number, stage in stages.items() if entering else ():
+        for number, stage in stages.items():
             for inputs in entering:
-                stage.dry_pass(zeros(inputs[number]))
-            stage.dry_evaluation(zeros(scored[number]))
-    except Exception as error:  # a compiler may be missing, half installed or wrong: there is no list of its errors
+                stage.dry_pass(_zeros(inputs[number], device))
+            stage.dry_evaluation(_zeros(scored[number], device))
+    except Exception as error:
+        # A compiler may be missing, half installed or wrong: there is no list of its errors.
         for stage in stages.values():
-            stage._compiled = ()
+            stage.uncompile()
         return (f"engine.compile: the model stays uncompiled: {first_line(error)}",)
-    return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",) if entering else ()
+    return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)
+
+
+def _zeros(boundary: Boundary, device: torch.device) -> torch.Tensor:
+    return torch.zeros(tuple(boundary.shape), dtype=boundary.dtype, device=device)
 
 
 class _CompiledSegment:
-    """Blocks without parameters, which cast images of changing strides, as they are; then the other one, compiled."""
+    """A segment whose last block is compiled.
+
+    The blocks before it are not: they cast images, whose strides change.
+    """
 
     def __init__(self, segment: nn.Sequential, program: Callable):
-        self._before, self._block, self._program = segment[:-1], segment[-1], program
-        self._random = [layer for layer in self._block.modules() if isinstance(layer, RANDOM_LAYERS) and layer.rate]
+        self._before = segment[:-1]
+        self._block = segment[-1]
+        self._program = program
         self._like = next(self._block.parameters())
+        self._random = []
+        for layer in self._block.modules():
+            if isinstance(layer, RANDOM_LAYERS) and layer.rate:
+                self._random.append(layer)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = self._before(x)
-        waiting = [layer for layer in self._random if layer.mask is None] if self._block.training else []
+        # Masks are drawn outside of the program, unless somebody has set them already.
+        waiting = []
+        if self._block.training:
+            waiting = [layer for layer in self._random if layer.mask is None]
         for layer in waiting:
             layer.mask = layer.draw(len(x), self._like)
         try:
@@ -234,13 +337,20 @@ class _CompiledSegment:
                 layer.mask = None
 
 
-def _program(name: str, mode: str, backend: str) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """A compiled function with a code object of its own: torch keeps programs by it, and tries one after the other."""
+def _program(
+    name: str,
+    mode: str,
+    backend: str,
+) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """Return a compiled function that calls a block."""
 
     def compute(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Call the `block`."""
         return block(x)
 
-    own = types.FunctionType(compute.__code__.replace(co_name=name), compute.__globals__, name)
+    # Torch keeps programs by code object, and tries one after the other: so each has its own.
+    code = compute.__code__.replace(co_name=name)
+    function = types.FunctionType(code, compute.__globals__, name)
     if backend != "inductor":
-        return torch.compile(own, backend=backend, dynamic=False)
-    return torch.compile(own, mode=mode, dynamic=False)
+        return torch.compile(function, backend=backend, dynamic=False)
+    return torch.compile(function, mode=mode, dynamic=False)
