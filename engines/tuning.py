@@ -1,12 +1,16 @@
-"""engine.memory_format and engine.kernels: put into a model, and chosen: on a GPU by time, on a CPU by rule."""
+"""engine.memory_format and engine.kernels: their choice, and how they are put into a model.
+
+On a GPU `auto` is chosen by time, on a CPU by rule.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -27,16 +31,23 @@ from recipe.batch import training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.hardware import EngineSection
+from recipe.network import Model
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # engine.kernels -> layers that get kernels of our own.
-_KERNELS = {"torch": (), "group_norm": ("group_norm",), "group_conv": ("group_conv",), "triton": patching.KERNELS}
-_WARM_UP, _TIMED = 3, 7  # micro batches; in the first ones cuDNN searches, and Triton compiles
+_KERNELS = {
+    "torch": (),
+    "group_norm": ("group_norm",),
+    "group_conv": ("group_conv",),
+    "triton": patching.KERNELS,
+}
+_WARM_UP = 3  # micro batches in which cuDNN searches and Triton compiles
+_TIMED = 7  # micro batches
 _MEASURED = ("cuda",)  # types of devices
 
 
 class Candidate(NamedTuple):
-    """A way to compute the model."""
+    """A way to compute the model, by values of `engine.memory_format` and `engine.kernels`."""
 
     memory_format: str
     kernels: str
@@ -45,58 +56,123 @@ class Candidate(NamedTuple):
         return f"{self.memory_format} {self.kernels}"
 
 
-# Seconds of a micro batch, forward and backward, and "", or infinity and what failed.
-Outcome = Tuple[float, str]
+NATIVE = Candidate("channels_last", "native")
+PLAIN = Candidate("contiguous", "torch")
+_ON_CPU = (NATIVE, PLAIN)  # a CPU's candidates, the better one first
 
 
-NATIVE, PLAIN = Candidate("channels_last", "native"), Candidate("contiguous", "torch")  # a CPU's, in this order
+class Outcome(NamedTuple):
+    """Result of timing a candidate; of two, the slower is the larger.
+
+    seconds: of a micro batch, forward and backward; infinity where it failed.
+    fault: what failed, or "".
+    """
+
+    seconds: float
+    fault: str
+
+
+@dataclass
+class _Part:
+    """The part of a model with which candidates are timed.
+
+    model: the whole one.
+    engine: what is computed alike by all candidates.
+    recompute: `parallel.recompute`.
+    blocks: names of the part's blocks.
+    entering: a micro batch of images, or of activations.
+    device, dtype: of activations.
+    """
+
+    model: Model
+    engine: EngineSection
+    recompute: object
+    blocks: List[str]
+    entering: Boundary
+    device: torch.device
+    dtype: torch.dtype
+
+
+# Named choices --------------------------------------------------------------------------------
 
 
 def check(section: EngineSection, device: torch.device, compute: torch.dtype) -> None:
     """Refuse, before training, a named choice of the section that this machine cannot do.
 
-    Args: compute: dtype of activations. Raises ConfigError.
+    Args:
+        section: of the recipe.
+        device: that computes.
+        compute: dtype of activations.
+
+    Raises:
+        ConfigError: with the remedy.
     """
-    kernels, layout = section.kernels, section.memory_format
     if device.type == "cuda":
-        if kernels == "native":
-            raise ConfigError("engine.kernels native: they are for CPUs; use engine.kernels=auto")
-        if kernels not in ("auto", "torch") and not patching.available():
-            raise ConfigError(f"engine.kernels {kernels}: Triton is not installed; use engine.kernels=auto")
-        return
-    if kernels not in ("auto", *(each.kernels for each in (NATIVE, PLAIN))):
+        _check_on_gpu(section.kernels)
+    else:
+        _check_on_cpu(section, compute)
+
+
+def _check_on_gpu(kernels: str) -> None:
+    if kernels == "native":
+        raise ConfigError("engine.kernels native: they are for CPUs; use engine.kernels=auto")
+    if kernels not in ("auto", "torch") and not patching.available():
+        raise ConfigError(f"engine.kernels {kernels}: Triton is not installed; use engine.kernels=auto")
+
+
+def _check_on_cpu(section: EngineSection, compute: torch.dtype) -> None:
+    kernels = section.kernels
+    if kernels not in ("auto", "native", "torch"):
         raise ConfigError(f"engine.kernels {kernels}: Triton's kernels need a CUDA device; use engine.kernels=auto")
-    fits = [each for each in (NATIVE, PLAIN) if _names(section, each)]
-    if not fits and kernels == "native":
+    # Values that no candidate of a CPU has together.
+    allowed = [candidate for candidate in _ON_CPU if _allows(section, candidate)]
+    if not allowed and kernels == "native":
         raise ConfigError(
             "engine.memory_format contiguous: native kernels are for channels_last; use engine.memory_format=auto"
         )
-    if not fits:
-        fault = "on a CPU torch's group normalisation loses digits in it"
-        raise ConfigError(f"engine.memory_format channels_last: {fault}; use engine.memory_format=auto")
-    fault = native_fault(compute) if fits == [NATIVE] else ""
+    if not allowed:
+        raise ConfigError(
+            "engine.memory_format channels_last: on a CPU torch's group normalisation loses digits in it; "
+            "use engine.memory_format=auto"
+        )
+    # Our own functions, and no others, where they cannot compute.
+    fault = native_fault(compute) if allowed == [NATIVE] else ""
     if fault:
-        named = [f"engine.{key}" for key in Candidate._fields if getattr(section, key) != "auto"]
-        remedy = " ".join(f"{key}=auto" for key in named)
-        raise ConfigError(f"{named[-1]} {kernels if section.kernels != 'auto' else layout}: {fault}; use {remedy}")
+        named = [key for key in Candidate._fields if getattr(section, key) != "auto"]
+        value = getattr(section, named[-1])
+        remedy = " ".join(f"engine.{key}=auto" for key in named)
+        raise ConfigError(f"engine.{named[-1]} {value}: {fault}; use {remedy}")
 
 
 def native_fault(compute: torch.dtype) -> str:
-    """Return why our functions for CPUs cannot compute a model of this dtype here; "" where they can."""
+    """Return why our functions for CPUs cannot compute a model here; "" where they can.
+
+    Args:
+        compute: dtype of the model.
+    """
     return "they are for float32" if compute != torch.float32 else library.fault()
 
 
-def _names(section: EngineSection, candidate: Candidate) -> bool:
-    """Whether a section, with `auto` for anything, means the candidate too."""
-    return all(getattr(section, key) in ("auto", value) for key, value in candidate._asdict().items())
+def _allows(section: EngineSection, candidate: Candidate) -> bool:
+    """Return whether a section, with `auto` for any value, allows a candidate."""
+    values = candidate._asdict().items()
+    return all(getattr(section, key) in ("auto", value) for key, value in values)
 
 
 def apply(model: BlockList, section: EngineSection, device: torch.device) -> torch.memory_format:
-    """Put the section's kernels and layout into a model on `device`; return the layout, for the stages.
+    """Put the section's kernels and layout into a model.
 
-    What the device does not have is left out: weights that were trained elsewhere are to be scored anywhere. `auto`
-    that is not resolved is contiguous and torch. Weights stay contiguous: cuDNN converts the few bytes of a layer at
-    each pass.
+    What the device does not have is left out: weights that were trained elsewhere are to be scored
+    anywhere. Unresolved `auto` means contiguous and torch. Weights stay contiguous: cuDNN converts
+    the few bytes of a layer at each pass.
+
+    Args:
+        model: on `device`.
+        section: of the recipe.
+        device: that computes.
+
+    Returns:
+        The layout, for the stages.
     """
     if device.type != "cuda":
         if section.kernels != "native" or native_fault(next(model.parameters()).dtype):
@@ -109,6 +185,9 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
     return memory_format
 
 
+# Automatic choices ----------------------------------------------------------------------------
+
+
 def resolve(
     recipe: Recipe,
     batch: Batch,
@@ -116,71 +195,102 @@ def resolve(
     report: Callable[[str], None],
     begun: Optional[EngineSection] = None,
 ) -> Recipe:
-    """`recipe` with a choice in the place of `auto`, the same on all processes, each of which must call this.
+    """Replace `auto` in the section `engine` by a choice, the same on all processes.
 
-    On GPUs a micro batch is timed, forward and backward, through the largest stage; of each candidate, the slowest
-    process counts. On CPUs nothing is timed. On IPUs there is no choice: the recipe stays as it is.
-    Args: begun: the section of a run that is resumed, whose choice is kept where this device has it.
+    On GPUs a micro batch is timed, forward and backward, through the largest stage; of each
+    candidate, the slowest process counts. On CPUs nothing is timed. On IPUs there is no choice: the
+    recipe stays as it is.
 
-    Raises ConfigError: no such device, or cut points that the model does not have.
+    Args:
+        recipe: of the run.
+        batch: of a step.
+        processes: of the run; all of them call.
+        report: takes lines for the user.
+        begun: the section of a run that is resumed, whose choice is kept where this device has it.
+
+    Returns:
+        The changed recipe.
+
+    Raises:
+        ConfigError: no such device, or cut points that the model does not have.
     """
     section = recipe.engine
     if "auto" not in (section.memory_format, section.kernels) or recipe.run.device == "ipu":
         return recipe
     device = device_of(recipe.run.device, processes.topology)
     if device.type not in _MEASURED:
-        return _with(recipe, _on_cpu(recipe, processes, device, report, begun))
-    kernels = list(_KERNELS) if patching.available() else ["torch"]
-    candidates = [
-        Candidate(*pair)
-        for pair in itertools.product(
-            _FORMATS if section.memory_format == "auto" else [section.memory_format],
-            kernels if section.kernels == "auto" else [section.kernels],
-        )
-    ]
-    before = Candidate(
-        *(getattr(begun if begun and getattr(section, key) == "auto" else section, key) for key in Candidate._fields)
-    )
+        dtype = compute_dtype(recipe.precision.compute, device)
+        choice = _on_cpu(section, dtype, processes, report, begun)
+        return recipe if choice is None else _with(recipe, choice)
+    candidates = _on_gpu(section)
+    before = _before(section, begun)
     if recipe.run.deterministic:
-        taken = candidates[0]
-        report(f"engine auto: {taken}, as run.deterministic asks")
+        choice = candidates[0]
+        report(f"engine auto: {choice}, as run.deterministic asks")
     elif before in candidates:
-        taken = before
-        report(f"engine auto: {taken}, as this run has had it")
+        choice = before
+        report(f"engine auto: {choice}, as this run has had it")
     else:
-        taken = _fastest(recipe, batch, processes, device, candidates, report)
-    return _with(recipe, taken)
+        part = processes.together(lambda: _largest_part(recipe, batch, device))
+        choice = _fastest(part, candidates, processes, report)
+    return _with(recipe, choice)
 
 
-def _with(recipe: Recipe, taken: Optional[Candidate]) -> Recipe:
-    """The recipe with a candidate in the place of `auto`; as it is without one."""
-    if taken is None:
-        return recipe
-    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=taken._asdict())})
+def _with(recipe: Recipe, choice: Candidate) -> Recipe:
+    engine = recipe.engine.model_copy(update=choice._asdict())
+    return recipe.model_copy(update={"engine": engine})
+
+
+def _on_gpu(section: EngineSection) -> List[Candidate]:
+    """Return the candidates of a GPU that a section allows."""
+    formats = list(_FORMATS)
+    if section.memory_format != "auto":
+        formats = [section.memory_format]
+    kernels = list(_KERNELS) if patching.available() else ["torch"]
+    if section.kernels != "auto":
+        kernels = [section.kernels]
+    return [Candidate(*pair) for pair in itertools.product(formats, kernels)]
+
+
+def _before(section: EngineSection, begun: Optional[EngineSection]) -> Candidate:
+    """Return what a run has had so far, in the place of each `auto` of the section."""
+    if begun is None:
+        begun = section
+    values = {}
+    for key in Candidate._fields:
+        value = getattr(section, key)
+        values[key] = getattr(begun, key) if value == "auto" else value
+    return Candidate(**values)
 
 
 def _on_cpu(
-    recipe: Recipe,
+    section: EngineSection,
+    compute: torch.dtype,
     processes: Processes,
-    device: torch.device,
     report: Callable[[str], None],
     begun: Optional[EngineSection],
 ) -> Optional[Candidate]:
-    """Our functions where all processes have them; None where what the section names is to be refused.
+    """Return our functions where all processes have them, else torch's.
 
-    A run that began without this choice, or without a compiler, goes on without our functions: their bits are others.
+    None stands for a section that names what is to be refused. A run that began without this
+    choice, or without a compiler, goes on without our functions: their bits are others.
     """
+    # Only a section that allows our functions has them compiled.
     fault = ""
-    if _names(recipe.engine, NATIVE):  # else nothing need be compiled
-        faults = processes.gather(native_fault(compute_dtype(recipe.precision.compute, device)))
+    if _allows(section, NATIVE):
+        faults = processes.gather(native_fault(compute))
         fault = next(filter(None, faults), "")
-    candidates = [each for each in (NATIVE, PLAIN) if _names(recipe.engine, each) and not (each == NATIVE and fault)]
+    candidates = [candidate for candidate in _ON_CPU if _allows(section, candidate)]
+    if fault:
+        candidates.remove(NATIVE)
     if not candidates:
         return None
+    # What a run had before comes first; it is worth a line only where another choice is faster.
     if begun is not None:
-        before = PLAIN if _names(begun, PLAIN) else Candidate(begun.memory_format, begun.kernels)
+        before = Candidate(begun.memory_format, begun.kernels)
+        if _allows(begun, PLAIN):
+            before = PLAIN
         if before in candidates:
-            # Worth a line only where another choice would be faster.
             if before != candidates[0]:
                 report(f"engine auto: {before}, as this run has had it")
             return before
@@ -191,100 +301,149 @@ def _on_cpu(
     return candidates[0]
 
 
+# Times ----------------------------------------------------------------------------------------
+
+
 def _fastest(
-    recipe: Recipe,
-    batch: Batch,
-    processes: Processes,
-    device: torch.device,
+    part: _Part,
     candidates: Sequence[Candidate],
+    processes: Processes,
     report: Callable[[str], None],
 ) -> Candidate:
-    """The fastest candidate; the first one where none could be measured: training will show what is wrong."""
-    names, entering = processes.together(lambda: _largest_part(recipe, batch, device))
-    shape, dtype = list(entering.shape), str(compute_dtype(recipe.precision.compute, device)).split(".")[1]
-    file = cache.place(
-        "engine",
-        *(recipe.model.model_dump(mode="json"), names, shape, dtype, recipe.parallel.recompute),
-        *(recipe.engine.compile, recipe.engine.compile_mode, list(map(str, candidates)), name_of(device)),
-        *cache.programs(),
-    )
-    by_rank, origin = processes.gather(_read(file, candidates)), f"measured before ({file})"
+    """Return the fastest candidate.
+
+    Where none could be measured it is the first one: training will show what is wrong.
+    """
+    # Times of an earlier run serve where all processes have them; else all measure.
+    file = _file(part, candidates)
+    by_rank = processes.gather(_read(file, candidates))
+    origin = f"measured before ({file})"
     if None in by_rank:
         set_switches(False)
-        own = [_measured(recipe, names, entering, device, candidate) for candidate in candidates]
+        outcomes = [_outcome(part, candidate) for candidate in candidates]
         if processes.topology.local_rank == 0:
-            _write(file, candidates, own)
-        by_rank, origin = processes.gather(own), "measured"
-    blocks = "" if entering.dtype == torch.uint8 else f"{names[0]} to {names[-1]}, "
-    place = f"{shape[0]} x {shape[2]} x {shape[3]} in {dtype} on {name_of(device)}"
-    report(f"engine auto: {blocks}{place}, {origin}")
-    slowest = {candidate: max(outcomes) for candidate, outcomes in zip(candidates, zip(*by_rank))}
+            _write(file, candidates, outcomes)
+        by_rank = processes.gather(outcomes)
+        origin = "measured"
+    report(f"engine auto: {_described(part)}, {origin}")
+    # A step takes as long as the slowest process.
+    slowest: Dict[Candidate, Outcome] = {}
+    for number, candidate in enumerate(candidates):
+        slowest[candidate] = max(outcomes[number] for outcomes in by_rank)
     for candidate, (seconds, fault) in slowest.items():
-        report(f"  {candidate!s:24}  {f'left out: {fault}' if fault else f'{1e3 * seconds:.4g} ms'}")
-    taken = min(candidates, key=lambda candidate: slowest[candidate][0])
-    report(f"  taken: {taken}")
-    return taken
+        time = f"left out: {fault}" if fault else f"{1e3 * seconds:.4g} ms"
+        report(f"  {candidate!s:24}  {time}")
+    fastest = min(candidates, key=lambda candidate: slowest[candidate].seconds)
+    report(f"  taken: {fastest}")
+    return fastest
 
 
-def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> Tuple[List[str], Boundary]:
-    """Blocks of the part with most multiply-adds, and what enters it. Cuts by measured times are taken as balanced."""
-    with torch.device("meta"):
-        model = build(recipe.model, recipe.run.seed)
+def _described(part: _Part) -> str:
+    shape = part.entering.shape
+    blocks = ""
+    if part.entering.dtype != torch.uint8:
+        blocks = f"{part.blocks[0]} to {part.blocks[-1]}, "
+    sizes = f"{shape[0]} x {shape[2]} x {shape[3]}"
+    return f"{blocks}{sizes} in {_name(part.dtype)} on {name_of(part.device)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).split(".")[1]
+
+
+def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
+    """Return the part with most multiply-adds; cuts by measured times are taken as balanced."""
     size = max(training_image_sizes(recipe))
+    dtype = compute_dtype(recipe.precision.compute, device)
+    with torch.device("meta"):
+        model = build(recipe.model, 0)
     parts = cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names
-    work = shapes.blocks(recipe.model, size)
     images = Boundary((batch.micro, 3, size, size), torch.uint8)
-    entering = boundaries(parts, model, images, compute_dtype(recipe.precision.compute, device))
-    return max(zip(parts, entering), key=lambda part: sum(work[name].multiply_adds for name in part[0]))
+    entering = boundaries(parts, model, images, dtype)
+    counts = shapes.blocks(recipe.model, size)
+    work = [sum(counts[name].multiply_adds for name in names) for names in parts]
+    largest = work.index(max(work))
+    return _Part(
+        model=recipe.model,
+        engine=recipe.engine,
+        recompute=recipe.parallel.recompute,
+        blocks=parts[largest],
+        entering=entering[largest],
+        device=device,
+        dtype=dtype,
+    )
 
 
-def _measured(
-    recipe: Recipe, names: Sequence[str], entering: Boundary, device: torch.device, candidate: Candidate
-) -> Outcome:
+def _outcome(part: _Part, candidate: Candidate) -> Outcome:
     try:
-        return _seconds(recipe, names, entering, device, candidate), ""
-    except Exception as error:  # memory, a compiler, a kernel: whatever is wrong with one candidate, others may work
-        return math.inf, first_line(error)
+        return Outcome(_seconds(part, candidate), "")
+    except Exception as error:
+        # Memory, a compiler, a kernel: whatever is wrong with one candidate, others may work.
+        return Outcome(math.inf, first_line(error))
     finally:
         torch.cuda.empty_cache()
 
 
-def _seconds(
-    recipe: Recipe, names: Sequence[str], entering: Boundary, device: torch.device, candidate: Candidate
-) -> float:
-    """The median of some micro batches, of random pixels in the loader's layout, or of activations."""
-    model = build(recipe.model, recipe.run.seed).to(device, compute_dtype(recipe.precision.compute, device))
-    memory_format = apply(model, recipe.engine.model_copy(update=candidate._asdict()), device)
-    stage = Stage(
-        model.part(names), model.draws, blocks_to_recompute(model.names, recipe.parallel.recompute), memory_format
-    )
-    if recipe.engine.compile:
-        stage.compile(recipe.engine.compile_mode)
-    x = torch.randint(0, 256, tuple(entering.shape), generator=torch.Generator().manual_seed(0))
-    if entering.dtype == torch.uint8:
-        x = x.byte().contiguous(memory_format=torch.channels_last).to(device)
-    else:
-        x = sent((x / 64 - 2).to(device, entering.dtype), memory_format).requires_grad_()
+def _seconds(part: _Part, candidate: Candidate) -> float:
+    """Return the median time of some micro batches, forward and backward."""
+    # The part as this candidate computes it; times do not depend on the weights' seed.
+    model = build(part.model, 0).to(part.device, part.dtype)
+    section = part.engine.model_copy(update=candidate._asdict())
+    memory_format = apply(model, section, part.device)
+    recomputed = blocks_to_recompute(model.names, part.recompute)
+    stage = Stage(model.part(part.blocks), model.draws, recomputed, memory_format)
+    if section.compile:
+        stage.compile(section.compile_mode)
 
-    def micro_batch() -> None:
+    # Random pixels in the loader's layout, or activations as stages send them.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, tuple(part.entering.shape), generator=generator)
+    if part.entering.dtype == torch.uint8:
+        x = x.byte().contiguous(memory_format=torch.channels_last).to(part.device)
+    else:
+        activations = (x / 64 - 2).to(part.device, part.entering.dtype)
+        x = sent(activations, memory_format).requires_grad_()
+
+    def compute() -> None:
         stage.zero_grad()
         output = stage(x)
         output.backward(torch.ones_like(output))
 
-    return statistics.median(timed(micro_batch, device, _WARM_UP + _TIMED)[_WARM_UP:])
+    seconds = timed(compute, part.device, _WARM_UP + _TIMED)
+    return statistics.median(seconds[_WARM_UP:])
+
+
+def _file(part: _Part, candidates: Sequence[Candidate]) -> Path:
+    """Return the file of this machine's times, named by all that they depend on."""
+    key = [
+        part.model.model_dump(mode="json"),
+        part.blocks,
+        list(part.entering.shape),
+        _name(part.dtype),
+        part.recompute,
+        part.engine.compile,
+        part.engine.compile_mode,
+        [str(candidate) for candidate in candidates],
+        name_of(part.device),
+    ]
+    return cache.place("engine", *key, *cache.programs())
 
 
 def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[List[Outcome]]:
-    """Outcomes in this machine's file; None without a file, or with one of other content."""
+    """Return the outcomes in a file; None without a file, or with one of other content."""
     try:
         content = read_json(file)
-        found = [(float(content[str(candidate)]), "") for candidate in candidates]
+        seconds = [float(content[str(candidate)]) for candidate in candidates]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if all(seconds > 0 for seconds, _ in found) else None
+    if not all(value > 0 for value in seconds):
+        return None
+    return [Outcome(value, "") for value in seconds]
 
 
 def _write(file: Path, candidates: Sequence[Candidate], outcomes: Sequence[Outcome]) -> None:
     """Write the file. With the null of a candidate that failed, `_read` measures all again."""
-    found = {str(each): None if fault else seconds for each, (seconds, fault) in zip(candidates, outcomes)}
-    cache.write(file, found)
+    content = {}
+    for candidate, (seconds, fault) in zip(candidates, outcomes):
+        content[str(candidate)] = None if fault else seconds
+    cache.write(file, content)

@@ -260,9 +260,9 @@ def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, damage):
 )
 def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, first, shape):
     recipe = tiny("run.device=cpu", *overrides)
-    names, entering = tuning._largest_part(recipe, divide(recipe), CPU)
-    assert (names[0], names[-1], entering.shape) == (first, "head", shape)
-    assert 0 < tuning._seconds(recipe, names, entering, CPU, Candidate(*PLAIN)) < 10
+    part = tuning._largest_part(recipe, divide(recipe), CPU)
+    assert (part.blocks[0], part.blocks[-1], part.entering.shape) == (first, "head", shape)
+    assert 0 < tuning._seconds(part, Candidate(*PLAIN)) < 10
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_choices_that_do_not_go_together_are_refused(tiny, monkeypatch, layout, 
 def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tiny, monkeypatch):
     """Each rank is slow at something else, and only the first has measured before."""
     pretend()
-    known, slow = [(0.01, "")] * len(TIMES), (FASTEST, ("contiguous", "triton"))
+    known, slow = [tuning.Outcome(0.01, "")] * len(TIMES), (FASTEST, ("contiguous", "triton"))
     times = [{**dict.fromkeys(TIMES, 0.15), PLAIN: 0.09, each: 0.2} for each in slow]
     recipe = tiny("run.device=cpu", "batch.micro=6")
     monkeypatch.setattr(tuning, "_seconds", lambda *arguments: times[threads.rank()][arguments[-1]])
