@@ -52,8 +52,9 @@ def updated(
     See `optim.lars.LARS` for the formulas and their sources.
 
     Args:
-        weight, momentum, gradient: float32 or float64, of one dtype and shape; the arithmetic is
-            that of the dtype.
+        weight: float32 or float64; the arithmetic is that of the dtype.
+        momentum: of the same dtype and shape.
+        gradient: of the same dtype and shape.
         lr: the learning rate.
         settings: of the optimizer for this tensor.
     """

@@ -115,7 +115,10 @@ class Muon(HasSlots, Optimizer):
         """Return the groups of HasSlots, and one for the hidden layers of each number of matrices.
 
         Args:
-            section, parameters, skipped, hidden: see HasSlots.
+            section: of the recipe.
+            parameters: by name.
+            skipped: names of parameters without weight decay and adaptation: see HasSlots.
+            hidden: number of matrices of each hidden layer, by name.
         """
         matrices: Dict[int, List[nn.Parameter]] = {}
         others: Dict[str, nn.Parameter] = {}

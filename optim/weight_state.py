@@ -142,8 +142,10 @@ class WeightState:
         """Prepare and make an update in which no other process takes part.
 
         Args:
-            step, lr, measure: see `apply`.
+            step: see `apply`.
+            lr: see `apply`.
             divisor: see `prepare`.
+            measure: see `apply`.
 
         Returns:
             `finite`, and norms if `measure`.
