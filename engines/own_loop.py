@@ -1,10 +1,14 @@
-"""A recipe's optimizer, weights and exchange for any module, in a training loop of one's own: see docs/library.md."""
+"""A recipe's optimizer, weights and exchange for any module, in a training loop of one's own.
+
+See docs/library.md.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Tuple
 
 import torch
@@ -27,26 +31,45 @@ from recipe.division import Batch
 _SECTIONS = ("optimizer", "exchange", "precision")
 
 
+@dataclass
+class _Checked:
+    """A replica's module and settings, which can be used.
+
+    parameters: those that are trained, by name.
+    device: of all of them.
+    recipe: has the sections of the user.
+    batch: of an update.
+    """
+
+    parameters: Dict[str, nn.Parameter]
+    device: torch.device
+    recipe: Recipe
+    batch: Batch
+
+
 class DistributedOptimizer:
     """The optimizer, weights and exchange of a recipe, for a module on one replica.
 
-        optimizer = DistributedOptimizer(module, {"optimizer": {"name": "lars"}, "exchange": {"method": "topk"}})
+        sections = {"optimizer": {"name": "lars"}, "exchange": {"method": "topk"}}
+        optimizer = DistributedOptimizer(module, sections)
         for step in range(steps):
             optimizer.backward(loss_of(module))
             optimizer.step(lr=schedule(step))
 
-    The module's parameters are the working copy of the weights, which persist in `precision.weights` (float16 with
-    stochastic rounding, or float32) and start as the first replica's parameters; what is loaded into the module later
-    is overwritten by the next update. The module must not be wrapped in DistributedDataParallel. Its persistent buffers
-    and extra states (`get_extra_state`) also start as the first replica's; after that buffers, running statistics for
-    instance, remain each replica's own and are not in `state_dict`.
+    The module's parameters are the working copy of the weights, which persist in
+    `precision.weights` (float16 with stochastic rounding, or float32) and start as the first
+    replica's parameters. What is loaded into the module later is overwritten by the next update.
+    The module must not be wrapped in DistributedDataParallel. Its persistent buffers and extra
+    states (`get_extra_state`) also start as the first replica's; after that buffers, running
+    statistics for instance, remain each replica's own and are not in `state_dict`.
 
-    A parameter that no loss of an update depends on, on any replica, is left as it is, like a parameter without a
-    gradient by torch's optimizers.
+    A parameter that no loss of an update depends on, on any replica, is left as it is, like a
+    parameter without a gradient by torch's optimizers.
 
-    Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is the dtype of the
-    module's parameters; `optimizer.skip: [norm]` means all of one dimension that are no biases. The first and the last
-    layer, which Muon leaves to AdamW, are those that the module registers first and last.
+    Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is
+    the dtype of the module's parameters; `optimizer.skip: [norm]` means all of one dimension that
+    are no biases. The first and the last layer, which Muon leaves to AdamW, are those that the
+    module registers first and last.
     """
 
     def __init__(
@@ -62,43 +85,61 @@ class DistributedOptimizer:
         """
         Args:
             module: its parameters that require gradients are all of one dtype and on one device.
-            sections: of a recipe: `optimizer`, `exchange`, `precision`; what is missing has the recipe's defaults.
-            group: of the replicas, with this process; None: all processes, or this one without torch.distributed.
+            sections: of a recipe: `optimizer`, `exchange`, `precision`; what is missing has the
+                recipe's defaults.
+            group: of the replicas, with this process; None: all processes, or this one without
+                torch.distributed.
             accumulation: backward passes of an update.
             seed: of stochastic rounding.
-            steps_per_epoch: updates of an epoch, for `exchange.density_warmup` and `exchange.dense_epochs`.
+            steps_per_epoch: updates of an epoch, for `exchange.density_warmup` and
+                `exchange.dense_epochs`.
 
-        Raises ConfigError: keys, parameters or a group that cannot be used, with the remedy; on every replica, also
-        where their modules or settings differ.
+        Raises:
+            ConfigError: keys, parameters or a group that cannot be used, with the remedy; on every
+                replica, also where their modules or settings differ.
         """
         processes = _Group(group)
+        replicas = processes.topology.replicas
 
-        def checked() -> Tuple[Dict[str, nn.Parameter], torch.device, Recipe]:
-            parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-            dtype, device = _kind(parameters)
-            if not isinstance(accumulation, int) or accumulation < 1:
-                fault = f"accumulation is {accumulation!r}"
-                raise ConfigError(f"{fault}; use a whole number of backward passes, 1 or more")
-            replicas = processes.topology.replicas
-            self._batch = Batch(accumulation * replicas, 1, accumulation, replicas, 1)
-            return parameters, device, _checked_recipe(sections, dtype, seed, self._batch)
+        # Objects travel over NCCL on the current GPU, which the user may not have set to the
+        # module's.
+        with _current_gpu(module):
+            # What one replica refuses ends all of them, and so does a module or setting that
+            # another does not have.
+            checked = same_start.agreed(
+                processes,
+                lambda: _checked(module, sections, accumulation, seed=seed, replicas=replicas),
+            )
+            if replicas > 1:
+                settings = {
+                    "accumulation": accumulation,
+                    "steps_per_epoch": steps_per_epoch,
+                    "seed": seed,
+                    **_settings(checked.recipe),
+                }
+                same_start.check_same(processes, module, settings)
+                same_start.share(processes, module, checked.device)
 
-        # Objects travel over NCCL on the current GPU, which the user may not have set to the module's.
-        gpu = next((each.device for each in module.parameters() if each.is_cuda), None)
-        with contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu):
-            # What one replica refuses ends all of them, and so does a module or setting that another does not have.
-            parameters, device, recipe = same_start.agreed(processes, checked)
-            if processes.topology.replicas > 1:
-                about = {"accumulation": accumulation, "steps_per_epoch": steps_per_epoch, "seed": seed}
-                for name in _SECTIONS:
-                    section = getattr(recipe, name).model_dump()
-                    about.update({f"{name}.{key}": value for key, value in section.items()})
-                same_start.check_same(processes, module, about)
-                same_start.share(processes, module, device)
-        norms = [name for name, each in parameters.items() if each.dim() == 1]
-        sections = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
+        self._processes = processes
+        self._batch = checked.batch
+        self._create_update(module, checked, seed, steps_per_epoch)
+        self.steps = 0
+        self.zero_grad()
+
+    def _create_update(
+        self,
+        module: nn.Module,
+        checked: _Checked,
+        seed: int,
+        steps_per_epoch: Optional[int],
+    ) -> None:
+        """Create the weights, their exchange, and what follows them."""
+        recipe = checked.recipe
+        parameters = checked.parameters
+        update = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
+        norms = [name for name, parameter in parameters.items() if parameter.dim() == 1]
         self.weights = create_weights(
-            sections,
+            update,
             parameters,
             norms=norms,
             hidden=factory.hidden_layers(module),
@@ -107,20 +148,28 @@ class DistributedOptimizer:
         self._exchange = GradientExchange(
             self.weights,
             parameters,
-            sections,
+            update,
             norms=norms,
-            batch=self._batch,
-            processes=processes,
+            batch=checked.batch,
+            processes=self._processes,
             steps_per_epoch=steps_per_epoch,
         )
-        self._scale = LossScale(recipe.precision.loss_scale, recipe.precision.dynamic_loss_scale, device)
-        self._unused = UnusedParameters(self.weights.places(), device)
-        self._processes, self.steps = processes, 0
-        self.zero_grad()
+        precision = recipe.precision
+        self._scale = LossScale(
+            precision.loss_scale,
+            precision.dynamic_loss_scale,
+            checked.device,
+        )
+        self._unused = UnusedParameters(self.weights.places(), checked.device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a micro batch. Args: loss: [], the mean over its images."""
-        self.weights.gradients.show()  # what `module.zero_grad()` of an ordinary loop may have removed
+        """Make the backward pass of a micro batch.
+
+        Args:
+            loss: [], the mean over its images.
+        """
+        # `module.zero_grad()` of an ordinary loop may have removed the gradients.
+        self.weights.gradients.show()
         last = self._passes == self._batch.accumulation - 1
         if last and self._exchange.arm is not None:
             self._exchange.arm()
@@ -129,22 +178,41 @@ class DistributedOptimizer:
         self._passes += 1
 
     def step(self, lr: float) -> torch.Tensor:
-        """Make the update, after `accumulation` backward passes, without waiting for the device. All replicas call.
+        """Make the update, after `accumulation` backward passes, without waiting for the device.
 
-        Returns: bool [], whether the gradients of all replicas were finite; if not, the weights are as before.
+        All replicas call.
+
+        Args:
+            lr: learning rate.
+
+        Returns:
+            bool [], whether the gradients of all replicas were finite; if not, the weights are as
+            before.
+
+        Raises:
+            ValueError: another number of backward passes, or a learning rate that is none.
         """
         if self._passes != self._batch.accumulation:
-            needed = f"an update needs {self._batch.accumulation} backward passes"
-            raise ValueError(f"{needed}, there were {self._passes}; zero_grad() begins anew")
+            needed = self._batch.accumulation
+            raise ValueError(
+                f"an update needs {needed} backward passes, there were {self._passes}; zero_grad() begins anew"
+            )
         if not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"the learning rate must be a number from 0 on, not {lr}")
-        self._unused.save([*self.weights.own_state().values(), *self._exchange.own_state().values()])
+
+        # Whether another replica has a gradient for a parameter is not known yet.
+        buffers = [*self.weights.own_state().values(), *self._exchange.own_state().values()]
+        self._unused.save(buffers)
         divisor = self._exchange(self.steps, self._scale.scale, lr)
-        # One message: on how many replicas a gradient is not finite, and on how many each parameter has one.
+
+        # One message: on how many replicas a gradient is not finite, and on how many each parameter
+        # has one.
         fault = (~self.weights.prepare(divisor)).float()
         counts = self._processes.sum(torch.cat([fault[None], self._unused.used()]))
         finite = counts[0] == 0
-        self.weights.apply(self.steps, self._exchange.rate(lr), finite, False)
+
+        rate = self._exchange.rate(lr)
+        self.weights.apply(self.steps, rate, finite, False)
         if self._unused.restore(counts[1:]):
             self.weights.refresh()
         self._exchange.after_update(self.steps)
@@ -160,62 +228,91 @@ class DistributedOptimizer:
         self.weights.gradients.zero()
 
     def state_dict(self) -> dict:
-        """All that an update needs later, on the CPU: on the first replica, elsewhere {}. All replicas call.
+        """Return all that an update needs later, on the CPU. All replicas call.
 
         Weights that differ between replicas (`exchange.method: local`) are their mean.
+
+        Returns:
+            The state on the first replica, elsewhere {}.
         """
-        states, mean = list(self._exchange.replica_states()), self._exchange.mean(self.weights.flat)
+        replicas = list(self._exchange.replica_states())
+        weights = self._exchange.mean(self.weights.flat)
         if not self._processes.topology.is_main:
             return {}
-        weights = self.weights.state_dict(mean)
-        own = {"loss_scale": self._scale.state_dict(), "steps": self.steps, "replicas": states}
-        return {**weights, **own, **self._exchange.state_dict()}
+        return {
+            **self.weights.state_dict(weights),
+            "loss_scale": self._scale.state_dict(),
+            "steps": self.steps,
+            "replicas": replicas,
+            **self._exchange.state_dict(),
+        }
 
     def load_state_dict(self, saved: Optional[dict]) -> None:
-        """Go on from what `state_dict` gave the first replica, here or with another number of replicas. All replicas
-        call. Args: saved: the first replica's; that of the others is not read.
+        """Go on from what `state_dict` gave the first replica. All replicas call.
 
-        Raises ValueError naming what is missing or does not fit.
+        There may be another number of replicas now.
+
+        Args:
+            saved: the first replica's; that of the others is not read.
+
+        Raises:
+            ValueError: names what is missing or does not fit.
         """
         saved = self._processes.from_main(lambda: saved)
         state.check_parts(saved or {}, ("steps", "loss_scale", "replicas"), ())
         self.weights.load_state_dict(saved)
         self._scale.load_state_dict(saved["loss_scale"])
         self._exchange.load_state_dict(saved)
-        self._exchange.load_replica_states(len(saved["replicas"]), saved["replicas"].__getitem__)
+        replicas = saved["replicas"]
+        self._exchange.load_replica_states(len(replicas), replicas.__getitem__)
         self.steps = saved["steps"]
 
 
-def _checked_recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed: int, batch: Batch) -> Recipe:
+def _current_gpu(module: nn.Module) -> Any:
+    """Return a context in which a module's GPU, if it has one, is the current one."""
+    for parameter in module.parameters():
+        if parameter.is_cuda:
+            return torch.cuda.device(parameter.device)
+    return contextlib.nullcontext()
+
+
+def _checked(
+    module: nn.Module,
+    sections: Mapping[str, Mapping[str, Any]],
+    accumulation: int,
+    *,
+    seed: int,
+    replicas: int,
+) -> _Checked:
+    """Return what the optimizer is made of. Raises ConfigError."""
+    parameters = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameters[name] = parameter
+    dtype, device = _kind(parameters)
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ConfigError(f"accumulation is {accumulation!r}; use a whole number of backward passes, 1 or more")
+    batch = Batch(
+        global_=accumulation * replicas,
+        micro=1,
+        accumulation=accumulation,
+        replicas=replicas,
+        stages=1,
+    )
     recipe = _recipe(sections, dtype, seed)
     checks.check(recipe, batch)
     exchange = recipe.exchange
     if exchange.method == "auto" or exchange.delay or exchange.in_tree:
-        alone = "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone"
-        raise ConfigError(f"{alone}; name a method, delay=0, order=fast")
-    return recipe
-
-
-def _recipe(sections: Mapping[str, Mapping[str, Any]], dtype: torch.dtype, seed: int) -> Recipe:
-    if not isinstance(sections, Mapping) or not all(isinstance(each, Mapping) for each in sections.values()):
-        raise ConfigError(f"sections is {sections!r}; use a dictionary of dictionaries: {{section: {{key: value}}}}")
-    for name in sorted(set(sections) - set(_SECTIONS)):
-        raise ConfigError(f"{name} is none of the sections {', '.join(_SECTIONS)}")
-    compute = next(name for name, each in DTYPES.items() if each == dtype)
-    precision = {"compute": compute, **sections.get("precision", {})}
-    if precision["compute"] != compute:
-        raise ConfigError(f"precision.compute is the dtype of the module's parameters, {compute}; leave it out")
-    given = {**{name: dict(section) for name, section in sections.items()}, "precision": precision}
-    try:
-        text = json.dumps({**given, "run": {"steps": 2, "seed": seed}, "schedule": {"peak": 1}})
-    except TypeError as error:
-        raise ConfigError(f"sections: values are numbers, text and lists, as in YAML: {error}") from None
-    return loading.loads(text, "sections")
+        raise ConfigError(
+            "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone; "
+            "name a method, delay=0, order=fast"
+        )
+    return _Checked(parameters, device, recipe, batch)
 
 
 def _kind(parameters: Mapping[str, nn.Parameter]) -> Tuple[torch.dtype, torch.device]:
-    """Dtype and device of all parameters."""
-    kinds = {(each.dtype, each.device) for each in parameters.values()}
+    """Return the dtype and device of all parameters."""
+    kinds = {(parameter.dtype, parameter.device) for parameter in parameters.values()}
     if not kinds:
         raise ConfigError("no parameter of the module requires a gradient")
     if len(kinds) > 1:
@@ -226,25 +323,78 @@ def _kind(parameters: Mapping[str, nn.Parameter]) -> Tuple[torch.dtype, torch.de
     return dtype, device
 
 
+def _recipe(
+    sections: Mapping[str, Mapping[str, Any]],
+    dtype: torch.dtype,
+    seed: int,
+) -> Recipe:
+    """Return a recipe with the user's sections, read as if they stood in a file."""
+    if not _are_sections(sections):
+        raise ConfigError(f"sections is {sections!r}; use a dictionary of dictionaries: {{section: {{key: value}}}}")
+    for name in sorted(set(sections) - set(_SECTIONS)):
+        raise ConfigError(f"{name} is none of the sections {', '.join(_SECTIONS)}")
+    # The module says in which dtype it computes.
+    compute = next(name for name, known in DTYPES.items() if known == dtype)
+    precision = {"compute": compute, **sections.get("precision", {})}
+    if precision["compute"] != compute:
+        raise ConfigError(f"precision.compute is the dtype of the module's parameters, {compute}; leave it out")
+    # A recipe needs a length and a learning rate, which the user's loop has.
+    content = {name: dict(section) for name, section in sections.items()}
+    content["precision"] = precision
+    content["run"] = {"steps": 2, "seed": seed}
+    content["schedule"] = {"peak": 1}
+    try:
+        text = json.dumps(content)
+    except TypeError as error:
+        raise ConfigError(f"sections: values are numbers, text and lists, as in YAML: {error}") from None
+    return loading.loads(text, "sections")
+
+
+def _are_sections(sections: Any) -> bool:
+    if not isinstance(sections, Mapping):
+        return False
+    return all(isinstance(section, Mapping) for section in sections.values())
+
+
+def _settings(recipe: Recipe) -> Dict[str, Any]:
+    """Return the values of the user's sections, with defaults, by the names of their keys."""
+    settings = {}
+    for name in _SECTIONS:
+        for key, value in getattr(recipe, name).model_dump().items():
+            settings[f"{name}.{key}"] = value
+    return settings
+
+
 class _Group(Processes):
     """The replicas of a process group that somebody else has made; without stages."""
 
     def __init__(self, group: Optional[dist.ProcessGroup]):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        rank, self._world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        rank = 0
+        self._world = 1
+        if group is not None:
+            rank = dist.get_rank(group)
+            self._world = dist.get_world_size(group)
         if rank < 0:
             raise ConfigError("this process is not in the group; only its members make the optimizer")
         self.topology = Topology(self._world, 1, rank, rank)
-        self.stage_group = self.host_stage_group = None
-        self.replica_group = self._host = group if self._world > 1 else None
+        self._host = group if self._world > 1 else None
+        self.replica_group = self._host
+        self.stage_group = None
+        self.host_stage_group = None
 
     def further_group(self) -> Optional[dist.ProcessGroup]:
-        """As in a run, but only the replicas of this group call, whatever other processes do."""
+        """Return another group of the same replicas; None for a single one.
+
+        Only the replicas of this group call, whatever other processes do.
+        """
         if self._world == 1:
             return None
-        return dist.new_group(dist.get_process_group_ranks(self._host), use_local_synchronization=True)
+        ranks = dist.get_process_group_ranks(self._host)
+        return dist.new_group(ranks, use_local_synchronization=True)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of `values` over replicas, in their place."""
         self.sum_over_replicas(values)
         return values
