@@ -111,7 +111,14 @@ def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> No
             say_first(line)
         settled = continuation.with_cut(settled, processes)
         with _memory_history(settled, processes, say_first) as history:
-            engine = choices.create_engine(settled, given, batch, processes, lengths.steps_per_epoch, say_first)
+            engine = choices.create_engine(
+                settled,
+                given,
+                batch,
+                processes,
+                steps_per_epoch=lengths.steps_per_epoch,
+                say=say_first,
+            )
             for note in engine.notes:
                 say_first(note)
             continuation.begun(engine)
@@ -175,7 +182,7 @@ def _settle(
     replicas = processes.topology.replicas
     batch = arithmetic.divide(recipe, replicas)
     given = continuation.with_micro_batch(recipe, processes)
-    settled = choices.resolve(given, batch, processes, say)
+    settled = choices.settle(given, batch, processes, say)
     return given, settled, arithmetic.divide(settled, replicas)
 
 

@@ -18,23 +18,23 @@ from tests import ranks
 from tests.engines import threads
 from tests.engines.test_exchange import pretended
 from tests.engines.test_tuning import FASTEST, PLAIN, TIMES, pretend
-from training import choices
+from training import choices, decisions
 from training.elastic import Memory
 
 
 def test_what_is_kept_is_found_in_its_place_alone_and_a_damaged_file_is_one_line(tmp_path):
     place = {"device": "cpu", "stages": 2, "recompute": ["head"], "virtual_stages": None}
-    assert choices.find(tmp_path, "split", place) is None
-    choices.keep(tmp_path, "split", place, ["head"])
-    choices.keep(tmp_path, "split", {**place, "stages": 3}, ["stem", "head"])
-    assert choices.find(tmp_path, "split", place) == ["head"]
-    assert choices.find(tmp_path, "split", {**place, "stages": 3}) == ["stem", "head"]
-    assert choices.find(tmp_path, "split", {**place, "device": "gpu"}) is None
-    assert choices.find(tmp_path, "engine", place) is None
+    assert decisions.find(tmp_path, "split", place) is None
+    decisions.keep(tmp_path, "split", place, ["head"])
+    decisions.keep(tmp_path, "split", {**place, "stages": 3}, ["stem", "head"])
+    assert decisions.find(tmp_path, "split", place) == ["head"]
+    assert decisions.find(tmp_path, "split", {**place, "stages": 3}) == ["stem", "head"]
+    assert decisions.find(tmp_path, "split", {**place, "device": "gpu"}) is None
+    assert decisions.find(tmp_path, "engine", place) is None
     for text in ("{", "[3]", '[{"subject": "split"}]', "[" * 200_000):
         (tmp_path / "decisions.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
-            choices.find(tmp_path, "split", {})
+            decisions.find(tmp_path, "split", {})
 
 
 @pytest.fixture
