@@ -15,7 +15,7 @@ PAGES = [
     if path.name != "diary.md" and "diary" not in path.parts
 ]
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
-ROOMS = "common|recipe|models|optim|data|parallel|engines|training|tools|benchmarks|configs|docs|tests|text"
+ROOMS = "common|recipe|models|optim|data|parallel|engines|training|tools|benchmarks|configs|docs|examples|tests|text"
 GPU = json.loads((ROOT / "docs" / "results" / "gpu" / "nvidia-h200.json").read_text())
 CLAIMS = {claim["name"]: claim for claim in GPU["claims"]}
 IMAGES_PER_SECOND = CLAIMS["b4_images_per_second"]["value"]
@@ -35,7 +35,7 @@ def named_files(text):
 
 def named_modules(text):
     """Modules behind `python -m`."""
-    return set(re.findall(r"python -m ((?:tools|benchmarks|recipe|training)(?:\.[a-z_0-9]+)*)", text))
+    return set(re.findall(r"python -m ((?:tools|benchmarks|examples|recipe|training)(?:\.[a-z_0-9]+)*)", text))
 
 
 def is_module(name):
