@@ -1,4 +1,7 @@
-"""Lines of commands that take long: what they do and how far they are, every ten seconds, so that none is silent."""
+"""Lines of commands that take long: what they do and how far they are, every ten seconds.
+
+So no command is silent.
+"""
 
 import contextlib
 import threading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Dict
 
 from common.errors import DONE, STOPPED, first_line
 from common.files import writing
@@ -45,30 +46,46 @@ class TensorBoardLogger(Logger):
 
 @LOGGERS.implements(WeightsAndBiases)
 class WandbLogger(Logger):
-    """A run of Weights & Biases, its files below the run folder; written offline where the service cannot be reached.
-    After a resume steps are sent twice: W&B drops those that it has, and may have lost the last ones."""
+    """A run of Weights & Biases, its files below the run folder.
 
-    key = package = "wandb"
-    settings = {"WANDB_CONSOLE": "off", "WANDB_FINISH_TIMEOUT": "60", "WANDB_INIT_TIMEOUT": "60"}
+    It is written offline where the service cannot be reached. After a resume steps are sent twice:
+    W&B drops those that it has, and may have lost the last ones.
+    """
+
+    key = "wandb"
+    package = "wandb"
+    settings = {
+        "WANDB_CONSOLE": "off",
+        "WANDB_FINISH_TIMEOUT": "60",
+        "WANDB_INIT_TIMEOUT": "60",
+    }
 
     def __init__(self, session: Session):
         import wandb
 
-        about = {"name": session.name, "dir": str(session.folder), "config": session.recipe, "id": None, "resume": None}
+        about = {
+            "name": session.name,
+            "dir": str(session.folder),
+            "config": session.recipe,
+            "id": None,
+            "resume": None,
+        }
         if session.earlier:
             about.update(id=session.earlier.run, resume="allow")
         try:
             self._run = wandb.init(**about)
         except wandb.Error as error:
-            sync = f"`wandb sync {session.folder}/wandb/offline-run-*`"
-            session.say(f"log.wandb: {first_line(error)}; written offline, to be sent by {sync}")
+            session.say(
+                f"log.wandb: {first_line(error)}; written offline, to be sent by "
+                f"`wandb sync {session.folder}/wandb/offline-run-*`"
+            )
             self._run = wandb.init(**about, mode="offline")
         self.run = self._run.id
 
     def event(self, kind: str, step: int, values: dict) -> None:
-        found = numbers(kind, values)
-        if found:
-            self._run.log(found, step=step)
+        metrics = numbers(kind, values)
+        if metrics:
+            self._run.log(metrics, step=step)
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
@@ -76,25 +93,45 @@ class WandbLogger(Logger):
 
 @LOGGERS.implements(MLflow)
 class MlflowLogger(Logger):
-    """A run of MLflow, its parameters the recipe's keys. MLflow stores every event, so none is sent twice."""
+    """A run of MLflow, its parameters the recipe's keys.
 
-    key, package = "mlflow", "mlflow-skinny"
-    settings = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    MLflow stores every event, so none is sent twice.
+    """
+
+    key = "mlflow"
+    package = "mlflow-skinny"
+    settings = {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    }
 
     def __init__(self, session: Session):
         import mlflow
 
-        run, self._sent, _ = session.earlier or ServiceState("", {})
+        earlier = session.earlier or ServiceState("", {})
+        self._sent = earlier.steps
         self._mlflow = mlflow
-        self.run = mlflow.start_run(run_id=run or None, run_name=session.name).info.run_id
-        if not run:  # a parameter cannot be changed, but where a run is computed may
-            keys = {f"{name}.{key}": value for name, keys in session.recipe.items() for key, value in keys.items()}
-            mlflow.log_params({key: v if isinstance(v, str) else json_text(v) for key, v in keys.items()})
+        started = mlflow.start_run(run_id=earlier.run or None, run_name=session.name)
+        self.run = started.info.run_id
+        # A parameter cannot be changed, but where a run is computed may.
+        if not earlier.run:
+            mlflow.log_params(_parameters(session.recipe))
 
     def event(self, kind: str, step: int, values: dict) -> None:
-        found = numbers(kind, values)
-        if found and step > self._sent.get(kind, 0):
-            self._mlflow.log_metrics(found, step=step)
+        metrics = numbers(kind, values)
+        if metrics and step > self._sent.get(kind, 0):
+            self._mlflow.log_metrics(metrics, step=step)
 
     def close(self, exit_code: int) -> None:
-        self._mlflow.end_run(status={DONE: "FINISHED", STOPPED: "KILLED"}.get(exit_code, "FAILED"))
+        statuses = {DONE: "FINISHED", STOPPED: "KILLED"}
+        self._mlflow.end_run(status=statuses.get(exit_code, "FAILED"))
+
+
+def _parameters(recipe: Dict[str, dict]) -> Dict[str, str]:
+    """Return the keys of all sections of a recipe, as `section.key`, with their values as text."""
+    parameters = {}
+    for section, keys in recipe.items():
+        for key, value in keys.items():
+            text = value if isinstance(value, str) else json_text(value)
+            parameters[f"{section}.{key}"] = text
+    return parameters

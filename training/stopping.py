@@ -1,8 +1,11 @@
-"""The signals that ask a run to stop. Loads nothing heavy: a launcher's signal may come while torch is still loading.
+"""The signals that ask a run to stop.
 
-A single process, and ranks under torchrun, srun or poprun, take SIGTERM, SIGINT and SIGUSR1 for: finish the step, save,
-exit with 75. Ranks of run_pod.sh take SIGUSR1 alone, which the launcher sends when it is stopped itself: the launcher
-sends SIGTERM when another rank is dead, which ends them at once, and a terminal's SIGINT is the launcher's.
+Loads nothing heavy: a launcher's signal may come while torch is still loading.
+
+A single process, and ranks under torchrun, srun or poprun, take SIGTERM, SIGINT and SIGUSR1 for:
+finish the step, save, exit with 75. Ranks of run_pod.sh take SIGUSR1 alone, which the launcher
+sends when it is stopped itself: the launcher sends SIGTERM when another rank is dead, which ends
+them at once, and a terminal's SIGINT is the launcher's.
 """
 
 import os
@@ -13,28 +16,36 @@ _noted: Optional[int] = None
 
 
 def launched() -> bool:
-    """Whether run_pod.sh's launcher started this process as one of several ranks."""
+    """Return whether run_pod.sh's launcher started this process as one of several ranks."""
     return os.environ.get("POD_LAUNCHER") == "1"
 
 
 def name_of(number: int) -> str:
-    """What a user knows a signal by: the launcher has named the one that it was given itself."""
-    return "stopping" if launched() and number == signal.SIGUSR1 else signal.Signals(number).name
+    """Return what a user knows the signal of this `number` by.
+
+    The launcher has named the one that it was given itself.
+    """
+    if launched() and number == signal.SIGUSR1:
+        return "stopping"
+    return signal.Signals(number).name
 
 
 def listen_early() -> None:
-    """Notes a launcher's or scheduler's signal from now on, for the `StopSignals` that come later."""
+    """Note a launcher's or scheduler's signal from now on, for the `StopSignals` that come later."""
     if launched():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, _note)
 
 
 class StopSignals:
-    """Within it, `handler(number, frame)` gets the signals that ask to stop, also one that came before."""
+    """A context in which a handler gets the signals that ask to stop, also one that came before."""
 
     def __init__(self, handler: Callable):
+        """Call `handler(number, frame)` for each."""
         self._handler = handler
-        self._numbers = (signal.SIGUSR1,) if launched() else (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        if launched():
+            self._numbers = (signal.SIGUSR1,)
         self._old: Dict[int, object] = {}
 
     def __enter__(self) -> None:
