@@ -15,11 +15,14 @@ ROOMS = ("common", "data", "engines", "models", "optim", "parallel", "recipe")
 ROOT = Path(__file__).resolve().parent
 INIT = '''"""Large-batch training: optimizers, half weights, exchanges and EfficientNets. See docs/library.md."""
 
+from importlib.metadata import version
+
 from largebatch.engines.own_loop import DistributedOptimizer
 from largebatch.optim.lars import LARS
 from largebatch.parallel.ddp_hook import SparseState, sparse_hook
 
 __all__ = ["LARS", "DistributedOptimizer", "SparseState", "sparse_hook"]
+__version__ = version("largebatch")
 '''
 
 
@@ -41,6 +44,7 @@ class Build(build_py):
         for file in folder.rglob("*.py"):
             file.write_text(moved(file.read_text(encoding="utf-8")), encoding="utf-8")
         (folder / "__init__.py").write_text(INIT, encoding="utf-8")
+        (folder / "py.typed").touch()  # PEP 561: type checkers read the annotations
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import data, models, tools
 assert (data.OWN, models.OWN, tools.OWN) == (1, 2, 3)
 import torch
 import largebatch
+assert largebatch.__version__ == sys.argv[2]
 module = torch.nn.Linear(4, 2)
 optimizer = largebatch.DistributedOptimizer(module, {"optimizer": {"name": "lars"}})
 optimizer.backward(module(torch.ones(3, 4)).square().mean())
@@ -53,12 +54,14 @@ def test_the_package_and_the_users_folders_are_both_there(tmp_path):
     sources = [path for room in setup.ROOMS for path in (ROOT / room).rglob("*") if path.suffix in (".cpp", ".h")]
     assert len(sources) > 2
     assert all((site / "largebatch" / path.relative_to(ROOT)).exists() for path in sources), "what is compiled"
+    assert (site / "largebatch" / "py.typed").exists()
     for number, name in enumerate(("data", "models", "tools"), 1):
         (project / name).mkdir(parents=True)
         (project / name / "__init__.py").write_text(f"OWN = {number}\n")
     program = project / "own.py"
     program.write_text(PROGRAM.replace("import data", f"sys.path.append({str(site)!r})\nimport data", 1))
-    succeed([sys.executable, program, ROOT / "configs" / "quickstart.yaml"], project)
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    succeed([sys.executable, program, ROOT / "configs" / "quickstart.yaml", version], project)
 
 
 @pytest.mark.parametrize("room", setup.ROOMS)
