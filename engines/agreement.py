@@ -11,7 +11,7 @@ class Agreement(NamedTuple):
     """An update as all processes know it; tensors stay on the device.
 
     finite: bool [], whether all gradients of all processes are finite.
-    loss: float64 [], sum over the images of all replicas.
+    loss: float64 [], sum of the mean losses of the micro batches of all replicas.
     correct: int64 [], images whose best guess is right.
     """
 

@@ -294,7 +294,8 @@ class GradientExchange:
 
         Args:
             step: number of the update, from 0.
-            scale: float32 [], the loss scale the gradient was computed with.
+            scale: float32 [], the loss scale the gradient was computed with, times the steps of
+                the update.
             lr: learning rate of the update.
 
         Returns:

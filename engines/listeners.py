@@ -18,7 +18,9 @@ from recipe.course import Update
 class StepListener:
     """Follows training steps; each method does nothing unless a subclass needs it.
 
-    Every process of a run has the same listeners, in the same order.
+    Every process of a run has the same listeners, in the same order. What one has to keep over a
+    resume goes into `TorchEngine.state_dict` and `load_state_dict`, and what an elastic run takes
+    back with a step into `live_state`: these name it, as checkpoints have one form for all engines.
     """
 
     def begin(self, update: Update) -> None:
@@ -28,7 +30,8 @@ class StepListener:
         """Take note that this replica's gradients are complete, and not yet exchanged.
 
         Args:
-            divisor: float32 [], makes means over this replica's images of them.
+            divisor: float32 [], makes means over this replica's images of the update: the loss
+                scale, times the micro batches that were added.
         """
 
     def exchanged(self, divisor: Optional[torch.Tensor]) -> None:

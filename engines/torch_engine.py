@@ -272,7 +272,8 @@ class TorchEngine(Engine):
             self._work.start(self.batch.micro)
             self._passes.training(size, count, self._feed.image_dtype).train(self._work)
             self._feed.finish()
-        self._listeners.computed(self._loss_scale.scale * self.batch.accumulation)
+        micro_batches_here = self.batch.accumulation * update.steps
+        self._listeners.computed(self._loss_scale.scale * micro_batches_here)
 
     def _exchange_gradients(self, update: Update, lr: float) -> Optional[torch.Tensor]:
         """Put the gradients of all replicas in the place of this one's.

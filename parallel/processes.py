@@ -185,7 +185,7 @@ class Processes:
         if self.topology.replicas > 1:
             dist.all_reduce(values, group=self.replica_group)
 
-    def agree(self, value: int) -> int:
+    def agree_late(self, value: int) -> int:
         """Return the largest `value` that any process gave at the call before this one.
 
         No process waits for the slowest: its value has had a step's time to come.

@@ -68,8 +68,10 @@ class CheckpointFolder:
         """Write a checkpoint durably, then remove older ones that need not be kept.
 
         Args:
-            step: updates done.
-            content: of the checkpoint.
+            step: steps done.
+            content: `recipe` (YAML), `engine` (`Engine.state_dict`), `progression` and `classes`.
+                On loading `training.resuming` checks recipe, images and classes, the engine the
+                names and shapes of its tensors.
             top1: share in [0, 1]; None if it was not scored.
             replica_states: the state of each replica. Each is written before the next is generated,
                 so that only one need be in memory.

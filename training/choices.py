@@ -1,7 +1,10 @@
 """Settles `auto` in a recipe once, so that all sessions of a run use the same value.
 
 The run's config.yaml has the values with which it began; decisions.json those for a kind of device
-or a topology.
+or a topology. A further key with `auto` needs: a value here that a run keeps (`settle`), a rule for
+a run folder that has another one (`training.run_folder.check_owner`), a word in docs/architecture.md
+on what it changes, and, if replicas of an elastic run could settle it differently, a part in
+`training.elastic.Memory`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The images of a run, opened where they enter, and the same on all ranks."""
+"""The images of a run, compared between the ranks where they enter."""
 
 from __future__ import annotations
 

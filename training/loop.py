@@ -170,8 +170,9 @@ class Trainer:
         elastic = processes.elastic
         with self._pause():
             # One message: the strongest signal of all ranks, and whether the main one regroups.
+            # With several ranks it is that of the update before, so that none waits for it.
             waits = elastic is not None and self.engine.topology.is_main and elastic.wants()
-            stop, regroup = divmod(processes.agree(2 * (self._signal or 0) + waits), 2)
+            stop, regroup = divmod(processes.agree_late(2 * (self._signal or 0) + waits), 2)
             if scheduled or stop:
                 self._save(scheduled, evaluated)
         self._remember()
@@ -247,9 +248,10 @@ class Trainer:
     # Log lines --------------------------------------------------------------------------------
 
     def _log(self, result: StepResult, update: Update) -> None:
-        """Report the steps since the last log line.
+        """Report the steps since the last log line. Waits for the device.
 
-        Here, and only here, the loop waits for the device.
+        Between two log lines the loop waits for scores and checkpoints only, and at the end of an
+        epoch where the batch may grow; an elastic run waits in each update, to remember it.
         """
         done = update.end
         progression = self.progression

@@ -11,7 +11,7 @@ from training.weights import TRAINED
 class Progression:
     """State of the loop, saved in every checkpoint; older checkpoints lack what has a default.
 
-    step: updates done.
+    step: steps done, of `batch.global` images each.
     metrics_bytes: length of metrics.jsonl.
     logged_checkpoint: whether the checkpoint's own event follows.
     seconds: of all sessions; paused: those not spent training; waited: those a device waited for

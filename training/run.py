@@ -178,7 +178,10 @@ def _settle(
     continuation: Continuation,
     say: Say,
 ) -> Tuple[Recipe, Recipe, Batch]:
-    """Return the recipe as it was given and without `auto`, and the batch of the latter."""
+    """Return the recipe before and after its `auto` is settled, and the batch of the latter.
+
+    In a later generation of an elastic run the micro batch is the run's in both.
+    """
     replicas = processes.topology.replicas
     batch = arithmetic.divide(recipe, replicas)
     given = continuation.with_micro_batch(recipe, processes)
@@ -300,39 +303,38 @@ def _restore(session: _Session, checkpoints: CheckpointFolder) -> Progression:
         progression.metrics_bytes = 0
         if folder is not None:
             progression.metrics_bytes = length_until(folder.metrics, step)
-    for line in _about_the_start(session, progression, remembered=remembered):
+        lines = [_generation(session, step)]
+    elif step:
+        lines = _resumed(session, progression)
+    elif session.recipe.model.init_from:
+        lines = resuming.start_from(engine, session.recipe, session.images)
+    else:
+        lines = []
+    for line in lines:
         session.say(line)
     return progression
 
 
-def _about_the_start(
-    session: _Session,
-    progression: Progression,
-    *,
-    remembered: bool,
-) -> List[str]:
-    """Return lines about where a run goes on, or begins; load the weights that it begins with."""
+def _generation(session: _Session, step: int) -> str:
+    """Return the line about a step from which the replicas of an elastic run go on."""
+    elastic = session.engine.processes.elastic
+    replicas = ", ".join(map(str, elastic.replicas))
+    where = f"step {step} of {session.lengths.total}"
+    return f"generation {elastic.number}: going on at {where} with replicas {replicas}"
+
+
+def _resumed(session: _Session, progression: Progression) -> List[str]:
+    """Return lines about a checkpoint from which a run goes on, and what has changed since."""
     recipe = session.recipe
-    step = progression.step
-    total = session.lengths.total
-    if remembered:
-        elastic = session.engine.processes.elastic
-        names = ", ".join(map(str, elastic.replicas))
-        generation = f"generation {elastic.number}"
-        return [f"{generation}: going on at step {step} of {total} with replicas {names}"]
-    if step:
-        on_ipu = recipe.run.device == "ipu"
-        changes = resuming.changes(
-            progression,
-            session.images,
-            recipe.precision,
-            device="ipu" if on_ipu else session.engine.device.type,
-            threads_before=session.folder and session.folder.first_threads(),
-        )
-        return [f"resuming at step {step} of {total}", *changes]
-    if recipe.model.init_from:
-        return resuming.start_from(session.engine, recipe, session.images)
-    return []
+    on_ipu = recipe.run.device == "ipu"
+    changes = resuming.changes(
+        progression,
+        session.images,
+        recipe.precision,
+        device="ipu" if on_ipu else session.engine.device.type,
+        threads_before=session.folder and session.folder.first_threads(),
+    )
+    return [f"resuming at step {progression.step} of {session.lengths.total}", *changes]
 
 
 def _monitor(session: _Session, progression: Progression) -> Monitor:

@@ -1,11 +1,14 @@
 """The gradient noise scale: against its definition, and the same however a step is divided."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from engines.base import NoiseScale, one_step
 from engines.noise_scale import Batches, Meter, estimate
+from recipe.course import Update
 from recipe.shares import by_speed
 from tests.engines import worlds
 from tests.engines.worlds import FLOAT32, case, engine_of, micro_batches, outcome
@@ -174,6 +177,19 @@ def test_the_micro_batches_of_a_step_that_are_measured_are_spread_over_it_and_ov
 def test_where_no_replica_gets_the_whole_sum_its_own_batch_is_the_large_one(run):
     state, large = outcome(run)
     assert state[""][0] > 1 and large == 12 // 2
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_without_an_exchange_the_large_batch_has_as_many_images_of_an_update_of_several_steps(steps):
+    """One replica, so that its own batch is the whole one."""
+    found = []
+    for method in ("none", "dense"):
+        engine = engine_of(worlds.single(), (*LAYERS, *FLOAT32, f"exchange.method={method}"), steps_per_epoch=4)
+        batches = itertools.chain.from_iterable(micro_batches(step, engine) for step in range(steps))
+        engine.train_step(batches, Update(0, steps, 0), 0.05)
+        found.append(engine.state_dict()["noise_scale"])
+    for name, moments in found[1].items():
+        assert torch.equal(found[0][name], moments)
 
 
 def test_an_update_that_is_left_out_does_not_count():

@@ -40,7 +40,7 @@ def talk(rank, size):
         "own": group.together(lambda: rank + 100),
         "sum": group.sum(torch.tensor([1.0 + rank])).item(),
         "over stages": group.sum_over_stages(torch.tensor([1.0 + rank])).item(),
-        "agreed": [group.agree(value) for value in (rank, 0, 0)],
+        "agreed": [group.agree_late(value) for value in (rank, 0, 0)],
         "groups": [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)],
         "errors": [_failure(group.together, (1, 2), rank), _failure(group.from_main, (0,), rank)],
     }
