@@ -1,8 +1,8 @@
 """The engine for Graphcore's IPUs: the only file that imports PopTorch.
 
-recipe/ipu/options.py maps a recipe to PopTorch's options. One program is compiled for training and one for evaluation;
-they take turns on the IPUs. Weights and optimizer state are copied to the host when they are saved, averaged or
-evaluated.
+recipe/ipu/options.py maps a recipe to PopTorch's options. One program is compiled for training and
+one for evaluation; they take turns on the IPUs. Weights and optimizer state are copied to the host
+when they are saved, averaged or evaluated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import os
 import platform
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -35,6 +35,7 @@ from optim.loss_scale import LossScale
 from optim.weight_state import WeightState
 from parallel.processes import Processes
 from parallel.topology import Topology
+from recipe.batch import training_image_size
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
@@ -48,12 +49,19 @@ _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
 _COUNT_PREFIX = "Step___"  # the updates that a bias correction counts
 _WORKERS_PORTION = 64  # images that a worker sends at once: each message costs some 0.2 ms
 _INSIDE = "model."  # prefix of the BlockList's parameters in engines.ipu_model's modules
+_EPOCH = "epoch_average"
 
 
 def connect(recipe: Recipe, topology: Topology) -> Processes:
     """Join the other instances that poprun started, if any.
 
-    Raises ConfigError: PopTorch cannot be imported, or poprun started something else than the recipe says.
+    Args:
+        recipe: of the run.
+        topology: this process's place in it.
+
+    Raises:
+        ConfigError: PopTorch cannot be imported, or poprun started something else than the recipe
+            says.
     """
     _poptorch()
     if not _under_poprun():
@@ -62,13 +70,17 @@ def connect(recipe: Recipe, topology: Topology) -> Processes:
     popdist = _needed("popdist", "install it from the Poplar SDK")
     _needed("horovod.torch", "install it by pip")
     popdist.init()
-    replicas, local = popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()
+    replicas = popdist.getNumTotalReplicas()
     if replicas != topology.replicas:
         raise ConfigError(
             f"poprun started {replicas} replicas, but this command computes with one; start it without poprun"
         )
     instances = Instances(topology)
-    launched = poprun.Launched(replicas, local, popdist.getNumIpusPerReplica())
+    launched = poprun.Launched(
+        replicas,
+        popdist.getNumLocalReplicas(),
+        popdist.getNumIpusPerReplica(),
+    )
     instances.from_main(lambda: poprun.check_launched(recipe, launched))
     return instances
 
@@ -79,131 +91,262 @@ class IpuEngine(Engine):
     device = torch.device("cpu")  # of inputs and outputs
 
     def __init__(self, recipe: Recipe, batch: Batch, processes: Processes):
-        poptorch = _poptorch()
-        self.batch, self.topology, self.processes, self._recipe = batch, processes.topology, processes, recipe
-        self._dtype = DTYPES[compute_dtype(recipe)]  # of arithmetic and weights: ipu/rules.py requires one for both
-        training, evaluation = (device_model(recipe, self._dtype) for _ in range(2))
+        """
+        Args:
+            recipe: of the run.
+            batch: of a step.
+            processes: the instances of the run; all of them call.
+        """
+        self._library = _poptorch()
+        self.batch = batch
+        self.processes = processes
+        self.topology = processes.topology
+        self._recipe = recipe
+        # Of arithmetic and weights: ipu/rules.py requires one dtype for both.
+        self._dtype = DTYPES[compute_dtype(recipe)]
+        training = device_model(recipe.model, recipe.run.seed, self._dtype)
+        evaluation = device_model(recipe.model, recipe.run.seed, self._dtype)
         self.shapes = state.shapes(evaluation)
-        parts, note = cuts.counted(cuts.Blocks(evaluation, recipe.model, recipe.parallel, batch))
+        notes = self._cut(training, evaluation)
+        self._create_host_state(evaluation)
+        self._plan = optimizers.optimizer(recipe)
+        self._create_options()
+        self._create_training(training)
+        self._create_inference(evaluation)
+        # Where the newest values are.
+        self._weights_are_on_device = False
+        self._slots_are_on_device = False
+        self._slots_to_send = False
+        self._inference_is_stale = False
+        self.notes = (*notes, *options.notes(recipe, batch.replicas, self.topology.served))
+
+    # Parts of the engine ----------------------------------------------------------------------
+
+    def _cut(self, *models: BlockList) -> List[str]:
+        """Mark where stages begin in equal models. Returns lines for the user."""
+        recipe = self._recipe
+        blocks = cuts.Blocks(models[0], recipe.model, recipe.parallel, self.batch)
+        parts, note = cuts.counted(blocks)
+        names = models[0].names
         for name in recipe.ipu.keep_activations:
-            if name not in evaluation.names:
-                blocks = ", ".join(evaluation.names)
-                raise ConfigError(f"ipu.keep_activations: {name} is not a block; the blocks are {blocks}")
-        for number, (first, *_) in enumerate(parts):
-            for model in (training, evaluation):
-                poptorch.BeginBlock(model.get_submodule(first), user_id=f"stage {number}", ipu_id=number)
-        # The host's copy of the weights and the optimizer's state, in the form that all engines save.
+            if name not in names:
+                listed = ", ".join(names)
+                raise ConfigError(f"ipu.keep_activations: {name} is not a block; the blocks are {listed}")
+        for number, part in enumerate(parts):
+            for model in models:
+                first = model.get_submodule(part[0])
+                self._library.BeginBlock(first, user_id=f"stage {number}", ipu_id=number)
+        return [note] if note else []
+
+    def _create_host_state(self, model: BlockList) -> None:
+        """Create the host's copy of weights, optimizer state and averages.
+
+        They have the form that all engines save.
+        """
+        recipe = self._recipe
+        norms = norm_parameters(model)
         self._host = WeightState(
-            evaluation.named_parameters(),
-            lambda parameters: factory.create(recipe.optimizer, parameters, norm_parameters(evaluation)),
+            model.named_parameters(),
+            lambda parameters: factory.create(recipe.optimizer, parameters, norms),
             dtype=self._dtype,
             rounding="nearest",  # the device rounds; here values are only stored
             seed=recipe.run.seed,
         )
+        self._averages: Dict[str, WeightAverage] = {}
         decay = recipe.average.epoch_decay
-        self._averages = {} if decay is None else {"epoch_average": WeightAverage(decay, [self._host.flat])}
+        if decay is not None:
+            self._averages[_EPOCH] = WeightAverage(decay, [self._host.flat])
         self._loss_scale = LossScale(recipe.precision.loss_scale, False, self.device)
-        self._plan = optimizers.optimizer(recipe)
-        self._create_programs(training, evaluation)
-        self._weights_are_on_device = self._slots_are_on_device = self._slots_to_send = False
-        self._inference_is_stale = False
-        self.notes = (*((note,) if note else ()), *options.notes(recipe, batch.replicas, self.topology.served))
 
-    def _create_programs(self, training: BlockList, evaluation: BlockList) -> None:
-        """Create the two executors. Nothing is compiled before the first images come."""
-        poptorch, recipe, served = _poptorch(), self._recipe, self.topology.served
-        self._options = {
-            name: _options(recipe, settings(recipe, self.batch, served, _under_poprun()), self.topology.is_main)
-            for name, settings in (("training", options.training_settings), ("evaluation", options.evaluation_settings))
+    def _create_options(self) -> None:
+        """Create PopTorch's options of the two programs."""
+        settings: Dict[str, Callable[..., List[Setting]]] = {
+            "training": options.training_settings,
+            "evaluation": options.evaluation_settings,
         }
-        mode = poptorch.OverlapMode.OverlapAccumulationLoop
-        overlapped = {
-            "input": functools.partial(poptorch.set_overlap_for_input, mode=mode),
-            "output": functools.partial(poptorch.set_overlap_for_output, mode=mode),
-        }
+        recipe = self._recipe
+        self._options = {}
+        for program, settings_of in settings.items():
+            listed = settings_of(recipe, self.batch, self.topology.served, _under_poprun())
+            is_main = self.topology.is_main
+            self._options[program] = _options(recipe.parallel.stages, listed, is_main)
+
+    def _create_training(self, model: BlockList) -> None:
+        """Create the executor of training. Nothing is compiled before the first images come."""
+        recipe = self._recipe
         marks = Marks(
-            functools.partial(poptorch.identity_loss, reduction="none"),
-            poptorch.recomputationCheckpoint,
-            **(overlapped if options.overlaps(recipe, self.batch) else {}),
+            loss=functools.partial(self._library.identity_loss, reduction="none"),
+            keep=self._library.recomputationCheckpoint,
         )
-        kept = frozenset(recipe.ipu.keep_activations)
-        self._module = TrainingModule(training, recipe.data.label_smoothing, recipe.model.classes, marks, kept).train()
-        self._create_optimizer(training)
-        self._training = poptorch.trainingModel(self._module, self._options["training"], self._optimizer)
-        marks = Marks(**(overlapped if options.evaluation_overlaps(recipe) else {}))
-        scoring = EvaluationModule(evaluation, marks).eval()
-        self._inference = poptorch.inferenceModel(scoring, self._options["evaluation"])
-        self._rows = recipe.batch.evaluation * options.evaluation_iterations(recipe) * served
+        if options.overlaps(recipe, self.batch):
+            marks = self._overlapping(marks)
+        module = TrainingModule(
+            model,
+            recipe.data.label_smoothing,
+            recipe.model.classes,
+            marks,
+            frozenset(recipe.ipu.keep_activations),
+        )
+        self._module = module.train()
+        self._create_optimizer(model)
+        self._training = self._library.trainingModel(
+            self._module,
+            self._options["training"],
+            self._optimizer,
+        )
+
+    def _create_inference(self, model: BlockList) -> None:
+        """Create the executor of evaluation."""
+        recipe = self._recipe
+        marks = Marks()
+        if options.evaluation_overlaps(recipe):
+            marks = self._overlapping(marks)
+        module = EvaluationModule(model, marks).eval()
+        self._inference = self._library.inferenceModel(module, self._options["evaluation"])
+        iterations = options.evaluation_iterations(recipe)
+        self._rows = recipe.batch.evaluation * iterations * self.topology.served
+
+    def _overlapping(self, marks: Marks) -> Marks:
+        """Return marks by which transfers overlap computation."""
+        mode = self._library.OverlapMode.OverlapAccumulationLoop
+        return marks._replace(
+            input=functools.partial(self._library.set_overlap_for_input, mode=mode),
+            output=functools.partial(self._library.set_overlap_for_output, mode=mode),
+        )
 
     def _create_optimizer(self, model: BlockList) -> None:
-        plan, parameters = self._plan, dict(model.named_parameters())
-        skipped = factory.skipped_names(self._recipe.optimizer, parameters, norm_parameters(model))
-        groups, self._rate_scales = [], []
+        plan = self._plan
+        section = self._recipe.optimizer
+        parameters = dict(model.named_parameters())
+        skipped = factory.skipped_names(section, parameters, norm_parameters(model))
+        groups = []
+        self._rate_scales = []
         for group in plan.groups:
-            members = [parameter for name, parameter in parameters.items() if (name in skipped) == group.skipped]
+            members = []
+            for name, parameter in parameters.items():
+                if (name in skipped) == group.skipped:
+                    members.append(parameter)
             if members:
                 groups.append({"params": members, **group.options})
                 self._rate_scales.append(group.lr_scale)
         keywords = {name: _resolved(value) for name, value in plan.options.items()}
         # The rate must be given here: PopTorch compiles in what only groups have.
-        self._optimizer = getattr(_poptorch().optim, plan.name)(groups, lr=1.0, **keywords)
+        self._optimizer = getattr(self._library.optim, plan.name)(groups, lr=1.0, **keywords)
         for name in plan.constant:
             self._optimizer.variable_attrs.markAsConstant(name)
-        # PopTorch keeps SGD's momentum multiplied by the loss scale (popart_compiler/source/CompilerImpl.cpp).
-        self._slot_scale = self._recipe.precision.loss_scale if self._recipe.optimizer.name == "sgd" else 1.0
+        # PopTorch keeps SGD's momentum multiplied by the loss scale
+        # (popart_compiler/source/CompilerImpl.cpp).
+        self._slot_scale = 1.0
+        if section.name == "sgd":
+            self._slot_scale = self._recipe.precision.loss_scale
+
+    # Training ---------------------------------------------------------------------------------
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
-        poptorch, place, recipe = _poptorch(), self.topology, self._recipe
-        positions = Positions(source, recipe, self.batch, steps, place.replica // place.served, place.world)
+        recipe = self._recipe
+        instances = self.topology.world
+        positions = Positions(
+            source,
+            recipe.data,
+            self.batch,
+            steps,
+            seed=recipe.run.seed,
+            size=training_image_size(recipe, 0),
+            instance=self._instance,
+            instances=instances,
+        )
         loader = functools.partial(
-            poptorch.DataLoader,
+            self._library.DataLoader,
             self._options["training"],
             batch_size=self.batch.micro,
             num_workers=recipe.data.workers,
             worker_init_fn=begin_work,
             auto_distributed_partitioning=False,  # `Positions` are this instance's already
-            mode=poptorch.DataLoaderMode.AsyncRebatched,
-            rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // place.world),
-            async_options={"buffer_size": recipe.ipu.prefetch_depth, "load_indefinitely": False, "early_preload": True},
+            mode=self._library.DataLoaderMode.AsyncRebatched,
+            rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // instances),
+            async_options={
+                "buffer_size": recipe.ipu.prefetch_depth,
+                "load_indefinitely": False,
+                "early_preload": True,
+            },
         )
         self._batches = TrainingFeed(positions, steps, loader)
         return self._batches
 
+    @property
+    def _instance(self) -> int:
+        """The number of this process among the instances."""
+        return self.topology.replica // self.topology.served
+
     def data_wait(self) -> float:
         return self._batches.waited
 
-    def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
-        place = self.topology
-        return EvaluationFeed(source, self._recipe, self._rows, place.replica // place.served, place.world)
-
-    def train_step(self, micro_batches: Iterator[Any], update: Update, lr: float, measure: bool = False) -> StepResult:
+    def train_step(
+        self,
+        micro_batches: Iterator[Any],
+        update: Update,
+        lr: float,
+        measure: bool = False,
+    ) -> StepResult:
         assert update.steps == 1, update
-        step = update.step
         images = next(micro_batches)
-        assert images.step == step, (images.step, step)
+        assert images.step == update.step, (images.step, update.step)
+        losses, correct = self._train(images, lr)
+
+        # Each process has the sums over its own replicas.
+        sums = torch.stack([losses.double().sum(), correct.double().sum()])
+        loss, hits = self.processes.sum(sums)
+        if self._weights_are_on_device and not loss.isfinite():
+            raise Diverged(f"the loss is {loss.item()}, and the IPUs have made an update of it")
+        zero = torch.zeros((), dtype=torch.int64)
+        return StepResult(
+            loss=(loss / self.batch.micro_batches).float(),
+            correct=hits.long(),
+            images=self.batch.global_,
+            skipped=zero,
+            skipped_in_row=zero,
+            loss_scale=self._loss_scale.scale,
+            norms=None,
+            unreadable=(),
+        )
+
+    def _train(self, images: StepImages, lr: float) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Make an update on the IPUs. Returns losses and hits of this instance's replicas."""
         for group, scale in zip(self._optimizer.param_groups, self._rate_scales):
             group["lr"] = lr * scale
         self._training.setOptimizer(self._optimizer)
-        arguments = [tensor for tensor in images[:3] if tensor is not None]
+        inputs = [images.images, images.labels]
+        if images.mixing is not None:
+            inputs.append(images.mixing)
         _detach(self._inference)
         if not self._training.isCompiled():
-            self._training.compile(*arguments)
+            self._training.compile(*inputs)
+        # Only a compiled program has a place for the optimizer's state.
         if self._slots_to_send:
-            self._send_slots(step)
-        losses, correct = self._training(*arguments)
+            self._send_slots(images.step)
+        results = self._training(*inputs)
         # With synthetic data nothing leaves the device, and the host keeps the first weights.
-        self._weights_are_on_device = self._slots_are_on_device = not self._recipe.ipu.synthetic_data
-        sums = self.processes.sum(torch.stack([losses.double().sum(), correct.double().sum()]))
-        if self._weights_are_on_device and not sums[0].isfinite():
-            raise Diverged(f"the loss is {sums[0].item()}, and the IPUs have made an update of it")
-        zero = torch.zeros((), dtype=torch.int64)
-        loss, images = (sums[0] / self.batch.micro_batches).float(), self.batch.global_
-        return StepResult(loss, sums[1].long(), images, zero, zero, self._loss_scale.scale, None, ())
+        trains = not self._recipe.ipu.synthetic_data
+        self._weights_are_on_device = trains
+        self._slots_are_on_device = trains
+        return results
 
     def end_epoch(self) -> None:
-        if "epoch_average" in self._averages:
+        if _EPOCH in self._averages:
             self._fetch_weights()
-            self._averages["epoch_average"].add([self._host.flat])
+            self._averages[_EPOCH].add([self._host.flat])
+
+    # Scores -----------------------------------------------------------------------------------
+
+    def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
+        return EvaluationFeed(
+            source,
+            self._recipe.data,
+            self._rows,
+            size=self._recipe.model.image_size,
+            instance=self._instance,
+            instances=self.topology.world,
+        )
 
     def averages(self) -> Tuple[str, ...]:
         return tuple(name for name, average in self._averages.items() if average.count)
@@ -225,10 +368,19 @@ class IpuEngine(Engine):
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
         self._fetch_weights()
         _detach(self._training)
-        if self._inference_is_stale and self._inference.isCompiled() and self._inference.isAttachedToDevice():
-            self._inference.copyWeightsToDevice()  # else they are sent when it is attached
+        # A program that is not attached is sent the weights when it is.
+        if self._inference_is_stale and _is_attached(self._inference):
+            self._inference.copyWeightsToDevice()
         self._inference_is_stale = False
-        return torch.cat([self._inference(part).float() for part in padded(batch.images, self._rows)])[: batch.valid]
+        logits = [self._inference(part).float() for part in padded(batch.images, self._rows)]
+        return torch.cat(logits)[: batch.valid]
+
+    def peak_flops(self) -> float:
+        """Return published rates: nothing else can run on the IPUs beside the run's programs."""
+        ipus = self.batch.replicas * self._recipe.parallel.stages
+        return _PEAK_FLOPS[self._dtype] * ipus
+
+    # State ------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
         state.check_shapes(weights, self.shapes)
@@ -241,25 +393,30 @@ class IpuEngine(Engine):
         self._fetch_slots()
         if not self.topology.is_main:
             return {}
-        averages = {
-            name: {"weights": self._host.by_name(average.tensors[0]), "buffers": {}, "count": average.count.clone()}
-            for name, average in self._averages.items()
+        averages = {}
+        for name, average in self._averages.items():
+            averages[name] = {
+                "weights": self._host.by_name(average.tensors[0]),
+                "buffers": {},
+                "count": average.count.clone(),
+            }
+        return {
+            **self._host.state_dict(),
+            "loss_scale": self._loss_scale.state_dict(),
+            "averages": averages,
+            "buffers": {},
         }
-        own = {"loss_scale": self._loss_scale.state_dict(), "averages": averages, "buffers": {}}
-        return {**self._host.state_dict(), **own}
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages"), self._averages)
         self._host.load_state_dict(saved)
         for name, average in self._averages.items():
-            self._host.load_flat(average.tensors[0], saved["averages"][name]["weights"])
-            average.count = saved["averages"][name]["count"].clone()
-        self._slots_are_on_device, self._slots_to_send = False, True
+            saved_average = saved["averages"][name]
+            self._host.load_flat(average.tensors[0], saved_average["weights"])
+            average.count = saved_average["count"].clone()
+        self._slots_are_on_device = False
+        self._slots_to_send = True
         self._send_weights()
-
-    def peak_flops(self) -> float:
-        """Published, not measured: nothing else can run on the IPUs beside the run's programs."""
-        return _PEAK_FLOPS[self._dtype] * self.batch.replicas * self._recipe.parallel.stages
 
     def close(self) -> None:
         for program in (self._training, self._inference):
@@ -267,52 +424,64 @@ class IpuEngine(Engine):
         self.processes.part()
 
     def _fetch_weights(self) -> None:
-        """Copy the device's weights to the host; PopTorch reads them when the module's state_dict is called."""
-        if self._weights_are_on_device:
-            self._weights_are_on_device = False
-            with warnings.catch_warnings():  # PopTorch hands arguments to torch by position
-                warnings.filterwarnings("ignore", "Positional args are being deprecated")
-                found = self._module.state_dict()
-            self._host.replace({name[len(_INSIDE) :]: tensor for name, tensor in found.items()})
-            if not self._host.flat.float().sum().isfinite():  # the loss would show it at the next step only
-                raise Diverged("the weights are not finite any more")
-            self._inference_is_stale = True
+        """Copy the device's weights to the host."""
+        if not self._weights_are_on_device:
+            return
+        self._weights_are_on_device = False
+        # PopTorch reads the device when the module's state_dict is called, and hands arguments to
+        # torch by position.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Positional args are being deprecated")
+            tensors = self._module.state_dict()
+        self._host.replace({name[len(_INSIDE) :]: tensor for name, tensor in tensors.items()})
+        # The loss would show it at the next step only.
+        if not self._host.flat.float().sum().isfinite():
+            raise Diverged("the weights are not finite any more")
+        self._inference_is_stale = True
 
     def _send_weights(self) -> None:
-        self._weights_are_on_device, self._inference_is_stale = False, True
+        self._weights_are_on_device = False
+        self._inference_is_stale = True
         weights = self._host.state_dict()["weights"]
-        self._training.load_state_dict({_INSIDE + name: tensor for name, tensor in weights.items()})
+        self._training.load_state_dict({_INSIDE + name: weights[name] for name in weights})
 
     def _fetch_slots(self) -> None:
-        if self._slots_are_on_device:
-            self._slots_are_on_device = False
-            found = self._optimizer.state_dict()["ipu_state"]
-            state = self._host.state_dict()
-            for slot in self._host.optimizer.slots:
-                state[slot] = {name: found[key] / self._slot_scale for name, key in self._slot_keys(slot)}
-            self._host.load_state_dict(state)
+        """Copy the device's optimizer state to the host."""
+        if not self._slots_are_on_device:
+            return
+        self._slots_are_on_device = False
+        tensors = self._optimizer.state_dict()["ipu_state"]
+        host = self._host.state_dict()
+        for slot in self._host.optimizer.slots:
+            host[slot] = {}
+            for name, key in self._slot_keys(slot):
+                host[slot][name] = tensors[key] / self._slot_scale
+        self._host.load_state_dict(host)
 
     def _send_slots(self, step: int) -> None:
-        """Copy the loaded optimizer state into the program just compiled; before, PopART has no place for it."""
+        """Copy the loaded optimizer state into the program just compiled."""
         self._slots_to_send = False
-        saved, own = self._optimizer.state_dict(), self._host.state_dict()
-        found = {
-            key: torch.full_like(value, step) if key.startswith(_COUNT_PREFIX) else value
-            for key, value in saved["ipu_state"].items()
-        }
+        saved = self._optimizer.state_dict()
+        tensors = dict(saved["ipu_state"])
+        for key, value in tensors.items():
+            if key.startswith(_COUNT_PREFIX):
+                tensors[key] = torch.full_like(value, step)
+        host = self._host.state_dict()
         for slot in self._host.optimizer.slots:
             for name, key in self._slot_keys(slot):
-                found[key] = (own[slot][name] * self._slot_scale).to(found[key].dtype).view_as(found[key])
-        self._optimizer.load_state_dict({**saved, "ipu_state": found})
+                value = host[slot][name] * self._slot_scale
+                tensors[key] = value.to(tensors[key].dtype).view_as(tensors[key])
+        self._optimizer.load_state_dict({**saved, "ipu_state": tensors})
         self._training.setOptimizer(self._optimizer)
 
     def _slot_keys(self, slot: str) -> List[Tuple[str, str]]:
-        """(parameter's name, PopART's name of its state tensor) of a slot."""
-        return [(name, f"{self._plan.slots[slot]}{_INSIDE}{name}") for name in self.shapes]
+        """Return each parameter's name, and PopART's name of its tensor in a slot."""
+        prefix = self._plan.slots[slot] + _INSIDE
+        return [(name, prefix + name) for name in self.shapes]
 
 
 def _poptorch() -> Any:
-    """The module poptorch. Raises ConfigError with PopTorch's message if it cannot be imported."""
+    """Import PopTorch. Raises ConfigError with its message if that fails."""
     try:
         import poptorch
     except (ImportError, AssertionError, RuntimeError, OSError) as error:
@@ -339,17 +508,21 @@ def _under_poprun() -> bool:
     return "POPDIST_NUM_TOTAL_REPLICAS" in os.environ
 
 
-def _options(recipe: Recipe, settings: Sequence[Setting], is_main: bool) -> Any:
-    """PopTorch's options with these settings, made in order. Args: is_main: in the first process of a run."""
+def _options(stages: int, settings: Sequence[Setting], is_main: bool) -> Any:
+    """Return PopTorch's options with these settings, made in order.
+
+    Some are for the first process of a run only.
+    """
     if _under_poprun():
         import popdist.poptorch
 
-        made = popdist.poptorch.Options(ipus_per_replica=recipe.parallel.stages)
+        made = popdist.poptorch.Options(ipus_per_replica=stages)
     else:
         made = _poptorch().Options()
     for setting in settings:
         if is_main or not setting.main_only:
-            method = functools.reduce(getattr, setting.call.split(".")[1:], made)
+            path = setting.call.split(".")[1:]
+            method = functools.reduce(getattr, path, made)
             method(*_resolved(list(setting.arguments)))
     return made
 
@@ -360,14 +533,20 @@ def _resolved(value: Any) -> Any:
         module, *path = value.path.split(".")
         return functools.reduce(getattr, path, importlib.import_module(module))
     if isinstance(value, Chain):
-        found = _resolved(Name(value.start))()
+        result = _resolved(Name(value.start))()
         for method, arguments in value.calls:
-            found = getattr(found, method)(*_resolved(list(arguments)))
-        return found
-    return [_resolved(each) for each in value] if isinstance(value, list) else value
+            result = getattr(result, method)(*_resolved(list(arguments)))
+        return result
+    if isinstance(value, list):
+        return [_resolved(element) for element in value]
+    return value
 
 
 def _detach(program: Any) -> None:
     """Detach a program from the IPUs; the other one attaches itself when it is called."""
-    if program.isCompiled() and program.isAttachedToDevice():
+    if _is_attached(program):
         program.detachFromDevice()
+
+
+def _is_attached(program: Any) -> bool:
+    return program.isCompiled() and program.isAttachedToDevice()

@@ -1,7 +1,7 @@
-"""The instances of a run on IPUs: the processes that poprun starts, each of which serves some replicas.
+"""The instances of a run on IPUs: the processes that poprun starts, each of which serves replicas.
 
-Gradients are exchanged between IPUs. The hosts exchange small objects by Horovod's `allgather`, which all its versions
-have.
+Gradients are exchanged between IPUs. The hosts exchange small objects by Horovod's `allgather`,
+which all its versions have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ class Instances(Processes):
     """The processes of a run, connected by Horovod; without groups of torch."""
 
     def __init__(self, topology: Topology):
-        """Join the other instances; every one must make this call."""
+        """Join the other instances; every one must make this call.
+
+        Args:
+            topology: this process's place in the run.
+        """
         import horovod.torch
 
         self.topology = topology
@@ -27,7 +31,9 @@ class Instances(Processes):
         self._horovod.init()
 
     def gather(self, value: Any) -> List[Any]:
-        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        # Messages differ in size, which all must know to divide what they receive.
+        content = bytearray(pickle.dumps(value))
+        message = torch.frombuffer(content, dtype=torch.uint8)
         sizes = self._horovod.allgather(torch.tensor([len(message)])).tolist()
         parts = self._horovod.allgather(message).split(sizes)
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
@@ -35,7 +41,9 @@ class Instances(Processes):
     def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
         ranks = ranks or range(self.topology.world)
         values = self.gather(value if self.topology.rank in ranks else None)
-        return [values[rank] for rank in ranks] if self.topology.is_main else []
+        if not self.topology.is_main:
+            return []
+        return [values[rank] for rank in ranks]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(values)).sum(0)

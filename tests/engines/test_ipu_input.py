@@ -17,6 +17,16 @@ def plan_of(tiny, *overrides):
     return recipe, open_source(recipe.data, recipe.model.classes, "train")
 
 
+def positions_of(source, recipe, steps):
+    seed, size = recipe.run.seed, recipe.model.image_size
+    return Positions(source, recipe.data, divide(recipe, 1), steps, seed=seed, size=size)
+
+
+def evaluation_feed(source, recipe, instance, instances):
+    size = recipe.model.image_size
+    return EvaluationFeed(source, recipe.data, 8, size=size, instance=instance, instances=instances)
+
+
 class Loader:
     """In the place of PopTorch's: two combined batches of 24."""
 
@@ -41,10 +51,10 @@ def test_a_feed_gives_steps_names_an_unreadable_image_and_ends_its_loader(tiny, 
             raise UnreadableImage("glyph.png: cut off")
         return reads(index)
 
-    feed = TrainingFeed(Positions(source, recipe, divide(recipe, 1), steps), steps, Loader)
+    feed = TrainingFeed(positions_of(source, recipe, steps), steps, Loader)
     assert [step.step for step in feed] == [5, 6]
     monkeypatch.setattr(source, "read", read)
-    feed = TrainingFeed(Positions(source, recipe, divide(recipe, 1), range(2)), range(2), Loader)
+    feed = TrainingFeed(positions_of(source, recipe, range(2)), range(2), Loader)
     first = next(feed)
     assert first.images.shape == (24, 3, 16, 16) and first.mixing.shape == (24, 6)
     with pytest.raises(UnreadableImage, match=r"^glyph.png: cut off; mend or remove the file$"):
@@ -60,7 +70,7 @@ def test_a_feed_gives_steps_names_an_unreadable_image_and_ends_its_loader(tiny, 
 def test_all_images_are_evaluated_once_in_as_many_batches_everywhere(tiny, instances):
     recipe, _ = plan_of(tiny)
     source = open_source(recipe.data, recipe.model.classes, "validation")
-    feeds = [EvaluationFeed(source, recipe, 8, number, instances) for number in range(instances)]
+    feeds = [evaluation_feed(source, recipe, number, instances) for number in range(instances)]
     found = [list(feed) for feed in feeds]
     assert len({len(each) for each in found}) == 1
     indices = np.concatenate([batch.indices[: batch.valid] for each in found for batch in each])
@@ -79,7 +89,7 @@ def test_an_unreadable_validation_image_is_named_without_advice_to_leave_it_out(
         raise UnreadableImage("a.tar/b.jpg: too much came; no ranges")
 
     monkeypatch.setattr(source, "read", torn)
-    feed = EvaluationFeed(source, recipe, 8, 0, 1)
+    feed = evaluation_feed(source, recipe, 0, 1)
     with pytest.raises(UnreadableImage, match=r"^a.tar/b.jpg: too much came; no ranges; mend or remove the file$"):
         list(feed)
     feed.close()

@@ -18,7 +18,7 @@ def images_of(rows, size=20):
 
 def drawn(recipe, step, rows=4, size=20):
     plan = mixing.draw(recipe.data, 0, step, 1, rows, rows, size, size)
-    return plan, ipu_model.mixing_rows(plan, rows, size, size)
+    return plan, ipu_model.mixing_rows(plan)
 
 
 @pytest.mark.parametrize("rows", [2, 3])
@@ -33,7 +33,7 @@ def test_images_and_targets_are_mixed_as_on_other_devices(tiny, rows):
 
 def test_images_enter_in_float32(tiny):
     recipe = tiny(*RECIPE)
-    half = device_model(recipe, torch.float16)
+    half = device_model(recipe.model, recipe.run.seed, torch.float16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
     entry, expected = half.block("preprocess"), build(recipe.model, 0).block("preprocess")
     assert torch.equal(entry(images_of(2)), expected(images_of(2)).half())
@@ -41,7 +41,7 @@ def test_images_enter_in_float32(tiny):
 
 def test_random_layers_draw_from_the_devices_generator(tiny):
     recipe = tiny(*RECIPE, "model.dropout=0.5", "model.drop_path=0.4")
-    model = device_model(recipe, torch.float32)
+    model = device_model(recipe.model, recipe.run.seed, torch.float32)
     assert {type(module.draws) for module in model.modules() if hasattr(module, "draws")} == {HardwareDraws}
     torch.manual_seed(3)
     mask = HardwareDraws(0).keep_mask("head", 0.25, 40000, torch.zeros(1, dtype=torch.float16))
@@ -57,7 +57,7 @@ def test_marks_are_put_where_they_belong(tiny):
     def mark(kind):
         return lambda tensor: seen.append((kind, tuple(tensor.shape))) or tensor
 
-    model = device_model(recipe, torch.float32)
+    model = device_model(recipe.model, recipe.run.seed, torch.float32)
     kept = model.names[2]
     module = TrainingModule(model, 0.0, 10, Marks(*map(mark, Marks._fields)), {kept})
     module(images_of(2), torch.tensor([1, 2]).int(), drawn(recipe, 0, 2)[1])

@@ -64,7 +64,7 @@ def test_every_operator_has_a_handler(overrides, monkeypatch):
     small = ("model.name=efficientnet_b0", "model.width=0.25", "model.depth=0.3", "model.image_size=32")
     recipe = loading.load(ROOT / "configs" / "pod256.yaml", [*small, *overrides])
     images = torch.zeros(3, 3, 32, 32, dtype=torch.uint8)
-    model = device_model(recipe, torch.float32)
+    model = device_model(recipe.model, recipe.run.seed, torch.float32)
     training = TrainingModule(model, 0.1, 1000, Marks()).train()
     found = called(training, images, torch.zeros(3, dtype=torch.int32), torch.ones(3, 6), monkeypatch=monkeypatch)
     assert {"dropout", "convolution", "native_group_norm", "roll"} <= found <= KNOWN
