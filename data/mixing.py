@@ -64,7 +64,7 @@ def draw(
     Args:
         data: with the strength of mixup and cutmix.
         seed: of the run.
-        step: number of the update.
+        step: first step of the update.
         number: of the micro batch within its step, over all replicas.
         rows: of the micro batch.
         valid: rows that are images; they come first.

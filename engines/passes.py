@@ -11,7 +11,7 @@ from engines.model_part import ModelPart
 from engines.stage import boundaries
 from models.families import build
 from parallel.processes import Processes
-from parallel.work import Boundary, SingleProcess
+from parallel.work import Boundary, WholeModel
 from recipe.distribution import Parallel
 from recipe.network import Model
 
@@ -63,7 +63,7 @@ class Passes:
             images: dtype of the images, as they enter the model.
         """
         if self._processes.topology.stages == 1:
-            return SingleProcess(self._training[0], count)
+            return WholeModel(self._training[0], count)
         if (size, count) not in self._pipelines:
             from parallel.pipeline import Pipeline  # needs a newer torch than the IPU's
 

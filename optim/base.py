@@ -73,11 +73,14 @@ class HasSlots:
         """
         return {"weight_decay": 0.0 if skipped else section.weight_decay}
 
-    def at_step(self, step: int) -> None:
-        """Set all that the optimizer counts before update `step`, from 0.
+    def at_step(self, index: int) -> None:
+        """Set all that the optimizer counts before its next step.
 
-        It follows from this number alone, so nothing of it is saved, and a resumed run has it
-        exactly. Skipped steps count like all others.
+        It follows from the index alone, so nothing of it is saved, and a resumed run has it
+        exactly. Skipped updates count like all others.
+
+        Args:
+            index: of the update, from 0.
         """
 
     def create_update(

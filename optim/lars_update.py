@@ -70,11 +70,11 @@ class LarsUpdate:
         self._prepared = scale, sums
         return sums.finite
 
-    def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
+    def apply(self, index: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
         """Make the other passes.
 
         Args:
-            step, lr, finite, measure: see WeightState.apply, also for the result.
+            index, lr, finite, measure: see WeightState.apply, also for the result.
         """
         scale, sums = self._prepared
         gradient = sums.gradient
@@ -90,9 +90,9 @@ class LarsUpdate:
         ratios = self._ratios(sums.weight, gradient if direction is None else direction)
         # Reading `finite` saves a CPU the mask; another device would have to be waited for.
         if not self.host_may_read:
-            subtracted = self._step(step, scale, lr, ratios, keep=finite, measure=measure)
+            subtracted = self._step(index, scale, lr, ratios, keep=finite, measure=measure)
         elif finite:
-            subtracted = self._step(step, scale, lr, ratios, keep=None, measure=measure)
+            subtracted = self._step(index, scale, lr, ratios, keep=None, measure=measure)
         else:
             subtracted = torch.full_like(sums.weight, float("nan"))
         if not measure:
@@ -135,7 +135,7 @@ class LarsUpdate:
 
     def _step(
         self,
-        step: int,
+        index: int,
         scale: torch.Tensor,
         lr: float,
         ratios: torch.Tensor,
@@ -145,7 +145,7 @@ class LarsUpdate:
         """Make the second pass.
 
         Args:
-            step: number of the update.
+            index: of the update, from 0.
             scale: of the gradients.
             lr: learning rate.
             ratios: by parameter, float32.
@@ -173,7 +173,7 @@ class LarsUpdate:
             scale=scale,
             mu=self._rules.mu,
             lanes=None if bits is None else bits.lanes,
-            draw=0 if bits is None else bits.draw(step, "weight")[0],
+            draw=0 if bits is None else bits.draw(index, "weight")[0],
             keep=keep,
         )
         squares = self.run(step_rows, rows, constants)

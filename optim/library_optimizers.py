@@ -18,14 +18,14 @@ from recipe import optimization
 class _CountsByParameter(HasSlots):
     """Sets the count of steps of each parameter.
 
-    It includes skipped steps: averages are too small by 1/t at most.
+    It includes skipped updates: averages are too small by 1/t at most.
     """
 
-    def at_step(self, step: int) -> None:
-        """Set the count of each parameter to `step`."""
+    def at_step(self, index: int) -> None:
+        """Set the count of each parameter to `index`."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["step"] = torch.tensor(float(step))
+                self.state[parameter]["step"] = torch.tensor(float(index))
 
 
 @OPTIMIZERS.implements(optimization.Sgd)
@@ -58,7 +58,7 @@ class RMSprop(_CountsByParameter, timm.optim.RMSpropTF):
 
 @OPTIMIZERS.implements(optimization.Lamb)
 class Lamb(HasSlots, timm.optim.Lamb):
-    """LAMB with bias correction, without timm's clipping of the gradients. With t = step + 1:
+    """LAMB with bias correction, without timm's clipping of the gradients. With t = index + 1:
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd w;  w = w - lr |w| / |u| u
@@ -87,16 +87,16 @@ class Lamb(HasSlots, timm.optim.Lamb):
         """Return the options of HasSlots; `skipped` parameters have no ratio."""
         return {**HasSlots.options(section, skipped), "always_adapt": not skipped}
 
-    def at_step(self, step: int) -> None:
-        """Set the count of each group to `step`."""
+    def at_step(self, index: int) -> None:
+        """Set the count of each group to `index`."""
         for group in self.param_groups:
             # float32, exact to 16.7 million. timm adds 1.
-            group["step"] = torch.tensor(float(step))
+            group["step"] = torch.tensor(float(index))
 
 
 @OPTIMIZERS.implements(optimization.AdamW)
 class AdamW(_CountsByParameter, torch.optim.AdamW):
-    """Adam with decoupled weight decay. With t = step + 1:
+    """Adam with decoupled weight decay. With t = index + 1:
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
         w = (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)

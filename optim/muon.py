@@ -133,11 +133,11 @@ class Muon(HasSlots, Optimizer):
             groups.append({"params": layers, "matrices": number, "weight_decay": decay})
         return groups + super().groups(section, others, skipped, hidden)
 
-    def at_step(self, step: int) -> None:
-        """Set the count of each parameter, for AdamW's steps, to `step`."""
+    def at_step(self, index: int) -> None:
+        """Set the count of each parameter, for AdamW's steps, to `index`."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["step"] = torch.tensor(float(step))
+                self.state[parameter]["step"] = torch.tensor(float(index))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

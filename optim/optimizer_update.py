@@ -89,11 +89,11 @@ class OptimizerUpdate:
         lowest, highest = torch.aminmax(self._buffers.gradients.div_(divisor))
         return torch.isfinite(lowest) & torch.isfinite(highest)
 
-    def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
+    def apply(self, index: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
         """Make the step.
 
         Args:
-            step, lr, finite, measure: see WeightState.apply, also for the result.
+            index, lr, finite, measure: see WeightState.apply, also for the result.
         """
         gradients = self._buffers.gradients
         before = self._buffers.weights.to(torch.float32, copy=True) if measure else None
@@ -102,7 +102,7 @@ class OptimizerUpdate:
         if self._clip_norm:
             gradients.mul_(clip_factor(self._clip_norm, gradient_norm))
         if not self._in_place or finite:
-            self._step(step, lr)
+            self._step(index, lr)
         # Before the result is stored: the difference is what the optimizer subtracted.
         norms = None
         if measure:
@@ -113,13 +113,13 @@ class OptimizerUpdate:
                 trust={},
             )
         if not self._in_place:
-            self._store(self._buffers.weights, self._weights, step, "weight", finite=finite)
+            self._store(self._buffers.weights, self._weights, index, "weight", finite=finite)
             for slot, buffer in self._buffers.slots.items():
-                self._store(buffer, self._slots[slot], step, slot, finite=finite)
+                self._store(buffer, self._slots[slot], index, slot, finite=finite)
             self._buffers.refresh()
         return norms
 
-    def _step(self, step: int, lr: float) -> None:
+    def _step(self, index: int, lr: float) -> None:
         """Make the optimizer's step, from the state into scratch."""
         if not self._in_place:
             self._weights.copy_(self._buffers.weights)
@@ -129,14 +129,14 @@ class OptimizerUpdate:
             group["lr"] = lr
         for master, view in zip(self._masters, self._gradients):
             master.grad = view
-        self.optimizer.at_step(step)
+        self.optimizer.at_step(index)
         self.optimizer.step()
 
     def _store(
         self,
         state: torch.Tensor,
         source: torch.Tensor,
-        step: int,
+        index: int,
         slot: str,
         finite: torch.Tensor,
     ) -> None:
@@ -147,7 +147,7 @@ class OptimizerUpdate:
         round_stochastically(
             source,
             self._bits,
-            step,
+            index,
             slot,
             out=state,
             keep=finite,

@@ -1,10 +1,10 @@
 """Stochastic rounding of float32 to float16, with random bits that follow from what is rounded.
 
-A parameter's elements are taken in rows of 64. Element i has one random word a step,
+A parameter's elements are taken in rows of 64. Element i has one random word an update,
 
     mix32(bits32(draw, i // 64) + (i % 64) 0x9E3779B1)
 
-with the functions of recipe/randomness.py and a draw made of (seed, step) and of the parameter's
+with the functions of recipe/randomness.py and a draw made of (seed, index of the update) and of the parameter's
 name: so the words agree on every device and backend, at any number of stages or replicas, and after
 resume.
 
@@ -55,7 +55,7 @@ class RoundingBits:
     """Random bits for named tensors that lie in one flat buffer, each from the start of a row.
 
     rows: int32 [rows, 1], the first mixing round of each row's number, which does not depend on the
-        step.
+        update.
     lanes: int32 [ROW], what is added for the elements of a row.
     """
 
@@ -84,18 +84,18 @@ class RoundingBits:
         lanes = torch.arange(ROW, dtype=torch.int32, device=device)
         self.lanes = lanes.mul_(_signed(_GOLDEN))
 
-    def draw(self, step: int, slot: str) -> Tuple[int, Noise]:
-        """Return the draw of a step, and which bits of the words round a slot.
+    def draw(self, index: int, slot: str) -> Tuple[int, Noise]:
+        """Return the draw of an update, and which bits of the words round a slot.
 
         Args:
-            step: number of the update, from 0.
+            index: of the update, from 0.
             slot: "weight" and "momentum_buffer" share words, any other slot has its own.
 
         Returns:
             What `random_bits` adds to all rows, a signed 32-bit number; and `upper` or `lower`.
         """
         words = () if slot in _SHARING else (slot,)
-        draw = _signed(key("rounding", self._seed, step, *words) >> 32)
+        draw = _signed(key("rounding", self._seed, index, *words) >> 32)
         return draw, _SHARING.get(slot, upper)
 
 
@@ -105,7 +105,7 @@ def random_bits(rows: torch.Tensor, lanes: torch.Tensor, draw: int) -> torch.Ten
     Args:
         rows: of a RoundingBits, or some of them.
         lanes: of the same.
-        draw: its number for the step.
+        draw: its number for the update.
     """
     return _mix_(_mix_(rows + draw) + lanes)
 
@@ -142,7 +142,7 @@ def rounded(source: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 def round_stochastically(
     source: torch.Tensor,
     bits: RoundingBits,
-    step: int,
+    index: int,
     slot: str,
     *,
     out: torch.Tensor,
@@ -154,17 +154,17 @@ def round_stochastically(
     Args:
         source: float32 [length].
         bits: made for this buffer.
-        step: number of the update, from 0.
+        index: of the update, from 0.
         slot: see `RoundingBits.draw`.
         out: float16 [length].
-        keep: bool [], where False `out` keeps its values: a step that is skipped without waiting
+        keep: bool [], where False `out` keeps its values: an update that is skipped without waiting
             for the device.
         run: runs the pass.
     """
     on_cpu = source.device.type == "cpu"
     if on_cpu and not keep:
         return
-    draw, noise = bits.draw(step, slot)
+    draw, noise = bits.draw(index, slot)
     rows = RoundRows(in_rows(source), in_rows(out), bits.rows)
     run(round_rows, rows, RoundConstants(bits.lanes, draw, noise, None if on_cpu else keep))
 

@@ -111,7 +111,8 @@ class WeightState:
         """Prepare an update from the accumulated gradients, without waiting for a device.
 
         Args:
-            divisor: of the gradients, float32 []: loss scale times accumulation.
+            divisor: float32 [], what makes a mean of the sum that lies in the gradients: the loss
+                scale times the number of micro batches that were added, in all steps of the update.
 
         Returns:
             Whether all gradients of this process are finite, bool [].
@@ -119,22 +120,22 @@ class WeightState:
         return self._update.prepare(divisor)
 
     @torch.no_grad()
-    def apply(self, step: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
+    def apply(self, index: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
         """Make the update that was prepared, once; on CUDA without waiting for the device.
 
         Args:
-            step: number of the update, from 0: selects the random bits, and is the optimizer's
-                count of steps.
+            index: of the update, from 0: selects the random bits of rounding, and is what the
+                optimizer has counted before.
             lr: learning rate.
             finite: bool [], whether all stages and replicas have finite gradients: if not, nothing
                 changes.
             measure: return norms.
         """
-        return self._update.apply(step, lr, finite, measure)
+        return self._update.apply(index, lr, finite, measure)
 
     def update(
         self,
-        step: int,
+        index: int,
         lr: float,
         divisor: torch.Tensor,
         measure: bool,
@@ -142,7 +143,7 @@ class WeightState:
         """Prepare and make an update in which no other process takes part.
 
         Args:
-            step: see `apply`.
+            index: see `apply`.
             lr: see `apply`.
             divisor: see `prepare`.
             measure: see `apply`.
@@ -151,7 +152,7 @@ class WeightState:
             `finite`, and norms if `measure`.
         """
         finite = self.prepare(divisor)
-        return finite, self.apply(step, lr, finite, measure)
+        return finite, self.apply(index, lr, finite, measure)
 
     def create_replica_update(self, optimizer: HasSlots, **arguments: Any) -> ReplicaUpdate:
         """Create a replica's part of the updates by another optimizer.
@@ -253,14 +254,14 @@ class WeightState:
         self._buffers.refresh()
 
     @torch.no_grad()
-    def store(self, start: int, end: int, values: torch.Tensor, step: int) -> None:
+    def store(self, start: int, end: int, values: torch.Tensor, index: int) -> None:
         """Replace some elements of `flat`.
 
         Args:
             start: first element.
             end: behind the last one.
-            values: float32; as float16, they are rounded by random bits of the step.
-            step: number of the update.
+            values: float32; as float16, they are rounded by random bits of the update.
+            index: of the update, from 0.
         """
         flat = self.flat
         if self._bits is None:
@@ -269,7 +270,7 @@ class WeightState:
             whole = flat.float()  # rounding keeps all values that float16 holds
             whole[start:end] = values
             keep = torch.ones((), dtype=torch.bool, device=flat.device)
-            round_stochastically(whole, self._bits, step, "mean", out=flat, keep=keep)
+            round_stochastically(whole, self._bits, index, "mean", out=flat, keep=keep)
         self.refresh()
 
     def replace(self, weights: Dict[str, torch.Tensor]) -> None:

@@ -66,13 +66,14 @@ class Setup(NamedTuple):
     gradients: float32 [length], of this process.
     places: each parameter and its first element there.
     collect: called with the index of each parameter whose gradient is ready, before it is sent.
-    group: the replicas of this stage; None for a single one.
+    group: the replicas of this stage; None for a single one. Under `exchange.delay` it is a further
+        group, so that a thread may send beside what travels in `processes.replica_group`.
     steps_per_epoch: None for an engine that does not train.
     replica_update: the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None
         where gradients are compressed.
     weights: `flat`, float16 or float32 [length]; `own_state()`, all that an update changes,
-        [length] by name; `refresh()` after writing to it; `store(start, end, values, step)` of
-        float32 values, the same bits on all replicas.
+        [length] by name; `refresh()` after writing to it; `store(start, end, values, index)` of
+        float32 values, rounded by the random bits of an update, the same on all replicas.
     """
 
     batch: Batch
@@ -89,7 +90,7 @@ class Setup(NamedTuple):
 class Running:
     """An exchange on one replica. Every replica calls `__call__` and `mean`.
 
-    overlaps: sending can begin within the last backward pass, which `arm()` announces.
+    overlaps: sending can begin within the last backward pass, which the engine announces by `arm`.
     delays: the exchange implements `exchange.delay` itself.
     states_are_means: another number of replicas keeps the mean of their states, not the sum.
     """
@@ -99,16 +100,23 @@ class Running:
     states_are_means: bool = False
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Replace this replica's gradient by the sum over replicas, the same bits on all of them.
+        """Replace this replica's gradient by what its optimizer takes.
 
-        Where updates are compressed the sum is that of updates, times `divisor`.
+        That is the sum over replicas, the same bits on all of them; where updates are compressed,
+        the sum of updates, times `divisor`. A method whose replicas make updates alone leaves each
+        a gradient of its own.
 
         Args:
             buffer: float32 [length], sums over this replica's micro batches times the loss scale.
-            step: number of the update, from 0.
-            divisor: float32 [], the loss scale times the micro batches of all replicas.
+            step: the update's first step, from 0.
+            divisor: float32 [], what makes a mean of the result: the loss scale times the number of
+                micro batches that were added, in all steps of the update; those of this replica
+                alone where the method's `sums` is false.
         """
         raise NotImplementedError
+
+    def arm(self) -> None:
+        """Prepare to send within the backward pass that follows, the last one of the update."""
 
     def set_shares(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
         """Take note of the micro batches that replicas compute from the next step on.
@@ -123,7 +131,11 @@ class Running:
         """
 
     def after_update(self, step: int) -> None:
-        """Do what follows update `step`, which has been made."""
+        """Do what follows an update, which has been made.
+
+        Args:
+            step: the update's first step, from 0.
+        """
 
     def mean(self, flat: torch.Tensor) -> Optional[torch.Tensor]:
         """Return the mean over replicas of a buffer that is laid out as the weights.

@@ -87,9 +87,9 @@ class LocalSteps(Running):
             self._quantized = QuantizedSum(self._sending_group, section.bits)
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
-        """Sum the gradients of dense steps.
+        """Sum the gradients of dense steps, the same bits on all replicas.
 
-        In others act as if all replicas had this one's gradient.
+        In others act as if all replicas had this one's gradient: each then makes an update alone.
 
         Args:
             buffer, step, divisor: see Running.
@@ -103,7 +103,7 @@ class LocalSteps(Running):
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Take the means that are due after update `step`, then send those that begin with it."""
+        """Take the means that are due after the update of `step`, then send those that begin."""
         if self._is_dense(step):
             if "anchor" in self._common:
                 self._common["anchor"].copy_(self._weights.flat)
@@ -136,7 +136,7 @@ class LocalSteps(Running):
             self._thread.shutdown()
 
     def _fragments_after(self, step: int) -> List[int]:
-        """Return the fragments whose mean is that of the weights after update `step`."""
+        """Return the fragments whose mean is that of the weights after the update of `step`."""
         if step < 0 or self._is_dense(step):
             return []
         count = len(self._fragments)
@@ -183,7 +183,8 @@ class LocalSteps(Running):
             new = self._outer_step(new, part)
         # What this replica has changed since then is added again.
         values = new if since is None else new + since
-        self._weights.store(part.start, part.stop, values, step)
+        # A batch that grows is refused beside local steps, so a step is the index of its update.
+        self._weights.store(part.start, part.stop, values, index=step)
         if "anchor" in self._common:
             # Without a delay the anchor is what was stored, which may be rounded.
             self._common["anchor"][part] = self._weights.flat[part] if since is None else new

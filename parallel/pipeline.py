@@ -33,7 +33,7 @@ _Messages = Dict[int, List[dist.Work]]  # number of a micro batch -> its message
 class Pipeline:
     """The stages of one process in its replica's pipeline, for images of one size.
 
-    Gradients are bit for bit those of `SingleProcess`: the same micro batches are added up in the
+    Gradients are bit for bit those of `WholeModel`: the same micro batches are added up in the
     same order.
     """
 

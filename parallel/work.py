@@ -1,7 +1,4 @@
-"""Interface between a schedule and the step that it computes.
-
-The schedule of a process that computes all stages.
-"""
+"""Interface between a schedule and the passes that it computes; the schedule without stages."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class Boundary(NamedTuple):
 
 
 class Work(Protocol):
-    """One step in pieces, which a schedule calls.
+    """A replica's passes of one update in pieces, which a schedule calls.
 
     Micro batches are numbered from 0 within the replica's share.
 
@@ -40,20 +37,23 @@ class Work(Protocol):
     span: Callable[[str, int], ContextManager[Any]]
 
 
-class SingleProcess:
-    """One process that computes every stage: micro batch by micro batch, forward and backward."""
+class WholeModel:
+    """The schedule of a process that computes the whole model, whether or not it has replicas.
+
+    It computes micro batch by micro batch, forward and backward.
+    """
 
     def __init__(self, model: nn.Module, micro_batches: int):
         """
         Args:
             model: all stages.
-            micro_batches: of a step.
+            micro_batches: of this replica in an update.
         """
         self._model = model
         self._micro_batches = micro_batches
 
     def train(self, work: Work) -> None:
-        """Compute the forward and backward passes of a step, given as `work`."""
+        """Compute the forward and backward passes of an update, given as `work`."""
         for number in range(self._micro_batches):
             last = number == self._micro_batches - 1
             with work.span("load", number):

@@ -14,12 +14,9 @@ MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 def key(*words: Union[int, str]) -> int:
-    """Return the 64-bit key of a draw named by `words`, e.g. key("rounding", seed, step,
-    "head.classifier.weight").
+    """Return the 64-bit key of a draw named by `words`, e.g. key("cutmix", seed, step, number).
 
-    It is a hash by BLAKE2b.
-
-    ("ab", "c") and ("a", "bc") differ, as do 1 and "1".
+    It is a hash by BLAKE2b. ("ab", "c") and ("a", "bc") differ, as do 1 and "1".
     """
     text = "\x1f".join(f"{type(word).__name__}:{word}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

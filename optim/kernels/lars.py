@@ -96,7 +96,7 @@ class TritonLarsUpdate(LarsUpdate):
 
     def _step(
         self,
-        step: int,
+        index: int,
         scale: torch.Tensor,
         lr: float,
         ratios: torch.Tensor,
@@ -121,7 +121,7 @@ class TritonLarsUpdate(LarsUpdate):
             scale=scale,
             keep=keep,
             bit_rows=None if bits is None else bits.rows,
-            draw=0 if bits is None else bits.draw(step, "weight")[0],
+            draw=0 if bits is None else bits.draw(index, "weight")[0],
             owners=self._owners,
             firsts=self._first_rows,
             ends=self._end_rows,
@@ -273,7 +273,7 @@ def _trust_ratios(
     tl.store(ratios + parameter, ratio.to(tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["lr", "draw"])  # they change from step to step
+@triton.jit(do_not_specialize=["lr", "draw"])  # they change from update to update
 def _step(
     # Buffers, [length]; weights, momenta and, with COPIED, working are written.
     gradients,
@@ -288,7 +288,7 @@ def _step(
     # On the gradients, [], and whether anything may change, bool [].
     scale,
     keep,
-    # Random bits with STOCHASTIC: int32 [rows], and the draw of the step.
+    # Random bits with STOCHASTIC: int32 [rows], and the draw of the update.
     bit_rows,
     draw,
     # Of each program, [programs]: parameter, first row, the row behind the parameter's last.

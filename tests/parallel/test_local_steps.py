@@ -24,7 +24,7 @@ class Weights:
     def own_state(self):
         return {"weights": self.flat}
 
-    def store(self, start, end, values, step):
+    def store(self, start, end, values, index):
         self.flat[start:end] = values
 
 
