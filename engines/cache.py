@@ -1,4 +1,7 @@
-"""The user's cache of what was measured on this machine: files by kind, named by all that their content depends on."""
+"""The user's cache of measurements on this machine.
+
+There are files of several kinds, named by all that their content depends on.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,32 @@ from models.kernels import patching
 
 
 def place(kind: str, *key: object) -> Path:
-    """The file of earlier measurements. Args: key: all that they depend on."""
+    """Return the file of earlier measurements.
+
+    Args:
+        kind: of measurement.
+        key: everything that they depend on, as JSON can write it.
+    """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return user_cache() / f"{kind}-{digest[:32]}.json"
 
 
 def programs() -> List[object]:
-    """Versions of torch, cuDNN and Triton, and a digest of our kernels' files."""
-    triton = [found.version for found in metadata.distributions(name="triton")]
-    kernels = b"".join(file.read_bytes() for file in sorted(Path(patching.__file__).parent.glob("*.py")))
-    return [torch.__version__, torch.backends.cudnn.version(), triton, hashlib.sha256(kernels).hexdigest()]
+    """Return the versions of torch, cuDNN and Triton, and a digest of our kernels' files."""
+    triton = [package.version for package in metadata.distributions(name="triton")]
+    sources = hashlib.sha256()
+    for file in sorted(Path(patching.__file__).parent.glob("*.py")):
+        sources.update(file.read_bytes())
+    return [torch.__version__, torch.backends.cudnn.version(), triton, sources.hexdigest()]
 
 
 def write(file: Path, content: Any) -> None:
-    """Write a file whole, or not at all where there is no room: the next run measures again."""
+    """Write a file whole, or not at all where there is no room: the next run measures again.
+
+    Args:
+        file: of `place`.
+        content: as JSON can write it.
+    """
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, shared=True) as temporary:

@@ -1,4 +1,7 @@
-"""exchange.method auto: the exchange that is predicted to be fastest here, where that is worth its errors."""
+"""exchange.method auto: the exchange that is predicted to be fastest here.
+
+A faster one is taken only where its speed is worth its errors.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from common.errors import ConfigError
 from engines import cuts
 from engines.devices import device_of, timed
+from models.base import BlockList
 from models.families import build
 from parallel import evidence, exchange
 from parallel.costs import Link
@@ -20,19 +24,23 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.exchange import Exchange
 
-# An exchange that leaves out more must be this many times as fast as one that leaves out less: a prediction may be off
-# by a fifth or so, and the evidence is of other images than the user's.
+# An exchange that leaves out more must be this many times as fast as one that leaves out less: a
+# prediction may be off by a fifth or so, and the evidence is of other images than the user's.
 _WORTH = 1.5
-# Seconds of a dense exchange that do not matter: few steps of large batches take less than some tenths.
+# Seconds of a dense exchange that do not matter: few steps of large batches take less than some
+# tenths.
 _NEGLIGIBLE = 0.01
 _UNKNOWN = 100.0  # points of top-1
 _EXACT = Evidence(0.0, 0.0)
 
 
 class Candidate(NamedTuple):
-    """An exchange and its predicted seconds: on the network, and of processors, to select or to round.
+    """An exchange and its predicted cost.
 
-    size: bytes that a replica sends. evidence: what the exchange loses; None if that was not measured.
+    network: seconds of messages.
+    processor: seconds to select or to round.
+    size: bytes that a replica sends.
+    evidence: what the exchange loses; None if that was not measured.
     """
 
     method: Method
@@ -43,63 +51,127 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The method's name."""
         return self.method.name
 
     @property
     def seconds(self) -> float:
+        """Seconds of the whole exchange."""
         return self.network + self.processor
 
     def accepted(self, loss: float) -> bool:
-        """Whether it is known to lose no more points of top-1, by a measurement that can tell so few."""
-        return (max(self.evidence) if self.evidence is not None else _UNKNOWN) <= loss
+        """Return whether it is known to lose no more than `loss` points of top-1.
+
+        Only a measurement that can tell so few points counts.
+        """
+        known = _UNKNOWN if self.evidence is None else max(self.evidence)
+        return known <= loss
 
     def __str__(self) -> str:
-        work = f", {_figure(1e3 * self.processor)} ms of it to {self.method.work}" if self.processor else ""
-        known = "exact" if self.method.exact else self.evidence or "loss not measured"
-        size, label = f"{_figure(1e-6 * self.size)} MB", self.method.section.label
-        return f"{label:22}  {size}, {_figure(1e3 * self.seconds)} ms{work}; {known}"
+        work = ""
+        if self.processor:
+            work = f", {_figure(1e3 * self.processor)} ms of it to {self.method.work}"
+        loss = "exact" if self.method.exact else self.evidence or "loss not measured"
+        size = f"{_figure(1e-6 * self.size)} MB"
+        time = f"{_figure(1e3 * self.seconds)} ms"
+        return f"{self.method.section.label:22}  {size}, {time}{work}; {loss}"
+
+
+class _Costs(NamedTuple):
+    """Measured costs, of the slowest process.
+
+    link: between replicas.
+    selection, rounding: seconds to select from a gradient, and to round it.
+    """
+
+    link: Link
+    selection: float
+    rounding: float
 
 
 def resolve(
-    recipe: Recipe, batch: Batch, processes: Processes, report: Callable[[str], None], begun: Optional[Exchange] = None
+    recipe: Recipe,
+    batch: Batch,
+    processes: Processes,
+    report: Callable[[str], None],
+    begun: Optional[Exchange] = None,
 ) -> Recipe:
-    """`recipe` with a method in the place of `auto`, the same on all processes, each of which must call this.
+    """Replace `exchange.method: auto` by a method, the same on all processes.
 
-    For a new run, links and selection are measured and the predictions reported: of the exchange alone, as if it began
-    after the last backward pass, and without the merges of gtopk. One replica and IPUs take dense. Args: begun: the
-    section of a run that is resumed, whose method is kept. Raises ConfigError: cut points that the model does not have.
+    For a new run, links and selection are measured and the predictions reported: of the exchange
+    alone, as if it began after the last backward pass, and without the merges of gtopk. One replica
+    and IPUs take dense.
+
+    Args:
+        recipe: of the run.
+        batch: of a step.
+        processes: of the run; all of them call.
+        report: takes lines for the user.
+        begun: the section of a run that is resumed, whose method is kept.
+
+    Returns:
+        The changed recipe.
+
+    Raises:
+        ConfigError: cut points that the model does not have.
     """
-    section, replicas = recipe.exchange, processes.topology.replicas
+    section = recipe.exchange
     if section.method != "auto":
         return recipe
     if begun is not None and begun.method != "auto":
         method = exchange.of(begun)
         report(f"exchange.method auto: {method.name}, as the run began")
-    elif recipe.run.device == "ipu" or replicas == 1:
+    elif recipe.run.device == "ipu":
         method = exchange.named("dense")
-        why = "on IPUs there is no other" if recipe.run.device == "ipu" else "one replica has nobody to send to"
-        report(f"exchange.method auto: dense; {why}")
+        report("exchange.method auto: dense; on IPUs there is no other")
+    elif processes.topology.replicas == 1:
+        method = exchange.named("dense")
+        report("exchange.method auto: dense; one replica has nobody to send to")
     else:
-        gradient = processes.together(lambda: _gradient(recipe, batch, processes))
-        link, selection, rounding = _measured(
-            section, gradient, processes, device_of(recipe.run.device, processes.topology)
-        )
-        candidates = predict(exchange.candidates(section), recipe, batch, gradient, link, selection, rounding)
-        bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s" if link.seconds_per_byte else "not to be measured"
-        report(
-            f"exchange.method auto: {gradient.elements:,} gradients, {replicas} replicas; "
-            f"links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
-        )
-        for each in candidates:
-            report(f"  {each}")
-        taken, why = pick([each for each in candidates if each.accepted(section.accept_loss)])
-        method = taken.method
-        report(f"  taken: {method.section.label}; {why}")
-        report(f"  of those that lose {section.accept_loss:g} points of top-1 at most (exchange.accept_loss; {PAGE})")
+        method = _predicted(recipe, batch, processes, report)
     dropped = section.refused_by(method.section.method)
     if dropped:
-        report(f"exchange.{', '.join(dropped)}: left out, as {method.section.method} sends whole gradients")
+        keys = ", ".join(dropped)
+        report(f"exchange.{keys}: left out, as {method.section.method} sends whole gradients")
     return recipe.model_copy(update={"exchange": method.taken_by(section)})
+
+
+def _predicted(
+    recipe: Recipe,
+    batch: Batch,
+    processes: Processes,
+    report: Callable[[str], None],
+) -> Method:
+    """Measure links and processors, and return the method that is worth taking."""
+    section = recipe.exchange
+    topology = processes.topology
+    device = device_of(recipe.run.device, topology)
+    gradient = processes.together(lambda: _gradient(recipe, batch, topology.stages))
+    costs = _measured(section.density, gradient, processes, device)
+    candidates = predict(
+        exchange.candidates(section),
+        recipe,
+        batch,
+        gradient,
+        costs.link,
+        selection=costs.selection,
+        rounding=costs.rounding,
+    )
+    bandwidth = "not to be measured"
+    if costs.link.seconds_per_byte:
+        bandwidth = f"{_figure(8e-6 / costs.link.seconds_per_byte)} Mbit/s"
+    report(
+        f"exchange.method auto: {gradient.elements:,} gradients, {topology.replicas} replicas; "
+        f"links: latency {_figure(1e3 * costs.link.latency)} ms, bandwidth {bandwidth}"
+    )
+    for candidate in candidates:
+        report(f"  {candidate}")
+    accepted = [each for each in candidates if each.accepted(section.accept_loss)]
+    choice, reason = pick(accepted)
+    limit = f"{section.accept_loss:g} points of top-1"
+    report(f"  taken: {choice.method.section.label}; {reason}")
+    report(f"  of those that lose {limit} at most (exchange.accept_loss; {PAGE})")
+    return choice.method
 
 
 def predict(
@@ -108,69 +180,126 @@ def predict(
     batch: Batch,
     gradient: Gradient,
     link: Link,
+    *,
     selection: float = 0.0,
     rounding: float = 0.0,
 ) -> List[Candidate]:
-    """The methods that go with a recipe. Args: selection, rounding: seconds of a processor."""
-    work, replicas = {"": 0.0, "select": selection, "round": rounding}, batch.replicas
-    found = []
+    """Predict the cost of the methods that go with a recipe.
+
+    Args:
+        methods: to choose from.
+        recipe: of the run.
+        batch: of a step.
+        gradient: of the largest stage.
+        link: between replicas.
+        selection: seconds of a processor to select from the gradient.
+        rounding: seconds of a processor to round it.
+    """
+    work = {"": 0.0, "select": selection, "round": rounding}
+    candidates = []
     for method in methods:
-        section = method.taken_by(recipe.exchange) if recipe.exchange.method == "auto" else method.section
+        section = method.section
+        if recipe.exchange.method == "auto":
+            section = method.taken_by(recipe.exchange)
         try:
             checks.check(recipe.model_copy(update={"exchange": section}), batch)
         except ConfigError:
             continue
         known = _EXACT if method.exact else evidence.of(section, recipe.optimizer)
-        network, size = method.seconds(link, replicas, gradient), method.bytes_sent(replicas, gradient)
-        found.append(Candidate(method, network, work[method.work], size, known))
-    return found
+        candidates.append(
+            Candidate(
+                method,
+                network=method.seconds(link, batch.replicas, gradient),
+                processor=work[method.work],
+                size=method.bytes_sent(batch.replicas, gradient),
+                evidence=known,
+            )
+        )
+    return candidates
 
 
 def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
-    """The candidate to take, and why: one replaces another if it is `_WORTH` times as fast."""
-    taken, why = candidates[0], f"nothing else is {_WORTH} times as fast"
-    if taken.seconds < _NEGLIGIBLE:
-        return taken, f"below {1e3 * _NEGLIGIBLE:.0f} ms no other is worth a change"
-    for each in candidates[1:]:
-        if each.seconds * _WORTH <= taken.seconds:
-            why = f"{taken.seconds / each.seconds:.1f} times as fast as {taken.name}, and {_WORTH} is worth a change"
-            taken = each
-    return taken, why
+    """Return the candidate to take, and the reason.
+
+    One replaces another if it is `_WORTH` times as fast.
+
+    Args:
+        candidates: those that leave out less come first.
+    """
+    choice = candidates[0]
+    reason = f"nothing else is {_WORTH} times as fast"
+    if choice.seconds < _NEGLIGIBLE:
+        return choice, f"below {1e3 * _NEGLIGIBLE:.0f} ms no other is worth a change"
+    for candidate in candidates[1:]:
+        if candidate.seconds * _WORTH <= choice.seconds:
+            gain = f"{choice.seconds / candidate.seconds:.1f} times as fast as {choice.name}"
+            reason = f"{gain}, and {_WORTH} is worth a change"
+            choice = candidate
+    return choice, reason
 
 
-def _gradient(recipe: Recipe, batch: Batch, processes: Processes) -> Gradient:
-    """Size of the largest stage's gradient. Measured cuts are taken as if they balanced multiply-adds."""
+def _gradient(recipe: Recipe, batch: Batch, stages: int) -> Gradient:
+    """Return the sizes of the largest stage's gradient.
+
+    Measured cuts are taken as if they balanced multiply-adds.
+    """
     with torch.device("meta"):
-        model = build(recipe.model, recipe.run.seed)
-    stages = processes.topology.stages
-    parts = (
-        cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names if stages > 1 else [model.names]
-    )
-    found = []
+        model = build(recipe.model, 0)
+    parts = [model.names]
+    if stages > 1:
+        parts = cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names
+    gradients = []
     for stage in range(stages):
-        own = [model.block(name).parameters() for part in parts[stage::stages] for name in part]
-        sizes = [(each.numel(), each.dim()) for block in own for each in block]
-        whole = sum(size for size, dimensions in sizes if dimensions == 1) if recipe.exchange.whole_1d else 0
-        layers = sum(dimensions > 1 for _, dimensions in sizes)
-        found.append(Gradient(sum(size for size, _ in sizes), whole, layers))
-    return max(found)
+        # A stage has every `stages`-th part.
+        names = [name for part in parts[stage::stages] for name in part]
+        gradients.append(_stage_gradient(model, names, recipe.exchange.whole_1d))
+    return max(gradients)
+
+
+def _stage_gradient(model: BlockList, names: Sequence[str], whole_1d: bool) -> Gradient:
+    """Return the sizes of the gradient of some blocks.
+
+    Args:
+        model: whole.
+        names: of the blocks.
+        whole_1d: vectors are sent whole.
+    """
+    elements = 0
+    vectors = 0
+    layers = 0
+    for name in names:
+        for parameter in model.block(name).parameters():
+            elements += parameter.numel()
+            if parameter.dim() == 1:
+                vectors += parameter.numel()
+            elif parameter.dim() > 1:
+                layers += 1
+    return Gradient(elements, vectors if whole_1d else 0, layers)
 
 
 def _measured(
-    section: Exchange, gradient: Gradient, processes: Processes, device: torch.device
-) -> Tuple[Link, float, float]:
-    """The link, and seconds to select from and to round a gradient; of the slowest process, so the same on all."""
+    density: float,
+    gradient: Gradient,
+    processes: Processes,
+    device: torch.device,
+) -> _Costs:
+    """Measure the link and a processor's work, the same result on all processes."""
     # These need a newer Python than the IPU's, where nothing is measured.
     from parallel import probe, selection
 
-    vector = torch.randn(gradient.elements - gradient.whole, generator=torch.Generator().manual_seed(0)).to(device)
-    count = min(max(1, round(section.density * len(vector))), len(vector))  # once densities have come down
-    # The fastest of four calls: the first finds caches empty, and a machine that starts a run is busy.
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(gradient.elements - gradient.whole, generator=generator).to(device)
+    # The density of most steps, once a warm-up has come down to it.
+    count = min(max(1, round(density * len(vector))), len(vector))
+    # The fastest of four calls: the first finds caches empty, and a machine that starts a run is
+    # busy.
     select = min(timed(lambda: selection.largest(vector, count), device, 4))
     convert = min(timed(lambda: vector.half().float(), device, 4))
-    own = (*probe.measure(processes.replica_group, device), select, convert)
-    latency, seconds_per_byte, *processor = map(max, zip(*processes.gather(own)))
-    return Link(latency, seconds_per_byte), *processor
+    link = probe.measure(processes.replica_group, device)
+    # The slowest process decides.
+    by_rank = processes.gather((link.latency, link.seconds_per_byte, select, convert))
+    latency, seconds_per_byte, select, convert = map(max, zip(*by_rank))
+    return _Costs(Link(latency, seconds_per_byte), select, convert)
 
 
 def _figure(value: float) -> str:

@@ -1,4 +1,7 @@
-"""From the recipe's device to an engine. Engines are imported when they are needed: each has its own dependencies."""
+"""The engine for a recipe's device.
+
+Engines are imported when they are needed: each has its own dependencies.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,20 @@ if TYPE_CHECKING:
     from parallel.elastic import Elastic
 
 
-def connect(recipe: Recipe, topology: Topology, elastic: Optional[Elastic] = None) -> Processes:
-    """Connect the run's processes, on the device of the recipe. Args: elastic: as of Processes.
+def connect(
+    recipe: Recipe,
+    topology: Topology,
+    elastic: Optional[Elastic] = None,
+) -> Processes:
+    """Connect the run's processes, on the device of the recipe.
 
-    Raises ConfigError: a device that this machine does not have, or ranks that do not meet.
+    Args:
+        recipe: of the run.
+        topology: this process's place in it.
+        elastic: see `Processes`.
+
+    Raises:
+        ConfigError: a device that this machine does not have, or ranks that do not meet.
     """
     if recipe.run.device == "ipu":
         from engines import ipu_engine
@@ -25,15 +38,27 @@ def connect(recipe: Recipe, topology: Topology, elastic: Optional[Elastic] = Non
         return ipu_engine.connect(recipe, topology)
     from engines.devices import device_of
 
-    return Processes(topology, device_of(recipe.run.device, topology), recipe.parallel.silence, elastic)
+    device = device_of(recipe.run.device, topology)
+    return Processes(topology, device, recipe.parallel.silence, elastic)
 
 
 def create(
-    recipe: Recipe, batch: Batch, processes: Optional[Processes] = None, steps_per_epoch: Optional[int] = None
+    recipe: Recipe,
+    batch: Batch,
+    processes: Optional[Processes] = None,
+    steps_per_epoch: Optional[int] = None,
 ) -> Engine:
-    """The engine of `run.device`. Args: processes: None for a single one. steps_per_epoch: of a run that trains.
+    """Create the engine of `run.device`.
 
-    Raises ConfigError: a device or library that this machine does not have, or cut points that the model does not have.
+    Args:
+        recipe: of the run.
+        batch: of a step.
+        processes: of the run; None for a single one.
+        steps_per_epoch: of a run that trains.
+
+    Raises:
+        ConfigError: a device or library that this machine does not have, or cut points that the
+            model does not have.
     """
     processes = processes or connect(recipe, Topology())
     if recipe.run.device == "ipu":

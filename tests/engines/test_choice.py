@@ -69,7 +69,8 @@ def test_predictions_are_of_the_network_and_of_the_processor(tiny):
     """The former by the formulae of tests/parallel/test_costs.py."""
     recipe, link, gradient = tiny("exchange.method=auto", "batch.micro=3"), Link(1e-3, 1e-6), Gradient(10**6)
     methods = exchange.candidates(recipe.exchange)
-    found = choice.predict(methods, recipe, divide(recipe, 4), gradient, link, SELECTION, ROUNDING)
+    work = {"selection": SELECTION, "rounding": ROUNDING}
+    found = choice.predict(methods, recipe, divide(recipe, 4), gradient, link, **work)
     work = {each.method.section.label: each.seconds - each.method.seconds(link, 4, gradient) for each in found}
     expected = {"dense": 0.0, "half": ROUNDING, "topk 0.001": SELECTION, "gtopk tree 0.001": SELECTION}
     assert {name: work[name] for name in expected} == pytest.approx(expected)
