@@ -1,9 +1,9 @@
 """batch.micro auto: the largest micro batch that fits into a GPU's memory, found by trying.
 
-A trial is an update of two micro batches by an engine of one replica with the recipe's settings: all
-that persists is there, as are the gradients of the first micro batch while the second is computed. A
-share of the free memory is kept in reserve, as allocations leave gaps, and libraries and exchanges
-between ranks take memory of their own.
+A trial is an update of two micro batches by an engine of one replica with the recipe's settings:
+all that persists is there, as are the gradients of the first micro batch while the second is
+computed. A share of the free memory is kept in reserve, as allocations leave gaps, and libraries
+and exchanges between ranks take memory of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import itertools
 import re
 from pathlib import Path
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -72,19 +72,10 @@ def resolve(
         report(f"batch.micro auto: {batch.micro}, {reason} largest up to 32 that the batch allows")
         return settled(recipe, batch.micro)
 
-    # A result of an earlier run serves where all processes have one; else all try.
     sizes = candidates(recipe, processes.topology.replicas)
-    file = _file(recipe, sizes, device)
-    by_rank = processes.gather(_read(file, sizes))
-    origin = f"tried before ({file})"
-    trials: List[str] = []
-    if None in by_rank:
-        size, trials = _tried(recipe, sizes, batch.micro, device)
-        by_rank = processes.gather(size)
-        origin = "tried"
-
+    results = _results(recipe, sizes, batch.micro, processes, device)
     # What fits on the fullest device.
-    micro = min(by_rank)
+    micro = min(results.by_rank)
     images = _described(recipe, device)
     if not micro:
         message = (
@@ -92,16 +83,58 @@ def resolve(
             "use parallel.recompute=true, a smaller model.image_size or a GPU with more memory"
         )
         raise ConfigError(message if processes.topology.is_main else "")
-    if trials:
-        cache.write(file, {"micro": micro})
-    report(f"batch.micro auto: {images}, {origin}, {RESERVE:.0%} of the free memory in reserve")
-    for line in trials:
-        report(f"  {line}")
-    fullest = ""
-    if len(set(by_rank)) > 1:
-        fullest = f"; it is rank {by_rank.index(micro)} that has no room for more"
-    report(f"  taken: {micro}, of {len(sizes)} sizes from {sizes[0]} to {sizes[-1]}{fullest}")
+    if results.trials:
+        cache.write(results.file, {"micro": micro})
+    _report(results, sizes, images, report)
     return settled(recipe, micro)
+
+
+class _Results(NamedTuple):
+    """The largest size that fits on each rank, or 0.
+
+    origin: of these numbers, for the user.
+    trials: a line for each that this rank has made.
+    file: for this machine's result.
+    """
+
+    by_rank: List[int]
+    origin: str
+    trials: List[str]
+    file: Path
+
+
+def _results(
+    recipe: Recipe,
+    sizes: Sequence[int],
+    first: int,
+    processes: Processes,
+    device: torch.device,
+) -> _Results:
+    """Return results of earlier runs where all processes have one; else all try."""
+    file = _file(recipe, sizes, device)
+    by_rank = processes.gather(_read(file, sizes))
+    if None not in by_rank:
+        return _Results(by_rank, f"tried before ({file})", [], file)
+    size, trials = _tried(recipe, sizes, first, device)
+    return _Results(processes.gather(size), "tried", trials, file)
+
+
+def _report(
+    results: _Results,
+    sizes: Sequence[int],
+    images: str,
+    report: Callable[[str], None],
+) -> None:
+    """Report which size is taken, and why no larger one."""
+    reserve = f"{RESERVE:.0%} of the free memory in reserve"
+    report(f"batch.micro auto: {images}, {results.origin}, {reserve}")
+    for line in results.trials:
+        report(f"  {line}")
+    micro = min(results.by_rank)
+    fullest = ""
+    if len(set(results.by_rank)) > 1:
+        fullest = f"; it is rank {results.by_rank.index(micro)} that has no room for more"
+    report(f"  taken: {micro}, of {len(sizes)} sizes from {sizes[0]} to {sizes[-1]}{fullest}")
 
 
 def _described(recipe: Recipe, device: torch.device) -> str:
