@@ -90,6 +90,7 @@ class GraphListener(StepListener):
         self._graphed = [stage for stage in passes.values() if isinstance(stage, Graphed)]
 
     def begin(self, update: Update) -> None:
+        """Free all recordings before an `update`."""
         for graphed in self._graphed:
             graphed.begin()
 

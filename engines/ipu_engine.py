@@ -243,6 +243,7 @@ class IpuEngine(Engine):
     # Training ---------------------------------------------------------------------------------
 
     def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
+        """Read this instance's images of all `steps`: see `Engine`."""
         recipe = self._recipe
         instances = self.topology.world
         positions = Positions(
@@ -288,6 +289,8 @@ class IpuEngine(Engine):
         lr: float,
         measure: bool = False,
     ) -> StepResult:
+        """Make an `update` of one step: see `Engine`."""
+        # A batch that grows needs several steps for an update, which recipe/ipu/rules.py refuses.
         assert update.steps == 1, update
         images = next(micro_batches)
         assert images.step == update.step, (images.step, update.step)
@@ -339,6 +342,7 @@ class IpuEngine(Engine):
     # Scores -----------------------------------------------------------------------------------
 
     def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
+        """Read this instance's share of the images of `source`: see `Engine`."""
         return EvaluationFeed(
             source,
             self._recipe.data,
@@ -353,19 +357,23 @@ class IpuEngine(Engine):
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
+        """Evaluate with other `weights` within: see `Engine`."""
         self._fetch_weights()
         if weights == "trained":
             yield
             return
+        # The device has to be sent the average, and afterwards the trained weights again.
         with self._host.shown(self._averages[weights].tensors[0]):
             self._inference_is_stale = True
             yield
         self._inference_is_stale = True
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
+        """Score a `batch`: see `Engine`."""
         return scored(self.predict_step(batch), batch.labels[: batch.valid])
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the logits of a `batch`: see `Engine`."""
         self._fetch_weights()
         _detach(self._training)
         # A program that is not attached is sent the weights when it is.
@@ -383,7 +391,9 @@ class IpuEngine(Engine):
     # State ------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
+        """Replace the `weights`: see `Engine`."""
         state.check_shapes(weights, self.shapes)
+        # Those that are not replaced keep the device's values.
         self._fetch_weights()
         self._host.replace(weights)
         self._send_weights()
@@ -408,12 +418,14 @@ class IpuEngine(Engine):
         }
 
     def load_state_dict(self, saved: dict) -> None:
+        """Load the `saved` state of any engine."""
         state.check_parts(saved, ("loss_scale", "averages"), self._averages)
         self._host.load_state_dict(saved)
         for name, average in self._averages.items():
             saved_average = saved["averages"][name]
             self._host.load_flat(average.tensors[0], saved_average["weights"])
             average.count = saved_average["count"].clone()
+        # Weights are sent now, slots once the program is compiled.
         self._slots_are_on_device = False
         self._slots_to_send = True
         self._send_weights()

@@ -31,6 +31,7 @@ class Instances(Processes):
         self._horovod.init()
 
     def gather(self, value: Any) -> List[Any]:
+        """Return each process's `value`, by rank."""
         # Messages differ in size, which all must know to divide what they receive.
         content = bytearray(pickle.dumps(value))
         message = torch.frombuffer(content, dtype=torch.uint8)
@@ -39,6 +40,7 @@ class Instances(Processes):
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
+        """Return the `value` of each of some `ranks` on the main process, elsewhere []."""
         ranks = ranks or range(self.topology.world)
         values = self.gather(value if self.topology.rank in ranks else None)
         if not self.topology.is_main:
@@ -46,9 +48,11 @@ class Instances(Processes):
         return [values[rank] for rank in ranks]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of `values` over processes."""
         return torch.stack(self.gather(values)).sum(0)
 
     def agree(self, value: int) -> int:
+        """Return the largest `value` of all processes."""
         return max(self.gather(value))
 
     def wait_for_all(self) -> None:

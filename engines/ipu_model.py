@@ -44,6 +44,7 @@ class HardwareDraws(Draws):
     """
 
     def keep_mask(self, name: str, rate: float, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Draw a mask of `count` elements: see `Draws.keep_mask`."""
         ones = torch.ones(count, dtype=like.dtype, device=like.device)
         return F.dropout(ones, rate, training=True)
 
@@ -136,6 +137,7 @@ class TrainingModule(nn.Module):
 
     def _logits(self, images: torch.Tensor, mixing: Optional[torch.Tensor]) -> torch.Tensor:
         """Return the model's result, float32 [micro, classes]."""
+        # Block by block: only the first takes the plan of mixing, and only some keep their output.
         first, *others = self.model.names
         x = self.model.get_submodule(first)(images, mixing)
         for name in others:
@@ -212,6 +214,8 @@ def mix_images(images: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
         images: float32 [micro, 3, H, W].
         mixing: see `mixing_rows`.
     """
+    # The box is compared with every pixel: a compiled program cannot cut it out, as its size is a
+    # value. An empty box has no pixel inside.
     mixed = _mixed_up(images, mixing)
     top, left, bottom, right = (mixing[:, column].view(-1, 1, 1, 1) for column in range(1, 5))
     height, width = images.shape[2:]

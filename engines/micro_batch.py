@@ -82,6 +82,7 @@ def resolve(
             f"batch.micro auto: not even a micro batch of {sizes[0]} fits, of {images}; "
             "use parallel.recompute=true, a smaller model.image_size or a GPU with more memory"
         )
+        # One rank prints the reason, and all end.
         raise ConfigError(message if processes.topology.is_main else "")
     if results.trials:
         cache.write(results.file, {"micro": micro})
@@ -205,6 +206,7 @@ def _fault(recipe: Recipe, micro: int, device: torch.device) -> str:
 
 def _train(recipe: Recipe, micro: int, device: torch.device) -> None:
     """Make an update of two micro batches, and throw it away."""
+    # Stands for what gaps, libraries and exchanges take beside the engine.
     reserve = torch.empty(int(RESERVE * memory_of(device)), dtype=torch.uint8, device=device)
     plan = _single_replica(recipe, micro)
     processes = Processes(Topology(), device)
@@ -215,7 +217,6 @@ def _train(recipe: Recipe, micro: int, device: torch.device) -> None:
         synchronize(device)
     finally:
         engine.close()
-    # Until here nobody else could have it.
     del reserve
 
 
