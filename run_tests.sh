@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the repository: lint, import rules, the fast tests (six to eight minutes on two cores).
+# Checks the repository: lint, types, import rules, the fast tests (six to eight minutes on two cores).
 #   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (twenty minutes) and those of one IPU process
 #   ./run_tests.sh --ipu-environment [pytest arguments]    what the IPU path imports, on Python 3.8 and torch 2.0.1
 set -eu
@@ -64,4 +64,5 @@ if [ "${1:-}" = --full ]; then
 fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .
+"$PYTHON" -m mypy
 run_selected "$selection" "$@"

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from typing import Any, Dict
 
 from common import cores
 from common.credentials import masked
@@ -255,7 +256,7 @@ def _open_streams():
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
         # Not strict: names may hold anything.
-        keywords = {"encoding": "utf-8", "errors": "backslashreplace"}
+        keywords: Dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
         if before is not None:
             before.flush()
             for keyword in ("encoding", "line_buffering", "write_through"):

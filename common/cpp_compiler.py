@@ -130,7 +130,7 @@ def _run(command: Sequence[str], messages: Path) -> bytes:
         start_new_session=True,
     ) as process:
         try:
-            _wait(process, messages)
+            _wait(command[0], process, messages)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -142,13 +142,13 @@ def _run(command: Sequence[str], messages: Path) -> bytes:
     return printed
 
 
-def _wait(process: subprocess.Popen, messages: Path) -> None:
+def _wait(compiler: str, process: subprocess.Popen, messages: Path) -> None:
     deadline = time.monotonic() + _SECONDS
     while process.poll() is None:
         if time.monotonic() > deadline:
-            raise CompilerError(f"{process.args[0]} was ended after {_SECONDS:.0f} s without a result")
+            raise CompilerError(f"{compiler} was ended after {_SECONDS:.0f} s without a result")
         if messages.stat().st_size > _MOST_BYTES:
-            raise CompilerError(f"{process.args[0]} was ended after it had printed {_MOST_BYTES >> 20} MiB")
+            raise CompilerError(f"{compiler} was ended after it had printed {_MOST_BYTES >> 20} MiB")
         time.sleep(_POLL_SECONDS)
 
 
@@ -232,7 +232,7 @@ def _alone(kept: Optional[Path]) -> Iterator[None]:
     if kept is not None:
         with contextlib.suppress(OSError):
             descriptor = os.open(kept.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    if descriptor is None:
+    if kept is None or descriptor is None:
         yield
         return
     try:

@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
             self._refuse(event, f"lists and mappings are nested more than {_DEEPEST} levels deep")
         before = self.values
         self.depth += 1
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         self.depth -= 1
         if is_alias:
             # An anchor that is repeated within itself has no count yet.

@@ -1,13 +1,12 @@
 """Sources of images: their interface, and the registry of them."""
 
 import abc
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 
 from common.errors import DataError
-from recipe.config import Data
 from recipe.kinds import Registry
 from recipe.randomness import bits32, key
 
@@ -165,12 +164,12 @@ class Names:
 
 # By section class: opens the "train" or "validation" images of a recipe with so many classes.
 # Raises DataError.
-SOURCES: "Registry[Callable[[Data, int, str], Source]]" = Registry("a source of images")
+SOURCES: "Registry[Callable[[Any, int, str], Source]]" = Registry("a source of images")
 
 # By section class: classes of the "train" or "validation" images without a look at the images, None
 # where there are no such images. For sources of files, whose splits may have different classes.
 # Raises DataError.
-_ClassNamesOf = Callable[[Data, str], Optional[ClassNames]]
+_ClassNamesOf = Callable[[Any, str], Optional[ClassNames]]
 CLASS_NAMES: "Registry[_ClassNamesOf]" = Registry("names of the classes of images")
 
 

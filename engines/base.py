@@ -12,6 +12,7 @@ from typing import (
     List,
     NamedTuple,
     Optional,
+    Protocol,
     Sequence,
     Tuple,
 )
@@ -28,6 +29,14 @@ from recipe.course import Update, is_known
 from recipe.division import Batch
 
 AVERAGES = ("step_average", "epoch_average")
+
+
+class ClosableIterator(Iterator[Any], Protocol):
+    """An iterator over what processes load; `close` ends them."""
+
+    def close(self) -> None: ...
+
+
 _RESOLUTION = 2**24  # of summed losses, to an image
 
 
@@ -180,7 +189,7 @@ class Engine(ABC):
     recorder: Any = None
 
     @abstractmethod
-    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[Any]:
+    def training_batches(self, source: Optional[Source], steps: range) -> ClosableIterator:
         """Return micro batches for `train_step`; closing them ends the processes that load them.
 
         Args:

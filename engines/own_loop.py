@@ -75,7 +75,7 @@ class DistributedOptimizer:
     def __init__(
         self,
         module: nn.Module,
-        sections: Mapping[str, Mapping[str, Any]],
+        sections: Mapping[str, Any],
         group: Optional[dist.ProcessGroup] = None,
         *,
         accumulation: int = 1,

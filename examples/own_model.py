@@ -34,6 +34,7 @@ class PerceptronFamily(Family):
     @staticmethod
     def build(section: Perceptron, seed: int) -> BlockList:
         """Return the model, whose blocks a pipeline may divide; weights depend on `seed` only."""
+        assert section.image_size is not None  # the quickstart says it
         inputs = 3 * section.image_size**2
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Dict, Iterable, Sequence, Tuple, Type
 import torch
 from torch import nn
 
-from recipe.config import Model
+from models.stochastic import Draws
 from recipe.kinds import Registry
 
 
@@ -22,13 +22,15 @@ class BlockList(nn.Module):
         blocks: (name, block), in running order.
     """
 
+    draws: Draws
+
     def __init__(self, blocks: Iterable[Tuple[str, nn.Module]]):
         super().__init__()
         self.names = []
         for name, block in blocks:
             *path, last = name.split(".")
             # An empty module for each component before the last; blocks may share it.
-            parent = self
+            parent: nn.Module = self
             for component in path:
                 if component not in parent._modules:
                     parent.add_module(component, nn.Module())
@@ -64,14 +66,14 @@ class Family:
     anchors: ClassVar[Tuple[str, ...]] = ()
 
     @staticmethod
-    def build(section: Model, seed: int) -> BlockList:
+    def build(section: Any, seed: int) -> BlockList:
         """Build a model in training mode, float32.
 
         The first block is a `Preprocess` called `preprocess`. `draws` of the list
         (`models.stochastic.Draws`) steers random layers.
 
         Args:
-            section: the recipe's keys of the model.
+            section: the recipe's keys of the model, of the family's own class.
             seed: all that initial weights depend on.
 
         Returns:

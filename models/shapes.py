@@ -6,7 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 import math
-from typing import Callable, Dict, NamedTuple
+from typing import Any, Callable, Dict, NamedTuple
 
 from models.balance import BlockCost
 from recipe.config import Model
@@ -69,7 +69,7 @@ class BlockShape(NamedTuple):
 
 
 # (section, pixels a side of an image) -> block's name -> shape, in running order.
-ShapesOf = Callable[[Model, int], Dict[str, BlockShape]]
+ShapesOf = Callable[[Any, int], Dict[str, BlockShape]]
 SHAPES: Registry[ShapesOf] = Registry("the numbers of a model's blocks")
 
 

@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 from dataclasses import dataclass
-from typing import List, Set, Tuple
+from typing import List, Optional, Set, Tuple
 
 from common.errors import ConfigError, DataError
 from common.text import count, printable
@@ -97,7 +97,7 @@ def candidates(recipe: Recipe, replicas: int) -> List[int]:
     return allowed
 
 
-def settled(recipe: Recipe, micro: int) -> Recipe:
+def settled(recipe: Recipe, micro: Optional[int]) -> Recipe:
     """Return `recipe` with `micro` images in the place of `batch.micro: auto`."""
     batch = recipe.batch.model_copy(update={"micro": micro})
     return recipe.model_copy(update={"batch": batch})

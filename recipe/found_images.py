@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Callable, Dict, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional
 
 from common.errors import DataError
 from common.json_io import read_json
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 # By section class: counts the "train" or "validation" images at a place that the section located.
-_COUNTS: Registry[Callable[[Data, str, str], Found]] = Registry("a count of images")
+_COUNTS: Registry[Callable[[Any, str, str], Found]] = Registry("a count of images")
 
 
 def find(data: Data, split: str) -> Optional[Found]:

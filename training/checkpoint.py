@@ -199,7 +199,9 @@ class CheckpointFolder:
 
     def replica_count(self, step: int) -> int:
         """Return how many replicas have a file in the checkpoint of `step`, which is whole."""
-        return len(self.manifest(step).replicas)
+        manifest = self.manifest(step)
+        assert manifest is not None
+        return len(manifest.replicas)
 
     def replica_state(self, step: int, replica: int) -> dict:
         """Return the state of a `replica` as it was saved at `step`, on the CPU.

@@ -110,10 +110,10 @@ class Memory(Continuation):
     def begun(self, engine: Engine) -> None:
         self.cut = list(engine.cut)
         self.micro = engine.batch.micro
-        engine.processes.elastic.settled()
+        _elastic_of(engine).settled()
 
     def facts(self, engine: Engine) -> Dict[str, int]:
-        return {"generation": engine.processes.elastic.number}
+        return {"generation": _elastic_of(engine).number}
 
     def check(self, engine: Engine) -> None:
         # A GPU makes an update later than it is called for, and does not say whether the exchange
@@ -161,6 +161,12 @@ class Memory(Continuation):
         engine.load_live_state(state.engine)
         self.states = {step: state}
         return dataclasses.replace(state.progression)
+
+
+def _elastic_of(engine: Engine) -> Elastic:
+    elastic = engine.processes.elastic
+    assert elastic is not None
+    return elastic
 
 
 def common(known: Sequence[Known]) -> Optional[int]:

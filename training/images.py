@@ -53,6 +53,8 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
         DataError: a rank has other images than the first; on all ranks, the main one says why.
     """
     facts = None
+    train: Optional[Source] = None
+    validation: Optional[Source] = None
     if sources:
         train, validation = sources
         digest = "-".join(source.digest for source in sources)
@@ -63,7 +65,6 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
         if other is not None and other != first:
             text = _difference(rank, other, first)
             raise DataError(text if processes.topology.is_main else "")
-    train, validation = sources or (None, None)
     return Images(
         train,
         validation,

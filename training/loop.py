@@ -262,7 +262,7 @@ class Trainer:
                 DataError,
                 f"step {done}: {fault}; the last: {self._last_unreadable}; mend that, then rerun the same command",
             )
-        skipped_in_row = result.skipped_in_row.item()
+        skipped_in_row = int(result.skipped_in_row.item())
         waited = max(self.engine.processes.gather(self.engine.data_wait()))
         lap = self._clock.lap(waited)
         values = log_line.values_of(
@@ -298,7 +298,7 @@ class Trainer:
         return log_line.Window(
             epoch=self._epochs(update.end),
             loss=self._loss.item(),
-            correct=self._correct.item(),
+            correct=int(self._correct.item()),
             steps=progression.steps_in_window,
             images=progression.images,
             global_batch=self.recipe.batch.global_,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import IO, Dict, Iterator, List, NamedTuple, Optional
+from typing import IO, Dict, Iterator, List, NamedTuple, Optional, cast
 
 from common.errors import UserError
 from common.files import check_same, writing
@@ -107,7 +107,8 @@ def is_number(value: object) -> bool:
     """Return whether a `value` of an event is a finite number, or null in its place."""
     if value is None:
         return True
-    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
+    # Not a bool, which is an int to isinstance.
+    return type(value) in (int, float) and -_LARGEST <= cast(float, value) <= _LARGEST
 
 
 def length_until(path: Path, step: int) -> int:

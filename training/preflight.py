@@ -50,9 +50,11 @@ def _check_cut(recipe: Recipe) -> None:
 def _check_weights(init_from: str) -> None:
     """Raise CheckpointError where weights that ought to be on this machine are not there."""
     pretrained = timm_weights.parse(init_from)
-    if pretrained is not None and pretrained.file is None:
-        return  # timm downloads them
-    path = Path(init_from if pretrained is None else pretrained.file)
+    path = Path(init_from)
+    if pretrained is not None:
+        if pretrained.file is None:
+            return  # timm downloads them
+        path = Path(pretrained.file)
     remedy = "name a run folder, a checkpoint or a weights file; model.init_from=null starts anew"
     if not path.exists():
         raise CheckpointError(f"model.init_from: {path}: no such file or folder; {remedy}")

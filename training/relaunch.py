@@ -63,7 +63,9 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
             is empty in all instances but the first.
     """
     launched = poprun.launched_by(environment) if recipe.run.device == "ipu" else None
-    fault = poprun.fault(recipe, launched) if launched else ""
+    if launched is None:
+        return
+    fault = poprun.fault(recipe, launched)
     if not fault:
         return
     # The line that fits.

@@ -134,7 +134,9 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
     """
     processes = engine.processes
     model = recipe.model
-    stored = processes.from_main(lambda: weights.read(model.init_from, model.init_weights))
+    path = model.init_from
+    assert path is not None
+    stored = processes.from_main(lambda: weights.read(path, model.init_weights))
     tensors = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
     data_classes = processes.from_main(lambda: _trained_classes(recipe, images))
     fitted = processes.together(
@@ -153,7 +155,10 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
 
 def _trained_classes(recipe: Recipe, images: Images) -> ClassNames:
     named = class_names(recipe.data, "train")
-    return named or ClassNames(images.train.place, tuple(images.classes), sorted=False)
+    if named:
+        return named
+    assert images.train is not None, "the main rank has them"
+    return ClassNames(images.train.place, tuple(images.classes), sorted=False)
 
 
 def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _Newest:

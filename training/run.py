@@ -100,7 +100,7 @@ def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> No
     given, settled, batch = _settle(recipe, processes, continuation, say_first)
     with _run_folder(settled, processes, continuation) as folder:
         output = arithmetic.output_folder(settled)
-        event = processes.from_main(lambda: folder.finished())
+        event = processes.from_main(lambda: folder.finished() if folder else None)
         if event:
             say_first(opening.finished(output, event))
             processes.part()
@@ -212,7 +212,7 @@ def _device_name(wanted: str, place: Topology) -> str:
 
 def _memory_history(recipe: Recipe, processes: Processes, say: Say) -> MemoryHistory:
     place = processes.topology
-    kind = recipe.run.device
+    kind: str = recipe.run.device
     if kind != "ipu":
         kind = device_of(kind, place).type
     folder = Path(arithmetic.output_folder(recipe))
@@ -318,6 +318,7 @@ def _restore(session: _Session, checkpoints: CheckpointFolder) -> Progression:
 def _generation(session: _Session, step: int) -> str:
     """Return the line about a step from which the replicas of an elastic run go on."""
     elastic = session.engine.processes.elastic
+    assert elastic is not None
     replicas = ", ".join(map(str, elastic.replicas))
     where = f"step {step} of {session.lengths.total}"
     return f"generation {elastic.number}: going on at {where} with replicas {replicas}"
@@ -332,7 +333,7 @@ def _resumed(session: _Session, progression: Progression) -> List[str]:
         session.images,
         recipe.precision,
         device="ipu" if on_ipu else session.engine.device.type,
-        threads_before=session.folder and session.folder.first_threads(),
+        threads_before=session.folder.first_threads() if session.folder else None,
     )
     return [f"resuming at step {progression.step} of {session.lengths.total}", *changes]
 

@@ -147,6 +147,7 @@ def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
         Rows with `class`, `images`, `top1`, `taken_for`, the class that most of its misses were
         taken for, and `times`, how many.
     """
+    assert report.confusion is not None
     rows = []
     for label, name in enumerate(names):
         predictions = report.confusion[label].clone()
@@ -200,6 +201,7 @@ def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str)
     """
     from matplotlib.figure import Figure
 
+    assert report.confusion is not None
     shares = report.confusion / report.confusion.sum(1, keepdim=True).clamp(min=1)
     side = 4.5 + 0.12 * min(len(names), _NAMED_CLASSES)  # inches
     figure = Figure(figsize=(side + 1, side), layout="constrained")

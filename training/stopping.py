@@ -10,7 +10,7 @@ them at once, and a terminal's SIGINT is the launcher's.
 
 import os
 import signal
-from typing import Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 _noted: Optional[int] = None
 
@@ -43,10 +43,10 @@ class StopSignals:
     def __init__(self, handler: Callable):
         """Call `handler(number, frame)` for each."""
         self._handler = handler
-        self._numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._numbers: Tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         if launched():
             self._numbers = (signal.SIGUSR1,)
-        self._old: Dict[int, object] = {}
+        self._old: Dict[int, Any] = {}
 
     def __enter__(self) -> None:
         self._old = {number: signal.signal(number, self._handler) for number in self._numbers}

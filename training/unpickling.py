@@ -117,7 +117,7 @@ _SEQUENCES: _Modules = {"collections": ("deque",)}
 
 def _by_name() -> Dict[str, type]:
     tables = ((_Ignored, _IGNORED), (_Mapping, _MAPPINGS), (_Sequence, _SEQUENCES))
-    stand_ins = {}
+    stand_ins: Dict[str, type] = {}
     for stand_in, modules in tables:
         for module, names in modules.items():
             for name in names:

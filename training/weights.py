@@ -63,9 +63,9 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
     """
     pretrained = timm_weights.parse(path)
     # Find the file or folder that is meant.
-    if pretrained is not None and pretrained.file is None:
-        return _download(pretrained.name)
     if pretrained is not None:
+        if pretrained.file is None:
+            return _download(pretrained.name)
         path = pretrained.file
     if Path(path).is_dir():
         return _read_run(Path(path), which, best)

@@ -6,7 +6,7 @@ Facts are those of PopTorch 3.4 and PopART 3.4, named by file.
 
 from __future__ import annotations
 
-from typing import Callable, Dict, NamedTuple, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Tuple
 
 from common.errors import ConfigError
 from recipe.config import Recipe
@@ -54,7 +54,7 @@ class DeviceOptimizer(NamedTuple):
     slots: Dict[str, str]
 
 
-FORMS: Registry[Callable[[Optimizer, Precision], DeviceOptimizer]] = Registry("a form on IPUs")
+FORMS: Registry[Callable[[Any, Precision], DeviceOptimizer]] = Registry("a form on IPUs")
 # (value, source) of arguments; those that are None are left out.
 _Options = Dict[str, Tuple[object, str]]
 _Groups = Tuple[Group, Group]
