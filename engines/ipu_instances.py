@@ -51,8 +51,8 @@ class Instances(Processes):
         """Return the sums of `values` over processes."""
         return torch.stack(self.gather(values)).sum(0)
 
-    def agree(self, value: int) -> int:
-        """Return the largest `value` of all processes."""
+    def agree_late(self, value: int) -> int:
+        """Return the largest `value` of all processes, already at this call."""
         return max(self.gather(value))
 
     def wait_for_all(self) -> None:

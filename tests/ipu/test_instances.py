@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from engines.ipu_instances import Instances
+from parallel.processes import Processes
 from tests.conftest import QUICKSTART, ROOT, TINY
 from tests.ipu.conftest import DOUBLE
 from tests.ipu.test_engine import FLOAT32, LARS, events, moved, trained
@@ -32,6 +34,11 @@ def command(*start, **environment):
 
 def train(*overrides):
     return (sys.executable, "train.py", "--config", QUICKSTART, *TINY, *RECIPE, *overrides)
+
+
+def test_instances_have_the_methods_of_processes_under_their_names():
+    own = {name for name in vars(Instances) if callable(getattr(Instances, name))}
+    assert own <= set(dir(Processes))
 
 
 def test_two_instances_of_the_launcher_learn_what_one_learns(tiny, double, tmp_path):
