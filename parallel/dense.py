@@ -85,8 +85,6 @@ class Half(Dense):
 class NoExchange(Method):
     """Nothing is sent, and replicas drift apart: for measuring what an exchange costs."""
 
-    sums = False
-
     def seconds_over(
         self,
         levels: Sequence[Tuple[int, Link]],

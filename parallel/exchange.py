@@ -167,14 +167,12 @@ class Method(ABC):
     """An exchange method with the keys of a section.
 
     sparse: a replica sends a share of its gradient and keeps the rest as state.
-    sums: the result is the sum over all replicas.
     complete: each replica gets the sum of all gradients, to the rounding of what is sent.
     exact: the same to float32 rounding.
     auto_keys: the keys that `auto` sets in a recipe, beside those that both methods have.
     """
 
     sparse: ClassVar[bool] = False
-    sums: ClassVar[bool] = True
     complete: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     auto_keys: ClassVar[Tuple[str, ...]] = ()
@@ -186,6 +184,11 @@ class Method(ABC):
     def name(self) -> str:
         """Return the method's name, with its pattern if it has several."""
         return self.section.variant
+
+    @property
+    def sums(self) -> bool:
+        """Return whether the result is the sum over all replicas; see `Exchange.sums`."""
+        return self.section.sums
 
     @property
     def work(self) -> str:

@@ -92,12 +92,11 @@ def _late_gradients(recipe: Recipe) -> Iterator[str]:
     wrong.
     """
     exchange = recipe.exchange
-    is_local = exchange.method == "local"
-    if recipe.model.batch_statistics and is_local:
-        yield "exchange.method local: each replica would have its own running statistics; use model.norm=group"
+    if recipe.model.batch_statistics and exchange.is_local:
+        yield f"exchange.method {exchange.method}: each replica would have its own running statistics; use model.norm=group"
     if recipe.model.batch_statistics and exchange.delay:
         yield "exchange.delay: running statistics would be ahead; use model.norm=group or exchange.delay=0"
-    if recipe.precision.dynamic_loss_scale and exchange.delay and not is_local:
+    if recipe.precision.dynamic_loss_scale and exchange.delay and not exchange.is_local:
         late = "exchange.delay: a late overflow would lower the scale of steps that are computed already"
         yield f"{late}; use precision.dynamic_loss_scale=false"
 
@@ -107,8 +106,7 @@ def _growing_batch(recipe: Recipe, batch: Batch) -> Iterator[str]:
     micro batches.
     """
     exchange = recipe.exchange
-    is_plain = exchange.method in ("dense", "none", "auto") and not exchange.in_tree and not exchange.delay
-    if not is_plain:
+    if not exchange.grows or exchange.in_tree or exchange.delay:
         goes = "batch.schedule goes with a dense exchange in fast order without a delay only"
         yield f"{goes}; use exchange.method=dense exchange.order=fast exchange.delay=0"
     if recipe.model.batch_statistics:
@@ -202,12 +200,13 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
     exchange = recipe.exchange
     if exchange.sparse:
         return f"{exchange.method} selects within each stage"
-    if replicas > 1 and exchange.method == "local":
-        return "local takes means of parts of a stage"
+    if replicas > 1 and exchange.is_local:
+        return f"{exchange.method} takes means of parts of a stage"
     if replicas > 1 and exchange.sent_bits:
         return "exchange.bits rounds blocks of a stage"
-    if replicas > 2 and exchange.method == "dense" and not exchange.in_tree:
-        return f"exchange.order fast adds {replicas} replicas' gradients as they lie in a stage"
-    if replicas > 2 and exchange.method != "none" and recipe.model.batch_statistics:
+    if replicas > 2 and exchange.adds_by_place and not exchange.in_tree:
+        rule = "exchange.order fast" if "order" in exchange.own_keys() else exchange.method
+        return f"{rule} adds {replicas} replicas' gradients as they lie in a stage"
+    if replicas > 2 and exchange.sums and recipe.model.batch_statistics:
         return f"running statistics of {replicas} replicas are added as they lie in a stage"
     return ""

@@ -20,7 +20,19 @@ class Exchange(Kind):
 
     tag = "method"
     resets = False
-    sparse: ClassVar[bool] = False  # whether a replica sends only a share of its gradient
+    # What a method of one's own says of itself where it differs; the defaults promise least.
+    # Whether a replica sends only a share of its gradient.
+    sparse: ClassVar[bool] = False
+    # Whether `density` says how much a replica sends.
+    uses_density: ClassVar[bool] = False
+    # Whether replicas make updates alone, so that their weights differ in between.
+    is_local: ClassVar[bool] = False
+    # Whether an update is of the gradients of all replicas, not of each one's own.
+    sums: ClassVar[bool] = True
+    # Whether an update may take several steps, as with a batch that grows.
+    grows: ClassVar[bool] = False
+    # Whether the order in which an element is added up depends on its place in a stage's buffer.
+    adds_by_place: ClassVar[bool] = True
 
     method: str = Field("dense", description="what replicas send, and how it is combined")
     density: float = Field(0.001, gt=0, le=1)
@@ -106,7 +118,9 @@ class Exchange(Kind):
 
 
 class Dense(Exchange):
-    """Sends float32."""
+    """Sends the whole gradient, in float32 or few bits."""
+
+    grows: ClassVar[bool] = True
 
     method: Literal["dense"] = "dense"
     order: Literal["fast", "tree"] = "fast"
@@ -124,6 +138,8 @@ class Dense(Exchange):
 class Half(Exchange):
     """Sends 16 bits and sums in float32."""
 
+    adds_by_place: ClassVar[bool] = False  # each element in the order of replicas
+
     method: Literal["half"] = "half"
     wire: Literal["float16", "bfloat16"] = "float16"
     """type of the values that travel"""
@@ -133,6 +149,8 @@ class _Selecting(Exchange):
     """Keys of the methods that send the largest values of a vector and keep the rest for later
     steps.
     """
+
+    uses_density: ClassVar[bool] = True
 
     compress: Optional[Literal["update", "gradient"]] = None
     """of what the largest values are sent: update, of what a replica's own gradient would change,
@@ -208,6 +226,8 @@ class GTopK(_Merging, Sparse):
 class Local(Exchange):
     """Replicas make some updates alone, then take the mean of their weights (local SGD, DiLoCo)."""
 
+    is_local: ClassVar[bool] = True
+
     method: Literal["local"] = "local"
     local_steps: int = Field(8, ge=1, le=10_000)
     """updates between two means of the same weights"""
@@ -250,6 +270,10 @@ class Local(Exchange):
 class NoExchange(Exchange):
     """Sends nothing, so that replicas drift apart: for measuring what the exchange costs."""
 
+    sums: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
+    adds_by_place: ClassVar[bool] = False
+
     method: Literal["none"] = "none"
 
 
@@ -257,6 +281,9 @@ class Auto(_Merging, _Selecting):
     """Measures the links at the start of a run and takes the method that is predicted to be
     fastest, of those that were measured to keep accuracy.
     """
+
+    grows: ClassVar[bool] = True  # it takes a method that does, too
+    adds_by_place: ClassVar[bool] = False  # to be asked of the method that is taken
 
     method: Literal["auto"] = "auto"
     accept_loss: float = Field(0.5, ge=0, le=100)

@@ -109,7 +109,7 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
 
 def _of_exchange(recipe: Recipe) -> Iterator[Idle]:
     exchange = recipe.exchange
-    if exchange.method in ("dense", "half", "local", "none"):
+    if not exchange.uses_density:
         yield Idle("exchange.density", "exchange.method", "give exchange.method=topk or gtopk")
     if getattr(exchange, "compress", None) == "gradient":
         yield Idle("exchange.sketch", "exchange.compress", "give exchange.compress=update")

@@ -24,6 +24,12 @@ for line in sys.stdin:
     if name == "model":
         from tools import plan
         assert plan.main(["--json", "--config", *overrides]) == 0
+    if name == "exchange":
+        from recipe import batch, checks, loading
+        growing = loading.load(overrides[0], [*overrides[1:], "batch.schedule=[[0,24],[48,48]]"])
+        batch.divide(growing)  # refuses what does not go together
+        assert checks.bound_to_cut(growing, 3) == "part adds 3 replicas' gradients as they lie in a stage"
+        assert checks.bound_to_cut(growing, 2) == ""
 """
 
 ADDITIONS = {

@@ -1,6 +1,6 @@
 """An exchange method of one's own: a part of the dense sum, for no good reason."""
 
-from typing import Literal, Optional, Sequence, Tuple
+from typing import ClassVar, Literal, Optional, Sequence, Tuple
 
 import torch
 from pydantic import Field
@@ -12,6 +12,8 @@ from recipe.exchange import Exchange
 
 class Part(Exchange):
     """Sends float32 and keeps a part of the sum."""
+
+    grows: ClassVar[bool] = True  # a part of a sum is one, of however many steps
 
     method: Literal["part"] = "part"
     part: float = Field(0.5, gt=0, le=1, description="part of the sum that is kept")
