@@ -38,7 +38,7 @@ class NotLeftOut(UnreadableImage):
 class TrainingBatches:
     """One replica's micro batches of the steps first_step <= step < last_step, in order.
 
-    An iterator. Steps count updates from the start of the run, so a resumed run gets the same
+    An iterator. Steps are counted from the start of the run, so a resumed run gets the same
     batches. Workers load ahead over the ends of epochs. Iterating raises UnreadableImage where
     data.bad_images is error.
     """

@@ -1,9 +1,9 @@
 """Learning rates as pure functions of the step: nothing to save, nothing to restore.
 
-`step` counts the optimizer updates done so far, from 0; rates are those of the step, not per image.
-All begin with a linear warm-up from 0 to `peak` over `lengths.warmup` steps. The rest is registered
-for the class of the section: a function of section, peak and lengths that returns the rate as a
-function of the step.
+`step` is the number of steps done so far, from 0; rates are those of an update of one step, not per
+image. All begin with a linear warm-up from 0 to `peak` over `lengths.warmup` steps. The rest is
+registered for the class of the section: a function of section, peak and lengths that returns the
+rate as a function of the step.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _DESCRIBED = (
 
 @dataclass(frozen=True)
 class Lengths:
-    """The run in optimizer steps. `dropped` images an epoch are left over after its last whole
+    """The run in steps. `dropped` images an epoch are left over after its last whole
     step.
     """
 

@@ -93,7 +93,8 @@ def _late_gradients(recipe: Recipe) -> Iterator[str]:
     """
     exchange = recipe.exchange
     if recipe.model.batch_statistics and exchange.is_local:
-        yield f"exchange.method {exchange.method}: each replica would have its own running statistics; use model.norm=group"
+        own = "each replica would have its own running statistics"
+        yield f"exchange.method {exchange.method}: {own}; use model.norm=group"
     if recipe.model.batch_statistics and exchange.delay:
         yield "exchange.delay: running statistics would be ahead; use model.norm=group or exchange.delay=0"
     if recipe.precision.dynamic_loss_scale and exchange.delay and not exchange.is_local:

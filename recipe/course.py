@@ -1,8 +1,9 @@
 """Updates of a run whose batch grows: `batch.schedule`.
 
 A run counts in steps of `batch.global` images. An update takes one step or, with a larger batch,
-several, so rates, epochs, the order of images and random draws depend on the images seen, not on
-the number of updates. An update ends at the latest where an epoch, a part of the schedule or the
+several, so rates, epochs, the order of images and the draws for images and layers depend on the
+images seen, not on the number of updates; stochastic rounding, and what an optimizer counts, follow
+the index of the update. An update ends at the latest where an epoch, a part of the schedule or the
 run ends.
 
 With the schedule `noise` the batch is doubled at the end of an epoch if the noise scale, less a

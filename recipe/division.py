@@ -13,7 +13,7 @@ from common.text import count
 
 @dataclass(frozen=True)
 class Batch:
-    """The division of a step (an optimizer update) of `global_` images.
+    """The division of the `global_` images of a step.
 
     Each of `replicas` copies of the model, cut into `stages`, takes `accumulation` micro batches of
     `micro` images.

@@ -190,6 +190,9 @@ def common(known: Sequence[Known]) -> Optional[int]:
 def identity(recipe: Recipe, sources: Sequence[Source]) -> Dict[str, str]:
     """Return digests of what a replica that is taken in must have as the others have it.
 
+    This is stricter than a run that resumes (`_FREE` in training/run_folder.py): no key of the
+    recipe may differ, and no line of the code, as a generation has only one of each.
+
     Args:
         recipe: of the run.
         sources: its images.

@@ -44,7 +44,7 @@ class Session(NamedTuple):
     name: of the run.
     recipe: its sections.
     folder: of the run.
-    step: updates done so far.
+    step: steps done so far.
     earlier: None in a run's first session, and for loggers of no service.
     say: prints a line.
     """
@@ -79,7 +79,7 @@ class Logger:
 
         Args:
             kind: train, eval, checkpoint or end.
-            step: updates done.
+            step: steps done.
             values: its fields but `event` and `step`.
         """
 
@@ -199,7 +199,7 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
 
     Args:
         recipe: of the run.
-        step: updates done.
+        step: steps done.
         say: prints a line.
 
     Raises:

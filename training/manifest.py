@@ -25,7 +25,7 @@ class File(NamedTuple):
 class Manifest(NamedTuple):
     """Facts about a checkpoint.
 
-    step: updates done.
+    step: steps done.
     bytes, sha256: length and checksum of its file, see `File`.
     top1: share in [0, 1]; None if it was not scored.
     replicas: a file for each replica that has a state of its own.

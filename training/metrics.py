@@ -1,6 +1,6 @@
 """metrics.jsonl: the events of a run, one JSON object a line. Loads no torch.
 
-An event has `event` (train, eval, checkpoint or end) and `step` (updates done).
+An event has `event` (train, eval, checkpoint or end) and `step` (steps done).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def length_until(path: Path, step: int) -> int:
 
     Args:
         path: of the file; 0 is returned if there is none.
-        step: updates done.
+        step: steps done.
     """
     # A damaged line ends what is kept: nobody knows what stood there.
     length = 0

@@ -40,7 +40,7 @@ class Monitor:
 
         Args:
             kind: train, eval, checkpoint or end.
-            step: updates done.
+            step: steps done.
             values: for metrics.jsonl; loggers get the numbers among them.
             text: for the terminal; empty: none.
         """

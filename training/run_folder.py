@@ -29,8 +29,10 @@ DECISIONS = "decisions.json"
 _LOCK = "lock"
 _ENVIRONMENT = "environment.json"
 _ANOTHER_FOLDER = "choose another folder by run.output=FOLDER"
-# Keys that may change between the sessions of one run: they say where and how it is computed, not
-# what is learned.
+# Keys that may change between the sessions of one run: they say where and how it is computed, and
+# change what is learned no more than rule 1 of docs/architecture.md says. Only the last two of
+# `data` can change more, at the user's word. A replica that joins an elastic run must have the same
+# values of all keys, and the same code: see `identity` in training/elastic.py.
 _FREE = {
     "run": {"name", "output", "device", "resume", "lock", "threads"},
     "batch": {"evaluation"},

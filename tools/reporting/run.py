@@ -393,7 +393,7 @@ def device(run: Run) -> Optional[str]:
 class SessionTime(NamedTuple):
     """Seconds of one session by what they went to.
 
-    first, last: updates done before and after it.
+    first, last: steps done before and after it.
     """
 
     first: int
