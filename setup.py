@@ -31,8 +31,12 @@ def moved(source: str) -> str:
     rooms = "|".join(ROOMS)
     found = re.search(rf"^ *import ({rooms})\b", source, re.MULTILINE)
     if found:
-        raise ValueError(f"write `from ROOM import NAME`: `{found.group().strip()}` cannot be moved into a package")
-    return re.sub(rf"^( *from )({rooms})\b(?=[\w.]* import )", rf"\1{NAME}.\2", source, flags=re.MULTILINE)
+        raise ValueError(
+            f"write `from ROOM import NAME`: `{found.group().strip()}` cannot be moved into a package"
+        )
+    return re.sub(
+        rf"^( *from )({rooms})\b(?=[\w.]* import )", rf"\1{NAME}.\2", source, flags=re.MULTILINE
+    )
 
 
 class Build(build_py):
@@ -48,7 +52,11 @@ class Build(build_py):
 
 
 if __name__ == "__main__":
-    found = (path.parent.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("__init__.py"))
+    found = (
+        path.parent.relative_to(ROOT).as_posix()
+        for room in ROOMS
+        for path in (ROOT / room).rglob("__init__.py")
+    )
     folders = {f"{NAME}.{folder.replace('/', '.')}": folder for folder in found}
     setup(
         packages=list(folders),

@@ -67,10 +67,15 @@ class Parser(argparse.ArgumentParser):
 def add_choice_of_weights(parser):
     """Add --weights and --best to a parser, by which commands choose among a run's weights."""
     which = (
-        "which weights of a run (default: trained; with --best those that scored best); ema: of other programs' files"
+        "which weights of a run (default: trained; with --best those that scored best); "
+        "ema: of other programs' files"
     )
-    parser.add_argument("--weights", choices=("trained", "step_average", "epoch_average", "ema"), help=which)
-    parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the best top-1")
+    parser.add_argument(
+        "--weights", choices=("trained", "step_average", "epoch_average", "ema"), help=which
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="of a run, the checkpoint with the best top-1"
+    )
 
 
 def naming(config, function, recipe):

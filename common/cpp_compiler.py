@@ -64,7 +64,11 @@ def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) ->
         folder = Path(name)
         # Copies are compiled: a file that is edited meanwhile cannot come under the digest of what
         # it was.
-        digests = {file.name: _copied(file, folder) for file in source.parent.iterdir() if file.suffix in _SUFFIXES}
+        digests = {
+            file.name: _copied(file, folder)
+            for file in source.parent.iterdir()
+            if file.suffix in _SUFFIXES
+        }
         # The macros name the compiler's version and each set of instructions that the processor
         # has.
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull], folder / "messages")
@@ -81,7 +85,9 @@ def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) ->
         return loaded
 
 
-def _compiled(command: Sequence[str], source: Path, functions: Sequence[str]) -> Tuple[ctypes.CDLL, bytes]:
+def _compiled(
+    command: Sequence[str], source: Path, functions: Sequence[str]
+) -> Tuple[ctypes.CDLL, bytes]:
     """Compile a file beside itself. Returns: the library, loaded, and its content."""
     made = source.with_suffix(".so")
     _run([*command, str(source), "-o", str(made)], source.parent / "messages")
@@ -110,7 +116,9 @@ def _compiler() -> List[str]:
 def _for_torch(flags: Sequence[str]) -> List[str]:
     """Return the flags, restricted to the instructions that torch's own kernels use."""
     restricted = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
-    return ["-march=x86-64-v3" if restricted and flag == "-march=native" else flag for flag in flags]
+    return [
+        "-march=x86-64-v3" if restricted and flag == "-march=native" else flag for flag in flags
+    ]
 
 
 def _run(command: Sequence[str], messages: Path) -> bytes:
@@ -138,7 +146,9 @@ def _run(command: Sequence[str], messages: Path) -> bytes:
     printed = messages.read_bytes()
     if process.returncode:
         text = printed.decode(errors="replace").strip()
-        raise CompilerError(text or f"{command[0]} ended with {process.returncode} and printed nothing")
+        raise CompilerError(
+            text or f"{command[0]} ended with {process.returncode} and printed nothing"
+        )
     return printed
 
 
@@ -148,7 +158,9 @@ def _wait(compiler: str, process: subprocess.Popen, messages: Path) -> None:
         if time.monotonic() > deadline:
             raise CompilerError(f"{compiler} was ended after {_SECONDS:.0f} s without a result")
         if messages.stat().st_size > _MOST_BYTES:
-            raise CompilerError(f"{compiler} was ended after it had printed {_MOST_BYTES >> 20} MiB")
+            raise CompilerError(
+                f"{compiler} was ended after it had printed {_MOST_BYTES >> 20} MiB"
+            )
         time.sleep(_POLL_SECONDS)
 
 

@@ -18,7 +18,9 @@ _USER = re.compile(r'(\bhttps?://)[^\s/?#"]*@|(://)[^\s/?#":@]*:[^\s/?#"]*@', re
 # parameters or a fragment of any form; others by ?name=value or ;name=value only, as these
 # characters may be in the names of their files.
 _PLACE = r"""(?:\bhttps?://[^{no}?#;]*(?=[?#;][^{no}])|://[^{no}]*?(?=[?;][^{no}=/?;]+=))"""
-_PLACE_IN_TEXT = re.compile(rf"""({_PLACE.format(no=chr(92) + "s'" + '"')})[^\s"']+""", re.IGNORECASE)
+_PLACE_IN_TEXT = re.compile(
+    rf"""({_PLACE.format(no=chr(92) + "s'" + '"')})[^\s"']+""", re.IGNORECASE
+)
 _PLACE_OF_URL = re.compile(_PLACE.format(no=r"\n"), re.IGNORECASE)
 _SCHEME = re.compile(r"\b[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _HOST = re.compile(r"\bhttps?://([^\s/:?#;]+)")
@@ -47,7 +49,9 @@ def take(url: str) -> str:
         fault = "a URL whose password has / (write %2F), ? (%3F) or # (%23) in it"
         raise ValueError(f"{fault}; write those as given here")
     if "#" in url and _HOST.search(url):
-        raise ValueError("a web address with # in it, behind which nothing is sent; remove it, or write %23 in a name")
+        raise ValueError(
+            "a web address with # in it, behind which nothing is sent; remove it, or write %23 in a name"
+        )
     if public != url:
         _known[public.rstrip("/")] = url
     if public != given:

@@ -22,7 +22,9 @@ def expanded(path: str) -> str:
     found = os.path.expanduser(path)
     if found.startswith("~"):
         user = path.partition("/")[0]
-        raise ValueError(f"{user} is no home folder here; correct the path, or write ./{user} for that name")
+        raise ValueError(
+            f"{user} is no home folder here; correct the path, or write ./{user} for that name"
+        )
     return found
 
 

@@ -69,10 +69,14 @@ _Loader.yaml_implicit_resolvers = {
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _class in (_Loader, Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf")
+    )
     # Longer ones become floats, as Python refuses to read and to print integers of thousands of
     # digits.
-    _class.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]{1,300}$"), list("-+0123456789"))
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]{1,300}$"), list("-+0123456789")
+    )
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"),
@@ -85,7 +89,9 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str) or key in seen:
-            fault = f"key {key} is given twice" if isinstance(key, str) else f"key {key!r} is not text"
+            fault = (
+                f"key {key} is given twice" if isinstance(key, str) else f"key {key!r} is not text"
+            )
             raise yaml.constructor.ConstructorError(None, None, fault, key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
@@ -118,7 +124,9 @@ class _ValueLoader(_Loader):
         skipped = self.buffer[before : self.pointer]
         _, mark, comment = skipped.partition("#")
         if mark:
-            raise _Comment(f"{mark}{comment} would be dropped as a comment; leave it out, or quote the whole text")
+            raise _Comment(
+                f"{mark}{comment} would be dropped as a comment; leave it out, or quote the whole text"
+            )
 
 
 def parse_yaml(text: str, place: str) -> Any:

@@ -143,7 +143,9 @@ def _divided(blocks: Blocks, automatic: Callable[[], Tuple[Sequence[str], str]])
         raise ConfigError(f"parallel.split: {error}") from None
     for names in divided:
         if not trained.intersection(names):
-            raise ConfigError(f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind")
+            raise ConfigError(
+                f"parallel.split: the stage of {', '.join(names)} has no parameters; cut further behind"
+            )
     return Parts(divided, note)
 
 

@@ -31,9 +31,13 @@ def device_of(wanted: str, topology: Topology) -> torch.device:
     """
     available = torch.cuda.is_available()
     if wanted != "cpu" and torch.version.hip:  # its devices are called cuda, too
-        raise ConfigError(f"run.device {wanted}: this PyTorch is for ROCm; {_SUPPORTED}; use run.device=cpu")
+        raise ConfigError(
+            f"run.device {wanted}: this PyTorch is for ROCm; {_SUPPORTED}; use run.device=cpu"
+        )
     if wanted == "cuda" and not available:
-        raise ConfigError("run.device cuda: PyTorch finds no CUDA device here; use run.device=cpu or auto")
+        raise ConfigError(
+            "run.device cuda: PyTorch finds no CUDA device here; use run.device=cpu or auto"
+        )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     if topology.world == 1:
@@ -159,7 +163,9 @@ def _check_cublas() -> None:
             f"run.deterministic: CUDA has started without CUBLAS_WORKSPACE_CONFIG; set it to {wanted} before"
         )
     if given not in (None, *_REPEATING):
-        raise ConfigError(f"run.deterministic: CUBLAS_WORKSPACE_CONFIG is {given}; set it to {wanted}, or unset it")
+        raise ConfigError(
+            f"run.deterministic: CUBLAS_WORKSPACE_CONFIG is {given}; set it to {wanted}, or unset it"
+        )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _REPEATING[0])
 
 

@@ -121,7 +121,9 @@ class Delay:
     entries: gradients to be applied, oldest first.
     """
 
-    def __init__(self, gradients: torch.Tensor, steps: int, exchange: Optional[Callable[..., None]]):
+    def __init__(
+        self, gradients: torch.Tensor, steps: int, exchange: Optional[Callable[..., None]]
+    ):
         """
         Args:
             gradients: float32 [length], the buffer of a step's gradients and of the update; it
@@ -361,7 +363,9 @@ class GradientExchange:
         """
         delayed = saved.get("delayed", {})
         if len(delayed) > self._late:
-            raise ValueError(f"{len(delayed)} gradients are still to be applied, but exchange.delay is {self._late}")
+            raise ValueError(
+                f"{len(delayed)} gradients are still to be applied, but exchange.delay is {self._late}"
+            )
         if self._delay is not None:
             self._delay.wait()
             self._delay.entries = deque()
@@ -412,7 +416,9 @@ class GradientExchange:
         own = self._running.state()
         means = self._running.states_are_means
         if count and not own:
-            raise ValueError(f"{count} replicas have kept a part of their gradients; exchange.method is not sparse")
+            raise ValueError(
+                f"{count} replicas have kept a part of their gradients; exchange.method is not sparse"
+            )
         if not own or (means and not count):
             return  # such replicas begin with the common state
         # Each replica takes the share of those whose images it computes now.

@@ -63,7 +63,9 @@ class Feed:
         self._device = device
         self._sent: List[Tuple[dist.Work, torch.Tensor]] = []
         self._mixed = _Mixed((), None)
-        self._waiting: Deque[tuple] = deque()  # labels on their way from the first stage to the last
+        self._waiting: Deque[tuple] = (
+            deque()
+        )  # labels on their way from the first stage to the last
 
     @property
     def image_dtype(self) -> torch.dtype:

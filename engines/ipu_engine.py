@@ -131,7 +131,9 @@ class IpuEngine(Engine):
         for name in recipe.ipu.keep_activations:
             if name not in names:
                 listed = ", ".join(names)
-                raise ConfigError(f"ipu.keep_activations: {name} is not a block; the blocks are {listed}")
+                raise ConfigError(
+                    f"ipu.keep_activations: {name} is not a block; the blocks are {listed}"
+                )
         for number, part in enumerate(parts):
             for model in models:
                 first = model.get_submodule(part[0])

@@ -30,10 +30,14 @@ from optim.norms import norm
 from recipe.course import Update
 from recipe.division import Batch
 
-_EVERY = 4  # updates, of which one is measured: reading each micro batch's gradient again takes time
+_EVERY = (
+    4  # updates, of which one is measured: reading each micro batch's gradient again takes time
+)
 _MOST = 8  # micro batches of a step that are measured
 _DECAY = 0.96  # of the averages, in each measured update: about the last two hundred updates count
-_MOMENTS = 7  # sums over updates: weights, squared weights; weighted S, |G|^2, their squares, product
+_MOMENTS = (
+    7  # sums over updates: weights, squared weights; weighted S, |G|^2, their squares, product
+)
 _FEWEST = 10.0  # measured updates, as they count, from which a standard error means something
 _WHOLE = ""  # the name under which the whole model's averages are kept
 _SQUARES = "squared norms"  # the name under which processes add them up

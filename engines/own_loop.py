@@ -291,7 +291,9 @@ def _checked(
             parameters[name] = parameter
     dtype, device = _kind(parameters)
     if not isinstance(accumulation, int) or accumulation < 1:
-        raise ConfigError(f"accumulation is {accumulation!r}; use a whole number of backward passes, 1 or more")
+        raise ConfigError(
+            f"accumulation is {accumulation!r}; use a whole number of backward passes, 1 or more"
+        )
     batch = Batch(
         global_=accumulation * replicas,
         micro=1,
@@ -316,7 +318,9 @@ def _kind(parameters: Mapping[str, nn.Parameter]) -> Tuple[torch.dtype, torch.de
     if not kinds:
         raise ConfigError("no parameter of the module requires a gradient")
     if len(kinds) > 1:
-        raise ConfigError(f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds")
+        raise ConfigError(
+            f"the parameters must be of one dtype on one device, but there are {len(kinds)} kinds"
+        )
     ((dtype, device),) = kinds
     if dtype not in DTYPES.values():
         raise ConfigError(f"the parameters are {dtype}; use one of {', '.join(DTYPES)}")
@@ -330,14 +334,18 @@ def _recipe(
 ) -> Recipe:
     """Return a recipe with the user's sections, read as if they stood in a file."""
     if not _are_sections(sections):
-        raise ConfigError(f"sections is {sections!r}; use a dictionary of dictionaries: {{section: {{key: value}}}}")
+        raise ConfigError(
+            f"sections is {sections!r}; use a dictionary of dictionaries: {{section: {{key: value}}}}"
+        )
     for name in sorted(set(sections) - set(_SECTIONS)):
         raise ConfigError(f"{name} is none of the sections {', '.join(_SECTIONS)}")
     # The module says in which dtype it computes.
     compute = next(name for name, known in DTYPES.items() if known == dtype)
     precision = {"compute": compute, **sections.get("precision", {})}
     if precision["compute"] != compute:
-        raise ConfigError(f"precision.compute is the dtype of the module's parameters, {compute}; leave it out")
+        raise ConfigError(
+            f"precision.compute is the dtype of the module's parameters, {compute}; leave it out"
+        )
     # A recipe needs a length and a learning rate, which the user's loop has.
     content = {name: dict(section) for name, section in sections.items()}
     content["precision"] = precision
@@ -346,7 +354,9 @@ def _recipe(
     try:
         text = json.dumps(content)
     except TypeError as error:
-        raise ConfigError(f"sections: values are numbers, text and lists, as in YAML: {error}") from None
+        raise ConfigError(
+            f"sections: values are numbers, text and lists, as in YAML: {error}"
+        ) from None
     return loading.loads(text, "sections")
 
 
@@ -377,7 +387,9 @@ class _Group(Processes):
             rank = dist.get_rank(group)
             self._world = dist.get_world_size(group)
         if rank < 0:
-            raise ConfigError("this process is not in the group; only its members make the optimizer")
+            raise ConfigError(
+                "this process is not in the group; only its members make the optimizer"
+            )
         self.topology = Topology(self._world, 1, rank, rank)
         self._host = group if self._world > 1 else None
         self.replica_group = self._host

@@ -163,7 +163,9 @@ def _check_can_be_sent(name: str, value: Any) -> None:
         if applies:
             raise ConfigError(f"{name} is a tensor that is {kind}; replicas cannot be given it")
     if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape)):
-        raise ConfigError(f"{name} is an expanded tensor, which cannot be written to; register its .clone()")
+        raise ConfigError(
+            f"{name} is an expanded tensor, which cannot be written to; register its .clone()"
+        )
 
 
 def _broadcast(
@@ -183,7 +185,9 @@ def _packed(extra: Mapping[str, Any]) -> bytes:
     except Exception as error:  # whatever an object of the user raises
         names = ", ".join(extra)
         reason = first_line(error)
-        raise ConfigError(f"{names}: the extra state of a module must be picklable ({reason})") from None
+        raise ConfigError(
+            f"{names}: the extra state of a module must be picklable ({reason})"
+        ) from None
 
 
 def _load(module: nn.Module, state: Mapping[str, Any], names: List[str]) -> None:

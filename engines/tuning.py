@@ -117,13 +117,17 @@ def _check_on_gpu(kernels: str) -> None:
     if kernels == "native":
         raise ConfigError("engine.kernels native: they are for CPUs; use engine.kernels=auto")
     if kernels not in ("auto", "torch") and not patching.available():
-        raise ConfigError(f"engine.kernels {kernels}: Triton is not installed; use engine.kernels=auto")
+        raise ConfigError(
+            f"engine.kernels {kernels}: Triton is not installed; use engine.kernels=auto"
+        )
 
 
 def _check_on_cpu(section: EngineSection, compute: torch.dtype) -> None:
     kernels = section.kernels
     if kernels not in ("auto", "native", "torch"):
-        raise ConfigError(f"engine.kernels {kernels}: Triton's kernels need a CUDA device; use engine.kernels=auto")
+        raise ConfigError(
+            f"engine.kernels {kernels}: Triton's kernels need a CUDA device; use engine.kernels=auto"
+        )
     # Values that no candidate of a CPU has together.
     allowed = [candidate for candidate in _ON_CPU if _allows(section, candidate)]
     if not allowed and kernels == "native":

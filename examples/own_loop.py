@@ -21,7 +21,9 @@ PEAK_RATE = 4.0
 def load(split):
     """Return images [N, 3, 8, 8] from 0 to 1 and labels [N] of a `split` of the digits."""
     source = DigitsSource(split)
-    images = torch.stack([torch.as_tensor(source.read(index)) for index in range(len(source.labels))])
+    images = torch.stack(
+        [torch.as_tensor(source.read(index)) for index in range(len(source.labels))]
+    )
     return images / 255, torch.as_tensor(source.labels)
 
 

@@ -166,7 +166,9 @@ def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
     stages = [list(names[start:end]) for start, end in zip(edges, edges[1:])]
     if not all(stages):
         given = ", ".join(cuts)
-        raise ValueError(f"the cut points {given} leave a stage empty; order them as the blocks run")
+        raise ValueError(
+            f"the cut points {given} leave a stage empty; order them as the blocks run"
+        )
     return stages
 
 

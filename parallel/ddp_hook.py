@@ -56,7 +56,9 @@ class SparseState:
             ValueError: `dense_steps` is below 2.
         """
         if dense_steps < 2:
-            raise ValueError(f"dense_steps must be at least 2, found {dense_steps}: DDP forms its buckets anew")
+            raise ValueError(
+                f"dense_steps must be at least 2, found {dense_steps}: DDP forms its buckets anew"
+            )
         self._group = distributed.group.WORLD if group is None else group
         self._section = _section(density, pattern, wire)
         # What an exchange asks of the engine's processes: this hook knows one stage only.

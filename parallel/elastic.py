@@ -219,7 +219,9 @@ class Elastic:
                 LEFT_OUT,
             )
         except TooFew:
-            fault = f"fewer replicas are left than parallel.minimum {self._minimum}; rerun to resume"
+            fault = (
+                f"fewer replicas are left than parallel.minimum {self._minimum}; rerun to resume"
+            )
             ending.leave(fault if self._membership.member.replica == 0 else "")
         except RuntimeError:
             self._leave_without_store()

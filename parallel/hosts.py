@@ -77,9 +77,13 @@ def find(
     if master is None:
         missing.append("--master")
     if missing:
-        raise UserError(f"--nnodes {nnodes} also needs {' and '.join(missing)}, e.g. --node-rank 0 --master 10.0.0.1")
+        raise UserError(
+            f"--nnodes {nnodes} also needs {' and '.join(missing)}, e.g. --node-rank 0 --master 10.0.0.1"
+        )
     if not 0 <= node_rank < nnodes:
-        raise UserError(f"--node-rank {node_rank} is none of 0 to {nnodes - 1}, which --nnodes {nnodes} has")
+        raise UserError(
+            f"--node-rank {node_rank} is none of 0 to {nnodes - 1}, which --nnodes {nnodes} has"
+        )
     host, port = _host_and_port(master)
     return Hosts(nnodes, node_rank, host, port)
 
@@ -91,9 +95,13 @@ def _host_and_port(text: str) -> Tuple[str, int]:
         host = text
         port = str(_PORT)
     elif ":" in host and not host.startswith("["):
-        raise UserError(f"--master {text}: write an IPv6 address in brackets, e.g. [fd00::1]:{_PORT}")
+        raise UserError(
+            f"--master {text}: write an IPv6 address in brackets, e.g. [fd00::1]:{_PORT}"
+        )
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"--master {text} is not HOST or HOST:PORT with a port from 1 to 65535, e.g. 10.0.0.1:{_PORT}")
+        raise UserError(
+            f"--master {text} is not HOST or HOST:PORT with a port from 1 to 65535, e.g. 10.0.0.1:{_PORT}"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -107,7 +115,9 @@ def _from_slurm(environment: Mapping[str, str]) -> Hosts:
         return Hosts()
     tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
     if tasks != nodes:
-        raise UserError(f"SLURM started {tasks} tasks on {nodes} nodes; start one each: srun --ntasks-per-node=1")
+        raise UserError(
+            f"SLURM started {tasks} tasks on {nodes} nodes; start one each: srun --ntasks-per-node=1"
+        )
     names = _slurm_names(environment)
     this = environment.get("SLURM_NODEID", "")
     if len(names) != int(nodes) or not this.isdecimal() or int(this) >= int(nodes):
@@ -148,7 +158,9 @@ def listen(hosts: Hosts) -> socket.socket:
         found = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         fault = getattr(error, "strerror", None) or "is no name of a host"
-        raise UserError(f"--master {hosts.master}: {fault}; give a name or an address that exists") from None
+        raise UserError(
+            f"--master {hosts.master}: {fault}; give a name or an address that exists"
+        ) from None
     family, _, _, _, (address, *_) = found[0]
     is_loopback = address == "::1" or address.startswith("127.")
     if is_loopback and hosts.number > 1 and hosts.master not in ("localhost", address):

@@ -188,7 +188,9 @@ def number(environment: Mapping[str, str], name: str, launcher: str) -> int:
     """
     text = environment.get(name)
     if text is None:
-        raise ConfigError(f"{launcher} sets {name}, but it is missing in the environment; start by ./run_pod.sh")
+        raise ConfigError(
+            f"{launcher} sets {name}, but it is missing in the environment; start by ./run_pod.sh"
+        )
     if not text.isdecimal():
         raise ConfigError(f"{name} {text!r} in the environment is no number; unset it")
     return int(text)
@@ -217,5 +219,7 @@ def _read(
     own = number(environment, rank, launcher)
     on_host = number(environment, local_rank, launcher)
     if own >= count:
-        raise ConfigError(f"{rank} {own} is not below {world} {count} in the environment; unset both")
+        raise ConfigError(
+            f"{rank} {own} is not below {world} {count} in the environment; unset both"
+        )
     return Launched(launcher, world=count, rank=own, local_rank=on_host, counted_by=world)

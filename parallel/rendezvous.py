@@ -259,7 +259,9 @@ class Others:
                 "and that --master and POD_TOKEN are the same on all hosts"
             )
         if joined and not is_own:
-            raise UserError(f"another host has said --node-rank {self.hosts.this} already; number the hosts from 0")
+            raise UserError(
+                f"another host has said --node-rank {self.hosts.this} already; number the hosts from 0"
+            )
         return joined
 
     def _missing(self, joined: bool) -> List[int]:

@@ -123,11 +123,15 @@ def _with_micro_batch(recipe: Recipe, micro: int, replicas: int) -> Batch:
         below = images // unit * unit
         above = below + unit
         nearest = f"{below} or {above}" if below else f"{above}"
-        raise ConfigError(f"batch.global {images} is not a multiple of {micro} micro{product}; nearest: {nearest}")
+        raise ConfigError(
+            f"batch.global {images} is not a multiple of {micro} micro{product}; nearest: {nearest}"
+        )
     micro_batches = images // micro
     if micro_batches < replicas:
         few = f"batch.global {images} is {count(micro_batches, 'micro batch', 'micro batches')} of {micro}"
-        raise ConfigError(f"{few}, too few for {count(replicas, 'replica')}; lower batch.micro or start fewer")
+        raise ConfigError(
+            f"{few}, too few for {count(replicas, 'replica')}; lower batch.micro or start fewer"
+        )
     accumulation = micro_batches // replicas
     batch = Batch(images, micro, accumulation, replicas, recipe.parallel.stages)
     # The pipeline needs some micro batches on each replica. Where there are too few, `check` says
@@ -146,10 +150,17 @@ def whole_pod(recipe: Recipe) -> Recipe:
     """
     pod = recipe.ipu.pod
     stages = recipe.parallel.stages
-    if recipe.run.device != "ipu" or pod is None or recipe.parallel.replicas or poprun.launched_by(os.environ):
+    if (
+        recipe.run.device != "ipu"
+        or pod is None
+        or recipe.parallel.replicas
+        or poprun.launched_by(os.environ)
+    ):
         return recipe
     if pod % stages:
-        raise ConfigError(f"ipu.pod {pod} is not a multiple of parallel.stages {stages}; correct one of them")
+        raise ConfigError(
+            f"ipu.pod {pod} is not a multiple of parallel.stages {stages}; correct one of them"
+        )
     parallel = recipe.parallel.model_copy(update={"replicas": pod // stages})
     return recipe.model_copy(update={"parallel": parallel})
 
@@ -191,7 +202,9 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     delay = recipe.exchange.delay
     if delay >= total:
         fault = f"exchange.delay {delay} is not shorter than the run of {count(total, 'step')}"
-        raise ConfigError(f"{fault}: no gradient would ever be applied; lower it or raise run.{_given(recipe.run)}")
+        raise ConfigError(
+            f"{fault}: no gradient would ever be applied; lower it or raise run.{_given(recipe.run)}"
+        )
     return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
 
 
@@ -241,7 +254,9 @@ def steps_per_epoch(train_images: int, global_batch: int) -> int:
     return train_images // global_batch
 
 
-def in_steps(epochs: float | None, steps: int | None, images: int | None, per_epoch: int, global_batch: int) -> int:
+def in_steps(
+    epochs: float | None, steps: int | None, images: int | None, per_epoch: int, global_batch: int
+) -> int:
     """Return a duration in whole steps; 0 if none of the three is given.
 
     Args:
@@ -348,7 +363,11 @@ def _changed_keys(name: str, section: Section) -> str:
     if tag is not None:
         keys[tag] = getattr(section, tag)
     keys.update(section.changes())
-    return ", ".join(f"{key} {as_yaml(value)}" for key, value in keys.items() if f"{name}.{key}" not in _DESCRIBED)
+    return ", ".join(
+        f"{key} {as_yaml(value)}"
+        for key, value in keys.items()
+        if f"{name}.{key}" not in _DESCRIBED
+    )
 
 
 def _images(recipe: Recipe) -> Tuple[str, int | None]:

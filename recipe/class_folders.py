@@ -23,7 +23,9 @@ _NOT_OF_THE_USER = (
 
 _EXTENSIONS = (b".jpg", b".jpeg", b".png")
 # A user who has these beside others may think that they are read.
-_OTHER_IMAGES = b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
+_OTHER_IMAGES = (
+    b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
+)
 
 
 def class_folders(folder: str) -> Tuple[str, ...]:
@@ -33,7 +35,11 @@ def class_folders(folder: str) -> Tuple[str, ...]:
         DataError: the folder cannot be listed, or has none.
     """
     place = os.fsencode(folder)
-    folders = [entry for entry in listed(place) if is_folder(entry) and why_left_out(entry, [place]) is None]
+    folders = [
+        entry
+        for entry in listed(place)
+        if is_folder(entry) and why_left_out(entry, [place]) is None
+    ]
     names = sorted(entry.name for entry in folders)
     if not names:
         raise DataError(f"{folder}: no class folders; it must hold one folder of images per class")

@@ -19,7 +19,9 @@ from recipe.section import PathText, Section, check_pairs, exactly_one, or_auto
 class Run(Section):
     """One run: its name, place, device and length."""
 
-    name: str = Field("run", pattern=r"^\w[\w.-]*$", description="name in logs and of the default output folder")
+    name: str = Field(
+        "run", pattern=r"^\w[\w.-]*$", description="name in logs and of the default output folder"
+    )
     output: Optional[PathText] = Field(None, description="run folder; null means runs/NAME")
     device: Literal["auto", "cpu", "cuda", "ipu"] = "auto"
     """auto takes an NVIDIA GPU if there is any, else the CPU; cuda is NVIDIA's only; IPUs are used
@@ -181,7 +183,9 @@ class Recipe(Section):
     def _name_what_is_compressed(self) -> "Recipe":
         if "compress" in type(self.exchange).model_fields and self.exchange.compress is None:
             compress = "update" if self.exchange.compresses_update(self.optimizer) else "gradient"
-            object.__setattr__(self, "exchange", self.exchange.model_copy(update={"compress": compress}))
+            object.__setattr__(
+                self, "exchange", self.exchange.model_copy(update={"compress": compress})
+            )
         return self
 
 

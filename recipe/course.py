@@ -47,7 +47,9 @@ class Update(NamedTuple):
 class Course:
     """The updates of a run."""
 
-    def __init__(self, recipe: Recipe, steps_per_epoch: int, total: int, growth: Sequence[Sequence[int]] = ()):
+    def __init__(
+        self, recipe: Recipe, steps_per_epoch: int, total: int, growth: Sequence[Sequence[int]] = ()
+    ):
         """
         Args:
             recipe: of the run, of which the section `batch` counts.
@@ -59,7 +61,9 @@ class Course:
         self._total = total
         self._size = recipe.batch.global_
         self._largest = recipe.batch.largest
-        schedule = recipe.batch.schedule if isinstance(recipe.batch.schedule, list) else [(0, self._size)]
+        schedule = (
+            recipe.batch.schedule if isinstance(recipe.batch.schedule, list) else [(0, self._size)]
+        )
         # (first step, steps of an update from there on); the first change is at step 0.
         self._changes: List[Tuple[int, int]] = []
         for images, batch in schedule:

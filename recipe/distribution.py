@@ -26,7 +26,9 @@ class Parallel(Section):
     gives a replica, elsewhere 1, and cuts anew where split is a list for another number"""
     split: Union[Literal["counted"], List[str], None] = Field(
         None,
-        json_schema_extra={"anyOf": [{"const": "auto"}, {"const": "counted"}, _BLOCKS, {"type": "null"}]},
+        json_schema_extra={
+            "anyOf": [{"const": "auto"}, {"const": "counted"}, _BLOCKS, {"type": "null"}]
+        },
     )
     """block that opens each stage after the first, e.g. [blocks.3.0]; auto (or null) balances
     stages by measured costs of blocks, or by multiply-adds where the cut changes what is learned;
@@ -38,7 +40,9 @@ class Parallel(Section):
     and I/O overlap it"""
     virtual_stages: Optional[int] = Field(None, ge=2)
     """interleaved: parts of the model on each device (2)"""
-    recompute: Union[bool, List[str]] = Field(False, json_schema_extra={"anyOf": [{"type": "boolean"}, _BLOCKS]})
+    recompute: Union[bool, List[str]] = Field(
+        False, json_schema_extra={"anyOf": [{"type": "boolean"}, _BLOCKS]}
+    )
     """compute activations again in the backward pass instead of keeping them: true, false, or a
     list of blocks"""
     replicas: Optional[int] = Field(None, ge=1, json_schema_extra=or_auto)
@@ -65,7 +69,9 @@ class Parallel(Section):
         try:
             return handler(None if value == "auto" else value)
         except ValidationError:
-            raise ValueError(f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}") from None
+            raise ValueError(
+                f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}"
+            ) from None
 
     @field_serializer("replicas", "split")
     def _say_auto(self, value: Any) -> Any:

@@ -132,7 +132,9 @@ class Dense(Exchange):
 
     def faults(self) -> Iterator[str]:
         if self.bits and self.order == "tree":
-            yield ("order tree promises equal bits for all topologies, which bits rounds away; use order=fast")
+            yield (
+                "order tree promises equal bits for all topologies, which bits rounds away; use order=fast"
+            )
 
 
 class Half(Exchange):
@@ -251,7 +253,9 @@ class Local(Exchange):
             yield f"{self.fragments} fragments need as many updates between two means; raise local_steps"
         if self.delay >= self.local_steps:
             late = count(self.delay, "step")
-            yield (f"a mean {late} late comes after the next; use a delay below local_steps {self.local_steps}")
+            yield (
+                f"a mean {late} late comes after the next; use a delay below local_steps {self.local_steps}"
+            )
 
     @property
     def beside(self) -> float:

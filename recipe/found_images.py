@@ -89,7 +89,9 @@ def check(recipe: Recipe, found: Found, split: str) -> None:
         steps = f" ({count(found.images // size, 'step')} an epoch instead of {expected // size})"
     key = f"data.{split}_images"
     remedy = f"complete the images or set {key}={found.images}"
-    raise DataError(f"{found.place}: {found.images} images, but {key} is {expected}{steps}; {remedy}")
+    raise DataError(
+        f"{found.place}: {found.images} images, but {key} is {expected}{steps}; {remedy}"
+    )
 
 
 def _check_training_classes(found: Found, classes: int) -> None:
@@ -97,10 +99,14 @@ def _check_training_classes(found: Found, classes: int) -> None:
     for name, images in (found.by_class or {}).items():
         if not images:
             folder = printable(os.path.join(found.place, name))
-            raise DataError(f"{folder}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it")
+            raise DataError(
+                f"{folder}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it"
+            )
     if found.classes != classes:
         remedy = f"set model.classes={found.classes}"
-        raise DataError(f"{found.place}: {found.classes} classes, but model.classes is {classes}; {remedy}")
+        raise DataError(
+            f"{found.place}: {found.classes} classes, but model.classes is {classes}; {remedy}"
+        )
 
 
 def check_classes(train: Found, validation: Found) -> None:
@@ -113,17 +119,25 @@ def check_classes(train: Found, validation: Found) -> None:
     if train.by_class is None or validation.by_class is None:
         return
     known = set(train.by_class)
-    unknown = [printable(name) for name, images in validation.by_class.items() if images and name not in known]
+    unknown = [
+        printable(name)
+        for name, images in validation.by_class.items()
+        if images and name not in known
+    ]
     if unknown:
         classes = count(len(unknown), "class", "classes")
         remedy = "training and validation need the same class names"
-        raise DataError(f"{validation.place}: {classes} without training images: {listed(unknown)}; {remedy}")
+        raise DataError(
+            f"{validation.place}: {classes} without training images: {listed(unknown)}; {remedy}"
+        )
 
 
 @_COUNTS.implements(Shards)
 def _of_shards(data: Shards, split: str, place: str) -> Found:
     content = read_json(Path(place, MANIFEST))
-    return Found(place, sum(shard["images"] for shard in content["shards"]), len(content["classes"]))
+    return Found(
+        place, sum(shard["images"] for shard in content["shards"]), len(content["classes"])
+    )
 
 
 @_COUNTS.implements(Files)

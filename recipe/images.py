@@ -75,7 +75,9 @@ class Data(Kind):
         if not 0 < value[0] <= value[1]:
             raise ValueError(f"{list(value)} must be [low, high] with 0 < low <= high")
         if info.field_name == "crop_area" and value[1] > 1:
-            raise ValueError(f"{list(value)}: a crop cannot exceed the image; the high end is at most 1")
+            raise ValueError(
+                f"{list(value)}: a crop cannot exceed the image; the high end is at most 1"
+            )
         return value
 
     def faults(self) -> Iterator[str]:
@@ -135,7 +137,9 @@ class Data(Kind):
         """
         if len(self.possible_classes) == 1:
             return self.possible_classes[0]
-        raise ConfigError(f"model.classes auto: data.source={self.source} has as many as you like; give a number")
+        raise ConfigError(
+            f"model.classes auto: data.source={self.source} has as many as you like; give a number"
+        )
 
 
 class Stored(Data):
@@ -253,7 +257,9 @@ class Torchvision(Stored):
     def named(self) -> str:
         """Return the name of the data set. Raises ConfigError where the recipe has none."""
         if self.dataset is None:
-            raise ConfigError(f"data.dataset is not set; name a data set of torchvision: {', '.join(SETS)}")
+            raise ConfigError(
+                f"data.dataset is not set; name a data set of torchvision: {', '.join(SETS)}"
+            )
         return self.dataset
 
     def located(self, split: str) -> Optional[str]:
@@ -302,7 +308,9 @@ class HuggingFace(Stored):
         return None  # nothing here counts the rows of parquet files
 
     def count_classes(self) -> int:
-        raise ConfigError("model.classes auto: data.source=huggingface is not read before a run; give a number")
+        raise ConfigError(
+            "model.classes auto: data.source=huggingface is not read before a run; give a number"
+        )
 
 
 def split_folder(data: Files, split: str) -> str:
@@ -316,7 +324,9 @@ def split_folder(data: Files, split: str) -> str:
         DataError: there is no such folder.
     """
     if data.root is None:
-        raise DataError("data.root is not set; name the folder of the images: data.root=/path/to/images")
+        raise DataError(
+            "data.root is not set; name the folder of the images: data.root=/path/to/images"
+        )
     folder = split_place(data, split)
     if data.urls and "://" in data.root:
         return folder  # its manifest shows whether it is there
@@ -325,7 +335,9 @@ def split_folder(data: Files, split: str) -> str:
     if not os.path.isdir(folder):
         key = f"{split}_folder"
         name = getattr(data, key)
-        raise DataError(f"{data.root}: no folder {name!r}; set data.{key} to the folder of the {split} images")
+        raise DataError(
+            f"{data.root}: no folder {name!r}; set data.{key} to the folder of the {split} images"
+        )
     return folder
 
 

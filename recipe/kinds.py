@@ -116,7 +116,9 @@ class Kind(OpenSection, Section):
             cls.kinds = {}
         for name in get_args(cls.model_fields[cls.tag].annotation):
             if name in cls.kinds:
-                raise TypeError(f"{cls.tag} {name} is taken by {cls.kinds[name].__qualname__}; choose another")
+                raise TypeError(
+                    f"{cls.tag} {name} is taken by {cls.kinds[name].__qualname__}; choose another"
+                )
             cls.kinds[name] = cls
 
     @classmethod
@@ -208,7 +210,11 @@ class Kind(OpenSection, Section):
             if values[key] is not None:
                 cls._check_foreign(key, values[key])
         defaulted = {key for key in cls.own_keys() if values.get(key) is None}
-        return {key: value for key, value in values.items() if key not in others and key not in defaulted}
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in others and key not in defaulted
+        }
 
     @classmethod
     def _check_foreign(cls, key: str, value: Any) -> None:
@@ -229,14 +235,19 @@ class Kind(OpenSection, Section):
         raise refusal
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: Any
+    ) -> Dict[str, Any]:
         """Describe a section by its kinds: by one of them, or where it ignores keys of others by
         all keys at once.
         """
         if not cls.is_section():
             return handler(schema)
         references = {kind: handler(kind.__pydantic_core_schema__) for kind in cls.kinds.values()}
-        properties = {kind: handler.resolve_ref_schema(found)["properties"] for kind, found in references.items()}
+        properties = {
+            kind: handler.resolve_ref_schema(found)["properties"]
+            for kind, found in references.items()
+        }
         nodes = _nodes_by_key(properties.values())
         # Null is a value of every key but the common ones; see `_only_own_keys`.
         for kind, of_kind in properties.items():
@@ -305,7 +316,9 @@ class Registry(Generic[T]):
             for section in sections:
                 known = self._implementations.setdefault(section, implementation)
                 if known is not implementation:
-                    raise TypeError(f"{section.__name__} has an implementation as {self._noun}: {known}")
+                    raise TypeError(
+                        f"{section.__name__} has an implementation as {self._noun}: {known}"
+                    )
             return implementation
 
         return register
@@ -319,7 +332,9 @@ class Registry(Generic[T]):
         for cls in type(section).__mro__:
             if cls in self._implementations:
                 return self._implementations[cls]
-        raise TypeError(f"nothing implements {type(section).__name__} as {self._noun}; import the file that does")
+        raise TypeError(
+            f"nothing implements {type(section).__name__} as {self._noun}; import the file that does"
+        )
 
     def all_of(self, section: Section) -> List[T]:
         """Return every implementation for a class of which `section` is an instance, in the order

@@ -237,7 +237,9 @@ def _merge(merged: dict, layer: dict) -> None:
         annotation = Recipe.model_fields[section].annotation
         if issubclass(annotation, Kind) and annotation.changed(merged[section], given):
             common = annotation.model_fields
-            merged[section] = {key: value for key, value in merged[section].items() if key in common}
+            merged[section] = {
+                key: value for key, value in merged[section].items() if key in common
+            }
         merged[section].update(given)
 
 

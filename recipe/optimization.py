@@ -129,7 +129,11 @@ class RmsProp(Optimizer):
 
     @property
     def slots(self) -> Dict[str, Slot]:
-        return {name: slot for name, slot in self.all_slots.items() if self.momentum or name == "square_avg"}
+        return {
+            name: slot
+            for name, slot in self.all_slots.items()
+            if self.momentum or name == "square_avg"
+        }
 
 
 class Lamb(Optimizer):
@@ -217,7 +221,9 @@ class Schedule(Kind):
 
     def faults(self) -> Iterator[str]:
         yield from exactly_one(self, ("peak", "peak_per_image"), required=True)
-        yield from exactly_one(self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False)
+        yield from exactly_one(
+            self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False
+        )
         if self.batch_rule == "none" and self.reference_batch is not None:
             yield "reference_batch has no effect without batch_rule linear or sqrt; give one, or remove it"
         if self.batch_rule != "none" and (self.peak is None or self.reference_batch is None):

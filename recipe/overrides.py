@@ -45,9 +45,13 @@ def parse(text: str) -> Override:
     name, equals, value = text.partition("=")
     section, dot, key = name.partition(".")
     if not (equals and section and dot and key) or "." in key:
-        raise ConfigError(f"{COMMAND_LINE}: {text!r} is not an override; {suggestions.for_override(name, value)}")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {text!r} is not an override; {suggestions.for_override(name, value)}"
+        )
     if not value.strip():
-        raise ConfigError(f"{COMMAND_LINE}: {name}: the value is empty; write {name}=null to unset it")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {name}: the value is empty; write {name}=null to unset it"
+        )
     options = _options_of(section, key)
     place = f"{COMMAND_LINE}: {name}"
     if options - {_NONE} == {str}:

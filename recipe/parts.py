@@ -47,5 +47,7 @@ class Parts(OpenSection, Section):
         return self.section().model_validate, (dict(self),)
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: Any) -> Dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: Any
+    ) -> Dict[str, Any]:
         return handler(cls.whole.__pydantic_core_schema__ if cls.is_section() else schema)

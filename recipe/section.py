@@ -98,7 +98,9 @@ def check_pairs(pairs: List[list], first: str, second: str) -> None:
         raise ValueError(f"must be [{first}, {second}] pairs, found {pairs}")
     starts = [pair[0] for pair in pairs]
     if starts[0] != 0 or starts != sorted(set(starts)):
-        raise ValueError(f"the first pair must begin at 0 {first}, and each later pair after the one before it")
+        raise ValueError(
+            f"the first pair must begin at 0 {first}, and each later pair after the one before it"
+        )
 
 
 def or_auto(schema: dict) -> None:

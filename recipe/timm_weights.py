@@ -37,7 +37,9 @@ def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
     name, _, file = init_from[len(_PREFIX) :].partition(":")
     if not _NAME.fullmatch(name):
         remedy = "write timm:tf_efficientnet_b4, or timm:tf_efficientnet_b4:FILE for weights that are on this machine"
-        raise ConfigError(f"model.init_from: {name!r} is not one of timm's EfficientNet-B0 to B7; {remedy}")
+        raise ConfigError(
+            f"model.init_from: {name!r} is not one of timm's EfficientNet-B0 to B7; {remedy}"
+        )
     return TimmWeights(name, file or None)
 
 
@@ -45,7 +47,9 @@ def expanded(init_from: str) -> str:
     """Return `model.init_from` with the home folder in the place of a leading `~`. Raises
     ValueError: no such user.
     """
-    prefix, colon, file = init_from.rpartition(":") if init_from.startswith(_PREFIX) else ("", "", init_from)
+    prefix, colon, file = (
+        init_from.rpartition(":") if init_from.startswith(_PREFIX) else ("", "", init_from)
+    )
     return f"{prefix}{colon}{files.expanded(file)}"
 
 

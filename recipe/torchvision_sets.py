@@ -49,8 +49,12 @@ SETS = {
     ),
     "MNIST": ImageSet(10, _MNIST_IMAGES, _IDX_FILES, idx=True),
     "KMNIST": ImageSet(10, _MNIST_IMAGES, _IDX_FILES, idx=True),
-    "CIFAR10": ImageSet(10, {"train": 50_000, "validation": 10_000}, _one_folder("cifar-10-batches-py")),
-    "CIFAR100": ImageSet(100, {"train": 50_000, "validation": 10_000}, _one_folder("cifar-100-python")),
+    "CIFAR10": ImageSet(
+        10, {"train": 50_000, "validation": 10_000}, _one_folder("cifar-10-batches-py")
+    ),
+    "CIFAR100": ImageSet(
+        100, {"train": 50_000, "validation": 10_000}, _one_folder("cifar-100-python")
+    ),
     "SVHN": ImageSet(
         10,
         {"train": 73_257, "validation": 26_032},
@@ -100,10 +104,14 @@ def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
     packed = " (or .gz)" if known.idx else ""
     if root is not None:
         remedy = "correct data.root, or set data.download=true"
-        raise DataError(f"{root}: no {names[0]}{packed} of {dataset} with all that belongs to it; {remedy}")
+        raise DataError(
+            f"{root}: no {names[0]}{packed} of {dataset} with all that belongs to it; {remedy}"
+        )
     package = f"apt-get install {known.package[0]}, or " if known.package else ""
     remedy = f"{package}set data.download=true, or data.root to their folder"
-    raise DataError(f"data.dataset={dataset}: no {names[0]}{packed} in {' or '.join(places)}; {remedy}")
+    raise DataError(
+        f"data.dataset={dataset}: no {names[0]}{packed} in {' or '.join(places)}; {remedy}"
+    )
 
 
 def count_images(dataset: str, split: str, path: str) -> int:

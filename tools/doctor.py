@@ -109,7 +109,9 @@ def _check_output(output: Path) -> None:
     # A run's folder holds what the run has written, and nothing else.
     for name in _OF_RUNS:
         if (output / name).exists():
-            raise UserError(f"{output}: is the folder of a run, as it holds {name}; choose another --output")
+            raise UserError(
+                f"{output}: is the folder of a run, as it holds {name}; choose another --output"
+            )
     outputs.check(output / "machine.yaml")
 
 

@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     suffix = _SUFFIXES[options.format]
     # Faults of the command line are told before torch is loaded.
     if path and path.suffix != suffix:
-        raise ConfigError(f"{path}: --format {options.format} writes a {suffix} file; name it {path.stem}{suffix}")
+        raise ConfigError(
+            f"{path}: --format {options.format} writes a {suffix} file; name it {path.stem}{suffix}"
+        )
     if path:
         output.check(path)
     if options.format == "onnx":

@@ -124,7 +124,9 @@ def _about(stored: StoredWeights, model: Model, comparison: _Comparison) -> dict
 def _signature(model: Model) -> str:
     """Return what a program takes and gives."""
     size = model.image_size
-    return f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {model.classes}]"
+    return (
+        f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {model.classes}]"
+    )
 
 
 def _compare(

@@ -159,7 +159,9 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
     if all(_WNID.fullmatch(line) for line in lines):
         return ArchiveSource(path, images, lines, known=set(lines), left_out=left_out)
     if devkit is None:
-        raise DataError(f"{ground_truth}: numbers of the devkit; add --devkit ILSVRC2012_devkit_t12.tar.gz")
+        raise DataError(
+            f"{ground_truth}: numbers of the devkit; add --devkit ILSVRC2012_devkit_t12.tar.gz"
+        )
     meaning = _devkit(devkit)
     for number, line in enumerate(lines, start=1):
         if line not in meaning:

@@ -293,7 +293,9 @@ class _Contents:
         alike = part._replace(kind="")
         if alike in (self.labels if is_label else self.images):
             second = "label" if is_label else "image"
-            raise DataError(f"{self._place}: {part.stem()!r} has a second {second}; keys must differ")
+            raise DataError(
+                f"{self._place}: {part.stem()!r} has a second {second}; keys must differ"
+            )
         if is_label:
             self.labels[alike] = self._read_label(archive, member)
             return

@@ -172,7 +172,9 @@ def _is_single(layout: _Layout, max_restarts: int) -> bool:
 
 def _parser() -> Parser:
     """Return the parser of the command line."""
-    about = "Train a recipe on all devices of one or several hosts, or under SLURM (docs/cluster.md)."
+    about = (
+        "Train a recipe on all devices of one or several hosts, or under SLURM (docs/cluster.md)."
+    )
     parser = Parser(prog="run_pod.sh", description=about, allow_abbrev=False)
     add = parser.add_argument
     config = "configs/quickstart.yaml"
@@ -251,7 +253,9 @@ def _automatic_replicas(recipe: Recipe, number: int, dry_run: bool) -> int:
         # What one replica does is planned all the same.
         if dry_run:
             return 1
-        raise UserError("how many IPUs there are is not known here; give the number of replicas: --replicas R")
+        raise UserError(
+            "how many IPUs there are is not known here; give the number of replicas: --replicas R"
+        )
     gpus = _gpus(recipe.run.device)
     if not gpus:
         return number
@@ -280,9 +284,13 @@ def _check_device(options: argparse.Namespace, device: str, number: int) -> None
             raise UserError(f"{flag} goes with run.device=ipu, but run.device is {device}")
         return
     if number > 1:
-        raise UserError("poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out")
+        raise UserError(
+            "poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out"
+        )
     if options.max_restarts:
-        raise UserError("--max-restarts is for CPUs and GPUs; after poprun has failed, the same command resumes")
+        raise UserError(
+            "--max-restarts is for CPUs and GPUs; after poprun has failed, the same command resumes"
+        )
 
 
 def _check_layout(layout: _Layout, elastic: bool) -> None:
@@ -333,7 +341,9 @@ def _poprun(options: argparse.Namespace, layout: _Layout, pod: Optional[int]) ->
     # An instance is a process of the host, which feeds several replicas.
     instances = options.instances or fitting
     if replicas % instances:
-        raise UserError(f"--instances {instances} does not divide {replicas} replicas; give a divisor")
+        raise UserError(
+            f"--instances {instances} does not divide {replicas} replicas; give a divisor"
+        )
     fault = poprun.fault_of_pod(replicas, stages, pod)
     if fault:
         raise UserError(f"{fault}; give --replicas {max(1, pod // stages)}, or correct ipu.pod")
@@ -383,7 +393,9 @@ def _become_poprun(plan: _Plan) -> None:
     """Replace this process by poprun. Raises UserError where there is none."""
     program = shutil.which("poprun")
     if program is None:
-        raise UserError("run.device=ipu needs poprun on the PATH; source the SDK's `enable`, or --dry-run")
+        raise UserError(
+            "run.device=ipu needs poprun on the PATH; source the SDK's `enable`, or --dry-run"
+        )
     print(plan.summary, flush=True)
     os.execv(program, [program, *plan.command[1:]])
 

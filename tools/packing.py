@@ -296,7 +296,9 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _PackedShard:
                 _add_members(archive, members)
             end = archive.offset + 2 * tarfile.BLOCKSIZE
         if len(left_out) == len(images):
-            raise DataError(f"{path}: none of its images can be read; pack more images into each shard")
+            raise DataError(
+                f"{path}: none of its images can be read; pack more images into each shard"
+            )
         # tarfile fills up to a record of 20 blocks; two empty ones end an archive.
         os.truncate(temporary, end)
         scanned = scan(LocalFolder(str(task.folder)), temporary.name, end)

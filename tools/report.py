@@ -62,7 +62,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         output = (options.folders[0] if len(runs) == 1 else Path()) / "report.html"
     # Checked before images are read and scored for a minute.
     if not output.parent.exists():
-        raise UserError(f"{output}: there is no folder {output.parent}; make it, or name another file by --output")
+        raise UserError(
+            f"{output}: there is no folder {output.parent}; make it, or name another file by --output"
+        )
     outputs.check(output)
     report = _compare(runs) if len(runs) > 1 else _show(runs[0], options.images)
     html = page.render(report.content)

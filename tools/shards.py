@@ -91,7 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = options.run(options)
     except BrokenProcessPool:
-        return fail("a worker was killed, perhaps for want of memory; rerun the command with fewer --workers", FAILED)
+        return fail(
+            "a worker was killed, perhaps for want of memory; rerun the command with fewer --workers",
+            FAILED,
+        )
     print(report.text)
     if options.json:
         print(json_text(report.data))
@@ -105,12 +108,16 @@ def _parser() -> argparse.ArgumentParser:
     about = "write class folders, ImageNet's archives or a recipe's images into shards"
     packing = commands.add_parser("pack", help=about)
     _add_pack_arguments(packing)
-    indexing = commands.add_parser("index", help="make indexes and manifest of shards that are there")
+    indexing = commands.add_parser(
+        "index", help="make indexes and manifest of shards that are there"
+    )
     _add_index_arguments(indexing)
     verifying = commands.add_parser("verify", help="compare all bytes with their checksums")
     _add_verify_arguments(verifying)
     for command in (packing, indexing, verifying):
-        command.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+        command.add_argument(
+            "--json", action="store_true", help="end with one JSON object in one line"
+        )
     return parser
 
 
@@ -162,7 +169,9 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 def _pack(options: argparse.Namespace) -> _Report:
     """Pack images into shards."""
     if options.keep_order and options.seed is not None:
-        raise DataError("--seed mixes the images, and --keep-order leaves them in order; give one of them")
+        raise DataError(
+            "--seed mixes the images, and --keep-order leaves them in order; give one of them"
+        )
     folder = _destination(options)
     try:
         with progress.lines(lambda: "listing the images"):
@@ -209,15 +218,21 @@ def _destination(options: argparse.Namespace) -> str:
     # Options that only go together.
     has_truth = bool(options.ground_truth)
     if bool(validation) != has_truth or (options.devkit and not validation):
-        raise DataError("--imagenet-validation and --ground-truth go together, and --devkit with both; give all")
+        raise DataError(
+            "--imagenet-validation and --ground-truth go together, and --devkit with both; give all"
+        )
     if options.split and not options.config:
         raise DataError("--split chooses among the images of a recipe; give --config FILE, too")
     # The folder, in which nothing is written before the source has been opened.
     folder = places[-1]
     if options.config and re.match(r"\w+\.\w+=", folder):
-        raise DataError(f"{folder}: is no folder; name the folder of the shards before the keys of the recipe")
+        raise DataError(
+            f"{folder}: is no folder; name the folder of the shards before the keys of the recipe"
+        )
     if "://" in folder:
-        raise DataError(f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards")
+        raise DataError(
+            f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards"
+        )
     return folder
 
 
@@ -287,7 +302,9 @@ def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
     # Numbers as names: one damaged label would make millions of them.
     if largest >= _MAX_NUMBERED:
         most = f"without --classes FILE there are at most {_MAX_NUMBERED:,} classes"
-        raise DataError(f"{folder.place}: label {largest}, but {most}; name them all, or mend the label")
+        raise DataError(
+            f"{folder.place}: label {largest}, but {most}; name them all, or mend the label"
+        )
     return tuple(str(number) for number in range(largest + 1))
 
 

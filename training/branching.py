@@ -41,7 +41,9 @@ def begin(run: Path, step: int, recipe: Recipe) -> Path:
     source = CheckpointFolder(run / "checkpoints", keep_last=2, keep_best=True)
     manifest = source.manifest(step)
     if manifest is None:
-        raise CheckpointError(f"{source.path(step)}: no such checkpoint; restore it with all files of its number")
+        raise CheckpointError(
+            f"{source.path(step)}: no such checkpoint; restore it with all files of its number"
+        )
     content = load(source.path(step), manifest)
     before = Progression(**content["progression"])
     # Sums, scores and times are the other run's: only what later steps are computed from goes along.
@@ -53,7 +55,9 @@ def begin(run: Path, step: int, recipe: Recipe) -> Path:
         step,
         {**content, "recipe": loading.dump(recipe), "progression": dataclasses.asdict(own)},
         top1=None,
-        replica_states=(source.replica_state(step, replica) for replica in range(len(manifest.replicas))),
+        replica_states=(
+            source.replica_state(step, replica) for replica in range(len(manifest.replicas))
+        ),
     )
     # Cuts and kernels that the other run has measured: others could round differently.
     if (run / DECISIONS).exists():

@@ -71,4 +71,6 @@ def _read(folder: Path) -> List[_Decision]:
         content = read_json(file)
         return [_Decision(entry["subject"], entry["place"], entry["taken"]) for entry in content]
     except (OSError, ValueError, TypeError, KeyError):
-        raise CheckpointError(f"{file}: damaged or not readable; restore it, or delete it to measure anew") from None
+        raise CheckpointError(
+            f"{file}: damaged or not readable; restore it, or delete it to measure anew"
+        ) from None

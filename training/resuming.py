@@ -137,7 +137,9 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
     path = model.init_from
     assert path is not None
     stored = processes.from_main(lambda: weights.read(path, model.init_weights))
-    tensors = processes.together(lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True))
+    tensors = processes.together(
+        lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True)
+    )
     data_classes = processes.from_main(lambda: _trained_classes(recipe, images))
     fitted = processes.together(
         lambda: classes.for_data(

@@ -149,7 +149,9 @@ def _check_division(recipe: Recipe, place: Topology) -> None:
     except ConfigError as error:
         if place.world == 1:
             raise
-        message = f"{error}; {place.world} ranks were started, as many as --replicas of ./run_pod.sh says"
+        message = (
+            f"{error}; {place.world} ranks were started, as many as --replicas of ./run_pod.sh says"
+        )
         prints = launchers.prints(os.environ, place.rank)
         raise ConfigError(message if prints else "") from None
 

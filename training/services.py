@@ -22,7 +22,9 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = session.folder / "tensorboard"
-        self._writer = SummaryWriter(str(self._folder), purge_step=session.step + 1)  # drops an earlier session's
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=session.step + 1
+        )  # drops an earlier session's
         self._excepthook = threading.excepthook
         threading.excepthook = self._report
 

@@ -229,7 +229,10 @@ def strided_input_gradient(
                     total = sums[(line * STRIDE + above) * STRIDE + before]
                     for tap in tl.static_range(TAPS):
                         # In the condition: a variable would be a tensor, the branch one that runs.
-                        if tap * STRIDE + above < KERNEL and (TAPS - 1 - step) * STRIDE + before < KERNEL:
+                        if (
+                            tap * STRIDE + above < KERNEL
+                            and (TAPS - 1 - step) * STRIDE + before < KERNEL
+                        ):
                             values = lines[line - tap + TAPS - 1]
                             matrices = weights[(tap * STRIDE + above) * STRIDE + before]
                             total = tl.dot(values, matrices, total, input_precision="ieee")

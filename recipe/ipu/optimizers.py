@@ -77,7 +77,9 @@ def optimizer(recipe: Recipe) -> DeviceOptimizer:
     with_form = [kind for kind, _ in FORMS.items()]
     if not isinstance(section, tuple(with_form)):
         names = ", ".join(kind.default_name() for kind in with_form)
-        raise ConfigError(f"optimizer.name {section.name} on IPUs: PopTorch has no such optimizer; use one of {names}")
+        raise ConfigError(
+            f"optimizer.name {section.name} on IPUs: PopTorch has no such optimizer; use one of {names}"
+        )
     return FORMS.of(section)(section, recipe.precision)
 
 
@@ -153,7 +155,9 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
         options={"weight_decay": 0.0, "max_weight_norm": 0.0},
         source="optimizer.skip, optimizer.skip_lr_scale",
     )
-    return _device_optimizer("LAMB", precision, {"momentum_buffer": "Accl1___"}, options, (trusted, skipped))
+    return _device_optimizer(
+        "LAMB", precision, {"momentum_buffer": "Accl1___"}, options, (trusted, skipped)
+    )
 
 
 def _check_lars(section: Lars) -> None:
@@ -202,7 +206,9 @@ def _sgd(section: Sgd, precision: Precision) -> DeviceOptimizer:
         "use_combined_accum": (False, "always: accumulator and momentum apart"),
         "velocity_accum_type": (_state_type(precision), "precision.weights"),
     }
-    return _device_optimizer("SGD", precision, {"momentum_buffer": "Accl1___"}, options, _groups(section))
+    return _device_optimizer(
+        "SGD", precision, {"momentum_buffer": "Accl1___"}, options, _groups(section)
+    )
 
 
 @FORMS.implements(RmsProp)

@@ -114,20 +114,30 @@ def notes(recipe: Recipe, replicas: int, served: int) -> Tuple[str, ...]:
     lines = []
     used = replicas * recipe.parallel.stages
     if ipu.pod is not None and used < ipu.pod:
-        lines.append(f"{used} of {ipu.pod} IPUs are used: {replicas} replicas of {recipe.parallel.stages} (ipu.pod)")
+        lines.append(
+            f"{used} of {ipu.pod} IPUs are used: {replicas} replicas of {recipe.parallel.stages} (ipu.pod)"
+        )
     if ipu.synthetic_data:
-        lines.append("synthetic data: nothing is learned, and the weights that are saved and scored are the first ones")
+        lines.append(
+            "synthetic data: nothing is learned, and the weights that are saved and scored are the first ones"
+        )
     if ipu.shard_optimizer_state and served == 1:
-        lines.append("ipu.shard_optimizer_state has no effect with one replica an instance; start fewer instances")
+        lines.append(
+            "ipu.shard_optimizer_state has no effect with one replica an instance; start fewer instances"
+        )
     if recipe.log.noise_scale in (True, "layers"):
         lines.append("log.noise_scale: not measured, as PopTorch sums gradients on the device")
     if pipelined(recipe):
         prefetched = f"pipelined stages: {ipu.prefetch_depth} micro batches are prefetched, but I/O does not overlap"
-        lines.append(f"{prefetched}; parallel.schedule=sharded overlaps it, with one stage at work at a time")
+        lines.append(
+            f"{prefetched}; parallel.schedule=sharded overlaps it, with one stage at work at a time"
+        )
     return tuple(lines)
 
 
-def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
+def training_settings(
+    recipe: Recipe, batch: Batch, served: int, under_poprun: bool
+) -> List[Setting]:
     """Return the options of the training model, in the order in which they are to be set.
 
     Args:
@@ -144,7 +154,9 @@ def training_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: b
     ]
 
 
-def evaluation_settings(recipe: Recipe, batch: Batch, served: int, under_poprun: bool) -> List[Setting]:
+def evaluation_settings(
+    recipe: Recipe, batch: Batch, served: int, under_poprun: bool
+) -> List[Setting]:
     """Return the options of the inference model, in the order in which they are to be set.
 
     Args:
@@ -182,7 +194,9 @@ def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
         later = ["the cut by multiply-adds"] * (parallel.stages - 1)
     calls = []
     for number, block in enumerate(["preprocess", *later]):
-        calls.append(Setting("poptorch.BeginBlock", (block, f"stage {number}", number), "parallel.split"))
+        calls.append(
+            Setting("poptorch.BeginBlock", (block, f"stage {number}", number), "parallel.split")
+        )
     if training:
         for block in recipe.ipu.keep_activations:
             calls.append(
@@ -192,11 +206,17 @@ def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
                     "ipu.keep_activations",
                 )
             )
-        calls.append(Setting("poptorch.identity_loss", ("the loss", "none"), "always: where gradients begin"))
+        calls.append(
+            Setting("poptorch.identity_loss", ("the loss", "none"), "always: where gradients begin")
+        )
     if overlaps(recipe, batch) if training else evaluation_overlaps(recipe):
         mode = Name("poptorch.OverlapMode.OverlapAccumulationLoop")
-        calls.append(Setting("poptorch.set_overlap_for_input", ("every input", mode), "ipu.overlap_io"))
-        calls.append(Setting("poptorch.set_overlap_for_output", ("every output", mode), "ipu.overlap_io"))
+        calls.append(
+            Setting("poptorch.set_overlap_for_input", ("every input", mode), "ipu.overlap_io")
+        )
+        calls.append(
+            Setting("poptorch.set_overlap_for_output", ("every output", mode), "ipu.overlap_io")
+        )
     return calls
 
 
@@ -207,23 +227,31 @@ def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> I
     if not under_poprun:
         instead = f"under poprun popdist.poptorch.Options(ipus_per_replica={stages}) brings them"
         yield Setting("Options.replicationFactor", (served,), f"parallel.replicas; {instead}")
-    strategy = Chain("poptorch.PipelinedExecution" if pipelined(recipe) else "poptorch.ShardedExecution")
+    strategy = Chain(
+        "poptorch.PipelinedExecution" if pipelined(recipe) else "poptorch.ShardedExecution"
+    )
     yield Setting("Options.setExecutionStrategy", (strategy,), "parallel.stages, parallel.schedule")
     if ipu.available_memory_proportion is not None:
         proportions = ipu.available_memory_proportion
         if len(proportions) == 1:
             proportions = proportions * stages
         by_ipu = {f"IPU{number}": proportion for number, proportion in enumerate(proportions)}
-        yield Setting("Options.setAvailableMemoryProportion", (by_ipu,), "ipu.available_memory_proportion")
+        yield Setting(
+            "Options.setAvailableMemoryProportion", (by_ipu,), "ipu.available_memory_proportion"
+        )
     yield from _arithmetic(recipe)
     if overlap:
-        yield Setting("Options.TensorLocations.numIOTiles", (ipu.io_tiles,), "ipu.io_tiles, ipu.overlap_io")
+        yield Setting(
+            "Options.TensorLocations.numIOTiles", (ipu.io_tiles,), "ipu.io_tiles, ipu.overlap_io"
+        )
     yield _popart("defaultPrefetchBufferingDepth", ipu.prefetch_depth, "ipu.prefetch_depth")
     yield _engine_options(recipe)
     if ipu.profile:  # after the engine's options, which it adds to
         yield Setting("Options.enableProfiling", (ipu.profile,), "ipu.profile", main_only=True)
     if ipu.executable_cache:
-        yield Setting("Options.enableExecutableCaching", (ipu.executable_cache,), "ipu.executable_cache")
+        yield Setting(
+            "Options.enableExecutableCaching", (ipu.executable_cache,), "ipu.executable_cache"
+        )
     if ipu.synthetic_data:
         yield Setting("Options.enableSyntheticData", (True,), "ipu.synthetic_data")
 
@@ -243,7 +271,9 @@ def _arithmetic(recipe: Recipe) -> Iterator[Setting]:
         # (python/options.py).
         options = {"partialsType": partials, "enableConvDithering": "true"}
         yield _popart("convolutionOptions", options, f"ipu.convolution_dithering, {source}")
-    yield Setting("Options.enableStableNorm", (True,), "always: variances about the mean, as on other devices")
+    yield Setting(
+        "Options.enableStableNorm", (True,), "always: variances about the mean, as on other devices"
+    )
     yield _popart(
         "groupNormStridedChannelGrouping",
         False,
@@ -269,17 +299,25 @@ def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
     precision = recipe.precision
     training = "Options.Training"
     division = "batch.global, batch.micro, parallel.replicas"
-    yield Setting("Options.deviceIterations", (1,), "always: the learning rate changes with every update")
+    yield Setting(
+        "Options.deviceIterations", (1,), "always: the learning rate changes with every update"
+    )
     yield Setting(f"{training}.gradientAccumulation", (batch.accumulation,), division)
     mean = Name("poptorch.ReductionType.Mean")
     reason = "always: the gradient of the mean loss over batch.global"
     yield Setting(f"{training}.accumulationAndReplicationReductionType", (mean,), reason)
     # A sum in float32, divided once. Without accumulation PopART sums the replicas' gradients in
     # their own float16, where a mean that is kept as it goes cannot overflow.
-    strategy = Name("poptorch.MeanReductionStrategy." + ("Post" if batch.accumulation > 1 else "Running"))
-    yield Setting(f"{training}.setMeanAccumulationAndReplicationReductionStrategy", (strategy,), division)
+    strategy = Name(
+        "poptorch.MeanReductionStrategy." + ("Post" if batch.accumulation > 1 else "Running")
+    )
+    yield Setting(
+        f"{training}.setMeanAccumulationAndReplicationReductionStrategy", (strategy,), division
+    )
     if precision.dynamic_loss_scale:
-        yield Setting(f"{training}.setAutomaticLossScaling", (True,), "precision.dynamic_loss_scale")
+        yield Setting(
+            f"{training}.setAutomaticLossScaling", (True,), "precision.dynamic_loss_scale"
+        )
     stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
     yield Setting(
         "Options.Precision.enableStochasticRounding",
@@ -295,7 +333,9 @@ def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
     if recipe.ipu.shard_optimizer_state:
         calls = (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,)))
         location = Chain("poptorch.TensorLocationSettings", calls)
-        yield Setting("Options.TensorLocations.setOptimizerLocation", (location,), "ipu.shard_optimizer_state")
+        yield Setting(
+            "Options.TensorLocations.setOptimizerLocation", (location,), "ipu.shard_optimizer_state"
+        )
 
 
 def _recomputation(recipe: Recipe) -> Iterator[Setting]:

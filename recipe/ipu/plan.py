@@ -87,7 +87,9 @@ def as_data(recipe: Recipe, batch: Batch) -> dict:
     calls = []
     for model, setting in settings(recipe, batch):
         arguments = [_plain(argument) for argument in setting.arguments]
-        calls.append({"model": model, "call": setting.call, "arguments": arguments, "from": setting.source})
+        calls.append(
+            {"model": model, "call": setting.call, "arguments": arguments, "from": setting.source}
+        )
     optimizer = optimizers.optimizer(recipe)
     described = {
         "name": f"poptorch.optim.{optimizer.name}",

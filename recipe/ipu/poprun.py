@@ -73,7 +73,9 @@ def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
     if text is None:
         return None
     if not text.isdecimal() or int(text) == 0:
-        raise ConfigError(f"{name} {text!r} in the environment is no number above 0; start by ./run_pod.sh")
+        raise ConfigError(
+            f"{name} {text!r} in the environment is no number above 0; start by ./run_pod.sh"
+        )
     return int(text)
 
 
@@ -88,7 +90,9 @@ def fault(recipe: Recipe, launched: Launched) -> str:
         return f"poprun gives each replica {given}, but parallel.stages is {stages}"
     if wanted is not None and wanted != launched.replicas:
         return f"poprun started {launched.replicas} replicas, but parallel.replicas is {wanted}"
-    return fault_of_pod(launched.replicas, stages, recipe.ipu.pod) or fault_of_instance(launched.served, stages)
+    return fault_of_pod(launched.replicas, stages, recipe.ipu.pod) or fault_of_instance(
+        launched.served, stages
+    )
 
 
 def fault_of_pod(replicas: int, stages: int, pod: Optional[int]) -> str:
@@ -168,7 +172,9 @@ def fitting_flags(recipe: Recipe, replicas: int, cores: int = 1) -> List[str]:
     replicas = recipe.parallel.replicas or replicas
     if recipe.ipu.pod is not None:
         replicas = min(replicas, max(1, recipe.ipu.pod // stages))
-    instances = fitting_instances(replicas, stages, cores // (recipe.data.workers + _OTHER_PROCESSES))
+    instances = fitting_instances(
+        replicas, stages, cores // (recipe.data.workers + _OTHER_PROCESSES)
+    )
     flags = []
     for flag, number in zip(FLAGS, (replicas, stages, instances)):
         flags += [flag, str(number)]

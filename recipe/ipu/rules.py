@@ -121,7 +121,9 @@ def _faults_of_precision(recipe: Recipe) -> Iterator[str]:
         remedy = f"use precision.weights={compute} or precision.compute={weights}"
         yield f"precision.weights {weights} with precision.compute {compute} on IPUs: {reason}; {remedy}"
     if recipe.precision.dynamic_loss_scale and compute == "float32":
-        reason = "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"
+        reason = (
+            "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"
+        )
         yield f"precision.dynamic_loss_scale on IPUs: {reason}"
 
 
@@ -145,7 +147,9 @@ def _faults_of_transfers(recipe: Recipe, batch: Batch) -> Iterator[str]:
         remedy = "use ipu.overlap_io=null, or parallel.schedule=sharded, or parallel.stages=1"
         yield f"ipu.overlap_io with pipelined stages on IPUs: {reason}; {remedy}"
     if batch.accumulation == 1:
-        reason = "an update has only one micro batch; use ipu.overlap_io=null, or a smaller batch.micro"
+        reason = (
+            "an update has only one micro batch; use ipu.overlap_io=null, or a smaller batch.micro"
+        )
         yield f"ipu.overlap_io with an accumulation of 1 on IPUs: {reason}"
 
 
@@ -182,8 +186,14 @@ def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
     # The largest micro batch that leaves enough of them, else a larger global batch.
     least = 2 if recipe.data.mixup or recipe.data.cutmix is not None else 1  # mixing needs partners
     images = batch.global_ // replicas
-    micros = [micro for micro in range(least, batch.micro) if images % micro == 0 and images // micro >= needed]
-    remedy = f"batch.micro={micros[-1]}" if micros else f"batch.global={batch.micro * replicas * needed}"
+    micros = [
+        micro
+        for micro in range(least, batch.micro)
+        if images % micro == 0 and images // micro >= needed
+    ]
+    remedy = (
+        f"batch.micro={micros[-1]}" if micros else f"batch.global={batch.micro * replicas * needed}"
+    )
     if replicas > 1:
         remedy += ", fewer replicas"
     division = f"{batch.global_} = {batch.micro} micro x {batch.accumulation} x {replicas} replicas"

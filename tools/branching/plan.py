@@ -184,8 +184,9 @@ def _steps_of_each(largest: int, points: int, budget: float) -> int:
 def _too_short(points: int, share: float, per_epoch: int, total: int) -> str:
     """Return why not even twice the batch can be tried, and the remedy."""
     if per_epoch < 2 * _UPDATES_PER_EPOCH:
+        steps = count(per_epoch, "step")
         return (
-            f"an epoch has {count(per_epoch, 'step')}, too few for twice the batch; branch a run with a smaller batch"
+            f"an epoch has {steps}, too few for twice the batch; branch a run with a smaller batch"
         )
     needed = _branches(2, points) * 2 * _UPDATES
     checkpoints = count(points, "checkpoint")

@@ -79,7 +79,9 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
     config = folder / "config.yaml"
     recipe = loading.load(config, overrides)
     if recipe.batch.schedule is not None:
-        raise ConfigError(f"{config}: batch.schedule: its batch grows by itself; branch a run with a constant batch")
+        raise ConfigError(
+            f"{config}: batch.schedule: its batch grows by itself; branch a run with a constant batch"
+        )
     # How far the run came, and at which pace.
     run = reading.read(folder)
     per_epoch = reading.steps_per_epoch(run)
@@ -88,7 +90,9 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
     times = reading.session_times(run.metrics, run.starts, size)
     training = sum(session.computing + session.waiting for session in times)
     if not (per_epoch and total and training):
-        raise UserError(f"{folder}: its log has no lines of training yet; let it train for an epoch or more")
+        raise UserError(
+            f"{folder}: its log has no lines of training yet; let it train for an epoch or more"
+        )
     # Sessions that lost work trained more images than the log shows; the pace is of what was kept.
     logged = int(max(run.metrics.train["step"]))
     evaluations = len(run.metrics.evaluation)

@@ -75,7 +75,9 @@ def intervals(train: Sequence[dict], size: int) -> List[Interval]:
     scales = [event.get("noise_scale") for event in train]
     scale = next((scale for scale in scales if isinstance(scale, dict)), None)
     if scale is None:
-        raise ConfigError("no noise scale in its log; train with log.noise_scale=true, which says what is in the way")
+        raise ConfigError(
+            "no noise scale in its log; train with log.noise_scale=true, which says what is in the way"
+        )
     parts = []
     before = 0
     for event in train:

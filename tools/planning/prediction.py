@@ -57,7 +57,9 @@ def lines(prediction: Prediction) -> Iterator[str]:
     yield f"critical   {critical}; noise scale {scales}"
     # A row for each batch, and what is to be known about them.
     costs = prediction.costs
-    head = f"{'batch':>9} {'updates':>10} {'(range)':>19} {'images':>13} {'x images':>9} {'time':>12}"
+    head = (
+        f"{'batch':>9} {'updates':>10} {'(range)':>19} {'images':>13} {'x images':>9} {'time':>12}"
+    )
     yield head
     for cost in costs:
         yield _row(cost, images)

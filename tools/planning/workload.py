@@ -101,7 +101,9 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
     trained = sum(shape.parameters > 0 for shape in blocks.values())
     # No part is without parameters: see models/balance.py.
     if part_count > trained:
-        raise ConfigError(f"parallel.stages: {part_count} parts are more than the {trained} blocks with parameters")
+        raise ConfigError(
+            f"parallel.stages: {part_count} parts are more than the {trained} blocks with parameters"
+        )
     cuts, origin = _cuts(recipe, size)
     try:
         parts = balance.split_names(list(blocks), cuts)

@@ -102,7 +102,9 @@ def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
     size = recipe.batch.global_
     source = open_source(data, recipe.model.classes, "train")
     if len(source) < size:
-        raise DataError(f"{len(source)} training images, but an update took {size}: not the run's own")
+        raise DataError(
+            f"{len(source)} training images, but an update took {size}: not the run's own"
+        )
     # The run's own draws: order, crops and augmentation are functions of seed, epoch and image.
     batches = loader.TrainingBatches(
         source,
@@ -305,7 +307,9 @@ def _scores_text(report: Scores, missed: int, source: Source, checkpoint: str) -
             "top, of all images; evaluate.py computes it again."
         )
     else:
-        text = f"All validation images, {report.images:,}, as {checkpoint} classifies them: {scores}"
+        text = (
+            f"All validation images, {report.images:,}, as {checkpoint} classifies them: {scores}"
+        )
     return text + "".join(f" {note}." for note in source.notes)
 
 

@@ -58,12 +58,16 @@ class SweepFolder:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise ConfigError(f"{path}: cannot be made or written: {error.strerror}; {_REMEDY}") from None
+            raise ConfigError(
+                f"{path}: cannot be made or written: {error.strerror}; {_REMEDY}"
+            ) from None
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise ConfigError(f"{path} is in use by another sweep; wait for it, or {_REMEDY}") from None
+            raise ConfigError(
+                f"{path} is in use by another sweep; wait for it, or {_REMEDY}"
+            ) from None
         self._check(definition, candidates.base)  # another sweep may have begun meanwhile
         if not (path / _DEFINITION).exists():
             write_text(path / _RECIPE, loading.dump(candidates.base))
@@ -98,7 +102,9 @@ class SweepFolder:
         try:
             before = _flat(read_json(self.path / _DEFINITION))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{self.path / _DEFINITION}: not what a sweep wrote; {_REMEDY}") from None
+            raise ConfigError(
+                f"{self.path / _DEFINITION}: not what a sweep wrote; {_REMEDY}"
+            ) from None
         # The sweep file may have moved, but what it says must be the same.
         difference = _difference(before, _flat(definition))
         if not difference:

@@ -269,7 +269,9 @@ class Scheduler:
         shared = line.replace(str(self.folder.trial(trial.number)), "")
         if shared in self._put_off:
             first, second = sorted((self._put_off[shared].number, trial.number))
-            self._input_fault = f"trials {first} and {second}: {line}; then repeat the command: they run again"
+            self._input_fault = (
+                f"trials {first} and {second}: {line}; then repeat the command: they run again"
+            )
         self._put_off[shared] = _PutOff(trial.number, reached, line)
 
     def _fail_put_off(self) -> None:
