@@ -23,7 +23,7 @@ class Span(NamedTuple):
     replica, stage, rank: who.
     kind: one of `KINDS`.
     micro_batch: its number within the replica's share of the step; -1 where the span has none.
-    step: number of the update.
+    step: first step of the update.
     start, end: seconds on a clock that all ranks have in common.
     """
 

@@ -4,9 +4,9 @@ A parameter's elements are taken in rows of 64. Element i has one random word an
 
     mix32(bits32(draw, i // 64) + (i % 64) 0x9E3779B1)
 
-with the functions of recipe/randomness.py and a draw made of (seed, index of the update) and of the parameter's
-name: so the words agree on every device and backend, at any number of stages or replicas, and after
-resume.
+with the functions of recipe/randomness.py and a draw made of (seed, index of the update) and of the
+parameter's name: so the words agree on every device and backend, at any number of stages or
+replicas, and after resume.
 
 A float32 value has 13 more bits of mantissa than a float16 one, so 13 random bits make the mean
 exact: those at the top of the word round the weight, those at the bottom the momentum. Adding them
