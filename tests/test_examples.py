@@ -34,6 +34,7 @@ def succeed(*command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_loop_learns_in_one_process():
     assert float(re.search(r"top-1 ([\d.]+) %", succeed("-m", "examples.own_loop"))[1]) > 85
 

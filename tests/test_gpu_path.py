@@ -136,16 +136,13 @@ _REST = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels")
 @pytest.mark.parametrize(
     ("updates", "convolutions"),
     [
         ([("gradient", *_HALF)], [(torch.channels_last, 3, 1)]),
-        pytest.param(
-            _REST,
-            [(torch.channels_last, 5, 1), (torch.contiguous_format, 3, 2)],
-            marks=pytest.mark.slow,
-        ),
+        (_REST, [(torch.channels_last, 5, 1), (torch.contiguous_format, 3, 2)]),
     ],
 )
 def test_kernels_compile_for_a_gpu_and_spill_no_registers(tmp_path, updates, convolutions):

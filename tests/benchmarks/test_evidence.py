@@ -90,8 +90,9 @@ def test_only_finished_runs_with_a_folder_are_kept(monkeypatch):
     assert json.loads(line)["run"] == finished.folder.name
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("commands", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("commands", [False, True])
 def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, commands):
     """In a fresh process: torch's autograd does not survive a fork of a process in which it was used."""
     (ended,) = ranks.run(1, _train, kept, commands, timeout=240)

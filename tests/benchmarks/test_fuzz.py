@@ -18,7 +18,10 @@ from common.errors import UserError
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("name", TARGETS)
+# Studies load Optuna in each process, which takes its time.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "studies" else []) for name in TARGETS]
+)
 def test_damaged_input_is_taken_or_refused(name):
     inputs = {"run folders": 20, "studies": 20, ".pt2": 40, ".onnx": 60}.get(name, 150)  # these are slow
     row, faults = trial.run(name, seed=5, inputs=inputs)

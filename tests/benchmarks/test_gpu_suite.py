@@ -397,6 +397,7 @@ def without(modules, program):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_missing_packages_are_one_line_with_the_remedy():
     program = "import runpy; runpy.run_module('benchmarks.gpu_suite', run_name='__main__', alter_sys=True)"
     ended = without("pydantic pydantic_core yaml", program)
