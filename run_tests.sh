@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the repository: lint, types, import rules, the fast tests (six to eight minutes on two cores).
+# Checks the repository: lint, types, import rules, the fast tests (eight to ten minutes on two cores).
 #   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (twenty minutes) and those of one IPU process
 #   ./run_tests.sh --ipu-environment [pytest arguments]    what the IPU path imports, on Python 3.8 and torch 2.0.1
 set -eu
@@ -9,7 +9,7 @@ cd "$ROOT"
 # The same files are imported by hundreds of processes; containers often forbid to keep them compiled.
 unset PYTHONDONTWRITEBYTECODE
 
-# Most tests run side by side, four processes a core, as many of them wait for processes of their own. Those that measure time run
+# Most tests run side by side, three processes a core, as many of them wait for processes of their own. Those that measure time run
 # afterwards, alone.
 ALONE="clock or netns"
 
@@ -19,7 +19,7 @@ ALONE="clock or netns"
 run_selected() {
   local markers=$1 worst=0 empty=0 named=0 argument status
   shift
-  local side_by_side=(-n "$((4 * $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
+  local side_by_side=(-n "$((3 * $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
     side_by_side+=(--no-loadscope-reorder)
   fi
