@@ -30,6 +30,7 @@ def test_files_are_decoded_that_the_reader_shows(folder, monkeypatch):
         assert loader.encoded(source, step) == files and len(files) == 8
 
 
+@pytest.mark.clock
 def test_the_work_of_threads_counts_for_the_side_that_they_work_for(monkeypatch):
     monkeypatch.setattr(loader, "_STILL", 1.0)  # so long a busy machine does not keep a thread waiting
 

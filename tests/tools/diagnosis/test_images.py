@@ -65,6 +65,7 @@ def test_images_in_memory_have_no_bytes():
     assert (found.bytes, found.cached_bytes_per_second, found.share_of_bytes) == (None, None, None)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("slow", ["disk", "decoding"])
 def test_a_slow_disk_is_distinguished_from_slow_decoding(photos, monkeypatch, slow):
     """10 ms for each image: less than 100 images a second, more than half of it reading or less."""
