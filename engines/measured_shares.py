@@ -8,7 +8,7 @@ from typing import ContextManager, Iterator, List, Optional, Sequence, Tuple
 import torch
 
 from engines.devices import Stopwatch
-from engines.listeners import StepListener
+from engines.listeners import NOT_TIMED, StepListener
 from parallel.processes import Processes
 from parallel.speeds import Speeds
 
@@ -32,7 +32,7 @@ class MeasuredShares(StepListener):
 
     def span(self, kind: str, number: int) -> ContextManager[None]:
         if kind != "compute":
-            return contextlib.nullcontext()
+            return NOT_TIMED
         return self._computing()
 
     def read(self) -> Tuple[float, int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from typing import Iterator, List, NamedTuple
+from typing import ContextManager, Iterator, List, NamedTuple
 
 import torch
 
 from engines.devices import synchronize
-from engines.listeners import StepListener
+from engines.listeners import NOT_TIMED, StepListener
 from parallel.processes import Processes
 from recipe.course import Update
 
@@ -70,11 +70,13 @@ class Recorder(StepListener):
             self._processes.wait_for_all()
             self._start = time.monotonic()
 
+    def span(self, kind: str, number: int = -1) -> ContextManager[None]:
+        if kind not in KINDS or not (self._on or self.named):
+            return NOT_TIMED
+        return self._timed(kind, number)
+
     @contextlib.contextmanager
-    def span(self, kind: str, number: int = -1) -> Iterator[None]:
-        if kind not in KINDS:
-            yield
-            return
+    def _timed(self, kind: str, number: int) -> Iterator[None]:
         with contextlib.ExitStack() as naming:
             if self.named:
                 naming.enter_context(self._naming(f"{kind} {number}" if number >= 0 else kind))
