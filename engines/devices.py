@@ -131,6 +131,11 @@ def compute_dtype(compute: str, device: torch.device) -> torch.dtype:
     return DTYPES[compute]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a `dtype` without torch's, as `float16`."""
+    return str(dtype).split(".")[1]
+
+
 def set_switches(deterministic: bool) -> None:
     """Set the process-wide switches of torch.
 

@@ -22,6 +22,7 @@ from data.base import Source
 from data.batches import MicroBatch
 from data.workers import begin_work
 from engines import cuts, state
+from engines.averages import Averages
 from engines.base import Counts, Diverged, Engine, StepResult, scored
 from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
@@ -30,7 +31,6 @@ from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_mo
 from models.base import BlockList
 from models.normalization import norm_parameters
 from optim import factory
-from optim.averaging import WeightAverage
 from optim.loss_scale import LossScale
 from optim.weight_state import WeightState
 from parallel.processes import Processes
@@ -49,7 +49,6 @@ _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
 _COUNT_PREFIX = "Step___"  # the updates that a bias correction counts
 _WORKERS_PORTION = 64  # images that a worker sends at once: each message costs some 0.2 ms
 _INSIDE = "model."  # prefix of the BlockList's parameters in engines.ipu_model's modules
-_EPOCH = "epoch_average"
 
 
 def connect(recipe: Recipe, topology: Topology) -> Processes:
@@ -154,10 +153,7 @@ class IpuEngine(Engine):
             rounding="nearest",  # the device rounds; here values are only stored
             seed=recipe.run.seed,
         )
-        self._averages: Dict[str, WeightAverage] = {}
-        decay = recipe.average.epoch_decay
-        if decay is not None:
-            self._averages[_EPOCH] = WeightAverage(decay, [self._host.flat])
+        self._averages = Averages(recipe.average, self._host, buffers={})
         self._loss_scale = LossScale(recipe.precision.loss_scale, False, self.device)
 
     def _create_options(self) -> None:
@@ -337,9 +333,9 @@ class IpuEngine(Engine):
         return results
 
     def end_epoch(self) -> None:
-        if _EPOCH in self._averages:
+        if self._averages.names():
             self._fetch_weights()
-            self._averages[_EPOCH].add([self._host.flat])
+            self._averages.end_epoch()
 
     # Scores -----------------------------------------------------------------------------------
 
@@ -355,7 +351,7 @@ class IpuEngine(Engine):
         )
 
     def averages(self) -> Tuple[str, ...]:
-        return tuple(name for name, average in self._averages.items() if average.count)
+        return self._averages.filled()
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
@@ -365,7 +361,7 @@ class IpuEngine(Engine):
             yield
             return
         # The device has to be sent the average, and afterwards the trained weights again.
-        with self._host.shown(self._averages[weights].tensors[0]):
+        with self._averages.shown(weights, mean=_alike):
             self._inference_is_stale = True
             yield
         self._inference_is_stale = True
@@ -405,28 +401,18 @@ class IpuEngine(Engine):
         self._fetch_slots()
         if not self.topology.is_main:
             return {}
-        averages = {}
-        for name, average in self._averages.items():
-            averages[name] = {
-                "weights": self._host.by_name(average.tensors[0]),
-                "buffers": {},
-                "count": average.count.clone(),
-            }
         return {
             **self._host.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
-            "averages": averages,
+            "averages": self._averages.state_dict(self._averages.flat()),
             "buffers": {},
         }
 
     def load_state_dict(self, saved: dict) -> None:
         """Load the `saved` state of any engine."""
-        state.check_parts(saved, ("loss_scale", "averages"), self._averages)
+        state.check_parts(saved, ("loss_scale", "averages"), self._averages.names())
         self._host.load_state_dict(saved)
-        for name, average in self._averages.items():
-            saved_average = saved["averages"][name]
-            self._host.load_flat(average.tensors[0], saved_average["weights"])
-            average.count = saved_average["count"].clone()
+        self._averages.load_state_dict(saved["averages"])
         # Weights are sent now, slots once the program is compiled.
         self._slots_are_on_device = False
         self._slots_to_send = True
@@ -564,3 +550,8 @@ def _detach(program: Any) -> None:
 
 def _is_attached(program: Any) -> bool:
     return program.isCompiled() and program.isAttachedToDevice()
+
+
+def _alike(flat: torch.Tensor) -> torch.Tensor:
+    """Return a buffer as it is: on IPUs all replicas have the same weights."""
+    return flat

@@ -23,7 +23,14 @@ from data import mixing
 from data.batches import MicroBatch
 from engines import cache, factory
 from engines.base import one_step
-from engines.devices import compute_dtype, device_of, memory_of, name_of, synchronize
+from engines.devices import (
+    compute_dtype,
+    device_of,
+    dtype_name,
+    memory_of,
+    name_of,
+    synchronize,
+)
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.batch import candidates, divide, settled, training_image_sizes
@@ -141,7 +148,7 @@ def _report(
 def _described(recipe: Recipe, device: torch.device) -> str:
     """Describe the largest images of a run."""
     size = max(training_image_sizes(recipe))
-    dtype = str(compute_dtype(recipe.precision.compute, device)).split(".")[1]
+    dtype = dtype_name(compute_dtype(recipe.precision.compute, device))
     return f"images of {size} x {size} in {dtype} on {name_of(device)}"
 
 

@@ -103,9 +103,8 @@ class TorchEngine(Engine):
 
         # Where the model is computed by functions in C++, so is the update.
         compiled = recipe.engine.compile or self._part.memory_format == torch.channels_last
-        self._sections = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
         self.weights = create_weights(
-            self._sections,
+            _update_sections(recipe),
             self._part.parameters,
             norms=self._part.norms,
             hidden=self._part.hidden,
@@ -134,7 +133,7 @@ class TorchEngine(Engine):
         return GradientExchange(
             self.weights,
             self._part.parameters,
-            UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision),
+            _update_sections(recipe),
             norms=self._part.norms,
             batch=self.batch,
             processes=self.processes,
@@ -531,6 +530,10 @@ class TorchEngine(Engine):
         self._exchange.close()
         self.processes.part()
         torch.cuda.empty_cache()
+
+
+def _update_sections(recipe: Recipe) -> UpdateSections:
+    return UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
 
 
 def image_settings(recipe: Recipe) -> feed.ImageSettings:

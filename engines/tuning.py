@@ -17,7 +17,7 @@ import torch
 from common.errors import ConfigError, first_line
 from common.json_io import read_json
 from engines import cache, cuts
-from engines.devices import compute_dtype, device_of, name_of, set_switches, timed
+from engines.devices import compute_dtype, device_of, dtype_name, name_of, set_switches, timed
 from engines.stage import Stage, blocks_to_recompute, boundaries, sent
 from models import shapes
 from models.base import BlockList
@@ -348,11 +348,7 @@ def _described(part: _Part) -> str:
     if part.entering.dtype != torch.uint8:
         blocks = f"{part.blocks[0]} to {part.blocks[-1]}, "
     sizes = f"{shape[0]} x {shape[2]} x {shape[3]}"
-    return f"{blocks}{sizes} in {_name(part.dtype)} on {name_of(part.device)}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).split(".")[1]
+    return f"{blocks}{sizes} in {dtype_name(part.dtype)} on {name_of(part.device)}"
 
 
 def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
@@ -423,7 +419,7 @@ def _file(part: _Part, candidates: Sequence[Candidate]) -> Path:
         part.model.model_dump(mode="json"),
         part.blocks,
         list(part.entering.shape),
-        _name(part.dtype),
+        dtype_name(part.dtype),
         part.recompute,
         part.engine.compile,
         part.engine.compile_mode,

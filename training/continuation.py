@@ -7,14 +7,13 @@ from typing import Dict, List, Optional
 
 from common.errors import ConfigError
 from data.base import Source
-from data.sources import open_source
 from engines.base import Engine
 from parallel.processes import Processes
 from recipe.config import Recipe
+from training.images import open_sources
 from training.progression import Progression
 from training.run_folder import RunFolder
 
-_SPLITS = ("train", "validation")
 _RETRY_SECONDS = 0.05
 
 
@@ -32,13 +31,7 @@ class Continuation:
 
     def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
         """Open training and validation images where they enter, elsewhere none. All ranks call."""
-        splits = _SPLITS if processes.topology.is_first else ()
-
-        def opened() -> List[Source]:
-            classes = recipe.model.classes
-            return [open_source(recipe.data, classes, split) for split in splits]
-
-        return processes.together(opened)
+        return processes.together(lambda: open_sources(recipe, processes.topology))
 
     def open_folder(self, recipe: Recipe) -> RunFolder:
         """Open the run folder of a `recipe`, which another process may have to give back first."""

@@ -18,7 +18,6 @@ import torch
 
 from common.errors import ConfigError
 from data.base import Source
-from data.sources import open_source
 from engines import factory
 from engines.base import Engine
 from engines.devices import synchronize
@@ -29,6 +28,7 @@ from recipe import batch as arithmetic
 from recipe import loading
 from recipe.config import Recipe
 from training.continuation import Continuation
+from training.images import open_sources
 from training.progression import Progression
 from training.stopping import StopSignals, launched
 
@@ -237,9 +237,7 @@ def run(
             "parallel.elastic needs Linux, and ./run_pod.sh, which starts a lost replica anew; "
             "start by that, or use parallel.elastic=false"
         )
-    splits = ("train", "validation") if given.is_first else ()
-    sources = [open_source(recipe.data, recipe.model.classes, split) for split in splits]
-    memory = Memory(sources)
+    memory = Memory(open_sources(recipe, given))
     elastic = Elastic(given, recipe.parallel, identity(recipe, memory.sources))
 
     def note(number: int, frame: object) -> None:

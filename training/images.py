@@ -1,4 +1,4 @@
-"""The images of a run, compared between the ranks where they enter."""
+"""The images of a run: opened where they enter, and compared between these ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from common.errors import DataError
 from data.base import Source
+from data.sources import open_source
 from parallel.processes import Processes
+from parallel.topology import Topology
+from recipe.config import Recipe
+
+_SPLITS = ("train", "validation")
 
 
 class _Facts(NamedTuple):
@@ -40,6 +45,20 @@ class Images(NamedTuple):
             if source is not None:
                 notes += tuple(source.notes)
         return notes
+
+
+def open_sources(recipe: Recipe, topology: Topology) -> List[Source]:
+    """Open training and validation images of a `recipe` where they enter, elsewhere none.
+
+    Args:
+        recipe: of the run.
+        topology: of this process.
+
+    Raises:
+        UserError: images cannot be opened.
+    """
+    splits = _SPLITS if topology.is_first else ()
+    return [open_source(recipe.data, recipe.model.classes, split) for split in splits]
 
 
 def agreed(sources: Sequence[Source], processes: Processes) -> Images:

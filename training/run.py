@@ -212,14 +212,15 @@ def _device_name(wanted: str, place: Topology) -> str:
     return "IPUs" if wanted == "ipu" else name_of(device_of(wanted, place))
 
 
+def _device_kind(wanted: str, place: Topology) -> str:
+    return "ipu" if wanted == "ipu" else device_of(wanted, place).type
+
+
 def _memory_history(recipe: Recipe, processes: Processes, say: Say) -> MemoryHistory:
     place = processes.topology
-    kind: str = recipe.run.device
-    if kind != "ipu":
-        kind = device_of(kind, place).type
     folder = Path(arithmetic.output_folder(recipe))
     file = profiling.snapshot_file(folder, place.rank)
-    return MemoryHistory(recipe.log, file, kind, say)
+    return MemoryHistory(recipe.log, file, _device_kind(recipe.run.device, place), say)
 
 
 def _printing(processes: Processes) -> Say:
@@ -329,12 +330,11 @@ def _generation(session: _Session, step: int) -> str:
 def _resumed(session: _Session, progression: Progression) -> List[str]:
     """Return lines about a checkpoint from which a run goes on, and what has changed since."""
     recipe = session.recipe
-    on_ipu = recipe.run.device == "ipu"
     changes = resuming.changes(
         progression,
         session.images,
         recipe.precision,
-        device="ipu" if on_ipu else session.engine.device.type,
+        device=_device_kind(recipe.run.device, session.engine.topology),
         threads_before=session.folder.first_threads() if session.folder else None,
     )
     return [f"resuming at step {progression.step} of {session.lengths.total}", *changes]
