@@ -62,7 +62,7 @@ if __name__ == "__main__":
         packages=list(folders),
         package_dir=folders,
         package_data={
-            f"{NAME}.data": ["*.npz"],
+            f"{NAME}.data": ["*.npz", "*.cpp"],
             f"{NAME}.optim.kernels": ["*.cpp", "*.h"],
             f"{NAME}.models.native": ["*.cpp", "*.h"],
         },

@@ -132,6 +132,19 @@ class Source(abc.ABC):
         return permutation(seed, epoch, len(self))
 
 
+class MemorySource(Source):
+    """Images of one size, decoded and in memory.
+
+    pixels: uint8 [n, 3, height, width], with any strides.
+    """
+
+    pixels: torch.Tensor
+
+    def read(self, index: int) -> torch.Tensor:
+        """Return image number `index`, a view: see `Source.read`."""
+        return self.pixels[index]
+
+
 class ClassNames(NamedTuple):
     """Names of the classes of a split, by label."""
 

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import torch
 
-from data.base import SOURCES, Source
+from data.base import SOURCES, MemorySource, Source
 from recipe.images import Digits
 from recipe.randomness import bits32, key
 
@@ -14,7 +14,7 @@ _BRIGHTEST = 16  # level in the file
 _ONE_IN = 5  # images of a class validates
 
 
-class DigitsSource(Source):
+class DigitsSource(MemorySource):
     """The 1,797 handwritten digits of digits.npz, 8 x 8 grey.
 
     1,437 of them to train on and 360 to validate with.
@@ -41,15 +41,11 @@ class DigitsSource(Source):
         # Levels up to 16 become levels up to 255, rounded.
         levels = grey[self._numbers].astype(np.uint16) * 255
         pixels = ((levels + _BRIGHTEST // 2) // _BRIGHTEST).astype(np.uint8)
-        self._images = torch.from_numpy(pixels)[:, None].repeat(1, 3, 1, 1)
+        self.pixels = torch.from_numpy(pixels)[:, None].repeat(1, 3, 1, 1)
 
     def name(self, index: int) -> str:
         """Return the number in the file of image `index`."""
         return f"digits/{self._numbers[index]}"
-
-    def read(self, index: int) -> torch.Tensor:
-        """Return image number `index`: see `Source.read`."""
-        return self._images[index]
 
 
 @SOURCES.implements(Digits)

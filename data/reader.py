@@ -1,12 +1,13 @@
 """From a request to a micro batch of pixels: where images are opened, framed and gathered."""
 
-from typing import Callable, List
+from typing import Callable, List, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from data.base import Source, UnreadableImage
+from data import crops
+from data.base import MemorySource, Pixels, Source, UnreadableImage
 from data.batches import MicroBatch, Request
 from data.transforms import Transform
 
@@ -23,9 +24,13 @@ class Reader(Dataset):
         self.source = source
         self.rows = rows
         self.transform = transform
+        # Here, so that workers find the function compiled.
+        self._crops_at_once = isinstance(source, MemorySource) and crops.available()
 
     def __getitem__(self, request: Request) -> MicroBatch:
         """Read the micro batch of a `request`; labels and indices are NumPy arrays."""
+        if self._crops_at_once:
+            return self._cropped_at_once(request)
         size = request.image_size
         opened = iter(self.source.open_all(request.indices))
         damaged: List[str] = []
@@ -59,13 +64,47 @@ class Reader(Dataset):
         """
         # Images that can be read move up, so that padding is at the end.
         read: List[int] = []
-        unreadable = []
+        unreadable: List[str] = []
         for index in request.indices:
             try:
                 images[len(read)] = pixels(index)
                 read.append(index)
             except UnreadableImage as error:
                 unreadable.append(str(error))
+        return self._micro_batch(request, images, read, unreadable)
+
+    def _cropped_at_once(self, request: Request) -> MicroBatch:
+        """Read a micro batch of images that are in memory."""
+        assert isinstance(self.source, MemorySource)
+        epoch = request.epoch
+        images = self._empty_images(request.image_size)
+        pixels = self.source.pixels
+        any_image = Pixels(pixels[0])  # all have its size
+        frames = [
+            self.transform.frame(any_image, request.image_size, epoch, index)
+            for index in request.indices
+        ]
+        crops.crop(pixels, request.indices, frames, images)
+        if self.transform.augments:
+            for row, index in zip(images, request.indices):
+                row.copy_(self.transform.finish(row, epoch, index))
+        return self._micro_batch(request, images, request.indices, unreadable=())
+
+    def _micro_batch(
+        self,
+        request: Request,
+        images: torch.Tensor,
+        read: Sequence[int],
+        unreadable: Sequence[str],
+    ) -> MicroBatch:
+        """Return the micro batch of the images that were read, and pad it.
+
+        Args:
+            request: of the micro batch.
+            images: uint8 [rows, 3, size, size], of which the first len(read) are written.
+            read: indices of these images.
+            unreadable: why others were left out.
+        """
         valid = len(read)
         images[valid:] = 0
         labels = np.zeros(len(images), np.int64)

@@ -24,7 +24,7 @@ from torchvision import datasets
 from common.errors import DataError, first_line
 from common.files import open_regular
 from common.text import count
-from data.base import SOURCES, Source
+from data.base import SOURCES, MemorySource, Source
 from recipe import torchvision_sets
 from recipe.images import Torchvision
 from recipe.torchvision_sets import SETS
@@ -58,7 +58,7 @@ class Content(NamedTuple):
     place: str  # folder of the files
 
 
-class TorchvisionSource(Source):
+class TorchvisionSource(MemorySource):
     """The images of a data set in memory.
 
     `digest` is of pixels and labels, so that other images are noticed.
@@ -87,15 +87,11 @@ class TorchvisionSource(Source):
             pixels = np.repeat(pixels[..., None], 3, axis=3)
         # Channels last in memory, as decoded files have them: resizing then takes the same path,
         # the short one.
-        self._images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+        self.pixels = torch.from_numpy(pixels).permute(0, 3, 1, 2)
 
     def name(self, index: int) -> str:
         """Return the data set, the split and the number there of image `index`."""
         return f"{self._name}/{self._numbers[index]}"
-
-    def read(self, index: int) -> torch.Tensor:
-        """Return image number `index`, a slice of the data set: see `Source.read`."""
-        return self._images[index]
 
 
 def _check_labels(content: Content) -> None:

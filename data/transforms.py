@@ -97,6 +97,8 @@ class Transform(abc.ABC):
             index: number of the image in its source.
         """
 
+    augments = False  # whether `finish` changes pixels
+
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Augment the pixels of a frame.
 
@@ -138,6 +140,7 @@ class Training(Transform):
     def __init__(self, data: Data, seed: int):
         self._data = data
         self._seed = seed
+        self.augments = data.augment != "none"
 
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
         """Draw the box and the flip of an image: see `Transform.frame`."""
@@ -150,7 +153,7 @@ class Training(Transform):
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Do data.augment to the `pixels` of a frame: see `Transform.finish`."""
         data = self._data
-        if data.augment == "none":
+        if not self.augments:
             return pixels
         operations = _operations(
             data.augment,

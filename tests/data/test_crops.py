@@ -1,0 +1,89 @@
+"""Crops of images in memory against torch's function, which is called image by image."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from common.cpp_compiler import CompilerError
+from data import crops
+from data.base import Pixels
+from data.batches import Request
+from data.digits import DigitsSource
+from data.reader import Reader
+from data.transforms import Evaluation, Training
+from recipe.config import Data
+
+COUNT = 4
+
+pytestmark = pytest.mark.skipif(not crops.available(), reason="needs a C++ compiler")
+
+
+def pictures(height, width, layout):
+    """Uint8 [COUNT, 3, height, width]: channels first or last in memory, or a part of larger images."""
+    numbers = np.random.RandomState(height * 1000 + width)
+    if layout == "part":
+        larger = torch.from_numpy(numbers.randint(0, 256, (COUNT, 3, height + 3, width + 5), np.uint8))
+        return larger[:, :, 1 : height + 1, 2 : width + 2]
+    images = torch.from_numpy(numbers.randint(0, 256, (COUNT, 3, height, width), np.uint8))
+    return images.contiguous(memory_format=torch.channels_last) if layout == "last" else images
+
+
+def cropped(images, transform, size):
+    """Uint8 [COUNT, 3, size, size], by the C++ function."""
+    indices = list(reversed(range(COUNT)))
+    frames = [transform.frame(Pixels(images[index]), size, 5, index) for index in indices]
+    out = torch.zeros(COUNT + 1, 3, size, size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    crops.crop(images, indices, frames, out)
+    assert not out[COUNT:].any()
+    return out[:COUNT].flip(0)
+
+
+@pytest.mark.parametrize("layout", ["first", "last", "part"])
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_every_pixel_is_torchs(kind, layout):
+    """Larger and smaller than before, by whole and by broken factors, mirrored or not."""
+    draws = random.Random(f"{kind} {layout}")
+    data = Data(source="digits", crop_area=(0.08, 1.0), crop_aspect=(0.5, 2.0))
+    sizes = [(28, 28, 16), (28, 28, 28), (8, 8, 32), (32, 32, 32), (200, 160, 2), (2, 3, 64)]
+    sizes += [tuple(draws.randint(2, most) for most in (150, 150, 100)) for _ in range(40)]
+    mirrored = 0
+    for height, width, size in sizes:
+        images = pictures(height, width, layout)
+        transform = Training(data, seed=size) if kind == "training" else Evaluation(draws.uniform(0.3, 1))
+        theirs = torch.stack([transform(Pixels(image), size, 5, index) for index, image in enumerate(images)])
+        assert torch.equal(cropped(images, transform, size), theirs), (height, width, size)
+        mirrored += sum(transform.frame(Pixels(images[0]), size, 5, index).flip for index in range(COUNT))
+    assert (kind == "training") == (mirrored > 0)
+
+
+@pytest.mark.parametrize("augment", ["none", "randaugment"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_a_reader_gives_the_same_micro_batch_with_and_without_the_function(monkeypatch, training, augment):
+    data = Data(source="digits", augment=augment)
+    transform = Training(data, seed=3) if training else Evaluation(data.crop_fraction)
+    source = DigitsSource("train")
+    request = Request(step=2, epoch=1, number=5, image_size=20, indices=[700, 3, 5])
+    at_once = Reader(source, 4, transform)[request]
+    monkeypatch.setattr(crops, "available", lambda: False)
+    one_by_one = Reader(source, 4, transform)[request]
+    assert torch.equal(at_once.images, one_by_one.images)
+    assert at_once.images[:3].any() and not at_once.images[3].any()
+    for name in ("labels", "indices"):
+        assert getattr(at_once, name).tolist() == getattr(one_by_one, name).tolist()
+    for name in ("valid", "number", "step", "unreadable", "damaged"):
+        assert getattr(at_once, name) == getattr(one_by_one, name)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("c++"), CompilerError("fails")])
+def test_without_a_compiler_torch_makes_the_crops(monkeypatch, error):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(crops, "library", fail)
+    crops._library.cache_clear()
+    try:
+        assert not crops.available()
+    finally:
+        crops._library.cache_clear()
