@@ -36,7 +36,7 @@ if __name__ == "__main__":  # before the imports: see run
 import argparse
 import functools
 from pathlib import Path
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from common.command import Parser, fail, naming, one_line
 from common.errors import DONE, FAILED, STOPPED
@@ -44,6 +44,7 @@ from common.files import writing
 from common.json_io import json_text
 from recipe import loading
 from recipe.batch import planned
+from recipe.config import Recipe
 from tools.arguments import whole, within
 from tools.branching import decision, report, session, source
 from tools.branching import plan as plans
@@ -93,8 +94,8 @@ def _predict(options: argparse.Namespace) -> int:
     costs = []
     if batches.is_predictable(run):
         critical = batches.critical(run)
-        others = options.batches or sorted({max(1, int(batch * 2.0**power)) for power in _POWERS})
-        costs = [batches.cost(run, recipe, other, place, replicas) for other in others]
+        for other in options.batches or _default_batches(batch):
+            costs.append(batches.cost(run, recipe, other, place, replicas))
     result = Prediction(run, batch, replicas, critical, costs)
     print("\n".join(prediction.lines(result)))
     _draw(options.picture, functools.partial(prediction.draw, result))
@@ -103,23 +104,22 @@ def _predict(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _default_batches(batch: int) -> List[int]:
+    """Return the batches that are compared with a run's, ascending."""
+    # A set: a quarter and half of a tiny batch are both 1.
+    return sorted({max(1, int(batch * 2.0**power)) for power in _POWERS})
+
+
 def _branch(options: argparse.Namespace, trainer: Sequence[str]) -> int:
     """Measure the critical batch by branches of the run; return the exit code."""
     folder = options.output or options.run / "branches"
-    wanted = {"points": options.points, "share": options.share}
+    # Signals are noted from the beginning: reading the run may take seconds.
     stop = StopRequest()
     with stop:
-        # What is to be trained: as an earlier session has stored it, or planned now.
         origin = source.read(options.run, options.overrides)
-        plan = session.stored(folder, wanted, origin.recipe)
-        if plan is None:
-            plan = _plan(origin, options.points, options.share)
-        recipes = {}
-        for branch in plan.branches():
-            recipes[branch] = source.branch_recipe(origin, plan, branch, folder / branch.name)
-        session.store(folder, wanted, origin.recipe, plan)
+        plan, recipes = _planned(origin, folder, options.points, options.share)
         _say("\n".join(report.announcement(origin, plan)))
-        # The branches that have not ended yet.
+        # Branches that have ended in an earlier session are not trained again.
         try:
             losses = session.train(origin, recipes, folder, stop=stop, say=_say, trainer=trainer)
         except session.Stopped as error:
@@ -127,7 +127,6 @@ def _branch(options: argparse.Namespace, trainer: Sequence[str]) -> int:
             return fail(f"{error}: {remedy}", STOPPED)
         except session.BranchFailed as error:
             return fail(f"{error}; fix this, then rerun the same command: it goes on", FAILED)
-    # What they show.
     points = decision.judge(plan, losses)
     growth = decision.growth(plan, points, origin.recipe)
     print("\n".join(report.lines(plan, points, growth)))
@@ -135,6 +134,32 @@ def _branch(options: argparse.Namespace, trainer: Sequence[str]) -> int:
     if options.json:
         print(json_text(report.as_data(origin, plan, points, growth)))
     return DONE
+
+
+def _planned(
+    origin: source.Source,
+    folder: Path,
+    points: int,
+    share: float,
+) -> Tuple[plans.Plan, Dict[plans.Branch, Recipe]]:
+    """Return the branches as an earlier session has stored them, or planned now; store them.
+
+    Args:
+        origin: the run.
+        folder: of the branches.
+        points: checkpoints to branch from.
+        share: of the run's images that all branches may take.
+    """
+    wanted = {"points": points, "share": share}
+    plan = session.stored(folder, wanted, origin.recipe)
+    if plan is None:
+        plan = _plan(origin, points, share)
+    # All recipes are made before anything is stored: one that is refused leaves nothing behind.
+    recipes = {}
+    for branch in plan.branches():
+        recipes[branch] = source.branch_recipe(origin, plan, branch, folder / branch.name)
+    session.store(folder, wanted, origin.recipe, plan)
+    return plan, recipes
 
 
 def _draw(path: Optional[Path], draw: Callable[[Path], None]) -> None:
@@ -166,13 +191,12 @@ def _plan(origin: source.Source, points: int, share: float) -> plans.Plan:
 
 def _check_options(parser: Parser, options: argparse.Namespace) -> None:
     """End the command for options that belong to the other of its two ways; set defaults."""
-    predicting = ("batches", "machine", "replicas")
-    branching = ("share", "points", "output", "overrides")
+    refused: Sequence[str]
     if options.branch:
-        refused = predicting
+        refused = ("batches", "machine", "replicas")
         remedy = "goes without --branch"
     else:
-        refused = branching
+        refused = ("share", "points", "output", "overrides")
         remedy = "goes with --branch"
     for name in refused:
         if getattr(options, name) not in (None, []):

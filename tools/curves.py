@@ -85,14 +85,21 @@ def _draw_line(panel: Axes, events: List[dict], key: str, **style: Any) -> None:
     epochs = []
     values = []
     for event in events:
-        epoch = event.get("epoch")
-        value = event.get(key)
-        if type(epoch) in (int, float) and type(value) in (int, float):
+        epoch = _number(event.get("epoch"))
+        value = _number(event.get(key))
+        if epoch is not None and value is not None:
             epochs.append(epoch)
             values.append(value)
     # A line through a single value is invisible.
     marker = "o" if len(values) == 1 else None
     panel.plot(epochs, values, marker=marker, **style)
+
+
+def _number(value: object) -> Optional[float]:
+    """Return an entry of an event if it is a number, which true and false are not."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    return None
 
 
 @one_line()

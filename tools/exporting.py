@@ -26,6 +26,7 @@ from models.families import build, timm_name
 from recipe import loading
 from recipe.config import Data, Model, Recipe
 from tools import output
+from tools.settled import image_size
 from training import classes, exported, progress, weights
 from training.classes import Known
 from training.weights import StoredWeights
@@ -45,6 +46,11 @@ class _Comparison(NamedTuple):
     images: int
     fault: str
     difference: float
+
+    @property
+    def kind(self) -> str:
+        """Return which images were compared: of `validation`, or `random` ones."""
+        return "random" if self.fault else "validation"
 
 
 @torch.no_grad()
@@ -84,21 +90,28 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
         return fail(f"{path}: not written: {fault}", FAILED)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, content, durable=True)
-    # Tell what was written, and of what images its logits are known.
-    about = _about(stored, recipe.model, comparison)
     print(f"{stored.path}, {stored.which} weights -> {path}: {len(content) / 1e6:.1f} MB, float32")
     if known.note:
         print(known.note)
+    # Weights alone take and give nothing.
     if suffix != ".safetensors":
         print(_signature(recipe.model))
-    if comparison.fault:
-        print(f"no validation images: {comparison.fault}")
-    images = f"{comparison.images} {about['images']} images"
-    print(f"read again, on {images}: largest difference of a logit {difference:.2g}")
+    print("\n".join(_compared_lines(comparison)))
     if options.json:
         file = {"format": options.format, "file": str(path), "bytes": len(content)}
-        print(json_text({**file, **about}))
+        print(json_text({**file, **_about(stored, recipe.model, comparison)}))
     return DONE
+
+
+def _compared_lines(comparison: _Comparison) -> list[str]:
+    """Return lines on the images with which the file was compared, and its largest difference."""
+    lines = []
+    if comparison.fault:
+        lines.append(f"no validation images: {comparison.fault}")
+    images = f"{comparison.images} {comparison.kind} images"
+    difference = f"largest difference of a logit {comparison.difference:.2g}"
+    lines.append(f"read again, on {images}: {difference}")
+    return lines
 
 
 def _default_path(stored: StoredWeights, name: str, suffix: str) -> Path:
@@ -115,7 +128,7 @@ def _about(stored: StoredWeights, model: Model, comparison: _Comparison) -> dict
         "weights": stored.which,
         "image_size": model.image_size,
         "classes": model.classes,
-        "images": "random" if comparison.fault else "validation",
+        "images": comparison.kind,
         "no_validation_images": comparison.fault or None,
         "difference": comparison.difference,
     }
@@ -142,7 +155,7 @@ def _compare(
         images = _validation_images(section, data, count)
     except DataError as error:
         fault = str(error)
-        images = _random_images(section.image_size, count)
+        images = _random_images(image_size(section), count)
     # An exported program must take batches of any size.
     differences = []
     for batch in images.split(_BATCHES):
@@ -205,7 +218,8 @@ def _safetensors(model: BlockList, section: Model, metadata: dict[str, str]) -> 
 
 def _example(section: Model) -> torch.Tensor:
     """Return images to trace a model with: two, because a batch of one would become a constant."""
-    return torch.zeros(2, 3, section.image_size, section.image_size, dtype=torch.uint8)
+    size = image_size(section)
+    return torch.zeros(2, 3, size, size, dtype=torch.uint8)
 
 
 def _dynamic_batch() -> tuple[dict[int, Any], ...]:
@@ -227,6 +241,7 @@ def _onnx(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
         verbose=False,
         external_data=False,
     )
+    assert program is not None  # only the older exporter returns none
     proto = program.model_proto
     onnx.helper.set_model_props(proto, metadata)
     content = proto.SerializeToString()
@@ -266,11 +281,13 @@ def _validation_images(section: Model, data: Data, count: int) -> torch.Tensor:
 
     Raises DataError if there are none.
     """
+    # In this process, as a few images are not worth workers; DALI may not be installed here.
     changes = {"workers": 0, "reader": "torch", "bad_images": "skip"}
     data = data.model_copy(update=changes)
     source = SOURCES.of(data)(data, section.classes, "validation")  # whatever its classes
     size = min(count, len(source))
-    batches = EvaluationBatches(source, data=data, image_size=section.image_size, batch=size)
+    pixels = image_size(section)
+    batches = EvaluationBatches(source, data=data, image_size=pixels, batch=size)
     batch = next(iter(batches))
     if not batch.valid:
         raise DataError(f"none of the first {size} can be read")

@@ -11,7 +11,7 @@ import re
 import struct
 import tarfile
 import zlib
-from typing import BinaryIO, Iterator, NamedTuple, Sequence
+from typing import IO, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from common.text import printable
 from data.base import Names, UnreadableImage
 from data.encoded import EncodedSource
 from data.local import LocalFolder, Range
-from tools.indexing import EXTENSIONS, LeftOut, kind_left_out, members, split
+from tools.indexing import EXTENSIONS, LeftOut, content_of, kind_left_out, members, split
 
 _CLASSES = 1000
 _MAX_BYTES = 16 << 20  # of meta.mat, packed and unpacked: many times ImageNet's
@@ -88,7 +88,9 @@ class ArchiveSource(EncodedSource):
         names = [os.fsencode(image.name) for image in images]
         lengths = np.array([len(name) for name in names])
         self._names = Names([b"".join(names)], [lengths])
-        self._places = np.array([(image.offset, image.length) for image in images], np.int64)
+        # Offset and length, [images, 2].
+        places = [(image.offset, image.length) for image in images]
+        self._places = np.array(places, np.int64)
 
     def name(self, index: int) -> str:
         """Return the path of the archive and the name of the image at `index` in it."""
@@ -122,12 +124,12 @@ def training(path: str) -> ArchiveSource:
             if extension != "tar" or not _WNID.fullmatch(wnid):
                 fault = f"{path}: {member.name!r} is no class's n01234567.tar"
                 raise DataError(f"{fault}; give the right file")
-            inner = archive.extractfile(member)
+            inner = content_of(archive, member)
             place = f"{path}/{member.name}"
-            for name, offset, length in _images(inner, place, left_out):
+            for image in _images(inner, place, left_out):
                 # Offsets in the inner archive count from its own first byte.
-                offset += member.offset_data
-                images.append(StoredImage(f"{wnid}/{name}", offset, length))
+                offset = member.offset_data + image.offset
+                images.append(StoredImage(f"{wnid}/{image.name}", offset, image.length))
     # By class, with which a name begins, and by name.
     images.sort()
     wnids = [image.name.partition("/")[0] for image in images]
@@ -156,8 +158,27 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
         fault = f"{ground_truth}: {len(lines)} lines, but {path} has {len(images)} images"
         raise DataError(f"{fault}; give its list")
     # Either all lines are WordNet numbers, or all are numbers of the devkit.
-    if all(_WNID.fullmatch(line) for line in lines):
-        return ArchiveSource(path, images, lines, known=set(lines), left_out=left_out)
+    wnids = lines
+    known = set(lines)
+    if not all(_WNID.fullmatch(line) for line in lines):
+        meaning = _meaning(ground_truth, lines, devkit)
+        wnids = [meaning[line] for line in lines]
+        # All classes of the devkit, though the list may lack some.
+        known = set(meaning.values())
+    return ArchiveSource(path, images, wnids, known=known, left_out=left_out)
+
+
+def _meaning(ground_truth: str, lines: Sequence[str], devkit: str | None) -> dict[str, str]:
+    """Return the WordNet number of each line of a list, and of other numbers of its devkit.
+
+    Args:
+        ground_truth: file with the list.
+        lines: of that file.
+        devkit: archive that has the numbers.
+
+    Raises:
+        DataError: there is no devkit, or it lacks a line.
+    """
     if devkit is None:
         raise DataError(
             f"{ground_truth}: numbers of the devkit; add --devkit ILSVRC2012_devkit_t12.tar.gz"
@@ -169,12 +190,10 @@ def validation(path: str, ground_truth: str, devkit: str | None) -> ArchiveSourc
                 f"{ground_truth}:{number}: {devkit} has no class {line!r}; all lines must be "
                 "WordNet numbers, such as n01440764, or all numbers of this devkit"
             )
-    wnids = [meaning[line] for line in lines]
-    known = set(meaning.values())
-    return ArchiveSource(path, images, wnids, known=known, left_out=left_out)
+    return meaning
 
 
-def _images(stream: BinaryIO, place: str, left_out: LeftOut) -> list[StoredImage]:
+def _images(stream: IO[bytes], place: str, left_out: LeftOut) -> list[StoredImage]:
     """Return the images of an archive, by name.
 
     Args:
@@ -219,8 +238,9 @@ def _meta_mat(archive: tarfile.TarFile, path: str) -> bytes:
     """Return the content of data/meta.mat in a devkit. Raises DataError where there is none."""
     for member in archive:
         if member.name.split("/")[-2:] == ["data", "meta.mat"]:
+            # Whatever a damaged header says, no more than that is read into memory.
             if member.isreg() and member.size <= _MAX_BYTES:
-                return archive.extractfile(member).read()
+                return content_of(archive, member).read()
             break
     raise DataError(f"{path}: no data/meta.mat in it; give ILSVRC2012_devkit_t12.tar.gz")
 
@@ -260,17 +280,21 @@ def _wnids_of_synsets(elements: Sequence[tuple[int, bytes]]) -> dict[int, str]:
     """
     (_, width), (_, names), *values = elements
     step = int.from_bytes(width, "little")
-    fields = [names[at : at + step].split(b"\0")[0] for at in range(0, len(names), step)]
+    # All names are padded to the same width by zeros.
+    padded = [names[at : at + step] for at in range(0, len(names), step)]
+    fields = [name.split(b"\0")[0] for name in padded]
     # Fields of all structs follow each other, those of a struct in the order of their names.
     numbers = values[fields.index(b"ILSVRC2012_ID") :: len(fields)]
     wnids = values[fields.index(b"WNID") :: len(fields)]
     numbered = {}
     for (_, number), (_, wnid) in zip(numbers, wnids):
+        # MATLAB stores a number by the shortest type that holds it.
         kind, value = _data(number)
+        identifier = int(np.frombuffer(value, _DTYPES[kind]).item())
         _, text = _data(wnid)
         # A character has one byte or two.
         ascii_text = text.replace(b"\0", b"")
-        numbered[int(np.frombuffer(value, _DTYPES[kind]).item())] = ascii_text.decode("ascii")
+        numbered[identifier] = ascii_text.decode("ascii")
     return numbered
 
 

@@ -12,7 +12,8 @@ import re
 import tarfile
 import zlib
 from collections import defaultdict
-from typing import BinaryIO, Callable, Iterator, NamedTuple
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from common.errors import DataError
 from common.text import count, printable
 from data.local import Folder, Range
 from data.shard_index import Index
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 EXTENSIONS = ("jpg", "jpeg", "png")
 _LABEL = "cls"
@@ -34,12 +38,12 @@ class _StrictInfo(tarfile.TarInfo):
     """A member of an archive; TarInfo would take a damaged header for the end of the archive."""
 
     @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
         """Read the next member of an `archive`. Raises ReadError for a damaged header."""
         try:
             return super().fromtarfile(archive)
         # A block of zeros: the end of an archive.
-        except tarfile.EOFHeaderError:
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # typeshed does not have it
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,}") from None
@@ -70,8 +74,12 @@ class LeftOut:
 
     def counts(self) -> dict[str, int]:
         """Return the members of each kind, most frequent first."""
-        # Then by name, so that two calls print the same.
-        return dict(sorted(self._counts.items(), key=lambda item: (-item[1], item[0])))
+
+        def order(kind: str) -> tuple[int, str]:
+            """Return the key by which a `kind` is sorted: then by name, so that calls agree."""
+            return -self._counts[kind], kind
+
+        return {kind: self._counts[kind] for kind in sorted(self._counts, key=order)}
 
     def lines(self, place: str) -> list[str]:
         """Return a line for each of the most frequent kinds, for users.
@@ -92,9 +100,9 @@ class LeftOut:
 
 
 def members(
-    stream: BinaryIO,
+    stream: IO[bytes] | ShardStream,
     place: str,
-    mode: str = "r:",
+    mode: Literal["r:", "r|"] = "r:",
     left_out: LeftOut | None = None,
 ) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the archive in a stream with each of its files.
@@ -127,6 +135,19 @@ def members(
                     left_out.add("folders, which hold nothing themselves", name)
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise DataError(f"{place}: damaged or cut short ({error}); copy it again") from None
+
+
+def content_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    """Return the content of a plain file as a stream.
+
+    Args:
+        archive: that holds it.
+        member: the file.
+    """
+    stream = archive.extractfile(member)
+    # None stands for folders and devices alone.
+    assert stream is not None
+    return stream
 
 
 def _check_member(member: tarfile.TarInfo, place: str) -> None:
@@ -190,7 +211,8 @@ def kind_left_out(name: str) -> str:
     return "hidden files" if last.startswith(".") else "files without an extension"
 
 
-class Scan(NamedTuple):
+@dataclass(frozen=True)
+class Scan:
     """A shard that was read.
 
     left_out: members that are neither image nor label.
@@ -233,7 +255,7 @@ def scan(
             or is no whole number; or there is something behind the end of the archive.
     """
     place = folder.path(shard)
-    stream = _Stream(folder, shard, size, advance)
+    stream = ShardStream(folder, shard, size, advance)
     contents = _Contents(place, look)
     # From front to end, so that each byte is read once: the folder may be far away.
     for archive, member in members(stream, place, mode="r|", left_out=contents.left_out):
@@ -244,11 +266,25 @@ def scan(
     # The rest is read for the checksum.
     while stream.read():
         pass
+    # There was an image, so `archive` is the archive after its last member.
     _check_end(folder, shard, archive.offset, size)
     images = list(contents.images.values())
+    index = _index_of(images, labels, size, sha256=stream.sha256.hexdigest())
+    return Scan(index, contents.left_out)
+
+
+def _index_of(images: list[_StoredImage], labels: list[int], size: int, sha256: str) -> Index:
+    """Return the index of a shard, of no plan.
+
+    Args:
+        images: in the order of its members.
+        labels: of these.
+        size: bytes of the shard.
+        sha256: of all of them.
+    """
     # Names may hold any bytes: surrogates stand for those that are no UTF-8.
     names = [image.name.encode(errors="surrogateescape") for image in images]
-    index = Index(
+    return Index(
         offsets=np.array([image.offset for image in images], np.int64),
         lengths=np.array([image.length for image in images], np.int64),
         labels=np.array(labels, np.int32),
@@ -256,10 +292,9 @@ def scan(
         name_lengths=np.array([len(name) for name in names], np.int32),
         names=b"".join(names),
         bytes=size,
-        sha256=stream.sha256.hexdigest(),
+        sha256=sha256,
         plan="",
     )
-    return Scan(index, contents.left_out)
 
 
 class _Contents:
@@ -298,12 +333,20 @@ class _Contents:
             )
         if is_label:
             self.labels[alike] = self._read_label(archive, member)
-            return
+        else:
+            self.images[alike] = self._read_image(archive, member)
+
+    def _read_image(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> _StoredImage:
+        """Return the place and the checksum of the image that a member is. Raises DataError."""
         content = self._read(archive, member)
-        checksum = zlib.crc32(content)
-        self.images[alike] = _StoredImage(name, member.offset_data, member.size, checksum)
         if self._look is not None:
-            self._look(name, content)
+            self._look(member.name, content)
+        return _StoredImage(
+            name=member.name,
+            offset=member.offset_data,
+            length=member.size,
+            crc32=zlib.crc32(content),
+        )
 
     def _read_label(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
         """Return the label that a member holds. Raises DataError."""
@@ -321,7 +364,7 @@ class _Contents:
         content = b""
         # Where the file ends early tarfile raises, or returns less.
         with contextlib.suppress(tarfile.TarError):
-            content = archive.extractfile(member).read()
+            content = content_of(archive, member).read()
         if len(content) != member.size:
             raise DataError(f"{self._place}: cut short within {member.name!r}; copy it again")
         return content
@@ -350,11 +393,14 @@ def _paired_labels(
         unlabelled = left_images.get(key, [])
         unused = left_labels.get(key, [])
         is_paired = key in paired_keys
+        # One of each is a pair, though their names differ: img.large.jpg and img.cls.
         if len(unlabelled) == len(unused) == 1 and not is_paired:
             pairs[unlabelled[0]] = unused[0]
             continue
         last_name = images[unlabelled[-1]].name if unlabelled else ""
-        faults.append(_fault_of_key(key, unlabelled, unused, is_paired, last_name))
+        fault = _fault_of_key(key, unlabelled, unused, is_paired=is_paired, last_name=last_name)
+        faults.append(fault)
+    # One is named, as thousands may have the same cause.
     if faults:
         more = ""
         if len(faults) > 1:
@@ -416,7 +462,7 @@ def _check_end(folder: Folder, shard: str, end: int, size: int) -> None:
             raise DataError(f"{folder.path(shard)}: {more}; {remedy}")
 
 
-class _Stream(io.RawIOBase):
+class ShardStream(io.RawIOBase):
     """A file of a folder from front to end.
 
     sha256: of what was read.

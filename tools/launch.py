@@ -115,6 +115,7 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     plan = _plan(options, place, program)
     # Faults that train.py would find are found here, once for all ranks.
     description = naming(options.config, batch.describe, plan.recipe)
+    # Other hosts need no packages of loggers.
     if place.this == 0:
         naming(options.config, preflight.check, plan.recipe)
     if options.dry_run:
@@ -152,17 +153,33 @@ def _plan(options: argparse.Namespace, place: Hosts, program: Path) -> _Plan:
     recipe = loading.load(options.config, [*given.overrides, f"parallel.replicas={replicas}"])
     layout = _Layout(place, replicas, recipe.parallel.stages)
     _check_layout(layout, recipe.parallel.elastic)
-    # A single process needs nobody who watches it.
     rank = [str(program), "--config", options.config, *given.overrides]
+    command = _command(options, layout, recipe, rank)
     on_ipus = recipe.run.device == "ipu"
-    if on_ipus:
-        command = [*_poprun(options, layout, recipe.ipu.pod), sys.executable, *rank]
-    elif _is_single(layout, options.max_restarts):
-        command = [sys.executable, *rank]
-    else:
-        command = [*_torchrun(layout), *rank]
     summary = _summary(layout, on_ipus, given.note, command)
     return _Plan(recipe, layout, rank, command, summary)
+
+
+def _command(
+    options: argparse.Namespace,
+    layout: _Layout,
+    recipe: Recipe,
+    rank: List[str],
+) -> List[str]:
+    """Return the command by which all processes would be started. Raises UserError.
+
+    Args:
+        options: of this command.
+        layout: of the processes.
+        recipe: of the run.
+        rank: command of one process, behind this Python.
+    """
+    if recipe.run.device == "ipu":
+        return [*_poprun(options, layout, recipe.ipu.pod), sys.executable, *rank]
+    # A single process needs nobody who watches it.
+    if _is_single(layout, options.max_restarts):
+        return [sys.executable, *rank]
+    return [*_torchrun(layout), *rank]
 
 
 def _is_single(layout: _Layout, max_restarts: int) -> bool:
@@ -346,8 +363,9 @@ def _poprun(options: argparse.Namespace, layout: _Layout, pod: Optional[int]) ->
         )
     fault = poprun.fault_of_pod(replicas, stages, pod)
     if fault:
+        assert pod is not None  # a pod of unknown size has no fault
         raise UserError(f"{fault}; give --replicas {max(1, pod // stages)}, or correct ipu.pod")
-    # What one process holds: PopTorch takes a power of two of IPUs up to 64.
+    # IPUs of one process: PopTorch takes a power of two of them up to 64.
     fault = poprun.fault_of_instance(replicas // instances, stages)
     if fault:
         raise UserError(f"{fault}; give --instances {fitting} or another divisor of {replicas}")

@@ -78,12 +78,12 @@ def few_ticks(axis: Axis) -> None:
         axis.set_major_locator(ticker.MaxNLocator(_TICKS))
         return
     labels = _round_numbers(*sorted(axis.get_view_interval()))
-    # Within less than an octave there may be no such number.
-    locator = ticker.MaxNLocator(_TICKS)
     if len(labels) > 1:
         every = -(-len(labels) // _TICKS)
-        locator = ticker.FixedLocator(labels[::every])
-    axis.set_major_locator(locator)
+        axis.set_major_locator(ticker.FixedLocator(labels[::every]))
+    else:
+        # Within less than an octave there may be no such number.
+        axis.set_major_locator(ticker.MaxNLocator(_TICKS))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
 

@@ -10,6 +10,7 @@ import re
 import signal
 import tarfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -84,7 +85,8 @@ class _Task(NamedTuple):
     images_done: Synchronized
 
 
-class _PackedShard(NamedTuple):
+@dataclass(frozen=True)
+class _PackedShard:
     """A shard that was packed.
 
     left_out: why images were, a message each.
@@ -141,7 +143,7 @@ def pack(
     kept = len(indexes)
     missing = {name: images for name, images in shards.items() if name not in indexes}
     advance(kept, len(shards))
-    # Make these. What they say about images comes in the order of the shards.
+    # Messages about images come in the order of the shards, whichever worker is faster.
     left_out = []
     damaged = []
     total = sum(len(images) for images in missing.values())
@@ -153,12 +155,20 @@ def pack(
             left_out += packed.left_out
             damaged += packed.damaged
             advance(len(indexes), len(shards))
-    # The manifest comes last: a folder with one is complete.
-    manifest = make_manifest(source.classes, {name: indexes[name] for name in shards})
+    # Shards that were kept and new ones, by their numbers.
+    in_order = {name: indexes[name] for name in shards}
+    manifest = make_manifest(source.classes, in_order)
+    # It comes last: a folder with a manifest is complete.
     file = Path(folder, shard_index.MANIFEST)
     write(file, shard_index.encode_manifest(manifest), durable=True)
-    skipped = len(source) - sum(shard.images for shard in manifest.shards)
-    return Result(manifest, kept, skipped, left_out, damaged)
+    packed_images = sum(shard.images for shard in manifest.shards)
+    return Result(
+        manifest=manifest,
+        kept=kept,
+        skipped=len(source) - packed_images,
+        left_out=left_out,
+        damaged=damaged,
+    )
 
 
 def make_manifest(classes: tuple[str, ...], indexes: Mapping[str, Index]) -> Manifest:
@@ -186,8 +196,9 @@ def _images_by_shard(total: int, options: Options) -> dict[str, list[int]]:
     digits = max(6, len(str(number_of_shards - 1)))
     shards = {}
     for number in range(number_of_shards):
+        name = f"{number:0{digits}d}.tar"
         first = number * size
-        shards[f"{number:0{digits}d}.tar"] = order[first : first + size].tolist()
+        shards[name] = order[first : first + size].tolist()
     return shards
 
 
@@ -219,18 +230,16 @@ def _finished(task: _Task, shards: Mapping[str, list[int]]) -> dict[str, Index]:
     local = LocalFolder(str(task.folder))
     indexes = {}
     for name in sorted(os.listdir(task.folder)):
+        # Hidden files, such as macOS's ._000000.tar, are no shards.
         if name.startswith(".") or not name.endswith(".tar"):
             continue
-        file = shard_index.index_name(name)
-        try:
-            content = local.read(file, shard_index.MOST_OF_INDEX)
-            index = shard_index.decode_index(content, local.path(file))
-        except MissingFile:
+        index = _index_of(name, local)
+        if index is None:
             # A process may have been killed after it wrote a shard and before its index.
             if name in shards:
                 continue
             fault = f"{local.path(name)}: not packed by this command"
-            raise DataError(f"{fault}; name an empty folder") from None
+            raise DataError(f"{fault}; name an empty folder")
         if name not in shards or index.plan != task.plan:
             raise DataError(
                 f"{local.path(name)}: packed from other images or with other options; "
@@ -241,6 +250,16 @@ def _finished(task: _Task, shards: Mapping[str, list[int]]) -> dict[str, Index]:
         if (task.options.skip_bad or has_all_images) and local.size(name) == index.bytes:
             indexes[name] = index
     return indexes
+
+
+def _index_of(name: str, folder: LocalFolder) -> Index | None:
+    """Return the index of a shard; None where it has none. Raises DataError if it is damaged."""
+    file = shard_index.index_name(name)
+    try:
+        content = folder.read(file, shard_index.MOST_OF_INDEX)
+        return shard_index.decode_index(content, folder.path(file))
+    except MissingFile:
+        return None
 
 
 _task: _Task | None = None  # in a worker
@@ -272,6 +291,7 @@ def _begin(task: _Task) -> None:
 
 def _work(name: str, images: list[int]) -> _PackedShard:
     """Make a shard in a worker."""
+    assert _task is not None  # `_begin` has run
     return _pack_shard(_task, name, images)
 
 
@@ -281,11 +301,10 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _PackedShard:
     left_out: list[str] = []
     damaged: list[str] = []
     with replacing(path, durable=True) as temporary:
+        # The format without extended headers, which every reader takes: names are short (_KEY).
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for image in images:
-                # Counted before it is read: one that cannot be read is done, too.
-                with task.images_done.get_lock():
-                    task.images_done.value += 1
+                _count(task)
                 try:
                     members = _members(task.source, image, task.options, damaged)
                 except UnreadableImage as error:
@@ -307,6 +326,12 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _PackedShard:
     file = task.folder / shard_index.index_name(name)
     write(file, shard_index.encode_index(index), durable=True)
     return _PackedShard(index, left_out, damaged)
+
+
+def _count(task: _Task) -> None:
+    """Count an image before it is read: one that cannot be read is done, too."""
+    with task.images_done.get_lock():
+        task.images_done.value += 1
 
 
 def _members(
@@ -352,12 +377,8 @@ def _encoded(stored: base.Image, options: Options, damaged: list[str]) -> tuple[
     pixels = stored.pixels()
     if stored.damage:
         damaged.append(stored.damage)
-    height, width = pixels.shape[1:]
-    short_side = min(height, width)
-    if options.short_side is not None and short_side > options.short_side:
-        ratio = options.short_side / short_side
-        size = (round(width * ratio), round(height * ratio))
-        smaller = _picture(pixels).resize(size, Image.Resampling.BICUBIC)
+    smaller = _smaller(pixels, options.short_side)
+    if smaller is not None:
         return _file(smaller, "JPEG", quality=options.quality), "jpg"
     # Files keep their bytes, so that training decodes the same pixels from shards.
     if isinstance(stored, EncodedImage):
@@ -366,6 +387,17 @@ def _encoded(stored: base.Image, options: Options, damaged: list[str]) -> tuple[
     # Three equal channels are stored as one, and read as three.
     is_grey = bool((pixels == pixels[:1]).all())
     return _file(_picture(pixels[:1] if is_grey else pixels), "PNG"), "png"
+
+
+def _smaller(pixels: torch.Tensor, most: int | None) -> Image.Image | None:
+    """Return an image whose short side is `most`; None if its is no longer, or may be any."""
+    height, width = pixels.shape[1:]
+    short_side = min(height, width)
+    if most is None or short_side <= most:
+        return None
+    ratio = most / short_side
+    size = (round(width * ratio), round(height * ratio))
+    return _picture(pixels).resize(size, Image.Resampling.BICUBIC)
 
 
 def _picture(pixels: torch.Tensor) -> Image.Image:

@@ -22,11 +22,12 @@ if __name__ == "__main__":  # before the imports: see run
 
 import argparse
 import contextlib
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeVar
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from data.sources import open_source
 from recipe import loading
 from tools import imagenet
 from tools.arguments import whole, within
-from tools.indexing import LeftOut, scan
+from tools.indexing import LeftOut, Scan, scan
 from tools.packing import Options, make_manifest, pack
 from training import progress
 
@@ -184,16 +185,14 @@ def _pack(options: argparse.Namespace) -> _Report:
         raise DataError(f"{fault}; name the files as they were downloaded") from None
     for note in source.notes:
         print(note, flush=True)
-    packing = Options(
-        images_per_shard=options.images_per_shard,
-        short_side=options.short_side,
-        quality=options.quality,
-        seed=options.seed or 0,
-        skip_bad=options.skip_bad,
-        keep_order=options.keep_order,
+    packed = pack(
+        source,
+        folder,
+        _packing_options(options),
+        workers=options.workers,
+        advance=_print_progress,
     )
-    packed = pack(source, folder, packing, workers=options.workers, advance=_print_progress)
-    # What users should know of their images, and the sums.
+    # A damaged disk leaves out thousands: the first ones are named, all are counted.
     named = packed.left_out[:_NAMED]
     damage.report(packed.damaged)
     for reason in named:
@@ -203,6 +202,18 @@ def _pack(options: argparse.Namespace) -> _Report:
     kept = f"{count(packed.kept, 'shard')} there before"
     skipped = f"{count(packed.skipped, 'unreadable image')} left out"
     return _Report(DONE, f"{_in_words(data)}; {kept}, {skipped}", data)
+
+
+def _packing_options(options: argparse.Namespace) -> Options:
+    """Return how shards are made, from the options of the command line."""
+    return Options(
+        images_per_shard=options.images_per_shard,
+        short_side=options.short_side,
+        quality=options.quality,
+        seed=options.seed or 0,
+        skip_bad=options.skip_bad,
+        keep_order=options.keep_order,
+    )
 
 
 def _destination(options: argparse.Namespace) -> str:
@@ -215,16 +226,9 @@ def _destination(options: argparse.Namespace) -> str:
     expected = 1 if sources else 2
     if len(sources) > 1 or len(places) != expected:
         raise DataError(_ROUTES)
-    # Options that only go together.
-    has_truth = bool(options.ground_truth)
-    if bool(validation) != has_truth or (options.devkit and not validation):
-        raise DataError(
-            "--imagenet-validation and --ground-truth go together, and --devkit with both; give all"
-        )
-    if options.split and not options.config:
-        raise DataError("--split chooses among the images of a recipe; give --config FILE, too")
-    # The folder, in which nothing is written before the source has been opened.
+    _check_together(options)
     folder = places[-1]
+    # Keys of a recipe alone: their first one would become the folder.
     if options.config and re.match(r"\w+\.\w+=", folder):
         raise DataError(
             f"{folder}: is no folder; name the folder of the shards before the keys of the recipe"
@@ -234,6 +238,17 @@ def _destination(options: argparse.Namespace) -> str:
             f"{folder}: shards are packed on this machine; name a folder, and copy it there afterwards"
         )
     return folder
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Refuse options without those that they go with. Raises DataError."""
+    validation = bool(options.imagenet_validation)
+    if validation != bool(options.ground_truth) or (options.devkit and not validation):
+        raise DataError(
+            "--imagenet-validation and --ground-truth go together, and --devkit with both; give all"
+        )
+    if options.split and not options.config:
+        raise DataError("--split chooses among the images of a recipe; give --config FILE, too")
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -262,9 +277,7 @@ def _index(options: argparse.Namespace) -> _Report:
     if not names:
         raise DataError(f"{place}: no .tar files; name the folder that holds the shards")
     # All of them are read before anything is written.
-    sizes = {name: folder.size(name) for name in names}
-    with _reading("indexing", sum(sizes.values())) as advance:
-        scans = _by_threads(lambda name: scan(folder, name, sizes[name], advance=advance), names)
+    scans = _scanned(folder, names)
     indexes = {}
     left_out = LeftOut()
     for name, scanned in zip(names, scans):
@@ -274,14 +287,26 @@ def _index(options: argparse.Namespace) -> _Report:
         print(line, flush=True)
     largest = max(int(index.labels.max()) for index in indexes.values())
     manifest = make_manifest(_classes(options.classes, largest, folder), indexes)
-    # The manifest comes last: it lists indexes that are there.
-    for name, index in indexes.items():
-        file = folder.path(shard_index.index_name(name))
-        write(Path(file), shard_index.encode_index(index), durable=True)
-    write(Path(folder.path(MANIFEST)), shard_index.encode_manifest(manifest), durable=True)
+    _write_indexes(folder, indexes, manifest)
     data = _summary(place, manifest)
     data.update(left_out=left_out.counts())
     return _Report(DONE, _in_words(data), data)
+
+
+def _scanned(folder: LocalFolder, names: Sequence[str]) -> list[Scan]:
+    """Read shards, and print how far that is."""
+    sizes = {name: folder.size(name) for name in names}
+    with _reading("indexing", sum(sizes.values())) as advance:
+        return _by_threads(lambda name: scan(folder, name, sizes[name], advance=advance), names)
+
+
+def _write_indexes(folder: LocalFolder, indexes: Mapping[str, Index], manifest: Manifest) -> None:
+    """Write the indexes of shards, by their names, and the manifest."""
+    for name, index in indexes.items():
+        file = folder.path(shard_index.index_name(name))
+        write(Path(file), shard_index.encode_index(index), durable=True)
+    # The manifest comes last: it lists indexes that are there.
+    write(Path(folder.path(MANIFEST)), shard_index.encode_manifest(manifest), durable=True)
 
 
 def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
@@ -331,7 +356,7 @@ def _verify(options: argparse.Namespace) -> _Report:
     with _reading("verifying", data["bytes"]) as advance:
         examiner = _Examiner(folder, len(manifest.classes), options.decode, advance)
         by_shard = _by_threads(examiner.faults, manifest.shards)
-    faults = [fault for faults in by_shard for fault in faults]
+    faults = list(itertools.chain.from_iterable(by_shard))
     # A damaged disk has thousands: the first ones are named, all are counted.
     named = faults[:_NAMED]
     for fault in named:
@@ -404,6 +429,16 @@ def _differences(place: str, index: Index, scanned: Index) -> list[str]:
     if not has_same_offsets or not has_same_lengths or index.names != scanned.names:
         return [f"{place}: other images, or at other places, than in its index"]
     # The images are the same: only now do their numbers mean the same in both.
+    faults = _image_differences(place, index, scanned)
+    # Bytes between the images, such as times in headers, may differ by themselves.
+    if not faults and index.sha256 != scanned.sha256:
+        fault = f"not the bytes that {MANIFEST} has the checksum of"
+        faults.append(f"{place}: {fault}, but no image is affected")
+    return faults
+
+
+def _image_differences(place: str, index: Index, scanned: Index) -> list[str]:
+    """Return how images differ whose names and places are the same: checksums, then labels."""
     faults = []
     names = Names([index.names], [index.name_lengths])
     for number in np.flatnonzero(index.crc32 != scanned.crc32).tolist():
@@ -412,11 +447,8 @@ def _differences(place: str, index: Index, scanned: Index) -> list[str]:
     for number in np.flatnonzero(index.labels != scanned.labels).tolist():
         image = f"{place}/{os.fsdecode(names[number])}"
         label = scanned.labels[number]
-        faults.append(f"{image}: label {label}, but its index says {index.labels[number]}")
-    # What lies between the images, such as times in headers, may differ by itself.
-    if not faults and index.sha256 != scanned.sha256:
-        fault = f"not the bytes that {MANIFEST} has the checksum of"
-        faults.append(f"{place}: {fault}, but no image is affected")
+        indexed = index.labels[number]
+        faults.append(f"{image}: label {label}, but its index says {indexed}")
     return faults
 
 

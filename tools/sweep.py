@@ -74,6 +74,8 @@ def _run(
 
     definition = candidates.sweep.definition
     trials = definition.trials or definition.combinations()
+    # A sweep without a number of trials is that of a grid, whose combinations are counted.
+    assert trials is not None
     try:
         with contextlib.closing(Study(folder.study, candidates.sweep)) as study:
             report = Report(candidates, study, folder)

@@ -78,16 +78,22 @@ def stored(output: Path, wanted: Mapping[str, float], recipe: Recipe) -> Optiona
         plan = Plan(**content["plan"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{output / _PLAN}: damaged or not readable; {remedy}") from None
-    # Options and recipe must be the same.
-    difference = ""
-    for key, value in wanted.items():
-        if before.get(key) != value:
-            difference = f"{key} is {before.get(key)} there, {value} here"
+    # Losses of branches with other options or another recipe cannot be compared.
+    difference = _difference(before, wanted)
     if not difference:
         difference = first_difference(loading.load(output / _RECIPE), recipe)
     if difference:
         raise CheckpointError(f"{output} belongs to other branches: {difference}; {remedy}")
     return plan
+
+
+def _difference(before: Mapping[str, float], wanted: Mapping[str, float]) -> str:
+    """Return `KEY is OLD there, NEW here` for the last option that differs, or nothing."""
+    difference = ""
+    for key, value in wanted.items():
+        if before.get(key) != value:
+            difference = f"{key} is {before.get(key)} there, {value} here"
+    return difference
 
 
 def store(output: Path, wanted: Mapping[str, float], recipe: Recipe, plan: Plan) -> None:
@@ -138,9 +144,9 @@ def train(
     losses: Dict[Branch, float] = {}
     for number, (branch, recipe) in enumerate(recipes.items(), start=1):
         folder = output / branch.name
-        if _loss(folder) is None:
-            _train_branch(source, branch, recipe, folder, stop=stop, trainer=trainer)
         loss = _loss(folder)
+        if loss is None:
+            loss = _train_branch(source, branch, recipe, folder, stop=stop, trainer=trainer)
         # Only its losses are needed now; two checkpoints of each branch would fill a disk.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         losses[branch] = loss
@@ -159,8 +165,8 @@ def _train_branch(
     *,
     stop: StopRequest,
     trainer: Sequence[str],
-) -> None:
-    """Train a branch to its end. Raises as `train`."""
+) -> float:
+    """Train a branch to its end, and return its loss there. Raises as `train`."""
     from training import branching  # loads torch
 
     if not branching.is_begun(folder):
@@ -170,11 +176,11 @@ def _train_branch(
     if stop.name:
         raise Stopped(stop.name)
     process.start()
-    _wait(process, stop)
+    code = _wait(process, stop)
     # Its files show whether it came to its end, its exit code why not.
-    code = process.poll()
-    if code == DONE and _loss(folder) is not None:
-        return
+    loss = _loss(folder) if code == DONE else None
+    if loss is not None:
+        return loss
     if stop.name and (code == STOPPED or code < 0):
         raise Stopped(stop.name)
     line = process.last_line() or f"ended with {code}"
@@ -183,11 +189,15 @@ def _train_branch(
     raise BranchFailed(f"{branch.name}: {line} ({process.log})")
 
 
-def _wait(process: TrainingProcess, stop: StopRequest) -> None:
-    """Wait until a process has ended, which signals make it do."""
+def _wait(process: TrainingProcess, stop: StopRequest) -> int:
+    """Wait until a process has ended, which signals make it do; return its exit code."""
     asked = False
     try:
-        while process.poll() is None:
+        while True:
+            code = process.poll()
+            if code is not None:
+                return code
+            # The first signal is passed on once, a second one kills.
             if stop.name and (stop.at_once or not asked):
                 process.stop(at_once=stop.at_once)
                 asked = True

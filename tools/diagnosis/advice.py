@@ -98,10 +98,22 @@ def _input(recipe: Recipe, findings: Findings, share: float) -> Remedy:
     cores = max(1, findings.about["cores"] // ranks_of_host)
     if needed <= cores:
         return Remedy(f"{fault}: {more} would keep up.", [more])
+    return _cheaper_images(findings, fault, needed, cores)
+
+
+def _cheaper_images(findings: Findings, fault: str, needed: int, cores: int) -> Remedy:
+    """Return the remedy where more workers are needed than a rank has cores.
+
+    Args:
+        findings: of the examination.
+        fault: in words.
+        needed: workers that would keep up.
+        cores: of a rank.
+    """
     there = count(cores, "core")
     few = f"{fault}: {needed} workers would keep up, but a rank has {there}; give it more, or"
-    # Else each image has to cost less.
-    if reading is None:
+    # Images that are drawn, not read.
+    if findings.reading.share_of_bytes is None:
         return Remedy(f"{few} draw less for each image (data.augment, data.glyph_size).", [])
     smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
     if findings.about["device"] == "cpu":
@@ -114,11 +126,13 @@ def _straggling(recipe: Recipe, findings: Findings, share: float) -> Remedy:
     """Return the remedy for waiting for the slowest replica."""
     fault = f"Waiting for the slowest replica takes {percent(share)} of a step"
     slowest = splitting.slowest(findings.ranks)
+    lag = None if slowest is None else slowest.lag
     # A rank that always lags can be mended. Chance averages out over more micro batches.
-    if slowest is not None and slowest.lag >= _LAG:
+    if slowest is not None and lag is not None and lag >= _LAG:
         rank = f"rank {slowest.rank} on host {slowest.host}"
-        lag = f"computes {percent(slowest.lag)} slower than the others"
-        return Remedy(f"{fault}: {rank} {lag}. Look for what else runs there, or leave it out.", [])
+        behind = f"computes {percent(lag)} slower than the others"
+        remedy = "Look for what else runs there, or leave it out."
+        return Remedy(f"{fault}: {rank} {behind}. {remedy}", [])
     larger = _twice(findings)
     cause = "now of one and now of another: something else runs on the machines"
     remedy = f"{larger}, with the learning rate that goes with it"
@@ -137,22 +151,27 @@ def _exchange(recipe: Recipe, findings: Findings, share: float) -> Remedy:
     # Another method, if there is a faster one that is known to lose little.
     candidates = [method.timed for method in findings.methods]
     current = _current(candidates, section)
-    if current is not None:
-        faster = _faster(candidates, current)
-        if faster is not None:
-            overrides = faster.method.overrides(section)
-            by_itself = f"{duration(faster.seconds)} by itself"
-            times = f"takes {by_itself} in place of {duration(current.seconds)}"
-            loss = ""
-            if faster.evidence.loss:
-                loss = f" It {faster.evidence} of top-1 in our experiments ({PAGE})."
-            text = f"{fault}: {' '.join(overrides)} {times}.{loss} Without that, {larger}."
-            return Remedy(text, overrides)
+    faster = None if current is None else _faster(candidates, current)
+    if current is not None and faster is not None:
+        overrides = faster.method.overrides(section)
+        times = _times(faster, current)
+        text = f"{fault}: {' '.join(overrides)} {times} Without that, {larger}."
+        return Remedy(text, overrides)
+    # A late exchange is hidden on CPUs only, and costs accuracy: it is mentioned, not proposed.
     late = ""
     if findings.about["device"] == "cpu" and not section.delay:
         beside = "exchange.delay=1 lets it run beside the next step"
         late = f"; {beside}, with what is sent one step late (docs/exchange.md)"
     return Remedy(f"{fault}, and no other method is worth a change: {larger}{late}.", [twice])
+
+
+def _times(faster: Candidate, current: Candidate) -> str:
+    """Return in words what an exchange takes in place of the current one, and what it loses."""
+    by_itself = f"{duration(faster.seconds)} by itself"
+    times = f"takes {by_itself} in place of {duration(current.seconds)}."
+    if faster.evidence is None or not faster.evidence.loss:
+        return times
+    return f"{times} It {faster.evidence} of top-1 in our experiments ({PAGE})."
 
 
 def _current(candidates: Sequence[Candidate], section: Exchange) -> Optional[Candidate]:
@@ -169,8 +188,8 @@ def _faster(candidates: Sequence[Candidate], current: Candidate) -> Optional[Can
     for candidate in candidates:
         if candidate is current or candidate.accepted(_LOSS):
             acceptable.append(candidate)
-    taken, *_ = pick(acceptable)
-    return taken if taken.seconds < current.seconds else None
+    fastest, *_ = pick(acceptable)
+    return fastest if fastest.seconds < current.seconds else None
 
 
 def _bubble(recipe: Recipe, findings: Findings, share: float) -> Remedy:

@@ -37,6 +37,7 @@ from tools.diagnosis.steps import Setup
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
+from tools.settled import image_size
 from training import choices
 
 # Shares of the time that is given; the rest goes to links and to preparing engines.
@@ -143,15 +144,15 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     if not is_main:
         say = _say_nothing
     _check_same(recipe, processes)
-    # The recipe without `auto`, on which the measurements depend.
-    replicas = processes.topology.replicas
-    batch = processes.together(lambda: arithmetic.divide(recipe, replicas))
+    # Before the images are opened, as listing them may take minutes.
+    batch = _divided(recipe, processes)
     source, lengths, training_images = _opened(recipe, processes)
+    # The recipe without `auto`, on which the measurements depend.
     notes: List[str] = []
     resolved = choice.resolve(recipe, batch, processes, notes.append)
     resolved = choices.measured(resolved, batch, processes, notes.append)
     # A micro batch that was `auto` may be another one now.
-    batch = processes.together(lambda: arithmetic.divide(resolved, replicas))
+    batch = _divided(resolved, processes)
     ranks = count(processes.topology.world, "rank")
     say(f"measuring for about {seconds:.0f} s on {ranks}: images, links, steps, exchanges")
     setup = Setup(
@@ -168,6 +169,12 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     elapsed = time.perf_counter() - started
     findings = _findings(setup, figures, training_images, notes=notes, seconds=elapsed)
     return _concluded(findings, setup)
+
+
+def _divided(recipe: Recipe, processes: Processes) -> Batch:
+    """Return the batch of a recipe. Raises ConfigError on all ranks if it cannot be divided."""
+    replicas = processes.topology.replicas
+    return processes.together(lambda: arithmetic.divide(recipe, replicas))
 
 
 def _say_nothing(line: str) -> None:
@@ -233,9 +240,12 @@ def _measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> _Figur
     processes = setup.processes
     # What feeds the devices.
     reading = _reading(setup, _READING * seconds)
-    micro = setup.batch.micro
-    size = recipe.model.image_size
-    copying = images.to_device(micro, size, setup.device, _TO_DEVICE * seconds)
+    copying = images.to_device(
+        setup.batch.micro,
+        image_size(recipe.model),
+        setup.device,
+        seconds=_TO_DEVICE * seconds,
+    )
     to_device = min(processes.gather(copying), key=lambda rate: rate.median)
     # What joins them, and the step itself.
     measured_links = links.measure(processes, setup.device)
@@ -311,8 +321,9 @@ def _findings(
     _, about = figures.places[0]
     # The step of the recipe may have more micro batches than the one that was measured.
     parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
-    flops = shapes.training_flops(setup.recipe.model, setup.recipe.model.image_size) * batch.global_
     step = sum(parts.values())
+    model = setup.recipe.model
+    flops = shapes.training_flops(model, image_size(model)) * batch.global_
     return Findings(
         batch=batch,
         images=training_images,

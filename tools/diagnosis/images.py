@@ -25,6 +25,7 @@ from data.transforms import Training
 from engines.devices import synchronize
 from recipe.config import Recipe
 from tools.diagnosis.splitting import Spread, spread
+from tools.settled import image_size
 
 _REPETITION = 0.1  # seconds of images in each
 _FEWEST = 3  # repetitions of a measurement, beside the first
@@ -61,10 +62,13 @@ class Reading(NamedTuple):
         if self.bytes is None:
             return None
         read_again = self.cached_bytes_per_second
+        # Both come from the same measurement of files.
+        assert read_again is not None
         first_read = self.disk_bytes_per_second or read_again
+        # The reader has read out of the cache, so that much of its time is not decoding.
         from_cache = self.bytes / read_again.median
-        reading = self.bytes / first_read.median
         decoding = 1 / self.per_core.median - from_cache
+        reading = self.bytes / first_read.median
         return reading / (decoding + reading)
 
 
@@ -110,7 +114,7 @@ def read(
     finally:
         torch.set_num_threads(threads)
     if cached is None:
-        # All that were read are empty, which the reader may call readable.
+        # All images that were read are empty, which the reader may call readable.
         fault = f"{source.name(order[0])}: empty, as all images after it"
         raise DataError(f"{fault}; mend them, or correct data.root")
     return reading._replace(
@@ -120,18 +124,18 @@ def read(
     )
 
 
-def to_device(micro: int, image_size: int, device: torch.device, seconds: float) -> Spread:
+def to_device(micro: int, size: int, device: torch.device, seconds: float) -> Spread:
     """Measure the bytes a second of micro batches that are copied to the device.
 
     A GPU gets them from page-locked memory; on a CPU they are copied within memory.
 
     Args:
         micro: images of a micro batch.
-        image_size: pixels a side.
+        size: pixels a side.
         device: that gets them.
         seconds: for measuring.
     """
-    images = torch.randint(0, 256, (micro, 3, image_size, image_size), dtype=torch.uint8)
+    images = torch.randint(0, 256, (micro, 3, size, size), dtype=torch.uint8)
     if device.type == "cuda":
         images = images.pin_memory()
     there = torch.empty_like(images, device=device)
@@ -154,7 +158,7 @@ def _read_by_reader(
     seconds: float,
 ) -> Reading:
     """Measure the images a second of the reader that trains. Raises UnreadableImage, DataError."""
-    size = recipe.model.image_size
+    size = image_size(recipe.model)
     reader = Reader(source, 1, Training(recipe.data, recipe.run.seed))
     tried: Set[int] = set()
     unreadable: Dict[int, str] = {}  # the reason by index
@@ -284,10 +288,12 @@ def _drop_from_cache(path: str) -> bool:
 
     Files of other users are left alone.
     """
+    # macOS has no such call. Other users may be reading their files.
     if not hasattr(os, "posix_fadvise") or os.stat(path).st_uid != os.geteuid():
         return False
     file = os.open(path, os.O_RDONLY)
     try:
+        # Only advice: pages that are dirty, or mapped by another process, stay.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         return _share_in_memory(file) <= _LEFT
     except (OSError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import TYPE_CHECKING, Any, Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from recipe.division import Batch
 from recipe.exchange import Exchange
 from tools.diagnosis import splitting
 from tools.planning import scaling
-from tools.planning.machine import Machine, Reach
+from tools.planning.machine import Figure, Machine, Rate, Reach
 from tools.planning.workload import Workload
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def described(
         work: of the recipe.
         findings: with links.
     """
+    # Links may be missing where two processes of a host cannot connect.
+    assert findings.links is not None
     facts = findings.about
-    batch = findings.batch
-    times = findings.times
     on_gpu = device.type == "cuda"
     name = facts["device" if on_gpu else "cpu"]
     ranks = count(len(findings.hosts), "rank")
@@ -63,38 +63,60 @@ def described(
     devices_of_host = ranks_of_host
     if on_gpu:
         devices_of_host = max(ranks_of_host, torch.cuda.device_count())
-    # Rates of one device: of its part of the model, for a micro batch.
+    rates = _rates(recipe, work, findings)
+    decoding = _decoding(recipe, findings.reading)
+    copying = "" if on_gpu else "a copy in memory"
+    return Machine(
+        name=f"{len(findings.hosts)} x {name}",
+        device="cuda" if on_gpu else "cpu",
+        devices_per_host=devices_of_host,
+        memory=_memory(device, ranks_of_host),
+        rate=_rate(rates.multiply_adds, source),
+        calibrated_on=_calibration(recipe, findings.batch),
+        update=_rate(rates.updated, source),
+        straggling=_figure(findings.straggling, source),
+        links=[_reach(findings.links, len(set(findings.hosts)), source)],
+        overlap=rates.overlap,
+        cores=facts["cores"] / devices_of_host,
+        decode=_rate(findings.reading.per_core.median, source, decoding),
+        disk=_disk(findings.reading, source),
+        to_device=_rate(findings.to_device.median, source, copying),
+    )
+
+
+class _Rates(NamedTuple):
+    """Rates of one device, of its part of the model.
+
+    multiply_adds: a second.
+    updated: parameters a second that the optimizer steps.
+    overlap: see `_overlap`.
+    """
+
+    multiply_adds: float
+    updated: float
+    overlap: float
+
+
+def _rates(recipe: Recipe, work: Workload, findings: Findings) -> _Rates:
+    """Return the rates that follow from the parts of a step."""
+    times = findings.times
     measured = splitting.parts(times)
     micro_batch = measured["compute"] / times.accumulation
     multiply_adds = sum(stage.multiply_adds for stage in work.stages)
-    # A stage has its share of the work, and takes as long as the mean of all.
-    rate = batch.micro * multiply_adds / (times.stages * micro_batch)
+    # The largest stage is the last to be stepped, and the others wait for it.
     parameters = max(stage.parameters for stage in work.stages)
     # The exchange runs beside the slowest stage's backward pass.
     slowest = (1 + work.imbalance) * micro_batch
     backward = slowest * scaling.backward_share(work)
-    overlap = _overlap(recipe.exchange, findings.methods, measured["exchange"], backward)
-    decoding = _decoding(recipe.data.source, recipe.model.image_size, findings.reading)
-    copying = "" if on_gpu else "a copy in memory"
-    return Machine(
-        name=f"{len(findings.hosts)} x {name}",
-        device=device.type,
-        devices_per_host=devices_of_host,
-        memory=_memory(device, ranks_of_host),
-        rate=_figure(rate, source),
-        calibrated_on=_calibration(recipe, batch),
-        update=_figure(parameters / measured["update"], source),
-        straggling=_figure(findings.straggling, source),
-        links=[_reach(findings.links, len(set(findings.hosts)), source)],
-        overlap=overlap,
-        cores=facts["cores"] / devices_of_host,
-        decode=_figure(findings.reading.per_core.median, source, decoding),
-        disk=_disk(findings.reading, source),
-        to_device=_figure(findings.to_device.median, source, copying),
+    return _Rates(
+        # A stage has its share of the work, and takes as long as the mean of all.
+        multiply_adds=findings.batch.micro * multiply_adds / (times.stages * micro_batch),
+        updated=parameters / measured["update"],
+        overlap=_overlap(recipe.exchange, findings.methods, measured["exchange"], backward),
     )
 
 
-def _memory(device: torch.device, ranks: int) -> Dict[str, Any]:
+def _memory(device: torch.device, ranks: int) -> Figure:
     """Return the bytes of a device; on a CPU its share where `ranks` are on a host."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -142,15 +164,15 @@ def _calibration(recipe: Recipe, batch: Batch) -> str:
     return f"{model.describe()}, {sizes}, {types}{stages}{again}"
 
 
-def _decoding(source: str, image_size: int, reading: Reading) -> str:
+def _decoding(recipe: Recipe, reading: Reading) -> str:
     """Return what was decoded, in words."""
-    text = f"one core, {source} at {image_size} px"
+    text = f"one core, {recipe.data.source} at {recipe.model.image_size} px"
     if reading.bytes is not None:
         text += f", files of {reading.bytes / 1e3:.0f} kB read again"
     return text
 
 
-def _disk(reading: Reading, source: str) -> Optional[Dict[str, Any]]:
+def _disk(reading: Reading, source: str) -> Optional[Figure]:
     """Return the bytes a second from a disk; None where that was not measurable."""
     rate = reading.disk_bytes_per_second
     if rate is None:
@@ -170,11 +192,25 @@ def _reach(links: Links, hosts: int, source: str) -> Reach:
     return Reach(
         devices=None,
         latency=_figure(links.latency.median, source, between),
-        bandwidth=_figure(links.bandwidth.median, source, between),
+        bandwidth=_rate(links.bandwidth.median, source, between),
     )
 
 
-def _figure(value: float, *sources: str) -> Dict[str, Any]:
-    """Return a `Figure` with as many digits as a measurement can have."""
-    source = ", ".join(text for text in sources if text)
-    return {"value": float(f"{value:.5g}"), "source": source}
+def _figure(value: float, *sources: str) -> Figure:
+    """Return a measured figure, whose source may have several clauses."""
+    return Figure(value=_rounded(value), source=_joined(sources))
+
+
+def _rate(value: float, *sources: str) -> Rate:
+    """Return a measured rate, whose source may have several clauses."""
+    return Rate(value=_rounded(value), source=_joined(sources))
+
+
+def _rounded(value: float) -> float:
+    """Return a number with as many digits as a measurement can have."""
+    return float(f"{value:.5g}")
+
+
+def _joined(clauses: Sequence[str]) -> str:
+    """Return the clauses of a source that are not empty."""
+    return ", ".join(text for text in clauses if text)

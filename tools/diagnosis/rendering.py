@@ -223,17 +223,8 @@ def _machine(findings: Findings) -> str:
 
 def _step(findings: Findings) -> Iterator[str]:
     """Yield a step as a bar, and a line for each of its parts."""
-    times = findings.times
     step = findings.step
-    measured = splitting.spread(times.as_trained)
-    # A long step is computed from a shorter one, which is shown as well.
-    if times.accumulation == findings.batch.accumulation:
-        origin = f" ({_range(measured)}, {measured.repetitions} times)"
-    else:
-        micro_batches = count(times.accumulation, "micro batch", "micro batches")
-        seconds = f"{duration(measured.median)} ({_range(measured)})"
-        origin = f", from steps of {micro_batches}: {seconds}"
-    yield from _wrapped("a step", f"{duration(step)}{origin}")
+    yield from _wrapped("a step", f"{duration(step)}{_origin(findings)}")
     rate = f"{number(findings.images_per_second)} images/s"
     peak = scaled(findings.peak.median, "FLOP/s")
     yield from _wrapped("", f"{rate}, MFU {percent(findings.mfu)} of {peak}")
@@ -248,6 +239,18 @@ def _step(findings: Findings) -> Iterator[str]:
         yield from _wrapped("", f"{few}: waiting for images may be more; try more --seconds")
 
 
+def _origin(findings: Findings) -> str:
+    """Return how often a step was measured, and how much it varied."""
+    times = findings.times
+    measured = splitting.spread(times.as_trained)
+    if times.accumulation == findings.batch.accumulation:
+        return f" ({_range(measured)}, {measured.repetitions} times)"
+    # A long step is computed from a shorter one, which is shown as well.
+    micro_batches = count(times.accumulation, "micro batch", "micro batches")
+    seconds = f"{duration(measured.median)} ({_range(measured)})"
+    return f", from steps of {micro_batches}: {seconds}"
+
+
 def _images(reading: Reading) -> str:
     """Return the rates of reading images."""
     rate = number(reading.per_core.median)
@@ -257,7 +260,10 @@ def _images(reading: Reading) -> str:
         text += f" ({unreadable} cannot be read and are left out)"
     if reading.bytes is None:
         return f"{text}; they are no files"
-    cached = scaled(reading.cached_bytes_per_second.median, "B/s")
+    read_again = reading.cached_bytes_per_second
+    # Files whose bytes were counted were read again.
+    assert read_again is not None
+    cached = scaled(read_again.median, "B/s")
     again = f"{cached} read again (out of the page cache of a local disk)"
     from_disk = "the disk was not measurable"
     if reading.disk_bytes_per_second is not None:
@@ -325,6 +331,7 @@ def _prediction(row: Row) -> str:
 def _first(findings: Findings) -> str:
     """Return the advice, or why there is none."""
     if not findings.doubts:
+        assert findings.advice is not None  # see `examination._concluded`
         return findings.advice.text
     reasons = "; ".join(findings.doubts)
     cause = "Something else may run on the machine"
@@ -343,15 +350,15 @@ def _draw_bars(panel: Axes, bars: Dict[str, Dict[str, float]]) -> None:
     steps = [sum(parts.values()) for parts in bars.values()]
     lefts = [0.0] * len(bars)
     for part, (words, _, colour) in PARTS.items():
+        # A part may be negative, by rounding or as a rest, and a prediction has no rest.
         seconds = [max(0.0, parts.get(part, 0.0)) for parts in bars.values()]
+        # Else the legend would name it.
         if not any(seconds):
             continue
         widths = [1e3 * value for value in seconds]
         drawn = panel.barh(names, widths, left=lefts, color=colour, height=0.6, label=words)
+        shares = [value / step for value, step in zip(seconds, steps)]
         # Narrow parts have no room for a number.
-        labels = []
-        for value, step in zip(seconds, steps):
-            share = value / step
-            labels.append(percent(share) if share > _LABELLED else "")
+        labels = [percent(share) if share > _LABELLED else "" for share in shares]
         panel.bar_label(drawn, labels, label_type="center")
         lefts = [left + width for left, width in zip(lefts, widths)]

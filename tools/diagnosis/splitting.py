@@ -91,8 +91,10 @@ def passes(spans: Sequence[Span], stages: int) -> Passes:
     moments: Dict[Tuple[int, int], List[float]] = defaultdict(list)  # of each replica and step
     for span in spans:
         if span.kind in _PASSES:
+            replica = span.rank // stages
             seconds[span.rank, span.step].append(span.end - span.start)
-            moments[span.rank // stages, span.step] += [span.start, span.end]
+            moments[replica, span.step] += [span.start, span.end]
+    # Sorted, as spans of several ranks come in any order: the lists follow the steps.
     by_rank: Dict[int, List[float]] = defaultdict(list)
     for (rank, _), values in sorted(seconds.items()):
         by_rank[rank].append(math.fsum(values))
@@ -136,6 +138,7 @@ def parts(times: Times) -> Dict[str, float]:
         "straggling": statistics.median(straggling),
         "update": statistics.median(times.update),
     }
+    # By this definition the parts add up, whatever was measured.
     step = statistics.median(times.as_trained)
     seconds["rest"] = step - math.fsum(seconds.values())
     return seconds
@@ -173,21 +176,39 @@ def scaled(measured: Dict[str, float], times: Times, accumulation: int) -> Dict[
     seconds = {}
     for name in PARTS:
         seconds[name] = measured[name] * (1.0 if name in _ONCE else factor)
-    # The bubble: filling the pipeline, and a wait beyond that, which comes with each micro batch.
+    # These three are in part of the one kind and in part of the other.
+    seconds["bubble"] = _scaled_bubble(measured, times, factor)
+    seconds["rest"] += (factor - 1) * _beside_workers(measured, times)
+    seconds["straggling"] = _scaled_straggling(measured, times, factor)
+    return seconds
+
+
+def _scaled_bubble(measured: Dict[str, float], times: Times, factor: float) -> float:
+    """Return the seconds for which stages stand still with `factor` times the micro batches.
+
+    They fill the pipeline once, and wait beyond that with each micro batch.
+    """
     turn = (measured["compute"] + measured["imbalance"]) / times.accumulation
     filling = min(measured["bubble"], (times.stages - 1) / times.virtual * turn)
-    seconds["bubble"] = filling + factor * (measured["bubble"] - filling)
-    # The rest: workers slow the step down while they read.
+    waiting = measured["bubble"] - filling
+    return filling + factor * waiting
+
+
+def _beside_workers(measured: Dict[str, float], times: Times) -> float:
+    """Return the seconds by which workers slow a step down while they read."""
     as_trained = statistics.median(times.as_trained)
     from_memory = statistics.median(times.from_memory)
-    beside_workers = as_trained - measured["input"] - from_memory
-    seconds["rest"] += (factor - 1) * beside_workers
-    # Straggling: a replica that is always slow, and chance.
-    medians = [statistics.median(lengths) for lengths in times.passes.by_replica.values()]
+    return as_trained - measured["input"] - from_memory
+
+
+def _scaled_straggling(measured: Dict[str, float], times: Times, factor: float) -> float:
+    """Return the seconds of waiting for the slowest replica with `factor` times the work."""
+    by_replica = times.passes.by_replica.values()
+    medians = [statistics.median(lengths) for lengths in by_replica]
+    # A replica that is always slow, and chance.
     lasting = min(measured["straggling"], max(medians) - statistics.mean(medians))
     chance = measured["straggling"] - lasting
-    seconds["straggling"] = factor * lasting + math.sqrt(factor) * chance
-    return seconds
+    return factor * lasting + math.sqrt(factor) * chance
 
 
 def doubts(times: Times, seconds: Dict[str, float]) -> List[str]:
@@ -313,5 +334,8 @@ def slowest(rows: Sequence[Rank]) -> Optional[Rank]:
     Args:
         rows: of all ranks.
     """
-    compared = [row for row in rows if row.lag is not None]
-    return max(compared, key=lambda row: row.lag, default=None)
+    compared = [(row.lag, row) for row in rows if row.lag is not None]
+    if not compared:
+        return None
+    _, farthest = max(compared, key=lambda pair: pair[0])
+    return farthest

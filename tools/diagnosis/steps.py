@@ -15,7 +15,7 @@ import torch
 from data.base import Source
 from data.batches import MicroBatch
 from engines import factory, feed
-from engines.base import one_step
+from engines.base import ClosableIterator, Engine, one_step
 from engines.devices import synchronize
 from engines.torch_engine import TorchEngine, image_settings
 from optim import schedule
@@ -27,7 +27,7 @@ from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.exchange import Exchange
 from tools.diagnosis import splitting
-from tools.diagnosis.splitting import Times
+from tools.diagnosis.splitting import Passes, Times
 from tools.planning import workload
 
 _FEWEST = 3  # repetitions of each measurement
@@ -114,11 +114,14 @@ class _Bench:
         self.batch = setup.batch
         self._delay = recipe.exchange.delay
         self._rate = schedule.create(recipe, setup.lengths)
-        # Together: what one rank cannot create, all ranks refuse.
-        self.engine = self.processes.together(
+        # Together: an engine that one rank cannot create, all ranks refuse.
+        engine = self.processes.together(
             lambda: factory.create(recipe, self.batch, self.processes, steps_per_epoch)
         )
-        self._memory = self.processes.together(lambda: _loaded(setup, self.engine))
+        # The command refuses recipes for IPUs, the only ones with another engine.
+        assert isinstance(engine, TorchEngine)
+        self.engine = engine
+        self._memory = self.processes.together(lambda: _loaded(setup, engine))
         self._step = 0
         self._steps_in_turn = 1
         self._updates_in_turn = 1
@@ -203,15 +206,8 @@ def measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> Measure
     exchanges = _exchanges(setup)
     accumulation, step = _size_of_step(setup, exchanges, seconds, say)
     shrunk = setup.shrunk(accumulation)
-    # Steps without exchange, with a timeline from the second one on.
-    on_cpu = setup.device.type == "cpu"
-    traced = _TRACED_ON_CPU
-    if not on_cpu:
-        traced = min(_TRACED, max(_FEWEST, int(seconds / 8 / step)))
-    without = shrunk.silent() if exchanges else shrunk
-    alone = _Bench(without.changed("log", trace=traced))
-    alone.steps(1 if on_cpu else 1 + traced)
-    # Steps with it, where there is one.
+    # Steps without exchange, with a timeline, and steps with it, where there is one.
+    alone = _traced_bench(shrunk.silent() if exchanges else shrunk, seconds, step)
     whole = _Bench(shrunk) if exchanges else alone
     benches = [whole, alone] if exchanges else [whole]
     for bench in benches:
@@ -221,21 +217,46 @@ def measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> Measure
     before = _turns(sides, setup.processes, 0.25 * seconds)
     waiting = _as_trained(whole, shrunk, min(before[0]), 0.4 * seconds)
     after = _turns(sides, setup.processes, 0.25 * seconds)
+    # In the order of `sides`.
     from_memory, *unexchanged, update = (early + late for early, late in zip(before, after))
-    stages = setup.processes.topology.stages
-    spans = alone.engine.recorder.collect()
     times = Times(
         accumulation=accumulation,
-        stages=stages,
+        stages=setup.processes.topology.stages,
         virtual=setup.recipe.parallel.virtual_stages or 1,
         as_trained=waiting.steps,
         waited=waiting.waited,
         from_memory=from_memory,
         without_exchange=unexchanged[0] if exchanges else [],
         update=update,
-        passes=setup.processes.from_main(lambda: splitting.passes(spans, stages)),
+        passes=_passes(alone, setup.processes),
     )
     return Measurement(times, whole.engine, waiting.complete)
+
+
+def _traced_bench(setup: Setup, seconds: float, step: float) -> _Bench:
+    """Return an engine that has a timeline of some steps.
+
+    Args:
+        setup: without an exchange.
+        seconds: for all measurements.
+        step: seconds of a step.
+    """
+    on_cpu = setup.device.type == "cpu"
+    traced = _TRACED_ON_CPU
+    if not on_cpu:
+        traced = min(_TRACED, max(_FEWEST, int(seconds / 8 / step)))
+    bench = _Bench(setup.changed("log", trace=traced))
+    # The first step is not in the timeline. On a GPU the others of it are done now: see _TRACED.
+    bench.steps(1 if on_cpu else 1 + traced)
+    return bench
+
+
+def _passes(bench: _Bench, processes: Processes) -> Passes:
+    """Return the passes of the traced steps of all ranks, the same on each."""
+    spans = bench.engine.recorder.collect()
+    stages = processes.topology.stages
+    # Only the main rank has the spans of all.
+    return processes.from_main(lambda: splitting.passes(spans, stages))
 
 
 def _settled(setup: Setup) -> Setup:
@@ -323,10 +344,11 @@ def _as_trained(bench: _Bench, setup: Setup, step: float, seconds: float) -> _Wa
     # The main rank decides, as all ranks have to do the same steps.
     complete = processes.from_main(lambda: burst <= affordable)
     first = burst if complete else 1
+    # Whole bursts only: in a part of one nothing, or everything, is waited for.
     window = first * max(1, math.ceil(_WINDOW / (first * step)))
     as_trained = []
     waited = []
-    with contextlib.closing(bench.engine.training_batches(setup.source, range(10**9))) as batches:
+    with contextlib.closing(_endless(bench.engine, setup.source)) as batches:
         # Images that were loaded ahead of the first step cost nothing: they are used up first.
         bench.steps(first, batches)
         before = max(processes.gather(bench.engine.data_wait()))
@@ -336,6 +358,11 @@ def _as_trained(bench: _Bench, setup: Setup, step: float, seconds: float) -> _Wa
             waited.append((so_far - before) / window)
             before = so_far
     return _Waiting(slowest(processes.gather(as_trained)), waited, complete)
+
+
+def _endless(engine: Engine, source: Optional[Source]) -> ClosableIterator:
+    """Return micro batches of more steps than are ever measured."""
+    return engine.training_batches(source, range(10**9))
 
 
 def rounds(processes: Processes, seconds: float) -> Iterator[int]:

@@ -40,9 +40,7 @@ def lines(prediction: Prediction) -> Iterator[str]:
     run = prediction.run
     updates = sum(part.updates for part in run)
     images = sum(part.updates * part.batch for part in run)
-    # The noise scale changes along a run: it is shown at the beginning, the middle and the end.
-    along = [run[0], run[len(run) // 2], run[-1]] if len(run) > 2 else run
-    scales = ", ".join(f"{_scale(part)} by epoch {part.epoch:.3g}" for part in along)
+    scales = _scales(run)
     yield f"run        {updates:,.0f} updates of {images / updates:,.0f} images"
     if prediction.critical is None:
         yield f"critical   unknown; noise scale {scales}"
@@ -55,8 +53,14 @@ def lines(prediction: Prediction) -> Iterator[str]:
         return
     critical = f"{prediction.critical:,.0f} images over the whole run"
     yield f"critical   {critical}; noise scale {scales}"
-    # A row for each batch, and what is to be known about them.
-    costs = prediction.costs
+    yield from _table(prediction.costs, images)
+    # Times depend on the replicas, which are the same for all batches.
+    if prediction.costs[0].seconds is not None:
+        yield f"times on {count(prediction.replicas, 'replica')}"
+
+
+def _table(costs: Sequence[Cost], images: float) -> Iterator[str]:
+    """Yield a row for each batch, and how far to trust them. images: of the run."""
     head = (
         f"{'batch':>9} {'updates':>10} {'(range)':>19} {'images':>13} {'x images':>9} {'time':>12}"
     )
@@ -65,8 +69,14 @@ def lines(prediction: Prediction) -> Iterator[str]:
         yield _row(cost, images)
     if any(cost.upper_bound for cost in costs):
         yield from textwrap.wrap(f"{batches.BIAS}.", _WIDTH)
-    if costs[0].seconds is not None:
-        yield f"times on {count(prediction.replicas, 'replica')}"
+
+
+def _scales(run: Sequence[Interval]) -> str:
+    """Return the noise scale at the beginning, the middle and the end, as it changes along a run."""
+    shown = run
+    if len(run) > 2:
+        shown = [run[0], run[len(run) // 2], run[-1]]
+    return ", ".join(f"{_scale(part)} by epoch {part.epoch:.3g}" for part in shown)
 
 
 def _row(cost: Cost, images: float) -> str:

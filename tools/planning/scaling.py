@@ -16,6 +16,7 @@ from recipe.ipu.rules import pipelined
 from recipe.shares import even, mean_sums
 from tools.planning.machine import Machine
 from tools.planning.workload import Workload
+from tools.settled import micro_batch
 
 REPLICAS = [2**power for power in range(13)]
 _FEW = 0.1  # below this share of a step, what is not computing is no limit
@@ -71,13 +72,9 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
     parts = _seconds(recipe, machine, replicas, division, workload)
     seconds = sum(parts.values())
     # The same batch on one replica, for the efficiency.
-    micro_batches = max(1, division.batch // recipe.batch.micro)
+    micro_batches = max(1, division.batch // micro_batch(recipe))
     alone = _Division(division.batch, micro_batches)
     single = sum(_seconds(recipe, machine, 1, alone, workload).values())
-    # If nearly all of the step is computing, there is nothing else to improve.
-    limit = max((name for name in parts if name != "compute"), key=parts.__getitem__)
-    if parts["compute"] >= (1 - _FEW) * seconds:
-        limit = "compute"
     return Row(
         replicas=replicas,
         devices=replicas * len(workload.stages),
@@ -88,21 +85,32 @@ def predict(recipe: Recipe, machine: Machine, replicas: int, workload: Workload)
         images_per_second=division.batch / seconds,
         efficiency=single / (replicas * seconds),
         parts=parts,
-        limit=limit,
+        limit=_limit(parts),
     )
+
+
+def _limit(parts: Dict[str, float]) -> str:
+    """Return the part of a step that is to be improved first."""
+    # If nearly all of the step is computing, there is nothing else to improve.
+    if parts["compute"] >= (1 - _FEW) * sum(parts.values()):
+        return "compute"
+    others = [name for name in parts if name != "compute"]
+    return max(others, key=parts.__getitem__)
 
 
 def _divide(recipe: Recipe, machine: Machine, replicas: int) -> _Division:
     """Divide the recipe's batch, or the least larger one that so many replicas can share."""
-    micro = recipe.batch.micro
+    micro = micro_batch(recipe)
     least = recipe.parallel.least  # micro batches that fill a pipeline
     if machine.device == "ipu" and pipelined(recipe):
+        # Fewer are refused by PopTorch: see recipe/ipu/rules.py.
         least = 2 * recipe.parallel.stages - 1
     if recipe.exchange.in_tree:
         # Replicas may have unequal shares, which add up in tree order.
         batch = max(recipe.batch.global_, least * micro * replicas)
         shares = even(batch // micro, replicas, least)
         return _Division(batch, max(map(len, shares)), mean_sums(shares))
+    # Equal shares, so the batch grows to the next multiple.
     accumulation = max(-(-recipe.batch.global_ // (micro * replicas)), least)
     return _Division(accumulation * micro * replicas, accumulation)
 
@@ -177,7 +185,7 @@ def _seconds(
     workload: Workload,
 ) -> Dict[str, float]:
     """Predict the seconds of a step by cause."""
-    micro = recipe.batch.micro
+    micro = micro_batch(recipe)
     accumulation = division.accumulation
     # Computation, which the slowest stage of a pipeline paces.
     work = [micro * stage.multiply_adds / machine.rate.value for stage in workload.stages]
@@ -191,31 +199,62 @@ def _seconds(
         "imbalance": accumulation * (slowest - mean),
         "bubble": _fill(recipe.parallel, machine.device, len(work)) * slowest,
     }
-    # Exchange, as far as nothing is computed beside it.
-    hidden = 0.0
-    if not recipe.exchange.in_tree:
-        hidden = machine.overlap * slowest * backward_share(workload)
-    if machine.device == "cpu":  # elsewhere late exchanges overlap nothing (docs/exchange.md)
-        hidden = max(hidden, recipe.exchange.beside * sum(parts.values()))
+    # Each of the following depends on the parts before it: their order is part of the model.
+    computing = sum(parts.values())
+    hidden = _hidden(recipe, machine, workload, slowest=slowest, computing=computing)
     method = method_for(recipe.exchange)
-    combining = exchange(machine, method, replicas, workload, division.sums)
+    combining = exchange(machine, method, replicas, workload, sums=division.sums)
     parts["exchange"] = max(0.0, combining - hidden)
     parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
+    # Whatever a replica does, it is late by chance with all of it.
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
-    # Images are read beside all that, and copied beside being read.
-    copying = 3 * workload.image_size**2 / machine.to_device.value  # seconds an image
-    reading = 0.0
-    if recipe.data.encoded:
-        reading = 1 / (machine.decode.value * machine.cores * len(workload.stages))
-    needed = accumulation * micro * max(copying, reading)
+    # Images are read beside all that.
+    needed = accumulation * micro * _seconds_of_image(recipe, machine, workload)
     parts["input"] = max(0.0, needed - sum(parts.values()))
     return parts
+
+
+def _hidden(
+    recipe: Recipe,
+    machine: Machine,
+    workload: Workload,
+    slowest: float,
+    computing: float,
+) -> float:
+    """Return the seconds of an exchange that is hidden by computing.
+
+    Args:
+        recipe: that is trained.
+        machine: that trains it.
+        workload: of the recipe.
+        slowest: seconds of a micro batch on the slowest stage.
+        computing: seconds of a step without exchange and update.
+    """
+    hidden = 0.0
+    # A sum in tree order exists only when the last micro batch is done.
+    if not recipe.exchange.in_tree:
+        hidden = machine.overlap * slowest * backward_share(workload)
+    # Elsewhere late exchanges overlap nothing (docs/exchange.md).
+    if machine.device == "cpu":
+        hidden = max(hidden, recipe.exchange.beside * computing)
+    return hidden
+
+
+def _seconds_of_image(recipe: Recipe, machine: Machine, workload: Workload) -> float:
+    """Return the seconds in which the host of a replica prepares an image."""
+    copying = 3 * workload.image_size**2 / machine.to_device.value
+    if not recipe.data.encoded:
+        return copying
+    # All cores that belong to the replica's devices decode, while images are copied.
+    reading = 1 / (machine.decode.value * machine.cores * len(workload.stages))
+    return max(copying, reading)
 
 
 def _fill(parallel: Parallel, device: str, stages: int) -> float:
     """Return the micro batches' time in a step for which a pipeline's slowest stage is idle."""
     if stages == 1 or parallel.schedule == "sharded":
         return 0.0
+    # Forward and backward passes alternate there, so filling takes as long again.
     if device == "ipu":
         return 2.0 * (stages - 1)
     return (stages - 1) / (parallel.virtual_stages or 1)

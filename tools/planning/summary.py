@@ -6,7 +6,7 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from common.errors import UserError
 from parallel.exchange import variants
-from recipe.batch import lengths, planned, settled, training_image_sizes
+from recipe.batch import Lengths, lengths, planned, settled, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.shares import mean_sums
@@ -14,6 +14,7 @@ from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
 from tools.planning.workload import Widest, Workload
+from tools.settled import image_size
 
 STAGES = (1, 2, 4, 8)  # for which the widest model is found, as GPipe's paper does
 FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,281,167 files
@@ -36,6 +37,22 @@ class Stage(NamedTuple):
     activation_bytes_recomputed: int
 
 
+class Input(NamedTuple):
+    """Needs of all replicas for their images, and the cores that there are.
+
+    file_bytes_per_second: of files as large as ImageNet's; None where images are no files.
+    device_bytes_per_second: of decoded images.
+    cores: to decode files; None where images are no files.
+    cores_there: of all devices.
+    """
+
+    images_per_second: float
+    file_bytes_per_second: Optional[float]
+    device_bytes_per_second: float
+    cores: Optional[float]
+    cores_there: float
+
+
 class Summary(NamedTuple):
     """A plan.
 
@@ -43,8 +60,6 @@ class Summary(NamedTuple):
     widest: empty for models without a width.
     widest_1f1b: empty where gpipe is not the schedule.
     exchange: seconds by method.
-    input: of all replicas; bytes of files, and cores to decode them, are None where images are no
-        files.
     step: on the replicas that the recipe, or the launcher, names.
     """
 
@@ -57,7 +72,7 @@ class Summary(NamedTuple):
     widest: List[Widest]
     widest_1f1b: List[Widest]
     exchange: Dict[str, float]
-    input: Dict[str, Optional[float]]
+    input: Input
     step: Row
     scaling: List[Row]
 
@@ -66,6 +81,11 @@ class Summary(NamedTuple):
         """Return whether each stage fits into the memory of its device."""
         needed = [stage.state_bytes + stage.activation_bytes for stage in self.stages]
         return max(needed) <= self.available
+
+    @property
+    def width(self) -> Optional[float]:
+        """Return the model's width multiplier; None for a family that has none."""
+        return getattr(self.recipe.model, "width", None)
 
 
 def make(recipe: Recipe, machine: Machine) -> Summary:
@@ -158,17 +178,17 @@ def _input(
     encoded: bool,
     machine: Machine,
     step: Row,
-    image_size: int,
-) -> Dict[str, Optional[float]]:
-    """Return what all replicas must read, and have, for the images. encoded: they are files."""
+    size: int,
+) -> Input:
+    """Return the needs of all replicas for their images. encoded: these are files."""
     rate = step.images_per_second
-    return {
-        "images_per_second": rate,
-        "file_bytes_per_second": rate * FILE_BYTES if encoded else None,
-        "device_bytes_per_second": rate * 3 * image_size**2,
-        "cores": rate / machine.decode.value if encoded else None,
-        "cores_there": machine.cores * step.devices,
-    }
+    return Input(
+        images_per_second=rate,
+        file_bytes_per_second=rate * FILE_BYTES if encoded else None,
+        device_bytes_per_second=rate * 3 * size**2,
+        cores=rate / machine.decode.value if encoded else None,
+        cores_there=machine.cores * step.devices,
+    )
 
 
 def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Workload]) -> Row:
@@ -183,16 +203,24 @@ def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Wor
     images = recipe.data.images("train")
     if images is None:
         return row
+    grown = workload.changed(recipe, "batch", global_=row.global_batch)
     try:
-        length = lengths(workload.changed(recipe, "batch", global_=row.global_batch), images)
+        length = lengths(grown, images)
     except UserError:  # the batch is too large for them
         return row
+    seconds_by_size = {size: step.seconds for size, step in steps.items()}
+    return row._replace(hours=_training_seconds(recipe, length, seconds_by_size) / 3600)
+
+
+def _training_seconds(recipe: Recipe, length: Lengths, by_size: Dict[int, float]) -> float:
+    """Return the seconds of a whole run. by_size: seconds of a step, by the size of its images."""
     # Each size is shown from its first epoch on, until the next one is or the run ends.
-    sizes = recipe.data.image_sizes or [[0, recipe.model.image_size]]
+    sizes = recipe.data.image_sizes or [[0, image_size(recipe.model)]]
     starts = [epoch * length.steps_per_epoch for epoch, _ in sizes]
     ends = [*starts[1:], length.total]
     seconds = 0.0
     for (_, pixels), start, end in zip(sizes, starts, ends):
+        # A size may begin after the run has ended.
         count = max(0, min(end, length.total) - start)
-        seconds += count * steps[pixels].seconds
-    return row._replace(hours=seconds / 3600)
+        seconds += count * by_size[pixels]
+    return seconds

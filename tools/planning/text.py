@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Container, Iterator, Sequence
+from typing import Container, Dict, Iterator, Sequence
 
 from common.text import count
 from recipe.ipu import plan as ipu_plan
@@ -32,7 +32,7 @@ def lines(plan: Summary, note: str = "") -> Iterator[str]:
     yield f"model      {work.parameters:,} parameters, {multiply_adds}; stages: {work.cut}"
     yield from _stages(plan)
     if plan.widest:
-        width = f"width multiplier that fits (now {plan.recipe.model.width:g})"
+        width = f"width multiplier that fits (now {plan.width:g})"
         yield f"widest     {width}: {_widths(plan.widest)}"
     if plan.widest_1f1b:
         kept = f"gpipe keeps all {plan.batch.accumulation:,} micro batches of a step"
@@ -48,7 +48,8 @@ def lines(plan: Summary, note: str = "") -> Iterator[str]:
 
 def as_data(plan: Summary) -> dict:
     """Return a `plan` as JSON has it: seconds, bytes, images a second; options on IPUs only."""
-    options = {"options": [], "optimizer": {}}
+    # Programs find the same keys on all devices.
+    options: Dict[str, object] = {"options": [], "optimizer": {}}
     if plan.recipe.run.device == "ipu":
         options = ipu_plan.as_data(plan.recipe, plan.batch)
     batch = dataclasses.asdict(plan.batch)
@@ -68,7 +69,7 @@ def as_data(plan: Summary) -> dict:
         "widest_1f1b": [widest._asdict() for widest in plan.widest_1f1b],
         "scaling": [row._asdict() for row in plan.scaling],
         "exchange": plan.exchange,
-        "input": plan.input,
+        "input": plan.input._asdict(),
         "step": plan.step._asdict(),
     }
 
@@ -138,11 +139,12 @@ def _step(plan: Summary) -> Iterator[str]:
 def _input(plan: Summary) -> str:
     """Return what must be read and decoded."""
     need = plan.input
-    line = f"input      {need['device_bytes_per_second'] / 1e6:,.0f} MB/s to the devices"
-    if need["cores"] is not None:
-        files = f"{need['file_bytes_per_second'] / 1e6:,.0f} MB/s"
+    line = f"input      {need.device_bytes_per_second / 1e6:,.0f} MB/s to the devices"
+    # Images that are no files have neither.
+    if need.file_bytes_per_second is not None and need.cores is not None:
+        files = f"{need.file_bytes_per_second / 1e6:,.0f} MB/s"
         line += f", {files} of files as large as ImageNet's"
-        line += f", {need['cores']:,.1f} of {need['cores_there']:,.0f} cores to decode them"
+        line += f", {need.cores:,.1f} of {need.cores_there:,.0f} cores to decode them"
     return line
 
 
@@ -152,21 +154,7 @@ def _scaling(plan: Summary) -> Iterator[str]:
         "replicas", "devices", "batch", "micro batches", "step", "images/s", "of ideal", "time",
         "limit",
     )  # fmt: skip
-    rows = [head]
-    for row in plan.scaling:
-        # A star marks a batch that had to grow.
-        cells = (
-            f"{row.replicas:,}",
-            f"{row.devices:,}",
-            f"{row.global_batch:,}" + "*" * row.grown,
-            f"{row.accumulation:,}",
-            duration(row.seconds),
-            number(row.images_per_second),
-            f"{row.efficiency:.0%}",
-            "" if row.hours is None else _training_time(row.hours),
-            _limit(row),
-        )
-        rows.append(cells)
+    rows = [head, *map(_cells, plan.scaling)]
     yield from table(rows, _INDENT, left=(8,))
     # Footnotes.
     batch = plan.recipe.batch
@@ -177,6 +165,23 @@ def _scaling(plan: Summary) -> Iterator[str]:
         yield (
             f"{_INDENT}no time: the number of images is not known (data.train_images), or the batch too large for it"
         )
+
+
+def _cells(row: Row) -> Sequence[str]:
+    """Return a row of the table of steps."""
+    # A star marks a batch that had to grow.
+    star = "*" if row.grown else ""
+    return (
+        f"{row.replicas:,}",
+        f"{row.devices:,}",
+        f"{row.global_batch:,}{star}",
+        f"{row.accumulation:,}",
+        duration(row.seconds),
+        number(row.images_per_second),
+        f"{row.efficiency:.0%}",
+        "" if row.hours is None else _training_time(row.hours),
+        _limit(row),
+    )
 
 
 def _limit(row: Row) -> str:

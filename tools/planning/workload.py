@@ -357,7 +357,7 @@ def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Wides
     """
     limit = available(recipe, machine, batch)
     best = Widest(stages, None, 0, 0)
-    # Multiples of the grid: the lower one fits, or is 0; the higher one does not.
+    # Bisection over multiples of the grid: the lower one fits, or is 0; the higher one does not.
     low = 0
     high = round(_WIDEST / _GRID) + 1
     while high - low > 1:
@@ -385,11 +385,14 @@ def _smallest(
     again = recomputed(recipe, names)
     sizes = _sizes(recipe, device, batch.micro)
     counts = in_flight(recipe.parallel, device, batch.accumulation, stages)
-    # What a stage holds that begins with the block `start`, for each block that it may end with.
+    # Contents of a stage that begins with the block `start`, for each block that it may end with.
     spans = []
     for start in range(len(names)):
         spans.append(list(elements(names[start:], blocks, again, device)))
+    # The whole model is the span from the first block to the last.
+    parameters = spans[0][-1].parameters
 
+    # Remembered: many cuts of the first stages leave the same blocks to the later ones.
     @functools.lru_cache(maxsize=None)
     def fullest(stage: int, start: int) -> int:
         """Return the least bytes of the fullest stage from `stage` on, which begins at `start`."""
@@ -401,9 +404,12 @@ def _smallest(
             return totals[-1]
         # Each later stage has a block at least.
         ends = range(start + 1, len(names) - later + 1)
-        return min(max(total, fullest(stage + 1, end)) for total, end in zip(totals, ends))
+        candidates = []
+        for total, end in zip(totals, ends):
+            candidates.append(max(total, fullest(stage + 1, end)))
+        return min(candidates)
 
-    return fullest(0, 0), spans[0][-1].parameters
+    return fullest(0, 0), parameters
 
 
 def elements(

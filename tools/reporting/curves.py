@@ -6,7 +6,7 @@ import bisect
 import html
 import math
 import statistics
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from recipe.course import is_known
 from tools.reporting.page import Figure
@@ -308,7 +308,8 @@ def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
 
 def _seconds(run: Run) -> float:
     """Return the seconds of training that a run has logged."""
-    return max((time for time in run.metrics.train["seconds"] if time == time), default=0.0)
+    known = [time for time in run.metrics.train["seconds"] if not math.isnan(time)]
+    return max(known, default=0.0)
 
 
 def _lines(plan: Plan, runs: Sequence[Run]) -> List[_Line]:
@@ -326,9 +327,9 @@ def _reason_to_leave_out(plan: Plan, drawn: Sequence[_Line]) -> str:
     if not drawn:
         return "not in metrics.jsonl"
     # Over all lines: a constant that differs between runs is worth a figure.
-    seen = set()
+    seen: Set[float] = set()
     for line in drawn:
-        seen.update(value for value in line.values if value == value)
+        seen.update(value for value in line.values if not math.isnan(value))
     if not seen:
         return "not told from zero"
     if len(seen) == 1 and plan.dull:
@@ -342,24 +343,32 @@ def _figure(plan: Plan, drawn: Sequence[_Line], comparison: _Comparison) -> Figu
     legend: Dict[int, Series] = {}
     for line in sorted(drawn, key=lambda line: line.series.role == "validation"):
         legend[line.order] = line.series
+    # Each line gets its share of the points that a figure may have.
+    most = max(_LEAST_POINTS, _POINTS // len(drawn))
     data = []
     for line in drawn:
-        role = line.series.role
-        events = line.series.events_of(comparison.runs[line.order])
-        # Each line gets its share of the points that a figure may have.
-        shown = thinned(line.values, max(_LEAST_POINTS, _POINTS // len(drawn)))
-        x = abscissae(events, shown, comparison.unit)
-        y = [line.values[index] for index in shown]
-        if len(comparison.runs) == 1:
-            trace = _trace(role, _ROLES.get(role, LineStyle(COLOURS[0])), x, y)
-        else:
-            trace = _trace(comparison.names[line.order], _in_comparison(line.order, role), x, y)
+        trace = _trace_of(line, comparison, most)
+        # One entry of the legend switches all lines of a run.
+        if len(comparison.runs) > 1:
             trace["legendgroup"] = str(line.order)
             trace["showlegend"] = line.series is legend[line.order]
         data.append(trace)
     layout = _axes(plan.axis, data, log=plan.log, share=plan.share)
     figure = Figure(plan.key, plan.title, plan.caption, data, layout)
     return _with_sessions(figure, comparison)
+
+
+def _trace_of(line: _Line, comparison: _Comparison, most: int) -> dict:
+    """Return a line as plotly has it, of `most` points at most."""
+    role = line.series.role
+    events = line.series.events_of(comparison.runs[line.order])
+    shown = thinned(line.values, most)
+    x = abscissae(events, shown, comparison.unit)
+    y = [line.values[index] for index in shown]
+    # A single run has a colour for each quantity, several have one for each run.
+    if len(comparison.runs) == 1:
+        return _trace(role, _ROLES.get(role, LineStyle(COLOURS[0])), x, y)
+    return _trace(comparison.names[line.order], _in_comparison(line.order, role), x, y)
 
 
 def _in_comparison(order: int, role: str) -> LineStyle:
@@ -410,26 +419,12 @@ def _trust_ratios(comparison: _Comparison) -> List[Figure]:
     single = len(comparison.runs) == 1
     data = []
     for order, run in enumerate(comparison.runs):
-        train = run.metrics.train
-        layers = _layers(train)
-        if not layers:
-            continue
-        drawn = _evenly_spread(len(train), _RATIOS)
-        x = abscissae(train, drawn, comparison.unit)
-        ratios = []
-        for index in drawn:
-            values = [train[layer][index] for layer in layers]
-            # Ratios that are not finite would spoil the statistics of the line.
-            ratios.append([value for value in values if math.isfinite(value)])
         # Ranges of several runs would hide each other.
-        if single:
-            picks = _RANGE
-        else:
+        picks: Sequence[_Pick] = _RANGE
+        if not single:
             style = run_style(order)._replace(width=1.8, symbol=None)
             picks = (_Pick(comparison.names[order], statistics.median, style),)
-        for pick in picks:
-            y = [pick.statistic(values) if values else math.nan for values in ratios]
-            data.append(_trace(pick.name, pick.style, x, y))
+        data += _ratio_traces(run.metrics.train, picks, comparison.unit)
     if not data:
         return []
     figure = Figure(
@@ -444,6 +439,32 @@ def _trust_ratios(comparison: _Comparison) -> List[Figure]:
     if single:
         figures += _heat_map(comparison.runs[0].metrics.train, comparison.unit)
     return figures
+
+
+def _ratio_traces(train: Events, picks: Sequence[_Pick], unit: float) -> List[dict]:
+    """Return statistics of the trust ratios of a run as plotly has lines; none if none is logged.
+
+    Args:
+        train: log lines of the run.
+        picks: the statistics.
+        unit: of the time axis, in seconds.
+    """
+    layers = _layers(train)
+    if not layers:
+        return []
+    drawn = _evenly_spread(len(train), _RATIOS)
+    ratios = []
+    for index in drawn:
+        values = [train[layer][index] for layer in layers]
+        # Ratios that are not finite would spoil the statistics of the line.
+        ratios.append([value for value in values if math.isfinite(value)])
+    x = abscissae(train, drawn, unit)
+    traces = []
+    for pick in picks:
+        # A gap where a line has none that is finite.
+        y = [pick.statistic(values) if values else math.nan for values in ratios]
+        traces.append(_trace(pick.name, pick.style, x, y))
+    return traces
 
 
 def _layers(train: Events) -> List[str]:
@@ -469,10 +490,11 @@ def _heat_map(train: Events, unit: float) -> List[Figure]:
         powers.append([_power(train[layer][index]) for index in drawn])
     if len(drawn) < 2 or all(power is None for row in powers for power in row):
         return []
+    names = [layer[len(_PREFIX) :].removesuffix(".weight") for layer in layers]
     data = {
         "type": "heatmap",
         "x": abscissae(train, drawn, unit),
-        "y": [_escaped(layer[len(_PREFIX) :].removesuffix(".weight")) for layer in layers],
+        "y": list(map(_escaped, names)),
         "z": powers,
         "hovertemplate": "%{y}<br>at %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
         "colorscale": "Cividis",
@@ -554,18 +576,24 @@ def thinned(values: Sequence[float], most: int) -> List[int]:
     for stretch in range(stretches):
         start = len(values) * stretch // stretches
         end = len(values) * (stretch + 1) // stretches
-        finite = []
-        odd = []
-        for index in range(start, end):
-            if math.isfinite(values[index]):
-                finite.append(index)
-            else:
-                odd.append(index)
-        if finite:
-            drawn.add(min(finite, key=values.__getitem__))
-            drawn.add(max(finite, key=values.__getitem__))
-        drawn.update(odd[:1])
+        drawn.update(_extremes(values, range(start, end)))
     return sorted(drawn)
+
+
+def _extremes(values: Sequence[float], stretch: range) -> List[int]:
+    """Return where a stretch has its smallest and largest value, and one that is not finite."""
+    finite = []
+    odd = []
+    for index in stretch:
+        if math.isfinite(values[index]):
+            finite.append(index)
+        else:
+            odd.append(index)
+    chosen = odd[:1]
+    if finite:
+        chosen.append(min(finite, key=values.__getitem__))
+        chosen.append(max(finite, key=values.__getitem__))
+    return chosen
 
 
 def abscissae(events: Events, indices: Sequence[int], unit: float) -> dict:

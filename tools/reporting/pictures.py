@@ -27,6 +27,7 @@ from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from tools.reporting.run import Run
 from tools.reporting.sections import share
+from tools.settled import image_size, micro_batch
 from training import classes, scoring, weights
 from training.metrics import TOP
 from training.scoring import Scores
@@ -111,7 +112,7 @@ def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
         data=data,
         image_size=functools.partial(training_image_size, recipe),
         global_batch=size,
-        micro=recipe.batch.micro,
+        micro=micro_batch(recipe),
         seed=recipe.run.seed,
         first_step=0,
         last_step=-(-count // size),
@@ -119,17 +120,24 @@ def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
     pictures: List[Picture] = []
     with contextlib.closing(batches):
         for batch in batches:
-            images, targets = _mix(batch, recipe.data, recipe.run.seed, recipe.model.classes)
-            for row in range(batch.valid):
-                picture = Picture(
-                    source=data_uri(images[row]),
-                    caption=_class_shares(targets[row], source.classes),
-                    name=source.name(int(batch.indices[row])),
-                )
-                pictures.append(picture)
+            pictures += _pictures_of(batch, recipe, source)
             if len(pictures) >= count:
                 break
     return pictures[:count]
+
+
+def _pictures_of(batch: MicroBatch, recipe: Recipe, source: Source) -> List[Picture]:
+    """Return pictures of the images of a micro batch, mixed, that could be read."""
+    images, targets = _mix(batch, recipe.data, recipe.run.seed, recipe.model.classes)
+    pictures = []
+    for row in range(batch.valid):
+        picture = Picture(
+            source=data_uri(images[row]),
+            caption=_class_shares(targets[row], source.classes),
+            name=source.name(int(batch.indices[row])),
+        )
+        pictures.append(picture)
+    return pictures
 
 
 def _readable(data: Data, workers: int = 0) -> Data:
@@ -230,26 +238,14 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
     known = classes.of_model(stored, recipe.data, recipe.model.classes)
     source = open_source(data, recipe.model.classes, "validation", known.names)
     report, mistakes = _score(stored, recipe, source, data, seconds)
-    # The most confident ones first.
-    pictures = []
-    transform = Evaluation(data.crop_fraction)
-    for mistake in sorted(mistakes, reverse=True)[:count]:
-        image = transform(
-            source.open(mistake.image),
-            recipe.model.image_size,
-            epoch=0,
-            index=mistake.image,
-        )
-        label = source.classes[mistake.label]
-        guess = source.classes[mistake.guess]
-        caption = f"{label} taken for {guess}, {100 * mistake.share:.0f}\u00a0%"
-        pictures.append(Picture(data_uri(image), caption, source.name(mistake.image)))
+    # The most confident ones first: `share` is the first field.
+    shown = sorted(mistakes, reverse=True)[:count]
     section = {
         "reason": "",
         "text": _scores_text(report, len(mistakes), source, stored.path.name),
         "worst": _worst_classes(report, source.classes),
         "confusion": _confusion_uri(report, source),
-        "pictures": pictures,
+        "pictures": _mistaken_pictures(shown, recipe, source),
     }
     figures = {
         "file": str(stored.path),
@@ -261,6 +257,25 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
         "missed": len(mistakes),
     }
     return section, figures
+
+
+def _mistaken_pictures(
+    mistakes: Sequence[Mistake],
+    recipe: Recipe,
+    source: Source,
+) -> List[Picture]:
+    """Return pictures of misclassified images, cropped as they were classified."""
+    transform = Evaluation(recipe.data.crop_fraction)
+    size = image_size(recipe.model)
+    pictures = []
+    for mistake in mistakes:
+        stored = source.open(mistake.image)
+        image = transform(stored, size, epoch=0, index=mistake.image)
+        label = source.classes[mistake.label]
+        guess = source.classes[mistake.guess]
+        caption = f"{label} taken for {guess}, {100 * mistake.share:.0f}\u00a0%"
+        pictures.append(Picture(data_uri(image), caption, source.name(mistake.image)))
+    return pictures
 
 
 def _score(
@@ -280,13 +295,17 @@ def _score(
         batches = loader.EvaluationBatches(
             source,
             data=data,
-            image_size=recipe.model.image_size,
+            image_size=image_size(recipe.model),
             batch=recipe.batch.evaluation,
             device=engine.device,
             order=order,
         )
         with contextlib.closing(batches):
-            report = scoring.score(watched, _within(seconds, batches), recipe.model.classes)
+            report = scoring.score(
+                watched,  # type: ignore[arg-type]  # of an engine it calls predict_step alone
+                _within(seconds, batches),
+                recipe.model.classes,
+            )
     return report, watched.mistakes
 
 
@@ -297,6 +316,8 @@ def _is_sample(report: Scores, source: Source) -> bool:
 
 def _scores_text(report: Scores, missed: int, source: Source, checkpoint: str) -> str:
     """Return the sentences above the pictures."""
+    assert report.confusion is not None  # `scoring.score` makes one
+    # Each class is among the likeliest of five or fewer.
     top5 = f"top-5 {share(report.top5)}, " if len(report.confusion) > TOP else ""
     scores = f"top-1 {share(report.top1)}, {top5}{missed:,} misclassified."
     if _is_sample(report, source):
@@ -327,7 +348,12 @@ def _confusion_uri(report: Scores, source: Source) -> str:
     """Return the picture of the confusion matrix in a data URI."""
     sample = f" of a sample of {report.images:,} images" if _is_sample(report, source) else ""
     stream = io.BytesIO()
-    scoring.draw_confusion(stream, report, source.classes, f"top-1 {share(report.top1)}{sample}")
+    scoring.draw_confusion(
+        stream,  # type: ignore[arg-type]  # which its docstring allows
+        report,
+        source.classes,
+        title=f"top-1 {share(report.top1)}{sample}",
+    )
     return png_uri(stream)
 
 

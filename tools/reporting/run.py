@@ -7,6 +7,7 @@ import collections
 import fcntl
 import math
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -48,8 +49,7 @@ class Events:
 
     def has(self, name: str) -> bool:
         """Return whether any event has a number called `name`."""
-        # NaN is unequal to itself.
-        return any(value == value for value in self[name])
+        return not all(map(math.isnan, self[name]))
 
     def add(self, event: dict) -> None:
         """Append an `event`."""
@@ -199,7 +199,7 @@ def _is_usable(name: str, value: object) -> bool:
     return type(value) is int and _LEAST[name] <= value < MOST_STEPS
 
 
-def resumed_at(starts: List[dict]) -> List[int]:
+def resumed_at(starts: Sequence[dict]) -> List[int]:
     """Return the steps at which a later session went on from an earlier one, ascending.
 
     Args:
@@ -330,20 +330,9 @@ def epoch_and_seconds(metrics: Metrics) -> Tuple[Optional[float], Optional[float
 
 def headline(run: Run) -> dict:
     """Return the figures that a `run` is judged by; None for those that are not known (yet)."""
-    train = run.metrics.train
-    evaluation = run.metrics.evaluation
-    end = run.metrics.end or {}
-    # The last event of a finished run has its scores; until then the newest events count.
     epoch, seconds = epoch_and_seconds(run.metrics)
-    scores = [top1 for top1 in evaluation["top1"] if top1 == top1]
-    best = end.get("best_top1", max(scores, default=None))
-    top5 = end.get("top5", _newest(evaluation["top5"]))
-    if run.recipe is not None and run.recipe.model.classes <= TOP:
-        top5 = None  # each class is among the five likeliest
-    averages = {}
-    for name in AVERAGES:
-        if evaluation.has(f"{name}/top1"):
-            averages[name] = _newest(evaluation[f"{name}/top1"])
+    end = run.metrics.end or {}
+    pace = _newest(run.metrics.train["images_per_second"])
     return {
         "folder": str(run.folder),
         "name": run.name,
@@ -351,11 +340,8 @@ def headline(run: Run) -> dict:
         "step": run.metrics.step,
         "steps": total_steps(run),
         "epoch": epoch,
-        "top1": end.get("top1", _newest(evaluation["top1"])),
-        "top5": top5,
-        "best_top1": best,
-        **averages,
-        "images_per_second": end.get("images_per_second", _newest(train["images_per_second"])),
+        **_scores(run),
+        "images_per_second": end.get("images_per_second", pace),
         "seconds": seconds,
         "global_batch": run.recipe.batch.global_ if run.recipe else None,
         "device": device(run),
@@ -365,9 +351,30 @@ def headline(run: Run) -> dict:
     }
 
 
+def _scores(run: Run) -> Dict[str, Optional[float]]:
+    """Return the scores of a run, and of its weights' averages where these were evaluated."""
+    evaluation = run.metrics.evaluation
+    # The last event of a finished run has its scores; until then the newest events count.
+    end = run.metrics.end or {}
+    known = [top1 for top1 in evaluation["top1"] if not math.isnan(top1)]
+    top5 = end.get("top5", _newest(evaluation["top5"]))
+    if run.recipe is not None and run.recipe.model.classes <= TOP:
+        top5 = None  # each class is among the five likeliest
+    scores = {
+        "top1": end.get("top1", _newest(evaluation["top1"])),
+        "top5": top5,
+        "best_top1": end.get("best_top1", max(known, default=None)),
+    }
+    for name in AVERAGES:
+        if evaluation.has(f"{name}/top1"):
+            scores[name] = _newest(evaluation[f"{name}/top1"])
+    return scores
+
+
 def _newest(column: Sequence[float]) -> Optional[float]:
     """Return the last value of a column that is a number."""
-    return next((value for value in reversed(column) if value == value), None)
+    # From the end, as the newest is nearly always a number.
+    return next((value for value in reversed(column) if not math.isnan(value)), None)
 
 
 def device(run: Run) -> Optional[str]:
@@ -385,9 +392,16 @@ def device(run: Run) -> Optional[str]:
         for name, number in collections.Counter(map(str, devices)).items():
             kinds.append(f"{number} x {name}" if number > 1 else name)
         return ", ".join(kinds)
-    cores = count(environment.get("cpus"), "core")
-    threads = count(environment.get("threads"), "thread")
+    cores = _counted(environment.get("cpus"), "core")
+    threads = _counted(environment.get("threads"), "thread")
     return f"CPU: {cores}, {threads} per process"
+
+
+def _counted(number: object, noun: str) -> str:
+    """Return an entry of environment.json, which may be no number, with its noun."""
+    if isinstance(number, (int, float)):
+        return count(number, noun)
+    return f"{number} {noun}s"
 
 
 class SessionTime(NamedTuple):
@@ -421,32 +435,53 @@ def session_times(
         global_batch: images of an update.
     """
     bounds = [0, *resumed_at(starts)]
-    computing = [0.0] * len(bounds)
-    waiting = [0.0] * len(bounds)
-    rest = [0.0] * len(bounds)
+    times = [_Seconds() for _ in bounds]
     # The newest log line: its step, and the seconds of the run that are accounted for.
-    last = 0
+    last = 0.0
     counted = 0.0
     session = 0
     train = metrics.train
     log_lines = zip(train["step"], train["images_per_second"], train["data_wait"], train["seconds"])
     for step, pace, wait, seconds in log_lines:
         session = max(0, bisect.bisect_left(bounds, step) - 1)
+        # The first line of a session counts from where the session went on.
         updates = step - max(last, bounds[session])
         last = step
         if not (pace > 0 and seconds >= counted):
             continue  # not finite, or a file that was put together by hand
-        total = seconds - counted
+        times[session].add(seconds - counted, updates * global_batch / pace, wait)
         counted = seconds
-        training = min(total, updates * global_batch / pace)
-        waited = training * wait if 0 <= wait <= 1 else 0.0
-        computing[session] += training - waited
-        waiting[session] += waited
-        rest[session] += total - training
     # The end comes after the last line's evaluation and checkpoint.
     if metrics.end and isinstance(metrics.end.get("seconds"), (int, float)):
-        rest[session] += max(0.0, metrics.end["seconds"] - counted)
+        times[session].rest += max(0.0, metrics.end["seconds"] - counted)
     ends = [*bounds[1:], max(metrics.step, bounds[-1])]
-    rows = zip(bounds, ends, computing, waiting, rest)
-    times = [SessionTime(*row) for row in rows]
-    return [time for time in times if time.computing + time.waiting + time.rest > 0]
+    # Sessions of which nothing was kept have no row.
+    return [
+        SessionTime(first, end, time.computing, time.waiting, time.rest)
+        for first, end, time in zip(bounds, ends, times)
+        if time.computing + time.waiting + time.rest > 0
+    ]
+
+
+@dataclass
+class _Seconds:
+    """Seconds of one session so far: see `SessionTime`."""
+
+    computing: float = 0.0
+    waiting: float = 0.0
+    rest: float = 0.0
+
+    def add(self, total: float, by_pace: float, wait: float) -> None:
+        """Add the time between two log lines.
+
+        Args:
+            total: seconds.
+            by_pace: seconds of training that follow from the images a second.
+            wait: share of them; not from 0 to 1 where it is unknown.
+        """
+        # In a log that was put together by hand training may take more than all of the time.
+        training = min(total, by_pace)
+        waited = training * wait if 0 <= wait <= 1 else 0.0
+        self.computing += training - waited
+        self.waiting += waited
+        self.rest += total - training

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from common.credentials import masked
 from common.text import count
@@ -26,7 +37,7 @@ _MOST_LINES = 5  # of metrics.jsonl that are named
 
 def share(value: Optional[float]) -> str:
     """Return a share as text: a `value` of 0.9972 as `99.72 %`, an unknown one as nothing."""
-    if value is None or value != value:
+    if value is None or math.isnan(value):
         return ""
     return formats.percent(value, 2)
 
@@ -59,23 +70,12 @@ def of_run(run: Run) -> dict:
     title = run.name
     if figures["top1"] is not None:
         title += f": top-1 {share(figures['top1'])}"
-    # A run shows the figures that it has so far.
-    cards = []
-    for column in _FIGURES:
-        if figures.get(column.key) is not None:
-            cards.append((column.title, column.form(figures[column.key])))
     return {
         "title": title,
         "heading": run.recipe.run.name if run.recipe else run.name,
         "state": state(run),
-        "cards": cards,
-        "facts": [
-            ("Folder", run.folder),
-            ("Batch", division(run) or "not known without the recipe"),
-            ("Device", figures["device"] or "unknown"),
-            ("Started", _when(figures["started"])),
-            ("Revision", figures["revision"] or "unknown"),
-        ],
+        "cards": _cards(figures),
+        "facts": _facts(run, figures),
         "faults": _faults(run),
         "curves": drawn,
         "layers": drawn.layers,
@@ -90,6 +90,27 @@ def of_run(run: Run) -> dict:
             "starts": _starts(run.starts),
         },
     }
+
+
+def _cards(figures: Mapping[str, Any]) -> List[Tuple[str, str]]:
+    """Return title and text of the figures that a run has so far."""
+    cards = []
+    for column in _FIGURES:
+        value = figures.get(column.key)
+        if value is not None:
+            cards.append((column.title, column.form(value)))
+    return cards
+
+
+def _facts(run: Run, figures: Mapping[str, Any]) -> List[Tuple[str, object]]:
+    """Return the lines below the cards, each with its name. figures: of the run."""
+    return [
+        ("Folder", run.folder),
+        ("Batch", division(run) or "not known without the recipe"),
+        ("Device", figures["device"] or "unknown"),
+        ("Started", _when(figures["started"])),
+        ("Revision", figures["revision"] or "unknown"),
+    ]
 
 
 def _faults(run: Run) -> List[str]:
@@ -191,7 +212,7 @@ def of_comparison(runs: Sequence[Run], names: Sequence[str]) -> dict:
     faults = []
     for name, run in zip(names, runs):
         faults += [f"{name}: {fault}" for fault in _faults(run)]
-    page = {
+    page: Dict[str, object] = {
         "title": title,
         "heading": title,
         "columns": ["run", *columns],
@@ -200,16 +221,30 @@ def of_comparison(runs: Sequence[Run], names: Sequence[str]) -> dict:
         "curves": drawn,
         "layers": drawn.layers,
     }
-    # Recipes are compared as far as they can be read.
-    readable = [(run, name) for run, name in zip(runs, names) if run.recipe]
-    if readable:
-        rows = differences([run.recipe for run, _ in readable])
-        page["differences"] = {
-            "batches": [(name, division(run) or "cannot be divided") for run, name in readable],
-            "names": ["key", *[name for _, name in readable]],
-            "rows": [(key, *values) for key, values in rows],
-        }
+    compared = _compared_recipes(runs, names)
+    if compared is not None:
+        page["differences"] = compared
     return page
+
+
+def _compared_recipes(runs: Sequence[Run], names: Sequence[str]) -> Optional[Dict[str, object]]:
+    """Return the section on the differences of recipes; None where none can be read."""
+    recipes = []
+    readable = []
+    batches = []
+    for run, name in zip(runs, names):
+        if run.recipe is None:
+            continue
+        recipes.append(run.recipe)
+        readable.append(name)
+        batches.append((name, division(run) or "cannot be divided"))
+    if not recipes:
+        return None
+    return {
+        "batches": batches,
+        "names": ["key", *readable],
+        "rows": [(key, *values) for key, values in differences(recipes)],
+    }
 
 
 def _figures_of(runs: Sequence[Run]) -> Tuple[List[str], List[List[str]]]:

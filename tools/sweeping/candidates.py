@@ -80,15 +80,24 @@ def load_candidates(sweep: SweepFile) -> Candidates:
     # Trials get credentials by their environment: overrides are written into logs and best.yaml.
     fixed = [masked(override) for override in definition.overrides]
     fixed += _batch_rule(definition, base)
-    # Weights' averages are evaluated only where the recipe keeps them.
-    if "." in definition.metric:
-        average = definition.metric.partition("_")[0]
-        key = f"average.{average}_decay"
-        if getattr(base.average, f"{average}_decay") is None and key not in definition.space:
-            raise ConfigError(
-                f"{sweep.path}: metric: {definition.metric}, but the recipe keeps no such average; set {key}"
-            )
+    _check_metric(sweep, base)
     return Candidates(sweep, _load(sweep, fixed), fixed)
+
+
+def _check_metric(sweep: SweepFile, base: Recipe) -> None:
+    """Refuse a metric of an average of weights that no trial keeps. Raises ConfigError."""
+    metric = sweep.definition.metric
+    if "." not in metric:
+        return
+    # step_average.top1 needs average.step_decay.
+    average = metric.partition("_")[0]
+    key = f"average.{average}_decay"
+    is_kept = getattr(base.average, f"{average}_decay") is not None
+    # A key of the space may have null among its choices: such trials end without the metric.
+    if not is_kept and key not in sweep.definition.space:
+        raise ConfigError(
+            f"{sweep.path}: metric: {metric}, but the recipe keeps no such average; set {key}"
+        )
 
 
 def _load(sweep: SweepFile, overrides: Sequence[str]) -> Recipe:
@@ -195,7 +204,12 @@ def grid(definition: Definition) -> List[Parameters]:
     Args:
         definition: of the sweep, whose space is no continuous one.
     """
-    axes = {key: axis.grid() for key, axis in definition.space.items()}
+    axes: Dict[str, Sequence[Value]] = {}
+    for key, axis in definition.space.items():
+        values = axis.grid()
+        # Asked for only where Definition.combinations() counts them.
+        assert values is not None
+        axes[key] = values
     combinations = _combinations(axes)
     random.Random(definition.seed).shuffle(combinations)
     return combinations

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Sequence, Union
+from typing import (
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Literal,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from pydantic import Field, ValidationError
 
@@ -19,7 +29,8 @@ from recipe.loading import find
 from recipe.section import PathText, Section, first_fault
 
 _OWN_KEYS = ("run.name", "run.output", "run.resume")  # the sweep gives each trial its own
-_MAX_GRID = 100_000  # combinations
+# Combinations. A grid is listed and shuffled in memory, and no sweep trains as many trials.
+_MAX_GRID = 100_000
 
 Value = Union[bool, int, float, str, None, List[Any]]
 
@@ -51,59 +62,73 @@ class Axis(Section):
     def faults(self) -> Iterator[str]:
         """Yield what is wrong; the first fault counts, and later checks may need it mended."""
         if self.choices is not None:
-            yield from self._choice_faults()
+            yield from self._choice_faults(self.choices)
+        elif self.low is None or self.high is None:
+            yield "give choices, or low and high"
         else:
-            yield from self._range_faults()
+            yield from self._range_faults(self.low, self.high)
 
-    def _choice_faults(self) -> Iterator[str]:
+    def _choice_faults(self, choices: List[Any]) -> Iterator[str]:
         """Yield the faults of choices."""
         if self.model_fields_set != {"choices"}:
             yield "choices and a range are both given; keep one"
-        if any(isinstance(choice, dict) for choice in self.choices):
+        if any(isinstance(choice, dict) for choice in choices):
             yield "a choice is the value of one key, not keys below it"
-        if len(set(map(repr, self.choices))) < len(self.choices):
+        # By their text: true equals 1 but is another choice, and lists have no hash.
+        if len(set(map(repr, choices))) < len(choices):
             yield "choices has a value twice"
 
-    def _range_faults(self) -> Iterator[str]:
+    def _range_faults(self, low: float, high: float) -> Iterator[str]:
         """Yield the faults of a range."""
-        if self.low is None or self.high is None:
-            yield "give choices, or low and high"
-        if self.low > self.high:
-            yield f"low {self.low:g} is above high {self.high:g}"
-        if self.log and self.low <= 0:
-            yield f"a logarithmic range must begin above 0, not at {self.low:g}"
+        if low > high:
+            yield f"low {low:g} is above high {high:g}"
+        if self.log and low <= 0:
+            yield f"a logarithmic range must begin above 0, not at {low:g}"
         if self.log and self.step is not None:
             yield "log and step are both given; keep one"
-        if self.integer and (self.low % 1 or self.high % 1 or (self.step or 0) % 1):
+        if self.integer and (low % 1 or high % 1 or (self.step or 0) % 1):
             yield "low, high and step of whole numbers must be whole numbers"
         if self.step is not None:
-            low = _decimal(self.low)
-            high = _decimal(self.high)
-            step = _decimal(self.step)
-            # Of floats a rest would be left where there is none, as in 0.3 % 0.1.
-            rest = (high - low) % step
-            if rest:
-                yield f"from low {low} no whole number of steps of {step} leads to high {high}; e.g. {high - rest}"
+            yield from _step_faults(_decimal(low), _decimal(high), _decimal(self.step))
+
+    @property
+    def bounds(self) -> Tuple[float, float]:
+        """Return least and largest value of a range; an axis with choices has none."""
+        # `faults` refuses axes with neither choices nor both ends.
+        assert self.low is not None and self.high is not None
+        return self.low, self.high
 
     def grid(self) -> Optional[List[Value]]:
         """Return all values in order; None for a continuous range."""
         if self.choices is not None:
             return list(self.choices)
+        low, high = self.bounds
         if self.step is None and not self.integer:
-            return [self.low] if self.low == self.high else None
-        low = _decimal(self.low)
+            return [low] if low == high else None
+        first = _decimal(low)
         step = _decimal(self.step or 1.0)
-        count = int((_decimal(self.high) - low) / step) + 1
+        count = int((_decimal(high) - first) / step) + 1
         kind = int if self.integer else float
         # One more than a grid may have is enough to refuse it.
-        return [kind(low + step * number) for number in range(min(count, _MAX_GRID + 1))]
+        return [kind(first + step * number) for number in range(min(count, _MAX_GRID + 1))]
 
     def ends(self) -> List[Value]:
         """Return all choices, or the ends of the range: they are checked before training."""
         if self.choices is not None:
             return self.choices
-        ends = sorted({self.low, self.high})
-        return [int(end) for end in ends] if self.integer else ends
+        # A set: a range may consist of one number.
+        ends = sorted(set(self.bounds))
+        if self.integer:
+            return [int(end) for end in ends]
+        return list(ends)
+
+
+def _step_faults(low: Decimal, high: Decimal, step: Decimal) -> Iterator[str]:
+    """Yield the fault if no whole number of steps leads from `low` to `high`."""
+    # Of floats a rest would be left where there is none, as in 0.3 % 0.1.
+    rest = (high - low) % step
+    if rest:
+        yield f"from low {low} no whole number of steps of {step} leads to high {high}; e.g. {high - rest}"
 
 
 def _decimal(value: float) -> Decimal:
@@ -168,9 +193,15 @@ class Definition(Section):
     )
 
     @property
-    def direction(self) -> str:
+    def direction(self) -> Literal["minimize", "maximize"]:
         """Return whether the metric is to `maximize` or to `minimize`."""
+        # An average's loss comes after a dot: epoch_average.loss.
         return "minimize" if self.metric.rpartition(".")[2] == "loss" else "maximize"
+
+    @property
+    def sign(self) -> int:
+        """Return a factor by which the best trial has the least value of the metric."""
+        return 1 if self.direction == "minimize" else -1
 
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with the keys, and with the number of trials."""
@@ -213,10 +244,12 @@ class Definition(Section):
 
     def combinations(self) -> Optional[int]:
         """Return the number of different trials; None: a continuous space, or above 100,000."""
-        grids = [axis.grid() for axis in self.space.values()]
-        if any(values is None for values in grids):
-            return None
-        size = math.prod(len(values) for values in grids)
+        size = 1
+        for axis in self.space.values():
+            values = axis.grid()
+            if values is None:
+                return None
+            size *= len(values)
         return size if size <= _MAX_GRID else None
 
 
@@ -224,7 +257,10 @@ def _keys_of_recipes() -> List[str]:
     """Return section.key of all keys that a recipe may have."""
     keys = []
     for section, field in Recipe.model_fields.items():
-        keys += [f"{section}.{key}" for key in field.annotation.fields()]
+        kind = field.annotation
+        # A recipe consists of sections, which are annotated.
+        assert kind is not None
+        keys += [f"{section}.{key}" for key in kind.fields()]
     return keys
 
 

@@ -56,24 +56,35 @@ class SweepFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = open(path / _LOCK, "a+")  # noqa: SIM115
         except OSError as error:
+            # A full disk is no fault of the input.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise ConfigError(
                 f"{path}: cannot be made or written: {error.strerror}; {_REMEDY}"
             ) from None
+        self._take_lock()
+        # Another sweep may have begun between the check and the lock.
+        self._check(definition, candidates.base)
+        self._fill(definition, candidates.base)
+
+    def _take_lock(self) -> None:
+        """Keep other sweeps out as long as this process lives. Raises ConfigError if one is in."""
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
             raise ConfigError(
-                f"{path} is in use by another sweep; wait for it, or {_REMEDY}"
+                f"{self.path} is in use by another sweep; wait for it, or {_REMEDY}"
             ) from None
-        self._check(definition, candidates.base)  # another sweep may have begun meanwhile
-        if not (path / _DEFINITION).exists():
-            write_text(path / _RECIPE, loading.dump(candidates.base))
-            write_text(path / _DEFINITION, json_text(definition, indent=1) + "\n")
+
+    def _fill(self, definition: dict, recipe: Recipe) -> None:
+        """Write what is missing in a new folder, or in one whose process was killed early."""
+        if not (self.path / _DEFINITION).exists():
+            # The definition comes last: a folder that has it must have the recipe, too.
+            write_text(self.path / _RECIPE, loading.dump(recipe))
+            write_text(self.path / _DEFINITION, json_text(definition, indent=1) + "\n")
         for name in ("trials", "logs"):
-            (path / name).mkdir(exist_ok=True)
+            (self.path / name).mkdir(exist_ok=True)
 
     def trial(self, number: int) -> Path:
         """Return the run folder of trial `number`."""
@@ -94,6 +105,7 @@ class SweepFolder:
         """Check that the folder holds nothing, or this sweep."""
         if not self.path.is_dir():
             return
+        # A process that was killed while it wrote leaves files that end in .tmp.
         names = {entry.name for entry in self.path.iterdir() if entry.suffix != ".tmp"}
         if _DEFINITION not in names:
             if names - {_LOCK, _RECIPE}:

@@ -6,13 +6,13 @@ import itertools
 import math
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from common.files import replacing
 from common.text import count
 from tools.output import few_ticks
 from tools.sweeping.candidates import as_text
-from tools.sweeping.definition import Axis, Definition, SweepFile
+from tools.sweeping.definition import Axis, Definition, SweepFile, Value
 from tools.sweeping.trials import COMPLETE, PRUNED, Record
 
 if TYPE_CHECKING:
@@ -25,21 +25,20 @@ _LETTERS = 26  # of all labels that fit below a panel side by side
 _BLUE = "#0072b2"
 _ORANGE = "#f0a30a"
 _GREY = "#9a9a9a"
-_BEST = {
-    "marker": "*",
-    "markersize": 15,
-    "color": "#d55e00",
-    "markeredgecolor": "white",
-    "linestyle": "none",
-}
+_VERMILION = "#d55e00"
 
 
 class _Trials(NamedTuple):
-    """The trials that are drawn. best: of the complete ones, if there is one."""
+    """The trials that are drawn.
+
+    values: of the metric, of the complete ones.
+    best: place of the best one among these; None: none is complete.
+    """
 
     complete: List[Record]
+    values: List[float]
     pruned: List[Record]
-    best: Optional[Record]
+    best: Optional[int]
 
 
 def draw_picture(
@@ -82,30 +81,56 @@ def _select(definition: Definition, records: Sequence[Record]) -> _Trials:
     """Return the trials that are drawn."""
     complete = [record for record in records if record.state == COMPLETE]
     pruned = [record for record in records if record.state == PRUNED]
-    sign = 1 if definition.direction == "minimize" else -1
+    values = _values(complete)
+
+    def order(place: int) -> Tuple[float, int]:
+        """Return the key by which the complete trial at a `place` is compared."""
+        return definition.sign * values[place], complete[place].trial
+
     # Of equally good trials the earliest is the best, as on the leaderboard.
-    best = min(complete, key=lambda record: (sign * record.value, record.trial), default=None)
-    return _Trials(complete, pruned, best)
+    best = min(range(len(complete)), key=order, default=None)
+    return _Trials(complete, values, pruned, best)
+
+
+def _values(records: Sequence[Record]) -> List[float]:
+    """Return the metric of trials; NaN, which is not drawn, where there was no evaluation."""
+    return [math.nan if record.value is None else record.value for record in records]
 
 
 def _draw_history(panel: Axes, definition: Definition, trials: _Trials) -> None:
     """Draw the value of each trial, and the best so far."""
-    better = min if definition.direction == "minimize" else max
     numbers = [record.trial for record in trials.complete]
-    values = [record.value for record in trials.complete]
-    bests = list(itertools.accumulate(values, better))
-    panel.plot(numbers, values, "o", color=_BLUE, label="trial")
+    if definition.direction == "minimize":
+        bests = list(itertools.accumulate(trials.values, min))
+    else:
+        bests = list(itertools.accumulate(trials.values, max))
+    panel.plot(numbers, trials.values, "o", color=_BLUE, label="trial")
     panel.step(numbers, bests, where="post", color=_ORANGE, label="best so far")
+    # Only where there are some: an empty line would be in the legend.
     if trials.pruned:
-        numbers = [record.trial for record in trials.pruned]
-        values = [record.value for record in trials.pruned]
-        panel.plot(numbers, values, "x", color=_GREY, label="pruned")
-    best = trials.best
-    if best is not None:
-        panel.plot([best.trial], [best.value], label=f"best: trial {best.trial}", **_BEST)
+        pruned = [record.trial for record in trials.pruned]
+        panel.plot(pruned, _values(trials.pruned), "x", color=_GREY, label="pruned")
+    if trials.best is not None:
+        number = numbers[trials.best]
+        _draw_star(panel, number, trials.values[trials.best], label=f"best: trial {number}")
     panel.set(title="history", xlabel="trial", ylabel=definition.metric)
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    # There is no trial 2.5.
+    panel.locator_params(axis="x", integer=True)
     panel.legend(fontsize=8)
+
+
+def _draw_star(panel: Axes, place: float, value: float, label: Optional[str] = None) -> None:
+    """Draw the best trial. label: in the legend, which it is left out of without one."""
+    panel.plot(
+        [place],
+        [value],
+        label=label,
+        marker="*",
+        markersize=15,
+        color=_VERMILION,
+        markeredgecolor="white",
+        linestyle="none",
+    )
 
 
 def _draw_importances(panel: Axes, importances: Optional[Dict[str, float]]) -> None:
@@ -122,24 +147,36 @@ def _draw_importances(panel: Axes, importances: Optional[Dict[str, float]]) -> N
 
 def _draw_parameter(panel: Axes, key: str, axis: Axis, trials: _Trials) -> None:
     """Draw the value of each trial over one parameter."""
+    drawn = [record.parameters[key] for record in trials.complete]
+    places: List[float]
     if axis.choices is None:
-        labels: List[str] = []
-        places = [record.parameters[key] for record in trials.complete]
+        places = [_number(value) for value in drawn]
+        low, high = axis.bounds
         panel.set_xscale("log" if axis.log else "linear")
-        panel.axvspan(axis.low, axis.high, alpha=0)  # the whole range, also where nothing was drawn
-    else:
-        labels = [as_text(choice) for choice in axis.choices]
-        places = [labels.index(as_text(record.parameters[key])) for record in trials.complete]
-    panel.plot(places, [record.value for record in trials.complete], "o", color=_BLUE)
-    best = trials.best
-    if best is not None:
-        panel.plot([places[trials.complete.index(best)]], [best.value], **_BEST)
-    # Ticks depend on the limits, which the points have set by now.
-    if axis.choices is None:
+        panel.axvspan(low, high, alpha=0)  # the whole range, also where nothing was drawn
+        _draw_points(panel, places, trials)
+        # Ticks depend on the limits, which the points have set by now.
         few_ticks(panel.xaxis)
     else:
+        # By their text: a choice may be a list, or true beside 1.
+        labels = [as_text(choice) for choice in axis.choices]
+        places = [labels.index(as_text(value)) for value in drawn]
+        _draw_points(panel, places, trials)
         _label_choices(panel, labels)
     panel.grid(alpha=0.3)
+
+
+def _number(value: Value) -> float:
+    """Return a value that was drawn from a range."""
+    assert isinstance(value, (int, float))
+    return value
+
+
+def _draw_points(panel: Axes, places: Sequence[float], trials: _Trials) -> None:
+    """Draw the complete trials at their places, and a star at the best one."""
+    panel.plot(places, trials.values, "o", color=_BLUE)
+    if trials.best is not None:
+        _draw_star(panel, places[trials.best], trials.values[trials.best])
 
 
 def _label_choices(panel: Axes, labels: Sequence[str]) -> None:

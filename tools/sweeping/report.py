@@ -8,15 +8,26 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Type
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Container,
+    Dict,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 from common.files import write_text
 from common.text import printable
 from recipe import loading
+from recipe.config import Recipe
 from recipe.section import Section
 from tools.planning import text
 from tools.sweeping.candidates import Candidates, as_text
-from tools.sweeping.definition import Definition
+from tools.sweeping.definition import Definition, SweepFile
 from tools.sweeping.folder import SweepFolder
 from tools.sweeping.picture import draw_picture
 from tools.sweeping.trials import COMPLETE, STATES, Record
@@ -105,6 +116,23 @@ class Report:
 def _best_recipe(folder: SweepFolder, candidates: Candidates, best: Dict[str, Any]) -> str:
     """Return the best trial as a recipe that extends the sweep's, by its path from the folder."""
     sweep = candidates.sweep
+    # Without links: `..` of a linked folder is elsewhere.
+    path = os.path.relpath(os.path.realpath(sweep.recipe), os.path.realpath(folder.path))
+    name = f"run.name={as_text(f'{sweep.word}-best')}"
+    overrides = [name, *candidates.overrides(best["parameters"])]
+    base = loading.load(sweep.recipe)
+    recipe = loading.load(sweep.recipe, overrides)
+    lines = [
+        *_head_of_best(folder, sweep, best),
+        "",
+        f"extends: {as_text(path)}",
+        *_changed_lines(base, recipe, sweep.definition.space),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head_of_best(folder: SweepFolder, sweep: SweepFile, best: Dict[str, Any]) -> List[str]:
+    """Return the comment at the head of the best trial's recipe."""
     metric = sweep.definition.metric
     head = (
         f"The best trial of the sweep {sweep.name} ({sweep.path}): {folder.trial(best['trial'])}",
@@ -113,26 +141,24 @@ def _best_recipe(folder: SweepFolder, candidates: Candidates, best: Dict[str, An
         "Of many trials the best is in part the luckiest: train it with another run.seed before you rely on it.",
     )
     # Names of files may hold line breaks, which would end a comment.
-    lines = [f"# {' '.join(line.splitlines())}" for line in head]
-    # Without links: `..` of a linked folder is elsewhere.
-    path = os.path.relpath(os.path.realpath(sweep.recipe), os.path.realpath(folder.path))
-    lines += ["", f"extends: {as_text(path)}"]
-    name = f"run.name={as_text(f'{sweep.word}-best')}"
-    overrides = [name, *candidates.overrides(best["parameters"])]
-    base = loading.load(sweep.recipe)
-    recipe = loading.load(sweep.recipe, overrides)
+    return [f"# {' '.join(line.splitlines())}" for line in head]
+
+
+def _changed_lines(base: Recipe, recipe: Recipe, swept: Container[str]) -> List[str]:
+    """Return the lines of a recipe file for the keys that differ from `base`, or are `swept`."""
+    lines = []
     for section, values in recipe.model_dump(mode="json", by_alias=True).items():
         before = _values(getattr(base, section), type(getattr(recipe, section)))
         changed = []
         for key, value in values.items():
             # A key of the space is written though the recipe has the same value: another kind of
             # section may replace it.
-            swept = f"{section}.{key}" in sweep.definition.space
-            if swept or key not in before or before[key] != value:
+            is_swept = f"{section}.{key}" in swept
+            if is_swept or key not in before or before[key] != value:
                 changed.append(f"  {key}: {as_text(value)}")
         if changed:
             lines += ["", f"{section}:", *changed]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _values(section: Section, kind: Type[Section]) -> Dict[str, Any]:
@@ -151,11 +177,12 @@ def ranked(records: Sequence[Record], definition: Definition) -> List[Dict[str, 
         records: of all trials.
         definition: of the sweep.
     """
-    sign = 1 if definition.direction == "minimize" else -1
 
-    def order(record: Record) -> tuple:
+    def order(record: Record) -> Tuple[int, float, int]:
         """Return the key by which a `record` is sorted."""
-        return STATES.index(record.state), sign * (record.value or 0.0), record.trial
+        value = definition.sign * (record.value or 0.0)
+        # Of equally good trials the earliest comes first.
+        return STATES.index(record.state), value, record.trial
 
     rows = []
     for rank, record in enumerate(sorted(records, key=order), start=1):

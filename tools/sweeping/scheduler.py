@@ -114,23 +114,10 @@ class Scheduler:
             UserError: two trials ended with the same complaint about the input, and none was ever
                 complete.
         """
-        # Trials that an earlier session began go first.
-        cut_off = self.study.cut_off()
-        announced = False
         try:
-            while True:
-                self._fill(cut_off, trials)
-                if self._ending() and self._running and not announced:
-                    announced = True
-                    self._stop_all()
-                if not self._running:
-                    break
-                for trial in list(self._running):
-                    if self.request.at_once:
-                        trial.process.stop(at_once=True)
-                    self._watch(trial)
-                time.sleep(_POLL_SECONDS)
+            self._run_until_all_ended(trials)
         finally:
+            # An error here must leave no process behind.
             for trial in self._running:
                 trial.process.stop(at_once=True)
         # After a signal, trials that were put off run again in the next session.
@@ -138,6 +125,25 @@ class Scheduler:
             raise UserError(self._input_fault)
         if not self.request.name:
             self._fail_put_off()
+
+    def _run_until_all_ended(self, trials: int) -> None:
+        """Begin and watch trials until none runs and none is to begin."""
+        # Trials that an earlier session began go first.
+        cut_off = self.study.cut_off()
+        announced = False
+        while True:
+            self._fill(cut_off, trials)
+            if self._ending() and self._running and not announced:
+                announced = True
+                self._stop_all()
+            if not self._running:
+                break
+            # A copy: trials that end leave the list.
+            for trial in list(self._running):
+                if self.request.at_once:
+                    trial.process.stop(at_once=True)
+                self._watch(trial)
+            time.sleep(_POLL_SECONDS)
 
     def _fill(self, cut_off: List[int], trials: int) -> None:
         """Begin trials until all workers have one, first those of an earlier session."""
@@ -163,28 +169,34 @@ class Scheduler:
     def _begin(self, number: int, verb: str) -> None:
         """Begin a trial, or record that no run of it can begin."""
         parameters = self.study.records()[number].parameters
-        sweep = self.candidates.sweep
+        name = f"{self.candidates.sweep.word}-{number:04d}"
         overrides = [
             *self.candidates.overrides(parameters),
             f"run.output={as_text(str(self.folder.trial(number)))}",
-            f"run.name={as_text(f'{sweep.word}-{number:04d}')}",
+            f"run.name={as_text(name)}",
         ]
         try:
             recipe = self.candidates.recipe(overrides)
         except ConfigError as error:
             self._end(number, IMPOSSIBLE, reason=str(error))
             return
-        # The full path, because the log shows the command to be repeated anywhere.
-        config = str(sweep.recipe.resolve())
-        command = [sys.executable, "-u", *self.trainer, "--config", config, *overrides]
-        process = TrainingProcess(command, self.folder.log(number))
+        # Its process starts once no other one holds the run folder: see `_watch`.
+        process = TrainingProcess(self._command(overrides), self.folder.log(number))
         self._running.append(Trial(number, recipe, process))
-        text = " ".join(f"{name}={as_text(value)}" for name, value in parameters.items())
+        text = " ".join(f"{key}={as_text(value)}" for key, value in parameters.items())
         self.changed(f"trial {number} {verb}: {text}", None)
+
+    def _command(self, overrides: Sequence[str]) -> List[str]:
+        """Return the command line that trains the sweep's recipe with some overrides."""
+        # The full path, because the log shows the command to be repeated anywhere.
+        config = str(self.candidates.sweep.recipe.resolve())
+        # Unbuffered: the last line of the log is the reason of a failure.
+        return [sys.executable, "-u", *self.trainer, "--config", config, *overrides]
 
     def _watch(self, trial: Trial) -> None:
         """Look at a trial once: how far it is, whether its process runs, and what its end means."""
         run = self.folder.trial(trial.number)
+        # Before the metrics are read: those of a process that has ended are complete.
         code = trial.process.poll()
         if trial.new_metrics(run / "metrics.jsonl") or code is not None:
             reached = progress(run, self._metric, trial.recipe)
@@ -194,6 +206,7 @@ class Scheduler:
             if code is not None:
                 self._process_ended(trial, code, reached)
                 return
+            # An earlier session was cut off before it recorded how the run ended.
             if not trial.process.is_there and (trial.pruned or reached.ended):
                 self._conclude(trial, reached)
                 return
@@ -216,6 +229,7 @@ class Scheduler:
         for evaluation in range(first, last + 1):
             trial.reported = evaluation + 1
             value = reached.values[evaluation]
+            # Optuna's pruner ends a trial at its first NaN, from which it may recover.
             if not math.isfinite(value):
                 continue
             is_bad = self.study.report(trial.number, evaluation, value)

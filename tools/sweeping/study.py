@@ -70,20 +70,9 @@ class Study:
         self._distributions = {}
         for name, axis in sweep.definition.space.items():
             self._distributions[name] = _distribution(axis)
-        # By SQLAlchemy, because a path may hold characters that mean something in a URL.
-        url = URL.create("sqlite", database=str(path)).render_as_string()
-        connection = {"connect_args": {"timeout": 60}}
         try:
-            self._storage = optuna.storages.RDBStorage(url, engine_kwargs=connection)
-            names = optuna.get_all_study_names(self._storage)
-            self._study = optuna.create_study(
-                study_name=names[0] if names else sweep.name,
-                storage=self._storage,
-                direction=self._definition.direction,
-                sampler=optuna.samplers.RandomSampler(),  # never used: see `_draw`
-                pruner=_pruner(self._definition),
-                load_if_exists=True,
-            )
+            self._storage = _storage(path)
+            self._study = self._open(sweep.name)
             self._check()
         # Of the disk, not of what is on it.
         except (OperationalError, optuna.exceptions.StorageInternalError):
@@ -93,6 +82,19 @@ class Study:
             raise ConfigError(
                 f"{path}: no study of this sweep ({reason}); remove it, or choose another folder by --output FOLDER"
             ) from None
+
+    def _open(self, name: str) -> optuna.Study:
+        """Return the study in the storage, or a new one called `name`."""
+        # A sweep file that was renamed since goes on with its study.
+        names = optuna.get_all_study_names(self._storage)
+        return optuna.create_study(
+            study_name=names[0] if names else name,
+            storage=self._storage,
+            direction=self._definition.direction,
+            sampler=optuna.samplers.RandomSampler(),  # never used: see `_draw`
+            pruner=_pruner(self._definition),
+            load_if_exists=True,
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -168,8 +170,9 @@ class Study:
         """
         values = []
         for trial in self._trials():
-            if trial.state == TrialState.COMPLETE:
+            if trial.state == TrialState.COMPLETE and trial.value is not None:
                 values.append(trial.value)
+        # Among equal values none is the best.
         if len(values) < 2 * _TARGET or min(values) == max(values):
             return None
         # The best tenth of the trials, if that is enough of them, is compared with all.
@@ -222,6 +225,7 @@ class Study:
         for value in (record.value, record.epochs, record.seconds):
             if value is not None and not _is_finite_number(value):
                 return False
+        # Reports and pictures rely on it: a complete trial is ranked by its value.
         if record.state == COMPLETE and record.value is None:
             return False
         return record.reason is None or isinstance(record.reason, str)
@@ -240,10 +244,14 @@ class Study:
         outcome = {}
         if trial.state.is_finished():
             outcome = trial.user_attrs.get("outcome", {})
+        last = trial.last_step
         if trial.state == TrialState.COMPLETE:
             value = trial.value
+        elif last is None:
+            value = None
         else:
-            value = trial.intermediate_values.get(trial.last_step)
+            value = trial.intermediate_values[last]
+        # A file changed by hand may lack some: `_is_whole` refuses it.
         parameters = {}
         for name in self._distributions:
             if name in trial.params:
@@ -292,7 +300,9 @@ class Study:
         if axis.integer:
             return value
         digits = _DIGITS if axis.step is None else _STEP_DIGITS
-        return min(max(float(f"{value:.{digits}g}"), axis.low), axis.high)
+        # Rounding may lead out of the range.
+        low, high = axis.bounds
+        return min(max(float(f"{value:.{digits}g}"), low), high)
 
     def _original(self, name: str, value: Any) -> Value:
         """Return a value as the sweep file has it: the study stores lists as text."""
@@ -300,6 +310,15 @@ class Study:
             if isinstance(choice, list) and _stored(choice) == value:
                 return choice
         return value
+
+
+def _storage(path: Path) -> optuna.storages.RDBStorage:
+    """Return Optuna's storage in an SQLite file."""
+    # By SQLAlchemy, because a path may hold characters that mean something in a URL.
+    url = URL.create("sqlite", database=str(path)).render_as_string()
+    # Seconds to wait for a lock, which people who look into the file may hold.
+    connection = {"connect_args": {"timeout": 60}}
+    return optuna.storages.RDBStorage(url, engine_kwargs=connection)
 
 
 def _pruner(definition: Definition) -> optuna.pruners.BasePruner:
@@ -313,11 +332,11 @@ def _distribution(axis: Axis) -> BaseDistribution:
     """Return an axis as Optuna has it."""
     if axis.choices is not None:
         return CategoricalDistribution([_stored(choice) for choice in axis.choices])
+    low, high = axis.bounds
     if axis.integer:
-        low = int(axis.low)
-        high = int(axis.high)
-        return IntDistribution(low, high, log=axis.log, step=int(axis.step or 1))
-    return FloatDistribution(axis.low, axis.high, log=axis.log, step=axis.step)
+        step = int(axis.step or 1)
+        return IntDistribution(int(low), int(high), log=axis.log, step=step)
+    return FloatDistribution(low, high, log=axis.log, step=axis.step)
 
 
 def _stored(value: Value) -> Any:

@@ -65,9 +65,11 @@ def progress(run_folder: Path, metric: str, recipe: Recipe) -> Progress:
     # Only events matter here, which are read again and again: starts are left out.
     run = Run(run_folder, recipe, "", read_metrics(run_folder / NAME), [])
     events = run.metrics.evaluation
+    values: Sequence[float]
     if metric == "best_top1":
         values = _best_so_far(events["top1"])
     else:
+        # Values within an average are columns with a slash.
         values = events[metric.replace(".", "/")]
     total = total_steps(run)
     epochs, seconds = epoch_and_seconds(run.metrics)
@@ -86,7 +88,8 @@ def _best_so_far(values: Sequence[float]) -> List[float]:
     best = math.nan
     bests = []
     for value in values:
-        if value > best or best != best:
+        # No number is larger than NaN, so the first one has to be let through.
+        if value > best or math.isnan(best):
             best = value
         bests.append(best)
     return bests

@@ -21,11 +21,11 @@ def test_input_follows_from_the_rate():
     rate = plan.step.images_per_second
     expected = {"images_per_second": rate, "device_bytes_per_second": rate * 3 * 380 * 380, "cores": rate / 520}
     expected.update(file_bytes_per_second=rate * 147.9e9 / 1_281_167, cores_there=16 * 64)
-    assert plan.input == pytest.approx(expected, rel=1e-3)
+    assert plan.input._asdict() == pytest.approx(expected, rel=1e-3)
     hub = planned(GPU.with_name("imagenet_huggingface.yaml"), "run.device=cuda", "parallel.replicas=64")
     assert hub.input == plan.input, "its images are decoded, too"
     in_memory = planned(QUICKSTART).input
-    assert (in_memory["file_bytes_per_second"], in_memory["cores"]) == (None, None)
+    assert (in_memory.file_bytes_per_second, in_memory.cores) == (None, None)
 
 
 def test_hours_are_known_where_images_and_steps_are():
