@@ -55,7 +55,9 @@ def draw(folders: List[Path], output: Path) -> None:
         panel = panels[key]
         panel.set(title=title, xlabel="epoch", yscale=scale)
         panel.grid(alpha=0.3)
-        if panel.get_legend_handles_labels()[0]:
+        # matplotlib warns about a legend without entries.
+        handles, _ = panel.get_legend_handles_labels()
+        if handles:
             panel.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output):

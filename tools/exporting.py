@@ -31,8 +31,9 @@ from training import classes, exported, progress, weights
 from training.classes import Known
 from training.weights import StoredWeights
 
-_LIMIT = 1e-4  # largest difference of a logit
+_LIMIT = 1e-4  # largest difference of a logit: programs add in another order than torch
 _BATCHES = (1, 2, 5)  # images in those that are compared
+_PROGRAMS = (".onnx", ".pt2")  # suffixes of files that compute; the others hold weights
 
 
 class _Comparison(NamedTuple):
@@ -83,29 +84,42 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
     with progress.lines(lambda: f"exporting {recipe.model.name}"):
         metadata = _metadata(stored, recipe, known.names)
         content = _WRITERS[options.format](model, recipe.model, metadata)
-        comparison = _compare(model, _reader(suffix, content, recipe), recipe.model, recipe.data)
+        reader = _reader(suffix, content, recipe)
+        comparison = _compare(model, reader, recipe.model, recipe.data)
     difference = comparison.difference
     if not difference <= _LIMIT:  # nor if it is not a number
         fault = f"a logit differs by {difference:.2g} from the model's, more than {_LIMIT:g}"
         return fail(f"{path}: not written: {fault}", FAILED)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, content, durable=True)
-    print(f"{stored.path}, {stored.which} weights -> {path}: {len(content) / 1e6:.1f} MB, float32")
-    if known.note:
-        print(known.note)
-    # Weights alone take and give nothing.
-    if suffix != ".safetensors":
-        print(_signature(recipe.model))
-    print("\n".join(_compared_lines(comparison)))
+    size = len(content)
+    print(f"{stored.path}, {stored.which} weights -> {path}: {size / 1e6:.1f} MB, float32")
+    print("\n".join(_lines(known, recipe.model, comparison, is_program=suffix in _PROGRAMS)))
     if options.json:
-        file = {"format": options.format, "file": str(path), "bytes": len(content)}
+        file = {"format": options.format, "file": str(path), "bytes": size}
         print(json_text({**file, **_about(stored, recipe.model, comparison)}))
     return DONE
 
 
-def _compared_lines(comparison: _Comparison) -> list[str]:
-    """Return lines on the images with which the file was compared, and its largest difference."""
+def _lines(
+    known: Known,
+    model: Model,
+    comparison: _Comparison,
+    is_program: bool,
+) -> list[str]:
+    """Return lines on a file: its classes, how to call it, and how it was compared.
+
+    Args:
+        known: classes of the model.
+        model: section of the recipe.
+        comparison: with the model.
+        is_program: not weights alone, which take and give nothing.
+    """
     lines = []
+    if known.note:
+        lines.append(known.note)
+    if is_program:
+        lines.append(_signature(model))
     if comparison.fault:
         lines.append(f"no validation images: {comparison.fault}")
     images = f"{comparison.images} {comparison.kind} images"
@@ -117,6 +131,7 @@ def _compared_lines(comparison: _Comparison) -> list[str]:
 def _default_path(stored: StoredWeights, name: str, suffix: str) -> Path:
     """Return the path of the file in the run folder, or here. name: of the run."""
     folder = weights.run_folder_of(stored.path) or Path()
+    # So that averages of a run do not replace each other.
     average = "" if stored.which == weights.TRAINED else f"-{stored.which}"
     return folder / "export" / f"{name}{average}{suffix}"
 
@@ -137,9 +152,8 @@ def _about(stored: StoredWeights, model: Model, comparison: _Comparison) -> dict
 def _signature(model: Model) -> str:
     """Return what a program takes and gives."""
     size = model.image_size
-    return (
-        f"images uint8 [batch, 3, {size}, {size}], RGB -> logits float32 [batch, {model.classes}]"
-    )
+    images = f"images uint8 [batch, 3, {size}, {size}], RGB"
+    return f"{images} -> logits float32 [batch, {model.classes}]"
 
 
 def _compare(
@@ -148,7 +162,14 @@ def _compare(
     section: Model,
     data: Data,
 ) -> _Comparison:
-    """Compare the logits of a file with those of the model, on batches of several sizes."""
+    """Compare the logits of a file with those of the model, on batches of several sizes.
+
+    Args:
+        model: on the CPU.
+        logits: of the file, float32 [batch, classes] from images uint8 [batch, 3, size, size].
+        section: of the recipe, on the model.
+        data: section of the recipe, for validation images.
+    """
     count = sum(_BATCHES)
     fault = ""
     try:
@@ -185,6 +206,7 @@ def _known(stored: StoredWeights, recipe: Recipe) -> Known:
 
 def _metadata(stored: StoredWeights, recipe: Recipe, names: Sequence[str]) -> dict[str, str]:
     """Return the metadata of a file, as texts: JSON where a value is no text."""
+    # A program that reads weights alone needs these to prepare images as training did.
     texts = {
         "recipe": loading.dump(recipe),
         "weights": stored.which,
@@ -245,6 +267,7 @@ def _onnx(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
     proto = program.model_proto
     onnx.helper.set_model_props(proto, metadata)
     content = proto.SerializeToString()
+    # The full check also infers all shapes, which the exporter has noted.
     onnx.checker.check_model(content, full_check=True)
     return content
 

@@ -5,6 +5,7 @@ _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 def duration(value: float) -> str:
     """Return a `value` in seconds as text: `1,235 s`, `2.5 s`, `12.3 ms`, `42 us`."""
+    # Differences may be negative.
     size = abs(value)
     if size >= 100:
         return f"{value:,.0f} s"
@@ -40,5 +41,6 @@ def scaled(value: float, unit: str) -> str:
         if value >= factor:
             break
     value /= factor
+    # Three digits of 123.4 are 123, but of 1234 they would be 1.23e+03.
     figure = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return f"{figure} {prefix}{unit}"

@@ -120,6 +120,7 @@ def training(path: str) -> ArchiveSource:
     left_out = LeftOut()
     with open(path, "rb") as stream:
         for archive, member in members(stream, path, left_out=left_out):
+            # A file that is something else shows that the archive is.
             wnid, _, extension = member.name.partition(".")
             if extension != "tar" or not _WNID.fullmatch(wnid):
                 fault = f"{path}: {member.name!r} is no class's n01234567.tar"

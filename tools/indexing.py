@@ -13,7 +13,7 @@ import tarfile
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Callable, Iterator, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Callable, Iterator, Literal, NamedTuple, Sequence
 
 import numpy as np
 
@@ -223,7 +223,13 @@ class Scan:
 
 
 class _StoredImage(NamedTuple):
-    """An image in a shard: its name, first byte and bytes."""
+    """An image in a shard.
+
+    name: of the member.
+    offset: of its first byte in the shard.
+    length: bytes.
+    crc32: checksum of these.
+    """
 
     name: str
     offset: int
@@ -400,13 +406,17 @@ def _paired_labels(
         last_name = images[unlabelled[-1]].name if unlabelled else ""
         fault = _fault_of_key(key, unlabelled, unused, is_paired=is_paired, last_name=last_name)
         faults.append(fault)
-    # One is named, as thousands may have the same cause.
     if faults:
-        more = ""
-        if len(faults) > 1:
-            more = f" ({count(len(faults) - 1, 'more such key')} in this shard)"
-        raise DataError(f"{place}: {faults[0]}{more}")
+        raise DataError(f"{place}: {_first_of(faults)}")
     return [labels[pairs[part]] for part in images]
+
+
+def _first_of(faults: Sequence[str]) -> str:
+    """Return the first fault and the number of others, which mostly have the same cause."""
+    more = len(faults) - 1
+    if not more:
+        return faults[0]
+    return f"{faults[0]} ({count(more, 'more such key')} in this shard)"
 
 
 def _by_key(parts: Iterator[Part]) -> dict[str, list[Part]]:
@@ -449,7 +459,14 @@ def _fault_of_key(
 
 
 def _check_end(folder: Folder, shard: str, end: int, size: int) -> None:
-    """Check that only zeros follow the last member, which ends at `end`. Raises DataError."""
+    """Check that only zeros follow the last member. Raises DataError.
+
+    Args:
+        folder: of the shard.
+        shard: its name there.
+        end: of the last member, in bytes.
+        size: bytes of the shard.
+    """
     # tarfile stops at the first block of zeros, whatever follows it.
     for start in range(end, size, _CHUNK):
         length = min(_CHUNK, size - start)
@@ -493,6 +510,7 @@ class ShardStream(io.RawIOBase):
         """Return the next `size` bytes, or as many as there are. Raises DataError."""
         # tarfile asks for more than there is.
         length = min(self._size - self._place, size)
+        # A server refuses a range of no bytes.
         if length == 0:
             return b""
         (answer,) = self._folder.ranges([Range(self._name, self._place, length)])

@@ -56,7 +56,12 @@ class _Given(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The processes of a run, spread evenly over its hosts."""
+    """The processes of a run, spread evenly over its hosts.
+
+    hosts: that take part.
+    replicas: copies of the model.
+    stages: processes of a replica.
+    """
 
     hosts: Hosts
     replicas: int
@@ -79,8 +84,10 @@ class _Layout(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The processes of a run, and what starts them on this host.
+    """The processes of a run, and the commands that start them on this host.
 
+    recipe: of the run, with a number of replicas.
+    layout: of the processes.
     rank: command of one of them, behind this Python.
     command: by which all of them would be started.
     summary: a line about it, for the user.
@@ -395,7 +402,14 @@ def _processes(layout: _Layout, on_ipus: bool) -> str:
 
 
 def _summary(layout: _Layout, on_ipus: bool, note: str, command: List[str]) -> str:
-    """Return a line: what is started on which hosts, a note on it, and the command."""
+    """Return a line for the user on the processes, their hosts and their command.
+
+    Args:
+        layout: of the processes.
+        on_ipus: poprun starts them.
+        note: see `_Given`.
+        command: by which all would be started.
+    """
     place = layout.hosts
     where = ""
     # Which hosts of a pod are used is up to poprun.

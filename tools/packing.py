@@ -74,6 +74,9 @@ class Result(NamedTuple):
 class _Task(NamedTuple):
     """Everything that a process needs to make any shard.
 
+    source: of the images.
+    folder: for the shards.
+    options: of the shards.
     plan: digest of all that shards are a function of.
     images_done: of all shards; shared by the processes.
     """
@@ -146,10 +149,9 @@ def pack(
     # Messages about images come in the order of the shards, whichever worker is faster.
     left_out = []
     damaged = []
-    total = sum(len(images) for images in missing.values())
-    with progress.lines(lambda: f"packing: {task.images_done.value:,} of {total:,} images"):
-        # More workers than shards would only load the source.
-        processes = min(workers, len(missing))
+    # More workers than shards would only load the source.
+    processes = min(workers, len(missing))
+    with progress.lines(_progress_line(task, missing)):
         for name, packed in _pack_shards(task, missing, processes, context):
             indexes[name] = packed.index
             left_out += packed.left_out
@@ -169,6 +171,17 @@ def pack(
         left_out=left_out,
         damaged=damaged,
     )
+
+
+def _progress_line(task: _Task, shards: Mapping[str, list[int]]) -> Callable[[], str]:
+    """Return what says how many images of these shards are done."""
+    total = sum(len(images) for images in shards.values())
+
+    def line() -> str:
+        """Return the line for now."""
+        return f"packing: {task.images_done.value:,} of {total:,} images"
+
+    return line
 
 
 def make_manifest(classes: tuple[str, ...], indexes: Mapping[str, Index]) -> Manifest:
@@ -213,11 +226,13 @@ def _digest(source: Source, options: Options) -> str:
         values.pop()
     digest = hashlib.sha256(json.dumps([values, source.classes]).encode())
     digest.update(source.labels.tobytes())
+    # Names and not bytes of files, which would take as long to read as packing takes.
     for index in range(len(source)):
         # Without its folder, which may be moved between two calls.
         name = os.path.basename(source.name(index))
         digest.update(os.fsencode(name) + b"\0")
-    # Sources without files: other pixels may have the same names and labels.
+    # Sources without files: other pixels may have the same names and labels. The first image stands
+    # for all of them, beside a digest that such a source has itself.
     (first,) = source.open_all([0])
     if isinstance(first, Pixels):
         pixels = first.pixels().contiguous().numpy()
@@ -271,7 +286,14 @@ def _pack_shards(
     workers: int,
     context: BaseContext,
 ) -> Iterator[tuple[str, _PackedShard]]:
-    """Make shards, and yield each with its name, in their order."""
+    """Make shards, and yield each with its name, in their order.
+
+    Args:
+        task: for all of them.
+        shards: numbers of the images in each, by its name.
+        workers: processes.
+        context: by which these are started.
+    """
     if workers <= 1:
         for name, images in shards.items():
             yield name, _pack_shard(task, name, images)

@@ -59,7 +59,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     runs = _read(options.folders)
     output = options.output
     if output is None:
-        output = (options.folders[0] if len(runs) == 1 else Path()) / "report.html"
+        # A comparison belongs to none of its runs.
+        folder = options.folders[0] if len(runs) == 1 else Path()
+        output = folder / "report.html"
     # Checked before images are read and scored for a minute.
     if not output.parent.exists():
         raise UserError(
@@ -69,7 +71,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     report = _compare(runs) if len(runs) > 1 else _show(runs[0], options.images)
     html = page.render(report.content)
     write_text(output, html)
-    print(f"{output}: {report.text}, {len(html.encode()) / 1e6:.1f} MB")
+    megabytes = len(html.encode()) / 1e6
+    print(f"{output}: {report.text}, {megabytes:.1f} MB")
     if options.json:
         print(json_text({"files": [str(output)], "runs": report.figures}))
     return DONE

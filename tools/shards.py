@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         report = options.run(options)
+    # Linux kills a process that takes too much memory without a word.
     except BrokenProcessPool:
         return fail(
             "a worker was killed, perhaps for want of memory; rerun the command with fewer --workers",
@@ -201,7 +202,8 @@ def _pack(options: argparse.Namespace) -> _Report:
     data.update(kept=packed.kept, skipped=packed.skipped, named=named)
     kept = f"{count(packed.kept, 'shard')} there before"
     skipped = f"{count(packed.skipped, 'unreadable image')} left out"
-    return _Report(DONE, f"{_in_words(data)}; {kept}, {skipped}", data)
+    text = f"{_in_words(data)}; {kept}, {skipped}"
+    return _Report(DONE, text, data)
 
 
 def _packing_options(options: argparse.Namespace) -> Options:
@@ -273,6 +275,7 @@ def _index(options: argparse.Namespace) -> _Report:
     except OSError as error:
         fault = f"{place}: {error.strerror}"
         raise DataError(f"{fault}; name the folder that holds the shards") from None
+    # In the order of their names, in which images are numbered.
     names = sorted(name for name in listed if name.endswith(".tar") and not name.startswith("."))
     if not names:
         raise DataError(f"{place}: no .tar files; name the folder that holds the shards")
@@ -364,8 +367,10 @@ def _verify(options: argparse.Namespace) -> _Report:
     counted = count(len(faults), "fault")
     if faults:
         more = f", {_NAMED} of them named above" if len(faults) > _NAMED else ""
-        print(f"{folder.place}: {counted}{more}; copy or make these shards again", file=sys.stderr)
+        remedy = "copy or make these shards again"
+        print(f"{folder.place}: {counted}{more}; {remedy}", file=sys.stderr)
     data.update(faults=len(faults), named=named)
+    # Shards are an input: a damaged one is wrong, though the command has done its work.
     code = WRONG_INPUT if faults else DONE
     return _Report(code, f"{_in_words(data)}; {counted}", data)
 
@@ -468,7 +473,8 @@ def _in_words(summary: dict[str, Any]) -> str:
     images = count(summary["images"], "image")
     classes = count(summary["classes"], "class", "classes")
     shards = count(summary["shards"], "shard")
-    return f"{summary['folder']}: {images} of {classes} in {shards}, {summary['bytes']:,} bytes"
+    size = f"{summary['bytes']:,} bytes"
+    return f"{summary['folder']}: {images} of {classes} in {shards}, {size}"
 
 
 @contextlib.contextmanager
@@ -487,7 +493,11 @@ def _reading(activity: str, total: int) -> Iterator[Callable[[int], None]]:
         with lock:
             done += number
 
-    with progress.lines(lambda: f"{activity}: {done / 1e9:,.2f} of {total / 1e9:,.2f} GB are read"):
+    def line() -> str:
+        """Return how far it is."""
+        return f"{activity}: {done / 1e9:,.2f} of {total / 1e9:,.2f} GB are read"
+
+    with progress.lines(line):
         yield advance
 
 

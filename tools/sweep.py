@@ -67,7 +67,15 @@ def _run(
     trainer: Sequence[str],
     stop: StopRequest,
 ) -> int:
-    """Run the trials of a sweep in its folder; return the exit code."""
+    """Run the trials of a sweep in its folder; return the exit code.
+
+    Args:
+        candidates: of the sweep.
+        folder: of the sweep.
+        options: of this command.
+        trainer: what trains a trial, as Python is given it.
+        stop: noted signals.
+    """
     # Imported late: a wrong command line is refused before Optuna is loaded.
     from tools.sweeping.report import Report
     from tools.sweeping.study import StorageError, Study
@@ -100,7 +108,8 @@ def _conclude(data: dict, stop: StopRequest, as_json: bool) -> int:
     """Print how the sweep stands; return the exit code."""
     best = data["best"]
     trials = data["trials"]
-    done = sum(data["counts"].values()) - data["counts"]["running"]
+    counts = data["counts"]
+    done = sum(counts.values()) - counts["running"]
     # A signal may have come when some were complete: the best so far is shown all the same.
     code = DONE
     if best is not None:
@@ -110,13 +119,18 @@ def _conclude(data: dict, stop: StopRequest, as_json: bool) -> int:
         line = f"{stop.name}: {done} of {trials} trials are done; the same command goes on"
         code = fail(line, STOPPED)
     elif best is None:
-        reasons = [row["reason"] for row in data["leaderboard"] if row["reason"]]
-        reason = reasons[-1] if reasons else ""
-        line = f"no trial is complete; the last says: {reason}; mend it and choose another --output"
-        code = fail(line, FAILED)
+        code = fail(_complaint(data["leaderboard"]), FAILED)
     if as_json:
         print(json_text(data))
     return code
+
+
+def _complaint(rows: Sequence[dict]) -> str:
+    """Return that no trial is complete, and why the last one is not."""
+    reasons = [row["reason"] for row in rows if row["reason"]]
+    reason = reasons[-1] if reasons else ""
+    # The trials of the folder have ended, so the same command would run none.
+    return f"no trial is complete; the last says: {reason}; mend it and choose another --output"
 
 
 def _parser() -> Parser:

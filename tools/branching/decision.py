@@ -98,9 +98,12 @@ def _judge_point(plan: Plan, step: int, losses: Mapping[Branch, float]) -> Point
     results = {}
     multiples = {}
     for rule in RULES:
-        branches = [Branch(step, multiple, rule) for multiple in plan.multiples]
-        results[rule] = [_result(branch, losses[branch], first, tolerance) for branch in branches]
-        multiples[rule] = _largest_recovered(results[rule])
+        of_rule = []
+        for multiple in plan.multiples:
+            branch = Branch(step, multiple, rule)
+            of_rule.append(_result(branch, losses[branch], first, tolerance))
+        results[rule] = of_rule
+        multiples[rule] = _largest_recovered(of_rule)
     return Point(
         step=step,
         loss=first,
@@ -112,9 +115,18 @@ def _judge_point(plan: Plan, step: int, losses: Mapping[Branch, float]) -> Point
 
 
 def _result(branch: Branch, loss: float, first: float, tolerance: float) -> Result:
-    """Return how a branch ended. first: loss of the first branch."""
-    excess = loss / first - 1 if math.isfinite(loss) else math.inf
-    return Result(branch, loss, excess, excess <= tolerance)
+    """Return how a branch ended.
+
+    Args:
+        branch: with a larger batch.
+        loss: at its end.
+        first: loss of the first branch from its checkpoint.
+        tolerance: of the excess.
+    """
+    excess = math.inf
+    if math.isfinite(loss):
+        excess = loss / first - 1
+    return Result(branch, loss, excess, recovered=excess <= tolerance)
 
 
 def _largest_recovered(results: Sequence[Result]) -> int:
@@ -176,6 +188,7 @@ def growth(plan: Plan, points: Sequence[Point], recipe: Recipe) -> Optional[Grow
         updates = sum(1 for _ in Course(changed, plan.per_epoch, plan.total).updates())
         candidates.append(Growth(rule, pairs, updates))
     best = min(candidates, key=lambda candidate: candidate.updates)
+    # A schedule of one pair is the batch that the run has.
     return best if len(best.pairs) > 1 else None
 
 

@@ -182,7 +182,15 @@ def _steps_of_each(largest: int, points: int, budget: float) -> int:
 
 
 def _too_short(points: int, share: float, per_epoch: int, total: int) -> str:
-    """Return why not even twice the batch can be tried, and the remedy."""
+    """Return why not even twice the batch can be tried, and the remedy.
+
+    Args:
+        points: checkpoints to branch from.
+        share: of the run's images that all branches may take.
+        per_epoch: steps of an epoch.
+        total: steps of the whole run.
+    """
+    # No share of the run helps where an epoch is too short.
     if per_epoch < 2 * _UPDATES_PER_EPOCH:
         steps = count(per_epoch, "step")
         return (

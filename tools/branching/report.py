@@ -33,15 +33,20 @@ def announcement(source: Source, plan: Plan) -> Iterator[str]:
     """
     branches = len(plan.branches())
     checkpoints = count(len(plan.points), "checkpoint")
+    images = plan.steps * plan.batch
+    largest = f"{plan.largest} x {plan.batch:,}"
     yield (
-        f"branches   {branches} from {checkpoints}, of {plan.steps * plan.batch:,} images each, "
-        f"with up to {plan.largest} x {plan.batch:,} images an update"
+        f"branches   {branches} from {checkpoints}, of {images:,} images each, "
+        f"with up to {largest} images an update"
     )
+    share = percent(plan.share, 1)
+    time = duration(source.seconds(plan))
+    # A run without evaluations shows no time that they take.
     scored = "" if source.pause is None else " and evaluations"
     yield (
-        f"cost       {plan.images:,} images, {percent(plan.share, 1)} of the run's; "
-        f"about {duration(source.seconds(plan))} at its {source.images_per_second:,.0f} images "
-        f"a second{scored}, without the starts of {branches} processes"
+        f"cost       {plan.images:,} images, {share} of the run's; "
+        f"about {time} at its {source.images_per_second:,.0f} images a second{scored}, "
+        f"without the starts of {branches} processes"
     )
 
 
@@ -54,9 +59,10 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
         growth: the schedule; None where there is none.
     """
     yield from _table(plan, points)
-    # What follows from the branches.
+    critical = decision.critical(plan, points)
+    # Where the largest batch that was tried has recovered, a larger one might.
     bound = ">= " if decision.is_bound(plan, points) else ""
-    yield f"critical   {bound}{decision.critical(plan, points):,.0f} images over the whole run"
+    yield f"critical   {bound}{critical:,.0f} images over the whole run"
     if bound:
         more = 2 * plan.largest
         # Rounded up, so that the share that is named suffices.
@@ -66,8 +72,9 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
         yield "schedule   none: at the last checkpoint twice the batch has not recovered"
         return
     yield f"schedule   {growth.updates:,} updates instead of {plan.total:,}; to be pasted into the recipe:"
+    pairs = [list(pair) for pair in growth.pairs]
     yield "batch:"
-    yield f"  schedule: {as_yaml([list(pair) for pair in growth.pairs])}"
+    yield f"  schedule: {as_yaml(pairs)}"
     yield f"  rate_rule: {growth.rule}"
 
 
@@ -76,14 +83,16 @@ def _table(plan: Plan, points: Sequence[Point]) -> Iterator[str]:
     batches = "".join(f"{multiple} x".rjust(9) for multiple in plan.multiples)
     yield f"{'step':>9} {'epoch':>7} {'spread':>7} {'tolerance':>9}  {'rate by':<7}{batches}  critical"
     for point in points:
-        place = f"{point.step:9,} {point.step / plan.per_epoch:7.3g}"
+        epoch = point.step / plan.per_epoch
+        place = f"{point.step:9,} {epoch:7.3g}"
         limits = f"{percent(point.spread, 1):>7} {percent(point.tolerance, 1):>9}"
         for rule in RULES:
-            excesses = "".join(_excess(result.excess).rjust(9) for result in point.results[rule])
+            excesses = [_excess(result.excess).rjust(9) for result in point.results[rule]]
             multiple = point.multiples[rule]
+            # All batches that were tried have recovered.
             bound = ">= " if multiple == plan.largest else ""
             critical = f"{bound}{plan.batch * multiple:,}"
-            yield f"{place} {limits}  {rule:<7}{excesses}  {critical}"
+            yield f"{place} {limits}  {rule:<7}{''.join(excesses)}  {critical}"
 
 
 def _excess(value: float) -> str:
@@ -105,6 +114,7 @@ def as_data(
         points: all checkpoints.
         growth: the schedule; None where there is none.
     """
+    # No times of this command: the same branches give the same bytes.
     return {
         "batch": plan.batch,
         "cost": {
@@ -142,7 +152,14 @@ def _point_data(rate: float, plan: Plan, point: Point) -> Dict[str, Any]:
 
 
 def _branch_data(rate: float, batch: int, rule: str, point: Point) -> List[Dict[str, Any]]:
-    """Return the branches from a checkpoint by one rule as data."""
+    """Return the branches from a checkpoint by one rule as data.
+
+    Args:
+        rate: the run's learning rate at the checkpoint.
+        batch: images of the run's update.
+        rule: by which rates follow the batch.
+        point: the checkpoint.
+    """
     branches = []
     for result in point.results[rule]:
         multiple = result.branch.multiple
@@ -191,30 +208,38 @@ def _draw_curve(
         batches = [plan.batch * point.multiples[rule] for point in points]
         axis.plot(epochs, batches, _STYLES[rule], color=f"C{number}", label=f"rate by {rule}")
     if growth is not None:
-        # The last batch of the schedule holds up to the end of the run.
-        images = plan.batch * plan.per_epoch
-        starts = [first / images for first, _ in growth.pairs]
-        starts.append(plan.total / plan.per_epoch)
-        batches = [batch for _, batch in growth.pairs]
-        batches.append(batches[-1])
-        axis.step(starts, batches, where="post", color="grey", label="schedule")
+        _draw_growth(axis, plan, growth)
     axis.axhline(plan.batch, color="grey", ls="--", lw=0.8)
     axis.set(xlabel="epoch", ylabel="images", title="critical batch; dashed: the run's batch")
+    # Batches are the run's times a power of two.
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.legend(fontsize=8)
+
+
+def _draw_growth(axis: Axes, plan: Plan, growth: Growth) -> None:
+    """Draw the schedule of the batch over epochs."""
+    images_per_epoch = plan.batch * plan.per_epoch
+    starts = [first / images_per_epoch for first, _ in growth.pairs]
+    batches = [batch for _, batch in growth.pairs]
+    # The last batch of the schedule holds up to the end of the run.
+    starts.append(plan.total / plan.per_epoch)
+    batches.append(batches[-1])
+    axis.step(starts, batches, where="post", color="grey", label="schedule")
 
 
 def _draw_losses(axis: Axes, plan: Plan, points: Sequence[Point]) -> None:
     """Draw the excess of all branches by their batch."""
     batches = [plan.batch * multiple for multiple in plan.multiples]
     for number, point in enumerate(points):
+        epoch = point.step / plan.per_epoch
+        colour = f"C{number}"
         for rule, style in _STYLES.items():
             # A branch that diverged has an infinite excess.
             drawn = [100 * min(result.excess, _MOST_DRAWN) for result in point.results[rule]]
-            label = f"epoch {point.step / plan.per_epoch:.3g}, {rule}"
-            axis.plot(batches, drawn, style, color=f"C{number}", label=label)
-        axis.axhline(100 * point.tolerance, color=f"C{number}", ls=":", lw=0.8)
+            label = f"epoch {epoch:.3g}, {rule}"
+            axis.plot(batches, drawn, style, color=colour, label=label)
+        axis.axhline(100 * point.tolerance, color=colour, ls=":", lw=0.8)
     axis.set(
         xlabel="images in an update",
         ylabel="%",

@@ -150,11 +150,16 @@ def train(
         # Only its losses are needed now; two checkpoints of each branch would fill a disk.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         losses[branch] = loss
-        batch = f"{branch.multiple} x {source.recipe.batch.global_:,} images"
-        variant = f"rate by {branch.rule}" if branch.rule else f"order {branch.order}"
-        place = f"step {branch.step:,}, {batch}, {variant}"
-        say(f"branch {number} of {len(recipes)}: {place}: loss {loss:.4f}")
+        words = _in_words(branch, source.recipe.batch.global_)
+        say(f"branch {number} of {len(recipes)}: {words}: loss {loss:.4f}")
     return losses
+
+
+def _in_words(branch: Branch, size: int) -> str:
+    """Return how a branch differs from the others. size: images of the run's batch."""
+    batch = f"{branch.multiple} x {size:,} images"
+    variant = f"rate by {branch.rule}" if branch.rule else f"order {branch.order}"
+    return f"step {branch.step:,}, {batch}, {variant}"
 
 
 def _train_branch(
@@ -166,11 +171,21 @@ def _train_branch(
     stop: StopRequest,
     trainer: Sequence[str],
 ) -> float:
-    """Train a branch to its end, and return its loss there. Raises as `train`."""
+    """Train a branch to its end, and return its loss there. Raises as `train`.
+
+    Args:
+        source: the run.
+        branch: to be trained.
+        recipe: of the branch.
+        folder: of the branch's run.
+        stop: noted signals.
+        trainer: as for `train`.
+    """
     from training import branching  # loads torch
 
     if not branching.is_begun(folder):
         branching.begin(source.folder, branch.step, recipe)
+    # Beside the folder, which must be that of a run and nothing else.
     log = folder.with_name(f"{folder.name}.log")
     process = TrainingProcess(_command(source, folder, trainer), log)
     if stop.name:
@@ -184,6 +199,7 @@ def _train_branch(
     if stop.name and (code == STOPPED or code < 0):
         raise Stopped(stop.name)
     line = process.last_line() or f"ended with {code}"
+    # It names the place and the remedy itself.
     if code == WRONG_INPUT:
         raise UserError(line)
     raise BranchFailed(f"{branch.name}: {line} ({process.log})")

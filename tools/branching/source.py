@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 from common.errors import ConfigError, UserError
 from optim import schedule
@@ -12,10 +12,12 @@ from recipe import loading
 from recipe.config import Recipe
 from tools.branching.plan import Branch, Plan
 from tools.reporting import run as reading
+from tools.reporting.run import SessionTime
 from tools.sweeping.candidates import as_text
 
 _NEVER = "1e6"  # epochs between evaluations and checkpoints, besides those at the last step
 _LINES = 10  # of a branch's log
+# What a run may log beside its lines: of a branch only the last loss is read.
 _QUIET = (
     "log.noise_scale=false",
     "log.trust_ratios=false",
@@ -31,6 +33,8 @@ _QUIET = (
 class Source(NamedTuple):
     """A run to branch from.
 
+    folder: of the run.
+    recipe: of the run, with the overrides of all branches.
     per_epoch, total: steps of an epoch and of the whole run.
     replicas, stages: processes of its newest session.
     images_per_second: in training, over all sessions.
@@ -93,12 +97,9 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
         raise UserError(
             f"{folder}: its log has no lines of training yet; let it train for an epoch or more"
         )
-    # Sessions that lost work trained more images than the log shows; the pace is of what was kept.
+    # Sessions that lost work trained more images than the log shows: the pace is of those kept.
     logged = int(max(run.metrics.train["step"]))
-    evaluations = len(run.metrics.evaluation)
-    pause = None
-    if evaluations:
-        pause = sum(session.rest for session in times) / evaluations
+    # The processes of the newest session train the branches, too.
     newest = run.starts[-1] if run.starts else {}
     return Source(
         folder=folder,
@@ -108,8 +109,15 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
         replicas=newest.get("replicas", 1),
         stages=newest.get("stages", 1),
         images_per_second=logged * size / training,
-        pause=pause,
+        pause=_pause(times, len(run.metrics.evaluation)),
     )
+
+
+def _pause(times: Sequence[SessionTime], evaluations: int) -> Optional[float]:
+    """Return the seconds of an evaluation with a checkpoint; None where there was none."""
+    if not evaluations:
+        return None
+    return sum(session.rest for session in times) / evaluations
 
 
 def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> Recipe:
@@ -129,7 +137,6 @@ def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> R
     Raises:
         ConfigError: the run's other sections do not go with a batch that grows.
     """
-    size = plan.batch
     end = branch.step + plan.steps
     # Polynomial decay of power 1 over the whole length, of which the branch is the end.
     peak = source.rate(branch.step) * end / plan.steps
@@ -152,12 +159,19 @@ def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> R
         f"checkpoint.every_epochs={_NEVER}",
         f"log.every_steps={max(1, plan.steps // _LINES)}",
         *_QUIET,
+        *_growth(plan, branch),
     ]
-    if branch.rule:
-        pairs = [[0, size], [branch.step * size, branch.multiple * size]]
-        overrides.append(f"batch.schedule={as_text(pairs)}")
-        overrides.append(f"batch.rate_rule={branch.rule}")
     config = str(source.folder / "config.yaml")
     recipe = loading.loads(loading.dump(source.recipe), config, overrides)
+    # Refuses a batch that the run's replicas cannot share, before anything is trained.
     arithmetic.divide(recipe, source.replicas)
     return recipe
+
+
+def _growth(plan: Plan, branch: Branch) -> List[str]:
+    """Return the overrides by which the batch grows at the checkpoint; none for the run's own."""
+    if not branch.rule:
+        return []
+    size = plan.batch
+    pairs = [[0, size], [branch.step * size, branch.multiple * size]]
+    return [f"batch.schedule={as_text(pairs)}", f"batch.rate_rule={branch.rule}"]

@@ -40,6 +40,8 @@ class Advice(NamedTuple):
     """The remedy for the part to be mended first.
 
     limit: that part, or compute.
+    text: for people.
+    overrides: see `Remedy`.
     """
 
     limit: str
@@ -78,7 +80,8 @@ def _compute(findings: Findings) -> Remedy:
     # A larger micro batch has less overhead, if it divides the same batch.
     if findings.batch.accumulation % 2:
         return Remedy(f"{text}.", [])
-    larger = f"batch.micro={2 * findings.batch.micro}"
+    doubled = 2 * findings.batch.micro
+    larger = f"batch.micro={doubled}"
     return Remedy(f"{text}; with the same batch, {larger} may, if the memory suffices.", [larger])
 
 
@@ -116,6 +119,7 @@ def _cheaper_images(findings: Findings, fault: str, needed: int, cores: int) -> 
     if findings.reading.share_of_bytes is None:
         return Remedy(f"{few} draw less for each image (data.augment, data.glyph_size).", [])
     smaller = "make the files smaller (python -m tools.shards pack --short-side PIXELS)"
+    # DALI decodes on GPUs only.
     if findings.about["device"] == "cpu":
         return Remedy(f"{few} {smaller}.", [])
     dali = "data.reader=dali"
@@ -196,23 +200,28 @@ def _bubble(recipe: Recipe, findings: Findings, share: float) -> Remedy:
     """Return the remedy for a pipeline whose stages stand still."""
     batch = findings.batch
     virtual = recipe.parallel.virtual_stages or 1
-    now = percent(1 - ideal(batch.accumulation, batch.stages, virtual))
-    doubled = percent(1 - ideal(2 * batch.accumulation, batch.stages, virtual))
-    # Smaller micro batches, or more of them. The two images of a mixed pair stay together.
-    is_mixed = recipe.data.mixup or recipe.data.cutmix is not None
-    least = 2 if is_mixed else 1
-    halved = batch.micro // 2
-    if batch.micro % 2 or halved < least:
-        override = _twice(findings)
-    else:
-        override = f"batch.micro={halved}"
+    now = 1 - ideal(batch.accumulation, batch.stages, virtual)
+    doubled = 1 - ideal(2 * batch.accumulation, batch.stages, virtual)
+    override = _more_micro_batches(recipe, findings)
     micro_batches = count(batch.accumulation, "micro batch", "micro batches")
     text = (
         f"A pipeline's stages stand still for {percent(share)} of a step: "
-        f"{micro_batches} on {batch.stages} stages leave {now} at best; "
-        f"{override} makes twice as many, and that {doubled}."
+        f"{micro_batches} on {batch.stages} stages leave {percent(now)} at best; "
+        f"{override} makes twice as many, and that {percent(doubled)}."
     )
     return Remedy(text, [override])
+
+
+def _more_micro_batches(recipe: Recipe, findings: Findings) -> str:
+    """Return the override that makes twice as many micro batches in a step."""
+    micro = findings.batch.micro
+    # The two images of a mixed pair stay together.
+    is_mixed = recipe.data.mixup or recipe.data.cutmix is not None
+    least = 2 if is_mixed else 1
+    # Smaller ones keep the batch, and with it what is learned: a larger batch is the second choice.
+    if micro % 2 or micro // 2 < least:
+        return _twice(findings)
+    return f"batch.micro={micro // 2}"
 
 
 def _imbalance(recipe: Recipe, findings: Findings, share: float) -> Remedy:
@@ -224,7 +233,8 @@ def _imbalance(recipe: Recipe, findings: Findings, share: float) -> Remedy:
         automatic = "parallel.split=auto"
         remedy = f"{automatic} cuts the model by what its blocks cost here"
         return Remedy(f"{fault}: {remedy}.", [automatic])
-    fewer = f"parallel.stages={max(1, batch.stages // 2)}"
+    halved = max(1, batch.stages // 2)
+    fewer = f"parallel.stages={halved}"
     remedy = f"fewer stages and more replicas waste less: {fewer}."
     return Remedy(f"{fault}, as evenly as the recipe can be cut: {remedy}", [fewer])
 

@@ -110,6 +110,8 @@ class Findings(NamedTuple):
 class _Figures(NamedTuple):
     """Everything that was measured, the same on all ranks.
 
+    Fields that `Findings` has, too, are described there.
+
     places: name of the host, and `machine.about`, by rank.
     """
 
@@ -236,18 +238,10 @@ def _measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> _Figur
         seconds: for all measurements.
         say: prints a line, if large steps take longer.
     """
-    recipe = setup.recipe
     processes = setup.processes
-    # What feeds the devices.
+    # In this order nothing is measured beside an engine that does not need one.
     reading = _reading(setup, _READING * seconds)
-    copying = images.to_device(
-        setup.batch.micro,
-        image_size(recipe.model),
-        setup.device,
-        seconds=_TO_DEVICE * seconds,
-    )
-    to_device = min(processes.gather(copying), key=lambda rate: rate.median)
-    # What joins them, and the step itself.
+    to_device = _to_device(setup, _TO_DEVICE * seconds)
     measured_links = links.measure(processes, setup.device)
     measured = steps.measure(setup, _STEPS * seconds, say)
     peak = spread([measured.engine.peak_flops() for _ in range(_PEAKS)])
@@ -256,7 +250,7 @@ def _measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> _Figur
     if processes.topology.replicas > 1 and measured_links is not None:
         methods = links.methods(
             measured.engine,
-            recipe,
+            setup.recipe,
             setup.batch,
             processes,
             link=measured_links.link,
@@ -274,6 +268,17 @@ def _measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> _Figur
         peak=peak,
         places=places,
     )
+
+
+def _to_device(setup: Setup, seconds: float) -> Spread:
+    """Measure the copies of the slowest rank."""
+    rate = images.to_device(
+        setup.batch.micro,
+        image_size(setup.recipe.model),
+        setup.device,
+        seconds=seconds,
+    )
+    return min(setup.processes.gather(rate), key=lambda rate: rate.median)
 
 
 def _reading(setup: Setup, seconds: float) -> Reading:
@@ -320,7 +325,8 @@ def _findings(
     hosts = [host for host, _ in figures.places]
     _, about = figures.places[0]
     # The step of the recipe may have more micro batches than the one that was measured.
-    parts = splitting.scaled(splitting.parts(times), times, batch.accumulation)
+    measured = splitting.parts(times)
+    parts = splitting.scaled(measured, times, batch.accumulation)
     step = sum(parts.values())
     model = setup.recipe.model
     flops = shapes.training_flops(model, image_size(model)) * batch.global_

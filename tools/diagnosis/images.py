@@ -157,7 +157,14 @@ def _read_by_reader(
     order: Sequence[int],
     seconds: float,
 ) -> Reading:
-    """Measure the images a second of the reader that trains. Raises UnreadableImage, DataError."""
+    """Measure the images a second of the reader that trains. Raises UnreadableImage, DataError.
+
+    Args:
+        recipe: of the run.
+        source: of its training images.
+        order: numbers of the images, in which they are read again and again.
+        seconds: for measuring.
+    """
     size = image_size(recipe.model)
     reader = Reader(source, 1, Training(recipe.data, recipe.run.seed))
     tried: Set[int] = set()
@@ -182,7 +189,8 @@ def _read_by_reader(
         none = f"of {len(tried)} images that were tried none can be read"
         raise DataError(f"{reason}; {none}; mend them, or correct data.root")
     # The first repetition also loads decoders.
-    return Reading(spread(rates[1:] or rates), len(tried), len(unreadable))
+    steady = rates[1:] or rates
+    return Reading(spread(steady), len(tried), len(unreadable))
 
 
 def _read_files(
@@ -190,7 +198,16 @@ def _read_files(
     indices: Iterable[int],
     seconds: float,
 ) -> Optional[_FileReading]:
-    """Measure the reading of files; None if there are too few that hold anything."""
+    """Measure the reading of files.
+
+    Args:
+        source: of the files.
+        indices: of images whose files are read.
+        seconds: for measuring.
+
+    Returns:
+        The rate; None if there are too few files that hold anything.
+    """
     lengths = []
 
     def fetch(index: int) -> int:

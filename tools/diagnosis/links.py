@@ -84,16 +84,17 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
         links = _slowest_links(processes.gather(measured))
     if links is None:
         return None
-    latencies = []
-    bandwidths = []
-    for link in links:
-        latencies.append(link.latency)
-        if link.seconds_per_byte:
-            bandwidths.append(1 / link.seconds_per_byte)
-        else:
-            # Bytes cost nothing that could be measured: it is at least this fast.
-            bandwidths.append(_LARGEST / link.latency)
+    latencies = [link.latency for link in links]
+    bandwidths = [_bandwidth(link) for link in links]
     return Links(spread(latencies), spread(bandwidths), is_loopback)
+
+
+def _bandwidth(link: Link) -> float:
+    """Return the bytes a second of a link, which are at least those of the largest message."""
+    if link.seconds_per_byte:
+        return 1 / link.seconds_per_byte
+    # Bytes cost nothing that could be measured.
+    return _LARGEST / link.latency
 
 
 def _slowest_links(by_rank: List[List[Link]]) -> List[Link]:
@@ -129,15 +130,16 @@ def methods(
     """
     # Of the largest stage: sizes compare by the number of elements first.
     largest = max(processes.gather(_gradient(engine, recipe.exchange.whole_1d)))
-    own_sections = [method.section for method in exchange.variants(recipe.exchange)]
-    share = seconds / len(own_sections)
+    # Sections of `exchange` with the recipe's keys.
+    variants = [method.section for method in exchange.variants(recipe.exchange)]
+    share = seconds / len(variants)
     candidates = exchange.candidates(recipe.exchange)
     timed = []
     for candidate in choice.predict(candidates, recipe, batch, largest, link):
         section = candidate.method.section
         # A method whose keys the recipe does not have is predicted only.
         measured = None
-        if candidate.network < seconds and section in own_sections:
+        if candidate.network < seconds and section in variants:
             variant = recipe.model_copy(update={"exchange": section})
             measured = _seconds(engine, variant, processes, share)
         timed.append(Method(candidate, measured))
@@ -170,7 +172,14 @@ def _seconds(
     processes: Processes,
     seconds: float,
 ) -> Spread:
-    """Measure the seconds of the exchange of `recipe` on the slowest rank."""
+    """Measure the seconds of an exchange on the slowest rank.
+
+    Args:
+        engine: whose gradient is exchanged.
+        recipe: with the exchange.
+        processes: of the run.
+        seconds: for measuring.
+    """
     gradients = engine.weights.gradients
     run = engine.exchange_of(recipe, 1)
     # Values of a likely distribution: selecting and rounding take as long as in training.
@@ -194,5 +203,6 @@ def _seconds(
             repetition(step)
         measured = [repetition(_WARM_UP + number) for number in rounds(processes, seconds)]
     finally:
+        # It may have a thread, or buffers as large as the gradient.
         run.close()
     return spread(slowest(processes.gather(measured)))

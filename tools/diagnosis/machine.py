@@ -56,8 +56,9 @@ def described(
     facts = findings.about
     on_gpu = device.type == "cuda"
     name = facts["device" if on_gpu else "cpu"]
-    ranks = count(len(findings.hosts), "rank")
-    source = f"measured by tools.doctor on {facts['date']}, {name}, {ranks}"
+    ranks = len(findings.hosts)
+    # All figures have this source, and some a clause of their own.
+    source = f"measured by tools.doctor on {facts['date']}, {name}, {count(ranks, 'rank')}"
     # A run may use some of a host's GPUs only.
     ranks_of_host = findings.hosts.count(findings.hosts[0])
     devices_of_host = ranks_of_host
@@ -67,7 +68,7 @@ def described(
     decoding = _decoding(recipe, findings.reading)
     copying = "" if on_gpu else "a copy in memory"
     return Machine(
-        name=f"{len(findings.hosts)} x {name}",
+        name=f"{ranks} x {name}",
         device="cuda" if on_gpu else "cpu",
         devices_per_host=devices_of_host,
         memory=_memory(device, ranks_of_host),
@@ -146,6 +147,7 @@ def _overlap(
         if method.candidate.name == section.variant:
             by_itself = method.measured
             break
+    # A late exchange runs beside the next step: see `Exchange.beside`.
     if by_itself is None or section.delay:
         return 0.0
     # More than all of the pass cannot hide it; noise can make it less than nothing.

@@ -104,12 +104,7 @@ def draw(findings: Findings, config: str, output: Path) -> None:
     """
     figure = outputs.figure(output, (10, 3.8))
     panel = figure.subplots()
-    bars = {f"{count(findings.batch.replicas, 'replica')},\nmeasured": findings.parts}
-    row = findings.doubling
-    if row is not None:
-        batch = f"\nbatch {row.global_batch}" if row.grown else ""
-        bars[f"{count(row.replicas, 'replica')},\npredicted{batch}"] = row.parts
-    _draw_bars(panel, bars)
+    _draw_bars(panel, _bars(findings))
     # The measured step on top.
     panel.invert_yaxis()
     panel.set_xlabel("milliseconds of a step")
@@ -121,6 +116,19 @@ def draw(findings: Findings, config: str, output: Path) -> None:
     advice = textwrap.fill(_first(findings), 120)
     figure.suptitle(advice, fontsize=9, x=0.01, ha="left", parse_math=False)
     figure.savefig(output, dpi=110)
+
+
+def _bars(findings: Findings) -> Dict[str, Dict[str, float]]:
+    """Return the seconds of each part of the step now, and after the next doubling."""
+    replicas = count(findings.batch.replicas, "replica")
+    bars = {f"{replicas},\nmeasured": findings.parts}
+    row = findings.doubling
+    if row is not None:
+        # A step with another batch is longer for that alone.
+        batch = f"\nbatch {row.global_batch}" if row.grown else ""
+        replicas = count(row.replicas, "replica")
+        bars[f"{replicas},\npredicted{batch}"] = row.parts
+    return bars
 
 
 def bar(parts: Dict[str, float], width: int) -> str:
@@ -137,9 +145,9 @@ def bar(parts: Dict[str, float], width: int) -> str:
     done = 0.0
     for name, seconds in parts.items():
         done += max(0.0, seconds)
-        _, letter, _ = PARTS[name]
         # Ends are rounded, not widths: the bar is exactly as wide as it should be.
-        text = text.ljust(round(width * done / total), letter)
+        end = round(width * done / total)
+        text = text.ljust(end, PARTS[name].letter)
     return text
 
 
@@ -229,11 +237,12 @@ def _step(findings: Findings) -> Iterator[str]:
     peak = scaled(findings.peak.median, "FLOP/s")
     yield from _wrapped("", f"{rate}, MFU {percent(findings.mfu)} of {peak}")
     yield bar(findings.parts, _WIDTH)
-    for name, (words, letter, _) in PARTS.items():
+    for name, part in PARTS.items():
         seconds = findings.parts[name]
+        # Parts that the recipe cannot have are exactly 0.
         if seconds:
             share = percent(seconds / step)
-            yield f" {letter}  {words:<31}  {duration(seconds):>8}  {share:>4}"
+            yield f" {part.letter}  {part.words:<31}  {duration(seconds):>8}  {share:>4}"
     if not findings.complete:
         few = "too few micro batches for all that was loaded ahead"
         yield from _wrapped("", f"{few}: waiting for images may be more; try more --seconds")
@@ -260,16 +269,18 @@ def _images(reading: Reading) -> str:
         text += f" ({unreadable} cannot be read and are left out)"
     if reading.bytes is None:
         return f"{text}; they are no files"
+    size = scaled(reading.bytes, "B")
     read_again = reading.cached_bytes_per_second
     # Files whose bytes were counted were read again.
     assert read_again is not None
     cached = scaled(read_again.median, "B/s")
     again = f"{cached} read again (out of the page cache of a local disk)"
+    # Files of other users, or on a network, cannot be dropped from the cache.
     from_disk = "the disk was not measurable"
     if reading.disk_bytes_per_second is not None:
         disk = scaled(reading.disk_bytes_per_second.median, "B/s")
         from_disk = f"{disk} from the disk"
-    return f"{text}, from files of {scaled(reading.bytes, 'B')}: {again}, {from_disk}"
+    return f"{text}, from files of {size}: {again}, {from_disk}"
 
 
 def _links(findings: Findings) -> str:
@@ -305,8 +316,10 @@ def _ranks(ranks: List[Rank]) -> Iterator[str]:
     rows = [("rank", "host", "forward, backward", "deviation", "behind others")]
     for row in ranks:
         name = f"{row.rank} (replica {row.replica}, stage {row.stage})"
+        # The only rank of a stage is behind nobody.
         lag = "" if row.lag is None else f"{100 * row.lag:+.0f} %"
-        rows.append((name, row.host, duration(row.mean), duration(row.deviation), lag))
+        cells = (name, row.host, duration(row.mean), duration(row.deviation), lag)
+        rows.append(cells)
     yield from table(rows, indent=" ", left=(0, 1))
 
 
@@ -349,14 +362,16 @@ def _draw_bars(panel: Axes, bars: Dict[str, Dict[str, float]]) -> None:
     names = list(bars)
     steps = [sum(parts.values()) for parts in bars.values()]
     lefts = [0.0] * len(bars)
-    for part, (words, _, colour) in PARTS.items():
+    for name, part in PARTS.items():
         # A part may be negative, by rounding or as a rest, and a prediction has no rest.
-        seconds = [max(0.0, parts.get(part, 0.0)) for parts in bars.values()]
+        seconds = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
         # Else the legend would name it.
         if not any(seconds):
             continue
         widths = [1e3 * value for value in seconds]
-        drawn = panel.barh(names, widths, left=lefts, color=colour, height=0.6, label=words)
+        drawn = panel.barh(
+            names, widths, left=lefts, color=part.colour, height=0.6, label=part.words
+        )
         shares = [value / step for value, step in zip(seconds, steps)]
         # Narrow parts have no room for a number.
         labels = [percent(share) if share > _LABELLED else "" for share in shares]

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from tools.formats import duration, percent
 
@@ -31,7 +41,12 @@ _VARIES = 0.3  # share of the median that the middle half of the repetitions may
 
 
 class Spread(NamedTuple):
-    """Repetitions of one measurement: their median, smallest and largest."""
+    """Repetitions of one measurement.
+
+    low: the smallest.
+    high: the largest.
+    repetitions: how many there are.
+    """
 
     median: float
     low: float
@@ -94,14 +109,28 @@ def passes(spans: Sequence[Span], stages: int) -> Passes:
             replica = span.rank // stages
             seconds[span.rank, span.step].append(span.end - span.start)
             moments[replica, span.step] += [span.start, span.end]
+    # A rank's passes do not overlap. Those of a replica's stages do: they last from first to last.
+    return Passes(
+        by_rank=_by_step(seconds, math.fsum),
+        by_replica=_by_step(moments, lambda values: max(values) - min(values)),
+    )
+
+
+def _by_step(
+    values: Mapping[Tuple[int, int], List[float]],
+    total: Callable[[List[float]], float],
+) -> Dict[int, List[float]]:
+    """Return a number for each step, by rank or replica.
+
+    Args:
+        values: by rank or replica, and step.
+        total: makes one of those of a step.
+    """
+    by_step: Dict[int, List[float]] = defaultdict(list)
     # Sorted, as spans of several ranks come in any order: the lists follow the steps.
-    by_rank: Dict[int, List[float]] = defaultdict(list)
-    for (rank, _), values in sorted(seconds.items()):
-        by_rank[rank].append(math.fsum(values))
-    by_replica: Dict[int, List[float]] = defaultdict(list)
-    for (replica, _), values in sorted(moments.items()):
-        by_replica[replica].append(max(values) - min(values))
-    return Passes(by_rank, by_replica)
+    for (owner, _), of_step in sorted(values.items()):
+        by_step[owner].append(total(of_step))
+    return by_step
 
 
 def parts(times: Times) -> Dict[str, float]:
@@ -113,29 +142,30 @@ def parts(times: Times) -> Dict[str, float]:
         times: of the step.
     """
     # A replica's passes take as long as they last; where stages share it, each also stands still.
-    stages = times.stages
     by_step = list(zip(*times.passes.by_replica.values()))
     length = statistics.median(statistics.mean(lengths) for lengths in by_step)
     busy = _busy_by_stage(times)
     mean_busy = statistics.mean(busy)
-    if stages == 1:
-        # One rank's passes follow each other: what lies between them belongs to them.
+    if times.stages == 1:
+        # One rank's passes follow each other: the time between them belongs to them.
         compute = length
         bubble = 0.0
     else:
         compute = mean_busy
-        # What passes last beyond the slowest stage: filling and emptying the pipeline.
+        # Time beyond the slowest stage: filling and emptying the pipeline.
         bubble = max(0.0, length - max(busy))
+    # Noise can make a step without exchange the longer one.
     exchanged = _exchange_seconds(times)
+    exchange = max(0.0, statistics.median(exchanged)) if exchanged else 0.0
     # Replicas wait for the slowest one: on average as long as it is behind their mean.
-    straggling = [max(lengths) - statistics.mean(lengths) for lengths in by_step]
+    behind = [max(lengths) - statistics.mean(lengths) for lengths in by_step]
     seconds = {
         "compute": compute,
         "input": statistics.median(times.waited),
         "imbalance": max(busy) - mean_busy,
         "bubble": bubble,
-        "exchange": max(0.0, statistics.median(exchanged)) if exchanged else 0.0,
-        "straggling": statistics.median(straggling),
+        "exchange": exchange,
+        "straggling": statistics.median(behind),
         "update": statistics.median(times.update),
     }
     # By this definition the parts add up, whatever was measured.
@@ -228,6 +258,7 @@ def doubts(times: Times, seconds: Dict[str, float]) -> List[str]:
     reasons += _doubts_of_repetitions("steps", computed)
     reasons += _doubts_of_repetitions("steps with images in memory", times.from_memory)
     exchanged = _exchange_seconds(times)
+    # An exchange that is not worth a change need not be known well.
     if exchanged and seconds["exchange"] >= WORTH * step:
         low, _ = _middle_half(exchanged)
         if low <= 0:
@@ -261,6 +292,7 @@ def _doubts_of_repetitions(name: str, values: Sequence[float]) -> List[str]:
 
 def _middle_half(values: Sequence[float]) -> List[float]:
     """Return the quartiles around the middle half."""
+    # Of one value there are no quantiles.
     if len(values) < 2:
         return [values[0], values[0]]
     quartiles = statistics.quantiles(values, n=4, method="inclusive")
@@ -288,6 +320,8 @@ def straggling(times: Times, accumulation: int) -> float:
 class Rank(NamedTuple):
     """A rank's passes.
 
+    rank, replica, stage: its place in the run.
+    host: name of its machine.
     mean, deviation: seconds of a measured step.
     lag: how much longer than those of others of its stage, relative; None where there are none.
     """
@@ -314,7 +348,10 @@ def ranks(measured: Passes, stages: int, hosts: Sequence[str]) -> List[Rank]:
     for rank, values in measured.by_rank.items():
         stage = rank % stages
         # Stages differ in their work, so a rank is compared with those of its own.
-        others = [means[other] for other in means if other != rank and other % stages == stage]
+        others = []
+        for other, mean in means.items():
+            if other != rank and other % stages == stage:
+                others.append(mean)
         row = Rank(
             rank=rank,
             replica=rank // stages,

@@ -47,6 +47,9 @@ class Interval(NamedTuple):
 class Cost(NamedTuple):
     """Costs of a run to the same point with another batch.
 
+    batch: images of an update.
+    updates: how many are needed.
+    images: in all of these.
     updates_range: with the noise scale less and more by its standard error.
     upper_bound: whether the batch is larger than the run's, for which predictions are known to be
         too high (`BIAS`).
@@ -81,6 +84,7 @@ def intervals(train: Sequence[dict], size: int) -> List[Interval]:
     parts = []
     before = 0
     for event in train:
+        # Not all updates are measured: a line without a measurement keeps the newest.
         if isinstance(event.get("noise_scale"), dict):
             scale = event["noise_scale"]
         # Steps count images of the recipe's batch; a batch that grows is noted with the line.
@@ -123,8 +127,10 @@ def updates(run: Sequence[Interval], other: int, errors: float = 0.0) -> float:
     """
     needed = []
     for part in run:
+        # Estimates of a noise scale near zero may be negative.
         noise = max(0.0, part.noise + errors * part.error)
-        needed.append(part.updates * (1 + noise / other) / (1 + noise / part.batch))
+        slower = (1 + noise / other) / (1 + noise / part.batch)
+        needed.append(part.updates * slower)
     return sum(needed)
 
 

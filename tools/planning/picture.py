@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """How a part of a step's time is shown. letter: in bars of text."""
+    """How a part of a step's time is shown.
+
+    words: in legends and tables.
+    letter: in bars of text.
+    colour: in pictures.
+    """
 
     words: str
     letter: str
@@ -62,6 +67,7 @@ def _draw_rates(axis: Axes, rows: List[Row]) -> None:
     colour = PARTS["compute"].colour
     axis.plot(replicas, ideal, ls="--", color="#999999", label="ideal")
     axis.plot(replicas, images, "o-", color=colour, label="predicted")
+    # Hollow points: another batch may learn otherwise, however fast it is.
     grown = [row for row in rows if row.grown]
     if grown:
         axis.plot(
@@ -96,6 +102,7 @@ def _draw_shares(axis: Axes, rows: List[Row]) -> None:
         frameon=False,
         fontsize=8,
     )
+    # All numbers of replicas, which are powers of two, instead of powers of ten.
     axis.set_xticks(replicas)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axis.xaxis.set_minor_locator(NullLocator())

@@ -67,6 +67,7 @@ def _table(costs: Sequence[Cost], images: float) -> Iterator[str]:
     yield head
     for cost in costs:
         yield _row(cost, images)
+    # Where predictions were tested, they were too high.
     if any(cost.upper_bound for cost in costs):
         yield from textwrap.wrap(f"{batches.BIAS}.", _WIDTH)
 
@@ -86,10 +87,17 @@ def _row(cost: Cost, images: float) -> str:
     bound = "<= " if cost.upper_bound else ""
     updates = f"{bound}{cost.updates:,.0f}"
     ratio = cost.images / images
-    row = f"{cost.batch:9,} {updates:>10} {span:>19} {cost.images:13,.0f} {ratio:9.2f}"
-    if cost.seconds is None:
-        return row
-    return f"{row} {duration(cost.seconds):>12}"
+    # In the columns of the head: see `_table`.
+    cells = [
+        f"{cost.batch:9,}",
+        f"{updates:>10}",
+        f"{span:>19}",
+        f"{cost.images:13,.0f}",
+        f"{ratio:9.2f}",
+    ]
+    if cost.seconds is not None:
+        cells.append(f"{duration(cost.seconds):>12}")
+    return " ".join(cells)
 
 
 def _scale(interval: Interval) -> str:
@@ -105,6 +113,7 @@ def as_data(prediction: Prediction) -> Dict[str, Any]:
     for part in prediction.run:
         run.append({**part._asdict(), "known": part.known})
     biased = any(cost.upper_bound for cost in prediction.costs)
+    # Other programs read these keys.
     return {
         "batch": prediction.batch,
         "critical_batch": prediction.critical,
@@ -162,4 +171,5 @@ def _draw_costs(axis: Axes, costs: Sequence[Cost]) -> None:
     output.few_ticks(axis.yaxis)
     for cost in costs:
         bound = ", at most" if cost.upper_bound else ""
-        axis.annotate(f"{cost.batch:,}{bound}", (cost.images, cost.updates), fontsize=8)
+        place = (cost.images, cost.updates)
+        axis.annotate(f"{cost.batch:,}{bound}", place, fontsize=8)

@@ -24,6 +24,8 @@ _BISECTIONS = 200  # of the rates from 1e6 to 1e18: more than float64 tells apar
 class Series(NamedTuple):
     """One program on machines of growing size.
 
+    name: for people.
+    machine: name of its file in machines/.
     rates: (replicas, images a second); the first calibrates.
     micro: images of a micro batch.
     used: sizes from which a constant of the machine was taken; they are not compared.
@@ -37,7 +39,12 @@ class Series(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A prediction beside the published rate, both images a second; error: relative."""
+    """A prediction beside the published rate.
+
+    name: of the series.
+    published, predicted: images a second.
+    error: of the prediction, relative.
+    """
 
     name: str
     replicas: int

@@ -25,8 +25,11 @@ _FEW = 0.1  # below this share of a step, what is not computing is no limit
 class Row(NamedTuple):
     """A step on `replicas`.
 
+    devices: of all of them.
     global_batch: the recipe's, or where `grown` the least that so many replicas can share.
     accumulation: micro batches of the replica that computes most.
+    seconds: of the step.
+    images_per_second: in training.
     efficiency: rate over that of one replica times as many.
     parts: the seconds of the step by cause.
     limit: the part that costs most besides computing, if these exceed a tenth.
@@ -184,34 +187,56 @@ def _seconds(
     division: _Division,
     workload: Workload,
 ) -> Dict[str, float]:
-    """Predict the seconds of a step by cause."""
-    micro = micro_batch(recipe)
+    """Predict the seconds of a step by cause.
+
+    Args:
+        recipe: that is trained.
+        machine: that trains it.
+        replicas: of the model.
+        division: of the global batch among them.
+        workload: of the recipe.
+    """
     accumulation = division.accumulation
-    # Computation, which the slowest stage of a pipeline paces.
-    work = [micro * stage.multiply_adds / machine.rate.value for stage in workload.stages]
-    slowest = max(work)
-    mean = sum(work) / len(work)
-    if recipe.parallel.schedule == "sharded":  # one stage at a time
-        mean = sum(work)
-        slowest = mean
+    stages = len(workload.stages)
+    micro = _micro_batch_seconds(recipe, machine, workload)
     parts = {
-        "compute": accumulation * mean,
-        "imbalance": accumulation * (slowest - mean),
-        "bubble": _fill(recipe.parallel, machine.device, len(work)) * slowest,
+        "compute": accumulation * micro.mean,
+        "imbalance": accumulation * (micro.slowest - micro.mean),
+        "bubble": _fill(recipe.parallel, machine.device, stages) * micro.slowest,
     }
     # Each of the following depends on the parts before it: their order is part of the model.
     computing = sum(parts.values())
-    hidden = _hidden(recipe, machine, workload, slowest=slowest, computing=computing)
+    hidden = _hidden(recipe, machine, workload, slowest=micro.slowest, computing=computing)
     method = method_for(recipe.exchange)
     combining = exchange(machine, method, replicas, workload, sums=division.sums)
     parts["exchange"] = max(0.0, combining - hidden)
-    parts["update"] = max(stage.parameters for stage in workload.stages) / machine.update.value
+    # The largest stage is the last to be updated.
+    parameters = max(stage.parameters for stage in workload.stages)
+    parts["update"] = parameters / machine.update.value
     # Whatever a replica does, it is late by chance with all of it.
     parts["straggling"] = machine.straggling.value * slowest_of(replicas) * sum(parts.values())
     # Images are read beside all that.
-    needed = accumulation * micro * _seconds_of_image(recipe, machine, workload)
+    images = accumulation * micro_batch(recipe)
+    needed = images * _seconds_of_image(recipe, machine, workload)
     parts["input"] = max(0.0, needed - sum(parts.values()))
     return parts
+
+
+class _StageSeconds(NamedTuple):
+    """Seconds of a micro batch on the stages of a pipeline, of which the slowest paces it."""
+
+    mean: float
+    slowest: float
+
+
+def _micro_batch_seconds(recipe: Recipe, machine: Machine, workload: Workload) -> _StageSeconds:
+    """Predict the seconds in which stages compute a micro batch."""
+    micro = micro_batch(recipe)
+    work = [micro * stage.multiply_adds / machine.rate.value for stage in workload.stages]
+    # One stage at a time: a step takes as long as all of them together.
+    if recipe.parallel.schedule == "sharded":
+        return _StageSeconds(mean=sum(work), slowest=sum(work))
+    return _StageSeconds(mean=sum(work) / len(work), slowest=max(work))
 
 
 def _hidden(

@@ -23,6 +23,10 @@ FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,
 class Stage(NamedTuple):
     """A device of a replica.
 
+    blocks: their names.
+    parameters: of these.
+    multiply_adds: of one image, forward, backward and recomputed.
+    state_bytes: of the parameters and all that belongs to them.
     activation_bytes: in the recipe.
     activation_bytes_kept: without recomputation.
     activation_bytes_recomputed: with recomputation of all blocks.
@@ -56,11 +60,15 @@ class Input(NamedTuple):
 class Summary(NamedTuple):
     """A plan.
 
+    batch: of the recipe.
+    workload: at the largest size of the images.
+    stages: devices of a replica.
     available: bytes of a device.
     widest: empty for models without a width.
     widest_1f1b: empty where gpipe is not the schedule.
     exchange: seconds by method.
     step: on the replicas that the recipe, or the launcher, names.
+    scaling: steps on 1 to 4,096 replicas.
     """
 
     recipe: Recipe
@@ -124,7 +132,14 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
 
 
 def _stages(recipe: Recipe, device: str, batch: Batch, work: Workload) -> List[Stage]:
-    """Return the devices of a replica, with their memory by what is recomputed."""
+    """Return the devices of a replica, with their memory by the blocks that are recomputed.
+
+    Args:
+        recipe: that is trained.
+        device: kind of the devices.
+        batch: of the recipe.
+        work: of the recipe.
+    """
     as_said = workload.by_stage(recipe, device, batch, work)
     nothing = workload.by_stage(recipe, device, batch, work, wanted=False)
     everything = workload.by_stage(recipe, device, batch, work, wanted=True)
@@ -165,7 +180,14 @@ def _exchange(
     batch: Batch,
     work: Workload,
 ) -> Dict[str, float]:
-    """Return the seconds of an exchange by each method, with the recipe's keys."""
+    """Return the seconds of an exchange by each method, with the recipe's keys.
+
+    Args:
+        recipe: whose keys of `exchange` the methods take over.
+        machine: whose links are used.
+        batch: of the recipe.
+        work: of the recipe.
+    """
     seconds = {}
     for method in variants(recipe.exchange):
         # In tree order a replica may send several partial sums.
@@ -180,7 +202,14 @@ def _input(
     step: Row,
     size: int,
 ) -> Input:
-    """Return the needs of all replicas for their images. encoded: these are files."""
+    """Return the needs of all replicas for their images.
+
+    Args:
+        encoded: these are files.
+        machine: that has the cores.
+        step: of all replicas.
+        size: pixels a side.
+    """
     rate = step.images_per_second
     return Input(
         images_per_second=rate,
@@ -195,6 +224,12 @@ def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Wor
     """Predict a step at the largest size of the images, and the hours of training at all sizes.
 
     Hours are left out where they are not known.
+
+    Args:
+        recipe: that is trained.
+        machine: that trains it.
+        replicas: of the model.
+        by_size: workload by pixels a side.
     """
     steps = {}
     for size, work in by_size.items():

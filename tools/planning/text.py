@@ -23,27 +23,38 @@ def lines(plan: Summary, note: str = "") -> Iterator[str]:
         plan: of a recipe on a machine.
         note: on the machine.
     """
-    # The machine, and the memory of its devices.
     yield f"machine    {plan.machine.name}; its rate is from {plan.machine.calibrated_on}"
     if note:
         yield f"{_INDENT}{note}"
-    work = plan.workload
-    multiply_adds = f"{scaled(work.multiply_adds, '')} multiply-adds an image forward"
-    yield f"model      {work.parameters:,} parameters, {multiply_adds}; stages: {work.cut}"
+    # The memory of its devices comes before the time: a model that does not fit has none.
+    yield from _model(plan)
     yield from _stages(plan)
+    yield from _widest(plan)
+    yield from _step(plan)
+    # One replica exchanges nothing.
+    if plan.step.replicas > 1:
+        methods = [f"{name} {duration(seconds)}" for name, seconds in plan.exchange.items()]
+        yield f"exchange   {', '.join(methods)}"
+    yield _input(plan)
+    yield from _scaling(plan)
+
+
+def _model(plan: Summary) -> Iterator[str]:
+    """Yield the size of the model, and how it is cut."""
+    work = plan.workload
+    parameters = f"{work.parameters:,} parameters"
+    multiply_adds = f"{scaled(work.multiply_adds, '')} multiply-adds an image forward"
+    yield f"model      {parameters}, {multiply_adds}; stages: {work.cut}"
+
+
+def _widest(plan: Summary) -> Iterator[str]:
+    """Yield the widest models that fit, by the number of stages."""
     if plan.widest:
         width = f"width multiplier that fits (now {plan.width:g})"
         yield f"widest     {width}: {_widths(plan.widest)}"
     if plan.widest_1f1b:
         kept = f"gpipe keeps all {plan.batch.accumulation:,} micro batches of a step"
         yield f"{_INDENT}{kept}; 1f1b: {_widths(plan.widest_1f1b)}"
-    # The time of a step, and what it depends on.
-    yield from _step(plan)
-    if plan.step.replicas > 1:
-        methods = [f"{name} {duration(seconds)}" for name, seconds in plan.exchange.items()]
-        yield "exchange   " + ", ".join(methods)
-    yield _input(plan)
-    yield from _scaling(plan)
 
 
 def as_data(plan: Summary) -> dict:
@@ -83,6 +94,7 @@ def _stages(plan: Summary) -> Iterator[str]:
     rows = [head]
     total = sum(stage.multiply_adds for stage in plan.stages)
     for index, stage in enumerate(plan.stages):
+        here = stage.state_bytes + stage.activation_bytes
         row = (
             str(index),
             f"{stage.blocks[0]} to {stage.blocks[-1]}",
@@ -91,7 +103,7 @@ def _stages(plan: Summary) -> Iterator[str]:
             _megabytes(stage.state_bytes),
             _megabytes(stage.activation_bytes_kept),
             _megabytes(stage.activation_bytes_recomputed),
-            _megabytes(stage.state_bytes + stage.activation_bytes),
+            _megabytes(here),
             _megabytes(plan.available),
         )
         rows.append(row)
@@ -112,7 +124,8 @@ def _widths(models: Sequence[Widest]) -> str:
     for model in models:
         size = "none"
         if model.width:
-            size = f"{model.width:.2f} ({model.parameters / 1e6:,.0f} M parameters)"
+            millions = model.parameters / 1e6
+            size = f"{model.width:.2f} ({millions:,.0f} M parameters)"
         shown.append(f"{count(model.stages, 'stage')} {size}")
     return "; ".join(shown)
 
@@ -125,6 +138,7 @@ def _step(plan: Summary) -> Iterator[str]:
     if plan.recipe.data.image_sizes:
         line += f" at {plan.workload.image_size} px"
     line += f": {duration(row.seconds)}, {number(row.images_per_second)} images/s"
+    # The length of a run is not known where its images are not counted.
     if row.hours is not None:
         line += f", {_training_time(row.hours)} of training"
     yield line
@@ -139,12 +153,12 @@ def _step(plan: Summary) -> Iterator[str]:
 def _input(plan: Summary) -> str:
     """Return what must be read and decoded."""
     need = plan.input
-    line = f"input      {need.device_bytes_per_second / 1e6:,.0f} MB/s to the devices"
+    line = f"input      {_megabytes(need.device_bytes_per_second)} MB/s to the devices"
     # Images that are no files have neither.
     if need.file_bytes_per_second is not None and need.cores is not None:
-        files = f"{need.file_bytes_per_second / 1e6:,.0f} MB/s"
-        line += f", {files} of files as large as ImageNet's"
-        line += f", {need.cores:,.1f} of {need.cores_there:,.0f} cores to decode them"
+        files = f"{_megabytes(need.file_bytes_per_second)} MB/s"
+        cores = f"{need.cores:,.1f} of {need.cores_there:,.0f} cores"
+        line += f", {files} of files as large as ImageNet's, {cores} to decode them"
     return line
 
 
@@ -161,6 +175,7 @@ def _scaling(plan: Summary) -> Iterator[str]:
     if any(row.grown for row in plan.scaling):
         cause = f"cannot be shared by so many replicas of {batch.micro} images a micro batch"
         yield f"{_INDENT}* the batch grows: {batch.global_:,} {cause}"
+    # One sentence for both causes: rows of a table may have either.
     if any(row.hours is None for row in plan.scaling):
         yield (
             f"{_INDENT}no time: the number of images is not known (data.train_images), or the batch too large for it"
@@ -188,7 +203,8 @@ def _limit(row: Row) -> str:
     """Return what limits a step, with its share if that is not computing."""
     if row.limit == "compute":
         return row.limit
-    return f"{row.limit} {row.parts[row.limit] / row.seconds:.0%}"
+    share = row.parts[row.limit] / row.seconds
+    return f"{row.limit} {share:.0%}"
 
 
 def table(rows: Sequence[Sequence[str]], indent: str, left: Container[int]) -> Iterator[str]:
@@ -204,8 +220,11 @@ def table(rows: Sequence[Sequence[str]], indent: str, left: Container[int]) -> I
     for row in rows:
         cells = []
         for column, (cell, width) in enumerate(zip(row, widths)):
-            cells.append(cell.ljust(width) if column in left else cell.rjust(width))
-        yield indent + "  ".join(cells).rstrip()
+            # Numbers are right-aligned, so that their digits stand below each other.
+            aligned = cell.ljust(width) if column in left else cell.rjust(width)
+            cells.append(aligned)
+        line = "  ".join(cells)
+        yield f"{indent}{line.rstrip()}"
 
 
 def _training_time(hours: float) -> str:

@@ -42,6 +42,8 @@ _WIDEST = 64  # of them
 class StageWork(NamedTuple):
     """The blocks of a device.
 
+    names: of the blocks, in their order.
+    parameters: of all of them.
     multiply_adds: of one image, forward, backward and recomputed.
     layers: parameters of which replicas that compress updates send a sketch.
     """
@@ -55,6 +57,9 @@ class StageWork(NamedTuple):
 class Workload(NamedTuple):
     """A recipe's model on the devices of one replica.
 
+    image_size: pixels a side.
+    shapes: of all blocks, by name.
+    stages: work of each device.
     cut: how it was cut into stages.
     recomputed: names of the blocks whose activations are computed again.
     gradient_bytes: of one value, as exchanged.
@@ -96,14 +101,8 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
     """
     size = image_size or max(training_image_sizes(recipe))
     stage_count = recipe.parallel.stages
-    part_count = recipe.parallel.parts
     blocks = shapes.blocks(recipe.model, size)
-    trained = sum(shape.parameters > 0 for shape in blocks.values())
-    # No part is without parameters: see models/balance.py.
-    if part_count > trained:
-        raise ConfigError(
-            f"parallel.stages: {part_count} parts are more than the {trained} blocks with parameters"
-        )
+    _check_parts(recipe.parallel.parts, blocks)
     cuts, origin = _cuts(recipe, size)
     try:
         parts = balance.split_names(list(blocks), cuts)
@@ -116,6 +115,16 @@ def of(recipe: Recipe, image_size: Optional[int] = None) -> Workload:
         names = [name for part in parts[stage::stage_count] for name in part]
         stages.append(_stage_work(names, blocks, again))
     return Workload(size, blocks, stages, origin, again)
+
+
+def _check_parts(parts: int, blocks: Dict[str, BlockShape]) -> None:
+    """Refuse more parts than blocks with parameters. Raises ConfigError."""
+    trained = sum(shape.parameters > 0 for shape in blocks.values())
+    # No part is without parameters: see models/balance.py.
+    if parts > trained:
+        raise ConfigError(
+            f"parallel.stages: {parts} parts are more than the {trained} blocks with parameters"
+        )
 
 
 def _stage_work(
@@ -229,7 +238,13 @@ def _cuts(recipe: Recipe, size: int) -> Tuple[List[str], str]:
 
 
 class Widest(NamedTuple):
-    """The largest width multiplier that fits on `stages` devices; None: none does."""
+    """The widest model that fits on some devices.
+
+    stages: how many devices these are.
+    width: its multiplier; None: no width fits.
+    parameters: of that model.
+    bytes: of the fullest device.
+    """
 
     stages: int
     width: Optional[float]
@@ -290,7 +305,11 @@ def _sizes(recipe: Recipe, device: str, micro: int) -> _Sizes:
 
 
 class StageBytes(NamedTuple):
-    """Bytes of a stage: parameters and what belongs to them; micro batches in flight."""
+    """Bytes of a stage.
+
+    state: of parameters and all that belongs to them.
+    activations: of the micro batches in flight.
+    """
 
     state: int
     activations: int
@@ -356,7 +375,7 @@ def widest(recipe: Recipe, machine: Machine, batch: Batch, stages: int) -> Wides
         stages: devices of a replica.
     """
     limit = available(recipe, machine, batch)
-    best = Widest(stages, None, 0, 0)
+    best = Widest(stages, width=None, parameters=0, bytes=0)
     # Bisection over multiples of the grid: the lower one fits, or is 0; the higher one does not.
     low = 0
     high = round(_WIDEST / _GRID) + 1
@@ -379,7 +398,15 @@ def _smallest(
     model: Model,
     stages: int,
 ) -> Tuple[int, int]:
-    """Return the bytes of the fullest device under the best cut, and the model's parameters."""
+    """Return the bytes of the fullest device under the best cut, and the model's parameters.
+
+    Args:
+        recipe: with other keys than those of the model.
+        device: kind of the devices.
+        batch: of the recipe.
+        model: section of a wider or narrower model.
+        stages: devices of a replica.
+    """
     blocks = shapes.blocks(model, max(training_image_sizes(recipe)))
     names = list(blocks)
     again = recomputed(recipe, names)
@@ -430,7 +457,8 @@ def elements(
         device: its kind.
     """
     # A block's input is the output of the block before it; the images come from the host.
-    inputs = dict(zip(blocks, [0, *[shape.output for shape in blocks.values()]]))
+    outputs = [shape.output for shape in blocks.values()]
+    inputs = dict(zip(blocks, [0, *outputs]))
     parameters = 0
     kept = 0
     once = 0

@@ -29,7 +29,12 @@ _SYMBOL = 6  # pixels
 
 
 class LineStyle(NamedTuple):
-    """How a line is drawn; dash and symbol repeat the information of the colour."""
+    """How a line is drawn; dash and symbol repeat the information of the colour.
+
+    dash, symbol: by plotly's names; without a symbol its points are not marked.
+    width: pixels.
+    opacity: from 0 to 1.
+    """
 
     colour: str
     dash: str = "solid"
@@ -105,6 +110,11 @@ class Series(NamedTuple):
 class Plan(NamedTuple):
     """One figure of the curves.
 
+    key: its name in the page.
+    title: above it.
+    axis: label of the values.
+    caption: below it.
+    series: the quantities that it may show.
     log: the axis is logarithmic.
     share: values are shares, drawn as percentages.
     dull: it is left out where nothing ever changes in it.
@@ -178,7 +188,14 @@ def _plan(
     error: str = "",
     **options: bool,
 ) -> Plan:
-    """Return a figure of one quantity of the log. `options`: those of a Plan."""
+    """Return a figure of one quantity of the log.
+
+    Args:
+        column: of the training events.
+        title, axis, caption: see `Plan`.
+        error: the column of its standard error, if it has one.
+        options: log, share and dull of a Plan.
+    """
     series = Series(column, title.lower(), error=error)
     return Plan(
         key=column.partition("/")[0],
@@ -263,7 +280,11 @@ _ROLES = {
 
 
 class _Pick(NamedTuple):
-    """A statistic of the trust ratios of a log line, and the line that it is drawn as."""
+    """A statistic of the trust ratios of a log line, and the line that it is drawn as.
+
+    name: in the legend.
+    statistic: makes a number of all ratios of a log line.
+    """
 
     name: str
     statistic: Callable[[Sequence[float]], float]
@@ -616,7 +637,14 @@ def abscissae(events: Events, indices: Sequence[int], unit: float) -> dict:
 
 
 def _trace(name: str, style: LineStyle, x: dict, y: Sequence[float]) -> dict:
-    """Return a line as plotly has it, apart from `x`; gaps where values are not finite."""
+    """Return a line as plotly has it, apart from `x`; gaps where values are not finite.
+
+    Args:
+        name: in the legend.
+        style: of the line.
+        x: see `abscissae`.
+        y: its values.
+    """
     # A line shows nothing of a value that has no finite neighbour, so it gets a symbol.
     alone = _alone(y)
     marked = bool(style.symbol) and len(y) <= _MOST_SYMBOLS
@@ -645,7 +673,13 @@ def _alone(y: Sequence[float]) -> List[bool]:
 
 
 def _axes(title: str, data: Sequence[dict], *, log: bool = False, share: bool = False) -> dict:
-    """Return the layout of lines whose abscissae can be switched: see `Plan`."""
+    """Return the layout of lines whose abscissae can be switched.
+
+    Args:
+        title: of the axis of values.
+        data: the lines as plotly has them.
+        log, share: see `Plan`.
+    """
     # d3's formats, in which `~` leaves out trailing zeros.
     if share:
         ticks = "~%"

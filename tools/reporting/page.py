@@ -26,6 +26,9 @@ _ENVIRONMENT.policies["json.dumps_kwargs"] = {
 class Figure(NamedTuple):
     """One figure of the page.
 
+    key: its name, which links use.
+    title: above it.
+    caption: below it.
     data, layout: as plotly has them, but for `x`, which may be an object of `epoch`, `step` and
         `time`.
     marks: abscissae of vertical lines, each such an object.

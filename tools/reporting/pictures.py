@@ -158,7 +158,14 @@ def _mix(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Mix a micro batch as engines/feed.py does.
 
-    Return images [micro, 3, size, size] from 0 to 255 and targets [micro, classes].
+    Args:
+        batch: images uint8 [micro, 3, size, size] and their labels.
+        data: section of the recipe.
+        seed: of the run.
+        class_count: classes of the model.
+
+    Returns:
+        Images [micro, 3, size, size] from 0 to 255 and targets [micro, classes].
     """
     plan = mixing.draw(
         data,
@@ -285,7 +292,15 @@ def _score(
     data: Data,
     seconds: float,
 ) -> Tuple[Scores, List[Mistake]]:
-    """Score the images that can be classified within some seconds, in a random order."""
+    """Score the images that can be classified within some seconds, in a random order.
+
+    Args:
+        stored: weights of the checkpoint.
+        recipe: of the run.
+        source: of the validation images.
+        data: section of the recipe by which they are read.
+        seconds: for all of them.
+    """
     # On the devices of this machine: the run may have had others.
     here = recipe.model_copy(update={"run": recipe.run.model_copy(update={"device": "auto"})})
     # The first images of a random order are a fair sample: in files they often lie by class.
@@ -315,7 +330,14 @@ def _is_sample(report: Scores, source: Source) -> bool:
 
 
 def _scores_text(report: Scores, missed: int, source: Source, checkpoint: str) -> str:
-    """Return the sentences above the pictures."""
+    """Return the sentences above the pictures.
+
+    Args:
+        report: the scores.
+        missed: images that were misclassified.
+        source: of the validation images.
+        checkpoint: its name.
+    """
     assert report.confusion is not None  # `scoring.score` makes one
     # Each class is among the likeliest of five or fewer.
     top5 = f"top-5 {share(report.top5)}, " if len(report.confusion) > TOP else ""

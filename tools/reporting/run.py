@@ -119,6 +119,8 @@ def read_metrics(path: Path) -> Metrics:
 class Run(NamedTuple):
     """A run folder.
 
+    folder: its path, as it was named.
+    metrics: content of metrics.jsonl.
     recipe: None where config.yaml cannot be used.
     complaint: why not.
     starts: see `starts_in`.
@@ -256,6 +258,7 @@ def _skipped_at_last(train: Events) -> float:
         # An update that was not skipped since the line before starts the count anew.
         if next_skipped - skipped < next_step - step:
             in_row = 0.0
+        # Fewer are skipped where a session went on from an older checkpoint.
         if next_skipped >= skipped:
             in_row += next_skipped - skipped
         step = next_step
@@ -285,7 +288,13 @@ def total_steps(run: Run) -> Optional[int]:
         per_epoch = batch.steps_per_epoch(images, size)
     if not per_epoch and length.epochs is not None:
         return None
-    steps = batch.in_steps(length.epochs, length.steps, length.images, round(per_epoch), size)
+    steps = batch.in_steps(
+        length.epochs,
+        length.steps,
+        length.images,
+        per_epoch=round(per_epoch),
+        global_batch=size,
+    )
     return max(1, steps)
 
 
@@ -408,6 +417,9 @@ class SessionTime(NamedTuple):
     """Seconds of one session by what they went to.
 
     first, last: steps done before and after it.
+    computing: training, but for waiting.
+    waiting: for images.
+    rest: evaluation and checkpoints.
     """
 
     first: int
@@ -435,6 +447,36 @@ def session_times(
         global_batch: images of an update.
     """
     bounds = [0, *resumed_at(starts)]
+    ends = [*bounds[1:], max(metrics.step, bounds[-1])]
+    times = []
+    for first, last, seconds in zip(
+        bounds, ends, _seconds_by_session(metrics, bounds, global_batch)
+    ):
+        # Sessions of which nothing was kept have no row.
+        if seconds.computing + seconds.waiting + seconds.rest > 0:
+            time = SessionTime(
+                first=first,
+                last=last,
+                computing=seconds.computing,
+                waiting=seconds.waiting,
+                rest=seconds.rest,
+            )
+            times.append(time)
+    return times
+
+
+def _seconds_by_session(
+    metrics: Metrics,
+    bounds: Sequence[int],
+    global_batch: int,
+) -> List[_Seconds]:
+    """Return the seconds of each session: see `session_times`.
+
+    Args:
+        metrics: of the run.
+        bounds: steps at which sessions begin, ascending.
+        global_batch: images of an update.
+    """
     times = [_Seconds() for _ in bounds]
     # The newest log line: its step, and the seconds of the run that are accounted for.
     last = 0.0
@@ -454,13 +496,7 @@ def session_times(
     # The end comes after the last line's evaluation and checkpoint.
     if metrics.end and isinstance(metrics.end.get("seconds"), (int, float)):
         times[session].rest += max(0.0, metrics.end["seconds"] - counted)
-    ends = [*bounds[1:], max(metrics.step, bounds[-1])]
-    # Sessions of which nothing was kept have no row.
-    return [
-        SessionTime(first, end, time.computing, time.waiting, time.rest)
-        for first, end, time in zip(bounds, ends, times)
-        if time.computing + time.waiting + time.rest > 0
-    ]
+    return times
 
 
 @dataclass

@@ -26,7 +26,15 @@ from recipe.section import as_yaml
 from tools import formats
 from tools.reporting import curves
 from tools.reporting.curves import run_style
-from tools.reporting.run import AVERAGES, Run, division, headline, session_times, state
+from tools.reporting.run import (
+    AVERAGES,
+    Run,
+    SessionTime,
+    division,
+    headline,
+    session_times,
+    state,
+)
 from training.monitor import duration, pace
 
 _DIFFERS_ALWAYS = ("run.name", "run.output")  # in any two runs
@@ -43,7 +51,12 @@ def share(value: Optional[float]) -> str:
 
 
 class _Column(NamedTuple):
-    """One figure of `headline`."""
+    """One figure of `headline`.
+
+    title: in the page.
+    key: of the figure.
+    form: makes text of it.
+    """
 
     title: str
     key: str
@@ -60,6 +73,15 @@ _FIGURES = (
     _Column("epochs", "epoch", "{:.4g}".format),
     _Column("steps", "step", "{:,}".format),
     _Column("global batch", "global_batch", "{:,}".format),
+)
+
+
+# Of several runs; the page of a single one has the others among its facts.
+_COMPARED = (
+    _Column("state", "state", str),
+    *_FIGURES,
+    _Column("device", "device", str),
+    _Column("revision", "revision", str),
 )
 
 
@@ -131,16 +153,11 @@ def _time(run: Run) -> dict:
     """Return the section that shows where the time went."""
     if run.recipe is None:
         return {"rows": [], "note": "Where the time went is not known without the recipe."}
-    rows = []
     times = session_times(run.metrics, run.starts, run.recipe.batch.global_)
+    rows = []
     for number, session in enumerate(times, start=1):
-        parts = (session.computing, session.waiting, session.rest)
-        total = sum(parts)
-        row = [str(number), f"{session.first:,} to {session.last:,}", duration(total)]
-        for seconds in parts:
-            row.append(f"{duration(seconds)} ({seconds / total:.0%})")
-        rows.append(tuple(row))
-    # The loop itself found out whether images were too slow.
+        rows.append((str(number), *_time_cells(session)))
+    # The loop itself noted whether images were too slow.
     end = run.metrics.end or {}
     note = "" if rows else "Nothing is logged yet."
     if end.get("input_bound"):
@@ -154,21 +171,43 @@ def _time(run: Run) -> dict:
     }
 
 
+def _time_cells(session: SessionTime) -> List[str]:
+    """Return the steps of a session, its time, and the parts of that: see `_TIMES`."""
+    parts = (session.computing, session.waiting, session.rest)
+    # Sessions without any time have no row.
+    total = sum(parts)
+    cells = [f"{session.first:,} to {session.last:,}", duration(total)]
+    for seconds in parts:
+        share_of_time = seconds / total
+        cells.append(f"{duration(seconds)} ({share_of_time:.0%})")
+    return cells
+
+
 def _starts(starts: Sequence[dict]) -> List[Tuple[str, str, str, str]]:
     """Return when, from where and how each start began, and what differs from the one before."""
     rows = []
     # The first start is compared with itself: nothing has changed.
-    for start, earlier in zip(starts, [*starts[:1], *starts]):
+    before = [*starts[:1], *starts]
+    for start, earlier in zip(starts, before):
         changed = []
         for name, value in _machine(start):
             if earlier.get(name) != start[name]:
                 changed.append(f"{name}: {value}")
-        command = start.get("command")
-        text = shlex.join(map(str, command)) if isinstance(command, list) else _one_line(command)
+        when = _when(start.get("started"))
         step = f"{start['step']:,}" if "step" in start else ""
-        # Older runs stored credentials of their command lines as they were.
-        rows.append((_when(start.get("started")), step, masked(text), "; ".join(changed)))
+        rows.append((when, step, _command(start), "; ".join(changed)))
     return rows
+
+
+def _command(start: dict) -> str:
+    """Return the command line of a start."""
+    command = start.get("command")
+    if isinstance(command, list):
+        text = shlex.join(map(str, command))
+    else:
+        text = _one_line(command)
+    # Older runs stored credentials of their command lines as they were.
+    return masked(text)
 
 
 def _machine(start: dict) -> List[Tuple[str, str]]:
@@ -209,14 +248,17 @@ def of_comparison(runs: Sequence[Run], names: Sequence[str]) -> dict:
     columns, cells = _figures_of(runs)
     drawn = curves.draw(runs, names)
     title = f"{len(runs)} runs compared"
+    rows = []
     faults = []
-    for name, run in zip(names, runs):
+    for order, (name, run) in enumerate(zip(names, runs)):
+        # The style of a run in the curves, as a key to them.
+        rows.append((name, run_style(order), cells[order]))
         faults += [f"{name}: {fault}" for fault in _faults(run)]
     page: Dict[str, object] = {
         "title": title,
         "heading": title,
         "columns": ["run", *columns],
-        "runs": [(name, run_style(order), cells[order]) for order, name in enumerate(names)],
+        "runs": rows,
         "faults": faults,
         "curves": drawn,
         "layers": drawn.layers,
@@ -251,12 +293,7 @@ def _figures_of(runs: Sequence[Run]) -> Tuple[List[str], List[List[str]]]:
     """Return the titles of the figures that any run has, and each run's figures as text."""
     figures = [headline(run) for run in runs]
     columns = []
-    for column in (
-        _Column("state", "state", str),
-        *_FIGURES,
-        _Column("device", "device", str),
-        _Column("revision", "revision", str),
-    ):
+    for column in _COMPARED:
         # A column that no run has would be empty.
         if any(values.get(column.key) is not None for values in figures):
             columns.append(column)
@@ -267,7 +304,8 @@ def _figures_of(runs: Sequence[Run]) -> Tuple[List[str], List[List[str]]]:
             value = values.get(column.key)
             row.append("" if value is None else column.form(value))
         cells.append(row)
-    return [column.title for column in columns], cells
+    titles = [column.title for column in columns]
+    return titles, cells
 
 
 def settings(recipe: Recipe) -> List[Tuple[str, str, str, str]]:
@@ -282,9 +320,20 @@ def settings(recipe: Recipe) -> List[Tuple[str, str, str, str]]:
         defaults = section.defaults()
         fields = type(section).fields()
         for key, value in section.changes().items():
+            # Docstrings of keys have several lines.
             description = " ".join((fields[key].description or "").split())
-            rows.append((f"{name}.{key}", as_yaml(value), as_yaml(defaults[key]), description))
+            default = as_yaml(defaults[key])
+            rows.append((f"{name}.{key}", as_yaml(value), default, description))
     return rows
+
+
+def _all_keys(sections: Sequence[Mapping[str, Any]]) -> List[str]:
+    """Return the keys that any of these sections has, each once, in their order."""
+    keys: Dict[str, None] = {}
+    # Recipes may have sections of other kinds, which have other keys.
+    for section in sections:
+        keys.update(dict.fromkeys(section))
+    return list(keys)
 
 
 def differences(recipes: Sequence[Recipe]) -> List[Tuple[str, List[str]]]:
@@ -296,12 +345,10 @@ def differences(recipes: Sequence[Recipe]) -> List[Tuple[str, List[str]]]:
     rows = []
     dumped = [recipe.model_dump(mode="json", by_alias=True) for recipe in recipes]
     for section in Recipe.model_fields:
-        keys: Dict[str, None] = {}  # in order, each once: recipes may have other kinds of a section
-        for recipe in dumped:
-            keys.update(dict.fromkeys(recipe[section]))
-        for key in keys:
+        sections = [recipe[section] for recipe in dumped]
+        for key in _all_keys(sections):
             name = f"{section}.{key}"
-            values = [as_yaml(recipe[section].get(key)) for recipe in dumped]
+            values = [as_yaml(keys.get(key)) for keys in sections]
             if len(set(values)) > 1 and name not in _DIFFERS_ALWAYS:
                 rows.append((name, values))
     # With the same schedule.peak, it may follow from batches that differ.

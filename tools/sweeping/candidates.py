@@ -148,6 +148,7 @@ def survey(candidates: Candidates) -> List[str]:
     faults = [_fault(candidates, parameters) for parameters in combinations]
     if all(faults):
         raise ConfigError(f"{path}: space: no combination can be trained; the first: {faults[0]}")
+    # A sample may miss the combinations that a choice goes with.
     if complete:
         unusable = _unusable_choice(space, combinations, faults)
         if unusable:

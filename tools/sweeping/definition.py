@@ -265,7 +265,11 @@ def _keys_of_recipes() -> List[str]:
 
 
 class SweepFile(NamedTuple):
-    """A definition and its file."""
+    """A definition and its file.
+
+    path: of the file.
+    definition: its content.
+    """
 
     path: Path
     definition: Definition

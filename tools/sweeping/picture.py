@@ -31,6 +31,7 @@ _VERMILION = "#d55e00"
 class _Trials(NamedTuple):
     """The trials that are drawn.
 
+    complete, pruned: those that ended so, by number.
     values: of the metric, of the complete ones.
     best: place of the best one among these; None: none is complete.
     """
@@ -58,18 +59,21 @@ def draw_picture(
     from matplotlib.figure import Figure
 
     space = sweep.definition.space
+    metric = sweep.definition.metric
     trials = _select(sweep.definition, records)
     rows = math.ceil((2 + len(space)) / _COLUMNS)
-    figure = Figure(figsize=(_COLUMNS * _SIDE * 1.15, rows * _SIDE), layout="constrained")
+    # Wider than high, as labels of the y axis take room.
+    size = (_COLUMNS * _SIDE * 1.15, rows * _SIDE)
+    figure = Figure(figsize=size, layout="constrained")
     complete = count(len(trials.complete), "complete trial")
-    figure.suptitle(_plain(f"{sweep.name}: {sweep.definition.metric} of {complete}"))
+    figure.suptitle(_plain(f"{sweep.name}: {metric} of {complete}"))
     # History and importances, then a panel for each parameter; the last row may have gaps.
     history, importance, *panels = figure.subplots(rows, _COLUMNS, squeeze=False).flat
     _draw_history(history, sweep.definition, trials)
     _draw_importances(importance, importances)
     for (key, axis), panel in zip(space.items(), panels):
         _draw_parameter(panel, key, axis, trials)
-        panel.set(title=_plain(key), ylabel=sweep.definition.metric)
+        panel.set(title=_plain(key), ylabel=metric)
     for panel in panels[len(space) :]:
         panel.set_axis_off()
     # People look at the picture while it is drawn anew.
@@ -120,7 +124,14 @@ def _draw_history(panel: Axes, definition: Definition, trials: _Trials) -> None:
 
 
 def _draw_star(panel: Axes, place: float, value: float, label: Optional[str] = None) -> None:
-    """Draw the best trial. label: in the legend, which it is left out of without one."""
+    """Draw the best trial.
+
+    Args:
+        panel: to draw on.
+        place: of the trial on the x axis.
+        value: of the metric.
+        label: in the legend, which it is left out of without one.
+    """
     panel.plot(
         [place],
         [value],
@@ -146,7 +157,14 @@ def _draw_importances(panel: Axes, importances: Optional[Dict[str, float]]) -> N
 
 
 def _draw_parameter(panel: Axes, key: str, axis: Axis, trials: _Trials) -> None:
-    """Draw the value of each trial over one parameter."""
+    """Draw the value of each trial over one parameter.
+
+    Args:
+        panel: to draw on.
+        key: the parameter.
+        axis: its values.
+        trials: to be drawn.
+    """
     drawn = [record.parameters[key] for record in trials.complete]
     places: List[float]
     if axis.choices is None:
@@ -183,11 +201,14 @@ def _label_choices(panel: Axes, labels: Sequence[str]) -> None:
     """Label the choices of a parameter; turn labels that are too long for a panel."""
     shown = []
     for label in labels:
-        shown.append(_plain(textwrap.shorten(label, _LETTERS, placeholder="...")))
+        short = textwrap.shorten(label, _LETTERS, placeholder="...")
+        shown.append(_plain(short))
+    places = range(len(labels))
     if sum(map(len, labels)) > _LETTERS:
-        panel.set_xticks(range(len(labels)), shown, rotation=30, ha="right")
+        panel.set_xticks(places, shown, rotation=30, ha="right")
     else:
-        panel.set_xticks(range(len(labels)), shown, rotation=0, ha="center")
+        panel.set_xticks(places, shown, rotation=0, ha="center")
+    # All choices, also those that no trial has had.
     panel.set_xlim(-0.5, len(labels) - 0.5)
 
 

@@ -98,9 +98,10 @@ class Report:
         rows = ranked(self._study.records(), self._definition)
         write_csv(self._folder.leaderboard, rows, self._definition)
         # Only complete trials have a rank, so there may be rows without a best one.
-        if rows and rows[0]["rank"] == 1 and rows[0] != self._best:
-            self._best = rows[0]
-            recipe = _best_recipe(self._folder, self._candidates, rows[0])
+        first = rows[0] if rows else None
+        if first is not None and first["rank"] == 1 and first != self._best:
+            self._best = first
+            recipe = _best_recipe(self._folder, self._candidates, first)
             write_text(self._folder.best, recipe)
         return rows
 
@@ -185,8 +186,10 @@ def ranked(records: Sequence[Record], definition: Definition) -> List[Dict[str, 
         return STATES.index(record.state), value, record.trial
 
     rows = []
-    for rank, record in enumerate(sorted(records, key=order), start=1):
-        rows.append({"rank": rank if record.state == COMPLETE else None, **record._asdict()})
+    for number, record in enumerate(sorted(records, key=order), start=1):
+        # Complete trials come first, so that their numbers are ranks.
+        rank = number if record.state == COMPLETE else None
+        rows.append({"rank": rank, **record._asdict()})
     return rows
 
 
@@ -200,6 +203,7 @@ def write_csv(path: Path, rows: Sequence[Dict[str, Any]], definition: Definition
         rows: of all trials.
         definition: of the sweep.
     """
+    # Written as a whole: people and programs read it while the sweep runs.
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     first = ("rank", "trial", "state")
@@ -225,25 +229,35 @@ def table(rows: Sequence[Dict[str, Any]], definition: Definition) -> str:
     head = ["rank", "trial", definition.metric, *names, "epochs", "seconds", "state"]
     lines = [head]
     for row in rows[:_SHOWN]:
-        cells = [
-            _formatted(row["rank"], "d"),
-            _formatted(row["trial"], "d"),
-            _formatted(row["value"], ".5g"),
-        ]
-        cells += [printable(_cell(row["parameters"][key])) for key in definition.space]
-        cells += [
-            _formatted(row["epochs"], ".4g"),
-            _formatted(row["seconds"], ".1f"),
-            row["state"],
-        ]
-        lines.append(cells)
-    return "\n".join(text.table(lines, "", left=(len(head) - 1,)))
+        lines.append(_table_row(row, definition))
+    # The state, in the last column, is the only text.
+    last = len(head) - 1
+    return "\n".join(text.table(lines, "", left=(last,)))
+
+
+def _table_row(row: Dict[str, Any], definition: Definition) -> List[str]:
+    """Return the cells of a trial in the table."""
+    # A choice may be any text: line breaks and control characters would spoil the table.
+    parameters = [printable(_cell(row["parameters"][key])) for key in definition.space]
+    return [
+        _formatted(row["rank"], "d"),
+        _formatted(row["trial"], "d"),
+        _formatted(row["value"], ".5g"),
+        *parameters,
+        _formatted(row["epochs"], ".4g"),
+        _formatted(row["seconds"], ".1f"),
+        row["state"],
+    ]
 
 
 def _short_names(keys: Sequence[str]) -> List[str]:
     """Return the last part of each key, the whole key where another has the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
-    return [name if last.count(name) == 1 else key for key, name in zip(keys, last)]
+    names = []
+    for key, name in zip(keys, last):
+        is_unique = last.count(name) == 1
+        names.append(name if is_unique else key)
+    return names
 
 
 def _formatted(value: Optional[float], form: str) -> str:

@@ -43,7 +43,11 @@ _NOTHING = Progress()
 class Trial:
     """A trial that is under way, and how much of its metrics was read.
 
+    number: in the study.
+    recipe: that it trains.
+    process: that trains it.
     reported: evaluations that the study has.
+    pruned: it was asked to end early.
     """
 
     number: int
@@ -70,6 +74,8 @@ class Trial:
 class _PutOff(NamedTuple):
     """A trial that ended because its input is wrong, not yet recorded as failed.
 
+    number: in the study.
+    reached: how far it came.
     line: the last one of its output.
     """
 
@@ -82,8 +88,12 @@ class _PutOff(NamedTuple):
 class Scheduler:
     """Begins trials, resumes those that were cut off, and records how each ended.
 
+    candidates: recipes of the trials.
+    study: their records.
+    folder: of the sweep.
     workers: trials at once.
     trainer: the program that trains, as Python is given it.
+    request: noted signals.
     changed: takes a line, and the record of a trial that has ended.
     """
 
@@ -317,7 +327,15 @@ class Scheduler:
         reason: str = "",
         value: Optional[float] = None,
     ) -> None:
-        """Record how a trial ended, and say it."""
+        """Record how a trial ended, and say it.
+
+        Args:
+            number: of the trial.
+            state: see `Record`.
+            reached: how far it came.
+            reason: why it is not complete.
+            value: of the metric; for complete ones only.
+        """
         self._running = [trial for trial in self._running if trial.number != number]
         # First into the study, from which the report makes its files.
         record = self.study.end(

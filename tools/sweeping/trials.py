@@ -25,7 +25,8 @@ class Record(NamedTuple):
     trial: its number.
     state: one of STATES.
     value: of the metric; if not complete, that of its last evaluation.
-    seconds: of training.
+    parameters: that it has drawn.
+    epochs, seconds: of training.
     reason: why it is not complete.
     """
 
@@ -43,7 +44,8 @@ class Progress(NamedTuple):
 
     values: of the metric at each evaluation; NaN: not finite, or not there yet.
     last_is_final: the last of them is that of the run's end.
-    seconds: of training, over all its sessions.
+    ended: the run has written its end.
+    epochs, seconds: of training, over all its sessions.
     """
 
     values: Sequence[float] = ()
