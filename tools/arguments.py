@@ -17,6 +17,7 @@ def within(least: float, most: float, kind: Callable[[str], Any] = int) -> Calla
         """Return `text` as a number of that kind. Raises ArgumentTypeError."""
         try:
             value = kind(text)
+            # NaN is within no limits.
             if least <= value <= most:
                 return value
         except ValueError:

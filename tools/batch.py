@@ -1,4 +1,4 @@
-"""What would a run cost with other batches, and which is the largest that pays? See docs/batch.md.
+"""Costs of a run with other batches, and the largest batch that pays. See docs/batch.md.
 
 From its gradient noise scale, which costs nothing:
 
@@ -199,6 +199,7 @@ def _check_options(parser: Parser, options: argparse.Namespace) -> None:
         refused = ("share", "points", "output", "overrides")
         remedy = "goes with --branch"
     for name in refused:
+        # No option of these has a default of argparse, which would look as if it were given.
         if getattr(options, name) not in (None, []):
             option = "section.key=value" if name == "overrides" else f"--{name}"
             parser.error(f"{option} {remedy}")
@@ -243,6 +244,7 @@ def _parser() -> Parser:
         help="draw the critical batch along the run",
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object in one line")
+    # Options of the other way, in a group of their own.
     _add_branching(parser)
     return parser
 

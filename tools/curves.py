@@ -72,6 +72,7 @@ def _draw_run(panels: Dict[str, Axes], folder: Path, number: int, name: str) -> 
     colour = f"C{number}"
     # Styles mean the same in all runs: the first one explains them.
     is_first = number == 0
+    # Evaluations have no learning rate, and no norms.
     for key in ("loss", "top1", "lr"):
         label = "training" if is_first else None
         _draw_line(panels[key], train, key, color=colour, lw=1, alpha=0.6, label=label)

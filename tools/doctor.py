@@ -126,6 +126,7 @@ def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
     if findings is None:
         return
     print("\n".join(rendering.lines(findings, options.config)))
+    # The picture is drawn in any case; the machine only where the figures are not in doubt.
     files = [options.output / "step.png"]
     with writing(options.output):
         options.output.mkdir(parents=True, exist_ok=True)

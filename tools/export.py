@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if path:
         output.check(path)
+    # Without them the model would be loaded and built in vain.
     if options.format == "onnx":
         _check_packages()
     from tools import exporting  # loads torch

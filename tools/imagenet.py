@@ -206,6 +206,7 @@ def _images(stream: IO[bytes], place: str, left_out: LeftOut) -> list[StoredImag
     for _, member in members(stream, place, left_out=left_out):
         part = split(member.name)
         if part is not None and part.kind in EXTENSIONS:
+            # Only places are kept: the bytes are read when an image is decoded.
             images.append(StoredImage(member.name, member.offset_data, member.size))
         else:
             left_out.add(kind_left_out(member.name), f"{place}/{member.name}")

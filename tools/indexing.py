@@ -92,6 +92,7 @@ class LeftOut:
         for kind, number in counts[:_MOST_KINDS]:
             first = self._names[kind]
             lines.append(printable(f"{place}: left out {kind}: {number:,}; the first: {first}"))
+        # A folder of anything may have hundreds of kinds: the rare ones are counted together.
         others = [number for _, number in counts[_MOST_KINDS:]]
         if others:
             kinds = f"files of {len(others):,} other kinds"
@@ -127,6 +128,7 @@ def members(
             bufsize=_CHUNK,
         ) as archive:
             for member in archive:
+                # Before its content is read.
                 _check_member(member, place)
                 if not member.isdir():
                     yield archive, member

@@ -212,6 +212,7 @@ def _parser() -> Parser:
     elastic = "go on without lost replicas: parallel.elastic=true"
     add("--elastic", action="store_true", help=elastic)
     add("--max-restarts", type=restarts, default=0, metavar="M", help="after failures (0)")
+    # The following two are for IPUs, where poprun starts the processes.
     add("--instances", type=whole, metavar="I", help="run.device=ipu: poprun's --num-instances")
     add("--poprun", type=shlex.split, default=[], metavar="FLAGS", help="other flags of poprun")
     dry_run = "check everything and print the plan, start nothing"
@@ -307,6 +308,7 @@ def _check_device(options: argparse.Namespace, device: str, number: int) -> None
             flag = "--instances" if options.instances else "--poprun"
             raise UserError(f"{flag} goes with run.device=ipu, but run.device is {device}")
         return
+    # poprun has its own options for hosts, and restarts nothing.
     if number > 1:
         raise UserError(
             "poprun itself starts all hosts of a pod; leave --nnodes, --node-rank and --master out"
@@ -326,6 +328,7 @@ def _check_layout(layout: _Layout, elastic: bool) -> None:
             f"{layout.world} processes = {layout.shape} do not divide over {number} hosts; "
             f"give --replicas so that replicas x {stages} is a multiple of {number}"
         )
+    # A host that fails must not take a part of a replica with it that lives on another one.
     if elastic and layout.local % stages:
         raise UserError(
             "parallel.elastic needs whole replicas on a host: "

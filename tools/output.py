@@ -84,6 +84,7 @@ def few_ticks(axis: Axis) -> None:
     else:
         # Within less than an octave there may be no such number.
         axis.set_major_locator(ticker.MaxNLocator(_TICKS))
+    # matplotlib's own formatters write powers of ten, and label minor ticks between these.
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
 

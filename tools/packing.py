@@ -203,6 +203,7 @@ def _images_by_shard(total: int, options: Options) -> dict[str, list[int]]:
     # Images in the order of their hashes: a mixture that is a function of the seed alone.
     if not options.keep_order:
         order = np.argsort(bits32(key("order of packing", options.seed), order))
+    # The last shard has the rest.
     size = options.images_per_shard
     number_of_shards = -(-total // size)
     # As many digits in all names, so that these sort as their numbers do.

@@ -52,6 +52,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     config = options.config
     recipe = loading.load(config, options.overrides, used=PREDICTED)
+    # On IPUs `parallel.replicas: auto` fills the pod.
     recipe = naming(config, batch.whole_pod, recipe)
     print(naming(config, batch.describe, recipe))
     # Errors of the machine's file name that file, those of planning the recipe.

@@ -106,6 +106,7 @@ def _compare(runs: Sequence[Run]) -> _Report:
     names = sections.names_of(runs)
     figures = []
     for run, name in zip(runs, names):
+        # Folders of several runs may have the same name.
         figures.append({**headline(run), "name": name})
     content = sections.of_comparison(runs, names)
     return _Report(content, f"{len(runs)} runs compared", figures)

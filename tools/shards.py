@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_index_arguments(indexing)
     verifying = commands.add_parser("verify", help="compare all bytes with their checksums")
     _add_verify_arguments(verifying)
+    # Behind the name of the command, where people write it.
     for command in (packing, indexing, verifying):
         command.add_argument(
             "--json", action="store_true", help="end with one JSON object in one line"
@@ -345,6 +346,7 @@ def _named_classes(file: str, largest: int) -> tuple[str, ...]:
         remedy = "give --classes a file with the name of a class in each line"
         raise DataError(f"{file}: {fault}; {remedy}") from None
     classes = tuple(line.strip() for line in lines if line.strip())
+    # Fewer labels than classes are no fault: a subset of a data set may lack some.
     if largest >= len(classes):
         fault = f"{file}: {len(classes)} classes, but the shards have label {largest}"
         raise DataError(f"{fault}; name all classes")

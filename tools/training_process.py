@@ -105,6 +105,7 @@ class TrainingProcess:
             # Behind the output of the processes before it.
             stream.seek(self._log_start)
             text = stream.read().decode("utf-8", "replace")
+        # Programs end with a line that says why: see `one_line` in common/command.py.
         lines = text.strip().split("\n")
         return lines[-1].strip()[:_MAX_LINE]
 

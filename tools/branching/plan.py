@@ -126,6 +126,7 @@ def make(
     largest = 1
     steps = 0
     while 2 * largest * _UPDATES_PER_EPOCH <= per_epoch:
+        # Larger multiples make more branches, and all of them longer.
         affordable = _steps_of_each(2 * largest, points, share * total)
         if affordable < 2 * largest * _UPDATES:
             break

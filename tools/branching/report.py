@@ -134,6 +134,7 @@ def _point_data(rate: float, plan: Plan, point: Point) -> Dict[str, Any]:
     """Return a checkpoint as data. rate: the run's learning rate there."""
     rules: Dict[str, Any] = {}
     for rule in RULES:
+        # By rule, as a rule may recover where the other does not.
         rules[rule] = {
             "critical_batch": plan.batch * point.multiples[rule],
             "branches": _branch_data(rate, plan.batch, rule, point),
@@ -162,6 +163,7 @@ def _branch_data(rate: float, batch: int, rule: str, point: Point) -> List[Dict[
     """
     branches = []
     for result in point.results[rule]:
+        # JSON has no infinity: losses of branches that diverged become null.
         multiple = result.branch.multiple
         branch = {
             "multiple": multiple,

@@ -162,6 +162,7 @@ def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> R
         *_growth(plan, branch),
     ]
     config = str(source.folder / "config.yaml")
+    # Checked as a whole: sections of the run may refuse a batch that grows.
     recipe = loading.loads(loading.dump(source.recipe), config, overrides)
     # Refuses a batch that the run's replicas cannot share, before anything is trained.
     arithmetic.divide(recipe, source.replicas)

@@ -222,10 +222,12 @@ def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Len
     source = processes.together(opened)
     by_rank = processes.gather(None if source is None else len(source))
     counts = [images for images in by_rank if images is not None]
+    # With other images their epochs would have other lengths, and ranks would wait for each other.
     if len(set(counts)) > 1:
         fault = f"ranks find {min(counts)} to {max(counts)} training images"
         message = f"{fault}; give all hosts the same data.root"
         raise DataError(message if processes.topology.is_main else "")
+    # Stages that receive no images need the length of the run, too.
     lengths = processes.together(lambda: arithmetic.lengths(recipe, counts[0]))
     return source, lengths, counts[0]
 
@@ -295,6 +297,7 @@ def _reading(setup: Setup, seconds: float) -> Reading:
         place = processes.topology
         return images.read(setup.recipe, setup.source, place.replica, place.replicas, seconds)
 
+    # Together: an error of one rank ends all of them, instead of leaving them to wait.
     by_rank = processes.gather(processes.together(read))
     readings = [reading for reading in by_rank if reading is not None]
     slowest = min(readings, key=lambda reading: reading.per_core.median)

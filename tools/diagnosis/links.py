@@ -77,8 +77,10 @@ def measure(processes: Processes, device: torch.device) -> Optional[Links]:
     is_loopback = processes.topology.replicas == 1
     links: Optional[List[Link]]
     if is_loopback:
+        # On the main rank alone, which starts two processes: others would disturb them.
         links = processes.from_main(loopback.measure)
     else:
+        # Replicas of a stage exchange among themselves, so each such group is measured.
         group = processes.replica_group
         measured = [probe.measure(group, device) for _ in range(_REPETITIONS)]
         links = _slowest_links(processes.gather(measured))

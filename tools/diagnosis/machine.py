@@ -184,6 +184,8 @@ def _disk(reading: Reading, source: str) -> Optional[Figure]:
 
 def _reach(links: Links, hosts: int, source: str) -> Reach:
     """Return the links among all devices, on that many hosts."""
+    # A plan for more hosts than were measured takes the links among processes of one for theirs:
+    # the source says so.
     if hosts > 1:
         between = f"among {hosts} hosts"
     else:

@@ -162,6 +162,7 @@ def _times_data(findings: Findings) -> Dict[str, Any]:
     times = findings.times
     seconds = {}
     for name in ("as_trained", "waited", "from_memory", "without_exchange", "update"):
+        # Without an exchange there are no steps without it.
         values = getattr(times, name)
         seconds[name] = splitting.spread(values) if values else None
     return {
@@ -308,6 +309,7 @@ def _methods(methods: List[Method]) -> Iterator[str]:
             measured = duration(method.measured.median)
         label = method.candidate.method.section.label
         rows.append((label, measured, duration(method.candidate.network)))
+    # Names are left-aligned, figures right-aligned.
     yield from table(rows, indent=" ", left=(0,))
 
 

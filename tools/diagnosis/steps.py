@@ -181,6 +181,7 @@ class _Bench:
 
 def _loaded(setup: Setup, engine: TorchEngine) -> List[MicroBatch]:
     """Return the micro batches of the first step, on the device of an engine."""
+    # One step is not worth processes that read it.
     recipe = workload.changed(setup.recipe, "data", workers=0)
     batches = feed.training_batches(
         setup.source,

@@ -163,6 +163,7 @@ def _draw_costs(axis: Axes, costs: Sequence[Cost]) -> None:
     axis.set(xlabel="images", ylabel="updates", title=title)
     if not costs:
         return
+    # Where nothing is predicted, the panel has a title alone.
     images: List[float] = [cost.images for cost in costs]
     updates: List[float] = [cost.updates for cost in costs]
     axis.plot(images, updates, "o-", color="C1")

@@ -98,6 +98,7 @@ def compare(series: Series) -> List[Comparison]:
     """Predict every size of a `series` but those that calibrated the model."""
     machine = calibrated(series)
     comparisons = []
+    # The first calibrates, so that its error is none.
     for replicas, rate in series.rates[1:]:
         if replicas in series.used:
             continue

@@ -140,6 +140,7 @@ def _stages(recipe: Recipe, device: str, batch: Batch, work: Workload) -> List[S
         batch: of the recipe.
         work: of the recipe.
     """
+    # Memory is shown for all three, as recomputing is the remedy where a model does not fit.
     as_said = workload.by_stage(recipe, device, batch, work)
     nothing = workload.by_stage(recipe, device, batch, work, wanted=False)
     everything = workload.by_stage(recipe, device, batch, work, wanted=True)

@@ -229,6 +229,7 @@ def table(rows: Sequence[Sequence[str]], indent: str, left: Container[int]) -> I
 
 def _training_time(hours: float) -> str:
     """Return hours of training in a unit that suits them."""
+    # A thousand days or more, of which three digits would be 1.23e+03.
     if hours >= 24000:
         return f"{hours / 24:,.0f} days"
     if hours >= 48:

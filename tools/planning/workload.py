@@ -135,6 +135,7 @@ def _stage_work(
     """Add up the blocks of a stage. again: the recomputed ones."""
     multiply_adds = 0
     for name in names:
+        # A recomputed block has one more forward pass.
         passes = 1 + _BACKWARD + (name in again)
         multiply_adds += passes * blocks[name].multiply_adds
     return StageWork(
@@ -261,6 +262,7 @@ def available(recipe: Recipe, machine: Machine, batch: Batch) -> float:
         batch: of the recipe.
     """
     memory = machine.memory.value
+    # A recipe for GPUs may be planned on a pod: it has no tiles for input.
     on_ipus = machine.device == "ipu" and recipe.run.device == "ipu"
     if on_ipus and options.overlaps(recipe, batch):
         return memory * (1 - recipe.ipu.io_tiles / _TILES)

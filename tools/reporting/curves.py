@@ -416,6 +416,7 @@ def _with_sessions(figure: Figure, comparison: _Comparison) -> Figure:
     train = run.metrics.train
     steps = resumed_at(run.starts)
     per_epoch = steps_per_epoch(run)
+    # Too many to read, or no place to draw them at.
     if len(steps) > _MOST_MARKS or not per_epoch or not len(train):
         return figure
     marks = []
@@ -665,6 +666,7 @@ def _trace(name: str, style: LineStyle, x: dict, y: Sequence[float]) -> dict:
 
 def _alone(y: Sequence[float]) -> List[bool]:
     """Return for each value whether it is finite and neither of its neighbours is."""
+    # The ends have one neighbour: beyond them there is nothing finite.
     finite = [False, *map(math.isfinite, y), False]
     alone = []
     for before, value, after in zip(finite, finite[1:], finite[2:]):

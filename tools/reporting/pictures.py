@@ -167,6 +167,7 @@ def _mix(
     Returns:
         Images [micro, 3, size, size] from 0 to 255 and targets [micro, classes].
     """
+    # The same key as in the run: step and micro batch decide on partners and shares.
     plan = mixing.draw(
         data,
         seed,
@@ -277,6 +278,7 @@ def _mistaken_pictures(
     pictures = []
     for mistake in mistakes:
         stored = source.open(mistake.image)
+        # Evaluation crops alike in all epochs.
         image = transform(stored, size, epoch=0, index=mistake.image)
         label = source.classes[mistake.label]
         guess = source.classes[mistake.guess]

@@ -141,6 +141,7 @@ def _faults(run: Run) -> List[str]:
     if not run.recipe:
         faults.append(f"The recipe cannot be read: {run.complaint}")
     odd = run.metrics.odd
+    # A line that a killed process has not finished is none of them: see `Metrics`.
     if odd:
         lines = ", ".join(map(str, odd[:_MOST_LINES]))
         if len(odd) > _MOST_LINES:

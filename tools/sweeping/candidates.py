@@ -51,7 +51,9 @@ class Candidates(NamedTuple):
             ConfigError: without a place, if no run of it can begin.
         """
         try:
+            # From the file each time, as overrides may choose another kind of a section.
             recipe = loading.load(self.sweep.recipe, overrides)
+            # Dividing the batch has checks of its own.
             batch.describe(recipe, here=False)
         except UserError as error:
             raise ConfigError(str(error).removeprefix(_COMMAND_LINE)) from None

@@ -86,6 +86,7 @@ class Axis(Section):
             yield f"a logarithmic range must begin above 0, not at {low:g}"
         if self.log and self.step is not None:
             yield "log and step are both given; keep one"
+        # A whole number may be written as a float, such as 16.0.
         if self.integer and (low % 1 or high % 1 or (self.step or 0) % 1):
             yield "low, high and step of whole numbers must be whole numbers"
         if self.step is not None:
@@ -237,6 +238,7 @@ class Definition(Section):
         if self.sampler == "grid" and size is None:
             most = f"at most {_MAX_GRID:,} combinations"
             yield f"space: a grid needs choices, steps or whole numbers, {most}; or use tpe"
+        # Other samplers could go on for ever.
         if self.sampler != "grid" and self.trials is None:
             yield f"trials: is needed for the sampler {self.sampler}"
         if size is not None and self.trials is not None and self.trials > size:

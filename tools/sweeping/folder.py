@@ -137,6 +137,7 @@ def _flat(definition: dict) -> dict:
 def _difference(before: dict, after: dict) -> str:
     """Return `KEY is OLD there, NEW here` for the first key that differs, or nothing."""
     for key in {**before, **after}:
+        # As JSON, in which 1 and true, or 1 and 1.0, differ.
         there = json.dumps(before.get(key))
         here = json.dumps(after.get(key))
         if there != here:

@@ -78,6 +78,7 @@ def draw_picture(
         panel.set_axis_off()
     # People look at the picture while it is drawn anew.
     with replacing(path) as temporary:
+        # The name of the temporary file does not say what it is.
         figure.savefig(temporary, dpi=110, format="png")
 
 

@@ -60,6 +60,7 @@ class Report:
         if line:
             print(line, flush=True)
         self._write()
+        # At the end it is drawn in any case.
         if record is not None and time.monotonic() - self._drawn > _PICTURE_SECONDS:
             self._draw()
 
@@ -74,6 +75,7 @@ class Report:
             "leaderboard": str(folder.leaderboard),
             "picture": str(folder.picture),
         }
+        # There is no best recipe until a trial is complete.
         if self._best is not None:
             files["best"] = str(folder.best)
         counts = dict.fromkeys(STATES, 0)

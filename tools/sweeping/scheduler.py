@@ -269,6 +269,7 @@ class Scheduler:
 
     def _failed(self, trial: Trial, code: int, reached: Progress) -> None:
         """Record a trial whose process failed, or put it off."""
+        # Commands end with the reason in one line.
         line = trial.process.last_line()
         if code == WRONG_INPUT and line and not self._any_complete():
             self._refuse(trial, reached, line)
@@ -292,6 +293,8 @@ class Scheduler:
         # The same fault in two trials names two folders.
         shared = line.replace(str(self.folder.trial(trial.number)), "")
         if shared in self._put_off:
+            # One trial may have drawn a value that no run can have; two with the same complaint
+            # have not.
             first, second = sorted((self._put_off[shared].number, trial.number))
             self._input_fault = (
                 f"trials {first} and {second}: {line}; then repeat the command: they run again"
@@ -308,6 +311,7 @@ class Scheduler:
         """Record a run that is finished or pruned."""
         number = trial.number
         value = reached.values[-1] if reached.values else math.nan
+        # A pruned run has a last value, too, but not that of its end.
         if trial.pruned:
             evaluations = count(trial.reported, "evaluation")
             self._end(number, PRUNED, reached, f"worse than the median after {evaluations}")
