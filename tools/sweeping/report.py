@@ -232,7 +232,7 @@ def table(rows: Sequence[Dict[str, Any]], definition: Definition) -> str:
     lines = [head]
     for row in rows[:_SHOWN]:
         lines.append(_table_row(row, definition))
-    # The state, in the last column, is the only text.
+    # The state, in the last column, is a word, and aligned as one.
     last = len(head) - 1
     return "\n".join(text.table(lines, "", left=(last,)))
 
