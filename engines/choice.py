@@ -22,7 +22,7 @@ from parallel.processes import Processes
 from recipe import checks
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.exchange import Exchange
+from recipe.exchange import Auto, Exchange
 
 # An exchange that leaves out more must be this many times as fast as one that leaves out less: a
 # prediction may be off by a fifth or so, and the evidence is of other images than the user's.
@@ -116,7 +116,7 @@ def resolve(
         ConfigError: cut points that the model does not have.
     """
     section = recipe.exchange
-    if section.method != "auto":
+    if not isinstance(section, Auto):
         return recipe
     if begun is not None and begun.method != "auto":
         method = exchange.of(begun)
@@ -128,7 +128,7 @@ def resolve(
         method = exchange.named("dense")
         report("exchange.method auto: dense; one replica has nobody to send to")
     else:
-        method = _predicted(recipe, batch, processes, report)
+        method = _predicted(recipe, section, batch, processes, report)
     dropped = section.refused_by(method.section.method)
     if dropped:
         keys = ", ".join(dropped)
@@ -138,12 +138,12 @@ def resolve(
 
 def _predicted(
     recipe: Recipe,
+    section: Auto,
     batch: Batch,
     processes: Processes,
     report: Callable[[str], None],
 ) -> Method:
     """Measure links and processors, and return the method that is worth taking."""
-    section = recipe.exchange
     topology = processes.topology
     device = device_of(recipe.run.device, topology)
     gradient = processes.together(lambda: _gradient(recipe, batch, topology.stages))
@@ -166,7 +166,7 @@ def _predicted(
     )
     for candidate in candidates:
         report(f"  {candidate}")
-    accepted = [each for each in candidates if each.accepted(section.accept_loss)]
+    accepted = [candidate for candidate in candidates if candidate.accepted(section.accept_loss)]
     choice, reason = pick(accepted)
     limit = f"{section.accept_loss:g} points of top-1"
     report(f"  taken: {choice.method.section.label}; {reason}")

@@ -12,7 +12,7 @@ import torch
 
 from common.errors import ConfigError
 from engines.devices import memory_of
-from engines.stage import blocks_to_recompute
+from engines.stage import blocks_to_recompute, image_size
 from models import balance, costs, shapes
 from models.balance import split_names
 from models.base import BlockList
@@ -115,7 +115,7 @@ def own_parts(names: Sequence[Sequence[str]], topology: Topology) -> Dict[int, S
 def _counted_costs(blocks: Blocks) -> Dict[str, balance.BlockCost]:
     itemsize = next(blocks.model.parameters()).element_size()
     section = blocks.section
-    return shapes.costs(section, section.image_size, blocks.batch.micro, itemsize)
+    return shapes.costs(section, image_size(section), blocks.batch.micro, itemsize)
 
 
 def _divided(blocks: Blocks, automatic: Callable[[], Tuple[Sequence[str], str]]) -> Parts:
@@ -170,7 +170,7 @@ def _automatic(
         block_costs = _counted_costs(blocks)
         origin = f"counted, not measured: {bound}, so that another cut would be another result"
     else:
-        size = blocks.section.image_size
+        size = image_size(blocks.section)
         generator = torch.Generator().manual_seed(0)
         shape = (batch.micro, 3, size, size)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)

@@ -20,7 +20,7 @@ from parallel import exchange
 from parallel.exchange import Running, Setup
 from parallel.processes import Processes
 from recipe.division import Batch
-from recipe.exchange import Exchange
+from recipe.exchange import Exchange, Sparse
 from recipe.optimization import Optimizer, Precision, Sgd
 
 # Subtracts updates that are made before they are exchanged.
@@ -187,11 +187,12 @@ class Delay:
         The thread gets as many of torch's threads as the main thread has.
         """
         exchange = self._exchange
-        threads = torch.get_num_threads()
-        if self._thread is None:
-            if exchange is not None:
-                exchange(*arguments)
+        if exchange is None:
             return None
+        if self._thread is None:
+            exchange(*arguments)
+            return None
+        threads = torch.get_num_threads()
         before = self.entries[-1] if self.entries else None
 
         def in_turn() -> None:
@@ -249,6 +250,9 @@ class GradientExchange:
             group = processes.replica_group
         self._replica_update: Optional[ReplicaUpdate] = None
         if section.compresses_update(optimizer):
+            assert isinstance(section, Sparse), (
+                "only what selects from an update has a sketch of it"
+            )
             whole = []
             if section.whole_1d:
                 whole = [name for name, tensor in parameters.items() if tensor.dim() == 1]
@@ -339,10 +343,10 @@ class GradientExchange:
             `delayed`, gradients still to be applied, oldest first, and `exchange`, {kind:
             {parameter: tensor}}.
         """
-        saved = {}
+        saved: Dict[str, Dict[str, Any]] = {}
         if self._delay is not None:
             self._delay.wait()
-            delayed = {}
+            delayed: Dict[str, Dict[str, Any]] = {}
             for number, entry in enumerate(self._delay.entries):
                 delayed[str(number)] = {
                     "gradient": self._weights.by_name(entry.gradient),

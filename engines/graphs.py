@@ -55,13 +55,13 @@ def recorder() -> Record:
 
 
 def recorded(
-    stages: Dict[int, Stage],
+    stages: Mapping[int, Stage],
     mode: str,
     *,
     accumulation: int,
     device: torch.device,
     overlaps: bool,
-) -> Dict[int, nn.Module]:
+) -> Mapping[int, nn.Module]:
     """Return what computes the training passes of some stages, recorded where that is possible.
 
     Args:
@@ -279,7 +279,11 @@ class _Recording:
     def _differentiate(self) -> List[torch.Tensor]:
         """Make the backward pass."""
         self._run(lambda: self._y.backward(self._dy))
-        return [leaf.grad for leaf in self._leaves.values()]
+        gradients = []
+        for name, leaf in self._leaves.items():
+            assert leaf.grad is not None, f"the output does not depend on {name}"
+            gradients.append(leaf.grad)
+        return gradients
 
     def _run(self, work: Callable[[], Any]) -> Any:
         """Call `work` with the recording's leaves and masks.

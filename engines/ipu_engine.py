@@ -28,6 +28,7 @@ from engines.devices import DTYPES
 from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_model
+from engines.stage import image_size
 from models.base import BlockList
 from models.normalization import norm_parameters
 from optim import factory
@@ -48,6 +49,7 @@ from recipe.ipu.rules import compute_dtype
 _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
 _COUNT_PREFIX = "Step___"  # the updates that a bias correction counts
 _WORKERS_PORTION = 64  # images that a worker sends at once: each message costs some 0.2 ms
+_IMAGES_ENTER = "every instance has all stages, so that images enter it"
 _INSIDE = "model."  # prefix of the BlockList's parameters in engines.ipu_model's modules
 
 
@@ -240,8 +242,9 @@ class IpuEngine(Engine):
 
     # Training ---------------------------------------------------------------------------------
 
-    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
+    def training_batches(self, source: Optional[Source], steps: range) -> TrainingFeed:
         """Read this instance's images of all `steps`: see `Engine`."""
+        assert source is not None, _IMAGES_ENTER
         recipe = self._recipe
         instances = self.topology.world
         positions = Positions(
@@ -341,11 +344,12 @@ class IpuEngine(Engine):
 
     def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
         """Read this instance's share of the images of `source`: see `Engine`."""
+        assert source is not None, _IMAGES_ENTER
         return EvaluationFeed(
             source,
             self._recipe.data,
             self._rows,
-            size=self._recipe.model.image_size,
+            size=image_size(self._recipe.model),
             instance=self._instance,
             instances=self.topology.world,
         )
@@ -368,6 +372,7 @@ class IpuEngine(Engine):
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
         """Score a `batch`: see `Engine`."""
+        assert batch is not None, _IMAGES_ENTER
         return scored(self.predict_step(batch), batch.labels[: batch.valid])
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:

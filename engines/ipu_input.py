@@ -10,7 +10,7 @@ import multiprocessing
 import threading
 import time
 from multiprocessing import resource_tracker
-from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -53,13 +53,31 @@ class _Place(NamedTuple):
     """The image at a position.
 
     row: within the step, over all instances.
-    index: in the source.
+    image: its number in the source.
     """
 
     step: int
     row: int
     epoch: int
-    index: int
+    image: int
+
+
+class _Order(NamedTuple):
+    """The images of an epoch: int64 [images], their numbers in the source."""
+
+    epoch: int
+    images: np.ndarray
+
+
+class _Plan(NamedTuple):
+    """How a micro batch is mixed.
+
+    micro_batch: its step, and its number in it.
+    rows: float32 [micro, 6], see engines.ipu_model.mixing_rows.
+    """
+
+    micro_batch: Tuple[int, int]
+    rows: torch.Tensor
 
 
 class Positions(Dataset):
@@ -104,10 +122,8 @@ class Positions(Dataset):
         self._per_epoch = steps_per_epoch(len(source), batch.global_)
         self._transform = Training(data, seed)
         # The newest order of an epoch, and plan of a micro batch; neighbours in a run share them.
-        self._ordered_epoch = -1
-        self._order: Optional[np.ndarray] = None
-        self._planned: Optional[Tuple[int, int]] = None
-        self._plan: Optional[torch.Tensor] = None
+        self._order: Optional[_Order] = None
+        self._plan: Optional[_Plan] = None
 
     def __len__(self) -> int:
         return len(self._steps) * self._share
@@ -119,9 +135,9 @@ class Positions(Dataset):
         """
         place = self._place(position)
         try:
-            stream = self._source.open(place.index)
-            image = self._transform(stream, self._size, place.epoch, place.index)
-            label = int(self._source.labels[place.index])
+            stream = self._source.open(place.image)
+            image = self._transform(stream, self._size, place.epoch, place.image)
+            label = int(self._source.labels[place.image])
         except UnreadableImage:
             # The training process reports it: here it would be a worker's traceback.
             image = torch.zeros(3, self._size, self._size, dtype=torch.uint8)
@@ -134,12 +150,12 @@ class Positions(Dataset):
 
     def complain(self, position: int) -> None:
         """Raise UnreadableImage with the fault of the image at `position`."""
-        index = self._place(position).index
+        number = self._place(position).image
         try:
-            self._source.read(index)
+            self._source.read(number)
         except UnreadableImage as error:
             raise UnreadableImage(f"{error}; mend or remove the file") from None
-        name = self._source.name(index)
+        name = self._source.name(number)
         raise UnreadableImage(f"{name}: could be read only the second time; start again")
 
     def _place(self, position: int) -> _Place:
@@ -147,17 +163,19 @@ class Positions(Dataset):
         step = self._steps[number]
         row += self._first
         epoch, within = divmod(step, self._per_epoch)
-        if self._ordered_epoch != epoch:
-            self._ordered_epoch = epoch
-            self._order = self._source.order(self._seed, epoch)
-        index = int(self._order[within * self._batch.global_ + row])
-        return _Place(step, row, epoch, index)
+        order = self._order
+        if order is None or order.epoch != epoch:
+            order = _Order(epoch, self._source.order(self._seed, epoch))
+            self._order = order
+        image = int(order.images[within * self._batch.global_ + row])
+        return _Place(step, row, epoch, image)
 
     def _mixing(self, step: int, number: int) -> torch.Tensor:
         """Return the plan of a step's micro batch, float32 [micro, 6]."""
-        if self._planned != (step, number):
+        plan = self._plan
+        if plan is None or plan.micro_batch != (step, number):
             micro = self._batch.micro
-            plan = mixing.draw(
+            drawn = mixing.draw(
                 self._data,
                 self._seed,
                 step,
@@ -167,9 +185,20 @@ class Positions(Dataset):
                 height=self._size,
                 width=self._size,
             )
-            self._planned = (step, number)
-            self._plan = mixing_rows(plan)
-        return self._plan
+            assert drawn is not None, "asked for only where images are mixed"
+            plan = _Plan((step, number), mixing_rows(drawn))
+            self._plan = plan
+        return plan.rows
+
+
+class Loader(Protocol):
+    """The part of PopTorch's loader that is used here."""
+
+    def __iter__(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Return the batches of updates: images, labels and, where they are mixed, plans."""
+
+    def terminate(self) -> None:
+        """End the worker processes."""
 
 
 class TrainingFeed:
@@ -182,7 +211,7 @@ class TrainingFeed:
         self,
         positions: Positions,
         steps: range,
-        loader: Callable[[Positions], object],
+        loader: Callable[[Positions], Loader],
     ):
         """
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, FrozenSet, List, Mapping, Tuple
+from typing import Dict, List, Mapping, Tuple
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ class ModelPart:
     part_names: List[List[str]]
     whole_names: List[str]
     shapes: Dict[str, Tuple[int, ...]]
-    norms: FrozenSet[str]
+    norms: List[str]
     hidden: Mapping[str, int]
     memory_format: torch.memory_format
     notes: Tuple[str, ...]

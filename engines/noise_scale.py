@@ -114,8 +114,8 @@ class Meter:
         if not self.on:
             return
         for place, parameter in enumerate(self._parameters):
-            hook = functools.partial(self._measure, place)
-            self._hooks.append(parameter.register_hook(hook))
+            measure = functools.partial(self._measure, place)
+            self._hooks.append(parameter.register_hook(measure))
 
     def squares(
         self,

@@ -22,6 +22,8 @@ from engines.exchange import GradientExchange, UpdateSections, create_weights
 from engines.unused import UnusedParameters
 from optim import factory
 from optim.loss_scale import LossScale
+from parallel import groups
+from parallel.groups import Group
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import checks, loading
@@ -204,6 +206,7 @@ class DistributedOptimizer:
         buffers = [*self.weights.own_state().values(), *self._exchange.own_state().values()]
         self._unused.save(buffers)
         divisor = self._exchange(self.steps, self._scale.scale, lr)
+        assert divisor is not None, "without exchange.delay, which is refused, no gradient is late"
 
         # One message: on how many replicas a gradient is not finite, and on how many each parameter
         # has one.
@@ -258,14 +261,14 @@ class DistributedOptimizer:
         Raises:
             ValueError: names what is missing or does not fit.
         """
-        saved = self._processes.from_main(lambda: saved)
-        state.check_parts(saved or {}, ("steps", "loss_scale", "replicas"), ())
-        self.weights.load_state_dict(saved)
-        self._scale.load_state_dict(saved["loss_scale"])
-        self._exchange.load_state_dict(saved)
-        replicas = saved["replicas"]
+        first = self._processes.from_main(lambda: saved or {})
+        state.check_parts(first, ("steps", "loss_scale", "replicas"), ())
+        self.weights.load_state_dict(first)
+        self._scale.load_state_dict(first["loss_scale"])
+        self._exchange.load_state_dict(first)
+        replicas = first["replicas"]
         self._exchange.load_replica_states(len(replicas), replicas.__getitem__)
-        self.steps = saved["steps"]
+        self.steps = first["steps"]
 
 
 def _current_gpu(module: nn.Module) -> Any:
@@ -396,7 +399,7 @@ class _Group(Processes):
         self.stage_group = None
         self.host_stage_group = None
 
-    def further_group(self) -> Optional[dist.ProcessGroup]:
+    def further_group(self) -> Group:
         """Return another group of the same replicas; None for a single one.
 
         Only the replicas of this group call, whatever other processes do.
@@ -404,7 +407,7 @@ class _Group(Processes):
         if self._world == 1:
             return None
         ranks = dist.get_process_group_ranks(self._host)
-        return dist.new_group(ranks, use_local_synchronization=True)
+        return groups.new_group(ranks=ranks)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sums of `values` over replicas, in their place."""

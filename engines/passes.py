@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engines.model_part import ModelPart
-from engines.stage import boundaries
+from engines.stage import boundaries, image_size
 from models.families import build
 from parallel.processes import Processes
 from parallel.work import Boundary, WholeModel
@@ -94,7 +94,7 @@ class Passes:
 
             self._evaluation = Pipeline(
                 self._part.stages,
-                self.boundaries("evaluation", self._section.image_size, torch.uint8),
+                self.boundaries("evaluation", image_size(self._section), torch.uint8),
                 group=self._processes.stage_group,
                 device=self._device,
             )

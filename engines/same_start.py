@@ -34,16 +34,12 @@ def agreed(processes: Processes, function: Callable[[], Result]) -> Result:
         Exception: the error of `function`.
         ConfigError: with the same message, on the replicas where it did not fail.
     """
-    result: Optional[Result] = None
-    failure: Optional[Exception] = None
     try:
         result = function()
     except Exception as error:
-        failure = error
-    messages = processes.gather(None if failure is None else first_line(failure))
-    if failure is not None:
-        raise failure
-    for replica, message in enumerate(messages):
+        processes.gather(first_line(error))
+        raise
+    for replica, message in enumerate(processes.gather(None)):
         if message is not None:
             raise ConfigError(f"replica {replica} cannot begin: {message}")
     return result
@@ -102,7 +98,7 @@ def share(processes: Processes, module: nn.Module, device: torch.device) -> None
         return
     # Sent as bytes, so that an error in pickling is known before the others wait.
     is_first = processes.topology.is_main
-    packed = agreed(processes, lambda: _packed(extra) if is_first else None)
+    packed = agreed(processes, lambda: _packed(extra) if is_first else b"")
     # These bytes come from the first replica of this program, so that they may be unpickled.
     state.update(pickle.loads(processes.from_main(lambda: packed)))
     agreed(processes, lambda: _load(module, state, list(extra)))

@@ -8,7 +8,18 @@ from __future__ import annotations
 import contextlib
 import time
 import types
-from typing import Callable, Container, Dict, Iterator, List, Sequence, Tuple
+from typing import (
+    Callable,
+    Container,
+    ContextManager,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import nn
@@ -20,10 +31,13 @@ from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
+from recipe.network import Model
 
 # Programs that one block may have: for each size of images, with a backward pass to come and
 # without.
 _PROGRAMS = 64
+
+Recompute = Union[bool, List[str]]  # all blocks, none, or those of these names
 
 
 class Stage(nn.Module):
@@ -53,7 +67,7 @@ class Stage(nn.Module):
         super().__init__()
         self._draws = draws
         self._memory_format = memory_format
-        self._segments = nn.ModuleList()
+        self._segments: List[nn.Sequential] = []
         self._recomputed: List[bool] = []
         # A block without parameters, such as the cast of the images, is computed again with the
         # one behind it: its output takes four times the memory of its input.
@@ -66,6 +80,8 @@ class Stage(nn.Module):
                 self._recomputed.append(name in recompute)
                 waiting = []
         assert not waiting, "the last block has parameters"
+        # Modules of a plain list would not be found: neither their parameters nor their buffers.
+        self._registered = nn.ModuleList(self._segments)
         self._takes_images = isinstance(blocks.block(blocks.names[0]), Preprocess)
         self._compiled: Sequence[Callable] = ()
 
@@ -117,7 +133,7 @@ class Stage(nn.Module):
             x = x.detach().requires_grad_()
         # Each segment goes forward and backward by itself, so that little memory is needed.
         for segment, compute, recomputed in self._passes():
-            again = contextlib.nullcontext()
+            again: ContextManager[None] = contextlib.nullcontext()
             if recomputed:
                 with torch.no_grad():
                     compute(x)
@@ -244,12 +260,18 @@ def boundaries(
     return shapes
 
 
-def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
+def image_size(section: Model) -> int:
+    """Return the pixels a side of the images that the model of a `section` is made for."""
+    assert section.image_size is not None, "checked recipes have one"
+    return section.image_size
+
+
+def blocks_to_recompute(names: Sequence[str], recompute: Recompute) -> FrozenSet[str]:
     """Return the names of the blocks that a recipe computes again in the backward pass.
 
     Args:
         names: of all blocks of the model.
-        recompute: `parallel.recompute`, a bool or a list of names.
+        recompute: `parallel.recompute`.
 
     Raises:
         ConfigError: a name that the model does not have.

@@ -20,7 +20,7 @@ from engines.exchange import GradientExchange, UpdateSections, create_weights
 from engines.listeners import Listeners
 from engines.measured_shares import MeasuredShares
 from engines.passes import Passes
-from engines.stage import compile_stages
+from engines.stage import compile_stages, image_size
 from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
 from engines.training_work import TrainingWork
@@ -65,7 +65,7 @@ class TorchEngine(Engine):
         self._recipe = recipe
         self._trains = steps_per_epoch is not None
         self._steps_per_epoch = steps_per_epoch or 1
-        self._batches: Any = None
+        self._batches: Optional[feed.Batches] = None
         if self.device.type == "cuda":
             set_switches(recipe.run.deterministic)
         self._compute = compute_dtype(recipe.precision.compute, self.device)
@@ -227,7 +227,7 @@ class TorchEngine(Engine):
         sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
         images = self._feed.image_dtype
         entering = [self._passes.boundaries("training", size, images) for size in sizes]
-        size = recipe.model.image_size
+        size = image_size(recipe.model)
         scored_images = self._passes.boundaries("evaluation", size, torch.uint8)
         mode = recipe.engine.compile_mode
         stages = self._part.stages
@@ -376,7 +376,7 @@ class TorchEngine(Engine):
         self._passes.forget()
         if self._shares is not None:
             self._shares.unsettle()
-        if self._batches is not None and self.topology.is_first:
+        if isinstance(self._batches, loader.TrainingBatches):
             self._batches.set_share(step, own)
 
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
@@ -398,7 +398,7 @@ class TorchEngine(Engine):
 
     # Images and scores ------------------------------------------------------------------------
 
-    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
+    def training_batches(self, source: Optional[Source], steps: range) -> feed.Batches:
         self._batches = feed.training_batches(
             source,
             self._settings,
@@ -410,6 +410,7 @@ class TorchEngine(Engine):
         return self._batches
 
     def data_wait(self) -> float:
+        assert self._batches is not None, "asked for in training alone"
         return self._batches.waited()
 
     def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
@@ -421,7 +422,7 @@ class TorchEngine(Engine):
         return loader.EvaluationBatches(
             source,
             data=self._recipe.data,
-            image_size=self._recipe.model.image_size,
+            image_size=image_size(self._recipe.model),
             batch=rows,
             device=self.device,
             replica=place.replica,
@@ -443,14 +444,17 @@ class TorchEngine(Engine):
         return scored(logits[: len(labels)].float(), labels)
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        assert self.topology.stages == 1, "logits lie on the last stage"
-        return self._predict(batch)[: batch.valid].float()
+        logits = self._predict(batch)
+        assert logits is not None, "a process that computes all stages has logits"
+        return logits[: batch.valid].float()
 
     def _predict(self, batch: Optional[MicroBatch]) -> Optional[torch.Tensor]:
         """Return the logits of all rows, with padding, on the last stage; None elsewhere."""
         self._model.eval()
-        images = self._feed.evaluation_images(batch) if self.topology.is_first else None
-        return self._passes.predict(images)
+        if not self.topology.is_first:
+            return self._passes.predict(None)
+        assert batch is not None, "images enter here"
+        return self._passes.predict(self._feed.evaluation_images(batch))
 
     # State ------------------------------------------------------------------------------------
 

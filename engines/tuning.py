@@ -18,13 +18,14 @@ from common.errors import ConfigError, first_line
 from common.json_io import read_json
 from engines import cache, cuts
 from engines.devices import compute_dtype, device_of, dtype_name, name_of, set_switches, timed
-from engines.stage import Stage, blocks_to_recompute, boundaries, sent
+from engines.stage import Recompute, Stage, blocks_to_recompute, boundaries, sent
 from models import shapes
 from models.base import BlockList
 from models.families import build
 from models.kernels import patching
 from models.native import library
 from models.native import patching as native
+from models.preprocess import Preprocess
 from parallel.processes import Processes
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes
@@ -86,7 +87,7 @@ class _Part:
 
     model: Model
     engine: EngineSection
-    recompute: object
+    recompute: Recompute
     blocks: List[str]
     entering: Boundary
     device: torch.device
@@ -185,7 +186,9 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
     if patching.available():
         patching.patch(model, _KERNELS.get(section.kernels, ()))
     memory_format = _FORMATS.get(section.memory_format, torch.contiguous_format)
-    model.block("preprocess").memory_format = memory_format
+    preprocess = model.block("preprocess")
+    assert isinstance(preprocess, Preprocess), "so every family of models begins"
+    preprocess.memory_format = memory_format
     return memory_format
 
 

@@ -127,7 +127,8 @@ def run(
 
     try:
         others = meet()
-        for attempt in range(max_restarts + 1):
+        attempt = 0
+        while True:
             outcome = others.settle(_attempt(program, others, attempt, signals))
             # A host that has lost its way to the master of an elastic run tries to come back.
             while others.lost_master and stages and hosts.this and not signals.stopping:
@@ -138,7 +139,8 @@ def run(
                 _print(outcome.line)
             if outcome.code != FAILED or outcome.last or attempt == max_restarts:
                 return outcome.code
-            which = f"{attempt + 1} of {max_restarts}"
+            attempt += 1
+            which = f"{attempt} of {max_restarts}"
             _print(f"restart {which}: the run goes on from its last checkpoint")
     except Stopped:
         _print("stopped while no rank was running; the same command goes on")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, BinaryIO, Dict, Optional, Tuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, with_config
-from typing_extensions import Required, TypedDict
+from typing_extensions import Required, TypedDict, Unpack
 
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from common.text import printable
@@ -68,11 +68,9 @@ def _received(outcome: Outcome) -> Outcome:
     return replace(outcome, line=printable(outcome.line)[:LONGEST])
 
 
-@with_config(_STRICT)
-class Entries(TypedDict, total=False):
-    """The entries that a host has written.
+class News(TypedDict, total=False):
+    """Entries that a host writes at a time.
 
-    who: a name that a launcher makes for itself.
     shape: what it starts.
     port: where the ranks meet.
     end: how its ranks ended.
@@ -80,12 +78,21 @@ class Entries(TypedDict, total=False):
     returned: written by the master: the run had begun with an earlier launcher of this host.
     """
 
-    who: Required[_Text]
     shape: _Text
     port: Annotated[int, Field(ge=1, lt=1 << 16)]
     end: Annotated[Outcome, AfterValidator(_received)]
     read: bool
     returned: bool
+
+
+@with_config(_STRICT)
+class Entries(News, total=False):
+    """The entries that a host has written.
+
+    who: a name that a launcher makes for itself.
+    """
+
+    who: Required[_Text]
 
 
 class _Question(BaseModel, strict=True, extra="forbid"):
@@ -136,7 +143,7 @@ class _Board:
         """Return the entries of each host that has written any in this `attempt`."""
         with self._lock:
             hosts = self._attempts.get(attempt, {})
-            return {host: dict(entries) for host, entries in hosts.items()}
+            return {host: entries.copy() for host, entries in hosts.items()}
 
     def silent(self, host: int) -> float:
         """Return the seconds since the launcher of a `host` polled, or the master answered."""
@@ -164,27 +171,26 @@ class MastersBoard(_Board):
         else:
             threading.Thread(target=self._listen, name="board", daemon=True).start()
 
-    def write(self, attempt: int, **entries: object) -> None:
-        """Add `entries` of this host in an `attempt`."""
+    def write(self, attempt: int, **news: Unpack[News]) -> None:
+        """Add entries of this host, `news`, in an `attempt`."""
         self._attempt = attempt
-        self._post(0, attempt, {"who": self.who, **entries})
+        self._post(0, attempt, {"who": self.who, **news})
 
     def _post(self, host: int, attempt: int, entries: Entries) -> None:
         """Add entries of a host, which stay as they were first written."""
         with self._lock:
             hosts = self._attempts.setdefault(attempt, {})
-            there = hosts.setdefault(host, {})
+            written = hosts.get(host, entries)
             # The first launcher that said so is this host, until it is silent for long enough.
-            if there.setdefault("who", entries["who"]) != entries["who"]:
+            if written["who"] != entries["who"]:
                 silence = time.monotonic() - self._heard.get(host, -math.inf)
                 if silence < self.succeeded:
                     # A second launcher claims to be this host; it finds the first one's name.
                     return
-                there.clear()
-                there["returned"] = len(hosts) == self._hosts.number
+                has_begun = len(hosts) == self._hosts.number
+                written = {"who": entries["who"], "returned": has_begun}
             self._heard[host] = time.monotonic()
-            for name, value in entries.items():
-                there.setdefault(name, value)
+            hosts[host] = {**entries, **written}
 
     def _listen(self) -> None:
         """Serve each connection for some seconds at most, in a thread of its own."""
@@ -230,21 +236,24 @@ class Board(_Board):
         """Begin to poll the master. See _Board: `hosts`, `secret`."""
         super().__init__(hosts, secret)
         self._place = (hosts.master, hosts.port)
-        self._entries: Entries = {}  # of this host, in its newest attempt
+        # Of this host, in its newest attempt; None before the first.
+        self._entries: Optional[Entries] = None
         self._wake = threading.Event()
         threading.Thread(target=self._poll, name="board", daemon=True).start()
 
-    def write(self, attempt: int, **entries: object) -> None:
-        """Add `entries` of this host in an `attempt`.
+    def write(self, attempt: int, **news: Unpack[News]) -> None:
+        """Add entries of this host, `news`, in an `attempt`.
 
         They are on the board once `read` returns them.
         """
         with self._lock:
+            entries: Entries = {"who": self.who}
             if attempt != self._attempt:
                 self._attempt = attempt
-                self._entries = {}
                 self._attempts = {}
-            self._entries = {"who": self.who, **self._entries, **entries}
+            elif self._entries is not None:
+                entries = self._entries
+            self._entries = {**entries, **news}
         self._wake.set()
 
     def _poll(self) -> None:
@@ -252,8 +261,9 @@ class Board(_Board):
         while not self.gone:
             with self._lock:
                 attempt = self._attempt
-                entries = dict(self._entries)
-            if entries:
+                # `write` makes new ones, so that these stay as they are.
+                entries = self._entries
+            if entries is not None:
                 self._ask_once(attempt, entries)
             # `write` ends this wait.
             self._wake.wait(_POLL_SECONDS if self.address else _CONNECT_SECONDS)

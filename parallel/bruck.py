@@ -14,6 +14,8 @@ from typing import List, NamedTuple, Sequence
 import torch
 from torch import distributed
 
+from parallel.groups import Group, begun
+
 
 class Round(NamedTuple):
     """One message that a replica sends and one that it receives, at the same time.
@@ -33,7 +35,7 @@ class Round(NamedTuple):
 def all_gather(
     own: torch.Tensor,
     sizes: Sequence[int],
-    group: distributed.ProcessGroup,
+    group: Group,
 ) -> List[torch.Tensor]:
     """Gather a tensor of each replica on all of them. Every replica calls.
 
@@ -68,7 +70,7 @@ def all_gather(
     return [parts[(replica - rank) % replicas] for replica in range(replicas)]
 
 
-def all_to_all(own: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
+def all_to_all(own: torch.Tensor, group: Group) -> torch.Tensor:
     """Exchange one element with each replica. Every replica calls.
 
     Args:
@@ -102,7 +104,7 @@ def _distances(replicas: int) -> List[int]:
     return [1 << bit for bit in range((replicas - 1).bit_length())]
 
 
-def transfer(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
+def transfer(rounds: Sequence[Round], group: Group) -> None:
     """Send and receive in each round, one after the other.
 
     Args:
@@ -130,7 +132,7 @@ def transfer(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
             work.wait()
 
 
-def _transfer_by_gloo(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
+def _transfer_by_gloo(rounds: Sequence[Round], group: Group) -> None:
     """Do what `transfer` does, with all receives begun in advance.
 
     Gloo sends when it has word that the receiver is ready, and that word waits behind what the
@@ -139,11 +141,11 @@ def _transfer_by_gloo(rounds: Sequence[Round], group: distributed.ProcessGroup) 
     receiving = []
     for tag, message in enumerate(rounds):
         work = distributed.irecv(message.incoming, group=group, group_src=message.sender, tag=tag)
-        receiving.append(work)
+        receiving.append(begun(work))
     sending = []
     for tag, message in enumerate(rounds):
         work = distributed.isend(message.outgoing, group=group, group_dst=message.receiver, tag=tag)
-        sending.append(work)
+        sending.append(begun(work))
         # The next round may send what this one receives.
         receiving[tag].wait()
     for work in sending:

@@ -18,12 +18,14 @@ from typing import (
     Callable,
     ClassVar,
     Dict,
+    Generic,
     List,
     NamedTuple,
     Optional,
     Sequence,
     Tuple,
     Type,
+    TypeVar,
 )
 
 from parallel.costs import Link
@@ -33,14 +35,16 @@ from recipe.kinds import Registry
 
 if TYPE_CHECKING:
     import torch
-    from torch import distributed, nn
 
+    from parallel.groups import Group
     from parallel.processes import Processes
     from recipe.division import Batch
 
 # In the order in which `auto` weighs them, from the most faithful to the one that sends least.
 _FILES = ("dense", "topk")
 BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
+
+SectionT = TypeVar("SectionT", bound=Exchange)
 
 
 class Gradient(NamedTuple):
@@ -61,11 +65,12 @@ class Gradient(NamedTuple):
 class Setup(NamedTuple):
     """The engine's part of an exchange.
 
-    batch: how the global batch is divided.
+    batch: how the global batch is divided; None where gradients travel as they are.
     processes: all processes of the run.
     gradients: float32 [length], of this process.
     places: each parameter and its first element there.
-    collect: called with the index of each parameter whose gradient is ready, before it is sent.
+    collect: called with the index of each parameter whose gradient is ready, before it is sent; None
+        where nothing is to be collected.
     group: the replicas of this stage; None for a single one. Under `exchange.delay` it is a further
         group, so that a thread may send beside what travels in `processes.replica_group`.
     steps_per_epoch: None for an engine that does not train.
@@ -76,12 +81,12 @@ class Setup(NamedTuple):
         float32 values, rounded by the random bits of an update, the same on all replicas.
     """
 
-    batch: Batch
+    batch: Optional[Batch]
     processes: Processes
     gradients: torch.Tensor
-    places: Sequence[Tuple[int, nn.Parameter]]
-    collect: Callable[[int], None]
-    group: Optional[distributed.ProcessGroup]
+    places: Sequence[Tuple[int, torch.Tensor]]
+    collect: Optional[Callable[[int], None]]
+    group: Group
     steps_per_epoch: Optional[int]
     replica_update: Any = None
     weights: Any = None
@@ -163,22 +168,25 @@ class Running:
         """End threads, once other replicas need nothing more of this one."""
 
 
-class Method(ABC):
+class Method(ABC, Generic[SectionT]):
     """An exchange method with the keys of a section.
 
     sparse: a replica sends a share of its gradient and keeps the rest as state.
     complete: each replica gets the sum of all gradients, to the rounding of what is sent.
-    exact: the same to float32 rounding.
     auto_keys: the keys that `auto` sets in a recipe, beside those that both methods have.
     """
 
     sparse: ClassVar[bool] = False
     complete: ClassVar[bool] = False
-    exact: ClassVar[bool] = False
     auto_keys: ClassVar[Tuple[str, ...]] = ()
 
-    def __init__(self, section: Exchange):
+    def __init__(self, section: SectionT):
         self.section = section
+
+    @property
+    def exact(self) -> bool:
+        """Return whether each replica gets the sum of all gradients to float32 rounding."""
+        return False
 
     @property
     def name(self) -> str:
@@ -299,15 +307,15 @@ def candidates(section: Exchange) -> List[Method]:
 
     They are in order, from the most faithful on.
     """
-    found = []
-    for keys, method in _methods().items():
+    methods: List[Method] = []
+    for kind, method in _methods().items():
         forms = method.variants(section)
         labels = {form.section.label for form in forms}
-        found += forms
+        methods += forms
         for measured, _ in MEASURED:
-            if type(measured) is keys and measured.label not in labels:
-                found.append(method(measured))
-    return found
+            if type(measured) is kind and measured.label not in labels:
+                methods.append(method(measured))
+    return methods
 
 
 def named(name: str) -> Method:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigError
+from parallel.generations import Store
 from parallel.topology import Topology
 
 RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
@@ -75,11 +76,16 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     )
 
 
-def connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+def connect(host: str, port: int, timeout: timedelta) -> Store:
     """Return a further connection to the store at `host`:`port`, which listens.
 
     Its calls wait for `timeout`.
     """
+    # Torch's types leave out `append`, which its stores have.
+    return _connection(host, port, timeout)  # type: ignore[return-value]
+
+
+def _connection(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
@@ -207,7 +213,7 @@ def _missing(world: int, place: _Place) -> List[int]:
 
     Raises RuntimeError without a way to the store.
     """
-    shared = connect(place.host, place.port, timedelta(seconds=_SILENT_SECONDS))
+    shared = _connection(place.host, place.port, timedelta(seconds=_SILENT_SECONDS))
     store = dist.PrefixStore(place.prefix, shared)
     return [rank for rank in range(world) if not store.check([f"{_STAGES}{rank}"])]
 

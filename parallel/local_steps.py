@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional
 
 import torch
 from torch import distributed
 
 from parallel.exchange import Running, Setup
+from parallel.groups import Group
 from parallel.quantized import QuantizedSum
-from parallel.reduce import Group
 from recipe.exchange import Local
+
+
+class _Outer(NamedTuple):
+    """Learning rate and momentum of the outer optimizer."""
+
+    lr: float
+    momentum: float
 
 
 class LocalSteps(Running):
@@ -77,9 +84,9 @@ class LocalSteps(Running):
         has_outer = section.outer == "nesterov"
         if has_outer or section.bits:
             self._common["anchor"] = start
-        self._outer: Optional[Tuple[float, float]] = None
+        self._outer: Optional[_Outer] = None
         if has_outer:
-            self._outer = (section.outer_lr, section.outer_momentum)
+            self._outer = _Outer(section.outer_lr, section.outer_momentum)
             self._common["outer_momentum"] = torch.zeros_like(start)
         self._quantized: Optional[QuantizedSum] = None
         if section.bits:
@@ -180,7 +187,7 @@ class LocalSteps(Running):
         else:
             new = self._mean_of_all(own, part)
         if self._outer is not None:
-            new = self._outer_step(new, part)
+            new = self._outer_step(self._outer, new, part)
         # What this replica has changed since then is added again.
         values = new if since is None else new + since
         # A batch that grows is refused beside local steps, so a step is the index of its update.
@@ -189,17 +196,16 @@ class LocalSteps(Running):
             # Without a delay the anchor is what was stored, which may be rounded.
             self._common["anchor"][part] = self._weights.flat[part] if since is None else new
 
-    def _outer_step(self, mean: torch.Tensor, part: slice) -> torch.Tensor:
+    def _outer_step(self, outer: _Outer, mean: torch.Tensor, part: slice) -> torch.Tensor:
         """Return a fragment's weights after a step of the outer optimizer towards the mean.
 
         See the class.
         """
-        learning_rate, momentum = self._outer
         anchor = self._common["anchor"][part]
         velocity = self._common["outer_momentum"][part]
         moved = anchor - mean
-        velocity.mul_(momentum).add_(moved)
-        return anchor - learning_rate * moved.add_(velocity, alpha=momentum)
+        velocity.mul_(outer.momentum).add_(moved)
+        return anchor - outer.lr * moved.add_(velocity, alpha=outer.momentum)
 
     def _mean_of_all(self, own: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the mean of the replicas' weights, float32, to the rounding of few bits.

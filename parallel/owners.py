@@ -9,8 +9,8 @@ from torch import distributed
 
 from parallel import bruck
 from parallel.costs import BINS
+from parallel.groups import Group
 from parallel.messages import Sparse, Wire
-from parallel.reduce import Group
 from parallel.selection import ranked
 
 _INFINITE = 1 << 31  # beyond the bits of all magnitudes
@@ -58,12 +58,14 @@ class Owners:
         Returns:
             The result, k entries in the order of their indices, and what this replica keeps.
         """
-        if self._borders is None:
+        borders = self._borders
+        if borders is None:
             starts = [region * length // self._replicas for region in range(1, self._replicas)]
-            self._borders = torch.tensor(starts, device=own.indices.device)
+            borders = torch.tensor(starts, device=own.indices.device)
+            self._borders = borders
         count = len(own.indices)
         # (1) to (4) of the class's docstring.
-        sent, parts, kept = self._send_to_owners(own)
+        sent, parts, kept = self._send_to_owners(own, borders)
         sums = _added(parts)
         largest, counts = self._reaching(sums, count)
         candidates, lost = self._gather(largest, counts)
@@ -86,15 +88,23 @@ class Owners:
         places = [region * count // self._replicas for region in range(1, self._replicas)]
         self._borders = total.indices[places]
 
-    def _send_to_owners(self, own: Sparse) -> Tuple[Sparse, List[Sparse], List[Sparse]]:
+    def _send_to_owners(
+        self,
+        own: Sparse,
+        borders: torch.Tensor,
+    ) -> Tuple[Sparse, List[Sparse], List[Sparse]]:
         """Send each owner the entries in its region.
 
+        Args:
+            own: entries of this replica.
+            borders: int64 [owners - 1], first element of each region but the first.
+
         Returns:
-            Own entries as they were sent, what came from each replica, and what rounding took off,
+            This replica's entries as they were sent, what came from each replica, and what rounding took off,
             by owner.
         """
         # Which entries go to which owner, and how many come from each replica?
-        regions = torch.searchsorted(self._borders, own.indices, right=True)
+        regions = torch.searchsorted(borders, own.indices, right=True)
         counts = torch.bincount(regions, minlength=self._replicas)
         coming = bruck.all_to_all(counts.int(), self._group).tolist()
         leaving = counts.tolist()

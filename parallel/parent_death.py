@@ -70,7 +70,7 @@ class _BoundPopen(popen_spawn_posix.Popen):
         command_line = spawn.get_command_line
         spawn.get_command_line = lambda **keywords: bound_to_parent(command_line(**keywords))
         try:
-            super()._launch(process)
+            super()._launch(process)  # type: ignore[misc]  # private, so its types are not known
         finally:
             spawn.get_command_line = command_line
 

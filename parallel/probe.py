@@ -11,7 +11,7 @@ from torch import distributed
 
 from parallel import bruck
 from parallel.costs import Link
-from parallel.reduce import Group
+from parallel.groups import Group
 
 _SIZES = (8, 2048, 16384, 65536, 262144)  # bytes
 _REPETITIONS = 7

@@ -9,8 +9,9 @@ from torch import distributed
 
 from parallel.costs import BLOCK
 from parallel.exchange import Running, Setup
+from parallel.groups import Group
 from parallel.messages import Quantizer
-from parallel.reduce import Group, all_finite, all_gather
+from parallel.reduce import all_finite, all_gather
 
 
 class QuantizedSum:

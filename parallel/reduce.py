@@ -6,13 +6,12 @@ import functools
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from parallel.exchange import Running, Setup
+from parallel.groups import Group, begun
 from recipe.exchange import Exchange
 from recipe.shares import additions, subtrees
-
-Group = Optional[distributed.ProcessGroup]
 
 # all_gather_single is new, and the older name warns where both exist.
 all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -68,6 +67,7 @@ class Reduction(Running):
         self._in_parts: Optional[_SumInParts] = None
         wire = getattr(torch, section.sent)
         if section.in_tree or wire != torch.float32:
+            assert setup.batch is not None, "an engine gives it"
             self._in_parts = _SumInParts(
                 setup.group,
                 wire=wire,
@@ -89,6 +89,7 @@ class Reduction(Running):
     def set_shares(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
         """Take note of the `shares` of replicas and of this one's `sums`; see Running."""
         if self._in_tree:
+            assert self._in_parts is not None, "a tree is added up in parts"
             self._sums = sums
             self._in_parts.set_shares(shares)
 
@@ -123,7 +124,7 @@ class Reduction(Running):
             self._advance()
         self._launched = 0
 
-    def _ready(self, index: int, _: nn.Parameter) -> None:
+    def _ready(self, index: int, _: torch.Tensor) -> None:
         """Launch the buckets whose last gradient is that of parameter `index`."""
         if not self._armed:
             return
@@ -147,7 +148,7 @@ class Reduction(Running):
             # Of sums in two exchanges the earlier ones go on: two are on their way.
             self._advance()
             sums = [buffer, *self._sums[1:]]
-            flying = self._in_parts.total([each[start:end] for each in sums])
+            flying = self._in_parts.total([values[start:end] for values in sums])
         self._flying.append(flying)
         next(flying)
 
@@ -157,16 +158,16 @@ class Reduction(Running):
         So all replicas call the collectives in one order.
         """
         ended = object()
-        self._flying = [each for each in self._flying if next(each, ended) is not ended]
+        self._flying = [total for total in self._flying if next(total, ended) is not ended]
 
     def _all_reduce(self, bucket: torch.Tensor) -> Iterator[None]:
         """Sum a bucket in place; yields while the sum is on its way."""
         work = distributed.all_reduce(bucket, group=self._group, async_op=True)
         yield
-        work.wait()
+        begun(work).wait()
 
 
-def _parameters_in(bucket: Tuple[int, int], places: Sequence[Tuple[int, nn.Parameter]]) -> Set[int]:
+def _parameters_in(bucket: Tuple[int, int], places: Sequence[Tuple[int, torch.Tensor]]) -> Set[int]:
     """Return the parameters that have gradients in a bucket, by their index."""
     start, end = bucket
     indices = set()
@@ -225,7 +226,8 @@ class _SumInParts:
             )
         self._largest = self._part_of(largest_bucket)
         self._rows = [1] * self._replicas  # sums that each replica sends
-        self._additions = additions([range(each, each + 1) for each in range(self._replicas)])
+        leaves = [range(replica, replica + 1) for replica in range(self._replicas)]
+        self._additions = additions(leaves)
         self._free: List[Tuple[torch.Tensor, torch.Tensor]] = []  # memory that no sum uses
 
     def set_shares(self, shares: Sequence[range]) -> None:
@@ -266,7 +268,7 @@ class _SumInParts:
             async_op=True,
         )
         yield
-        work.wait()
+        begun(work).wait()
         # Add up this replica's part; the sum takes the place of the first row.
         own = received[:part]
         added = self._add_up(received.view(-1, part).float())
@@ -275,7 +277,7 @@ class _SumInParts:
         gathered = sent[: self._replicas * part]
         work = all_gather(_bytes(gathered), _bytes(own), group=self._group, async_op=True)
         yield
-        work.wait()
+        begun(work).wait()
         total.copy_(gathered[: len(total)]).mul_(self._factors.result)
         self._free.append(memory)
 

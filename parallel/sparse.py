@@ -11,9 +11,10 @@ import torch
 from torch import distributed
 
 from parallel import bruck
+from parallel.groups import Group
 from parallel.messages import Sparse, Wire
 from parallel.owners import Owners
-from parallel.reduce import Group, all_gather
+from parallel.reduce import all_gather
 from parallel.selection import ranked
 
 PATTERNS = ("gather", "tree", "butterfly", "owners")

@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from parallel.exchange import Running, Setup
+from parallel.groups import Group
 from parallel.reduce import all_finite
 from parallel.selection import largest
 from parallel.sparse import Sparse, SparseSum
@@ -186,7 +187,7 @@ def _places_of_vectors(setup: Setup) -> List[torch.Tensor]:
 class StageShares:
     """Estimates from a fixed sample how many of a model's largest values lie in each stage."""
 
-    def __init__(self, length: int, stages: int, stage: int, everyone: distributed.ProcessGroup):
+    def __init__(self, length: int, stages: int, stage: int, everyone: Group):
         """
         Args:
             length: elements of the buffer of this process's stage.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional
 import torch
 import torch.distributed as dist
 
-from parallel import ending
+from parallel import ending, groups
 from parallel.joining import RENDEZVOUS_SECONDS
 from parallel.topology import Topology
 
@@ -43,7 +43,8 @@ class Watch:
         self._topology = topology
         self._silence = silence
         self._elastic = elastic
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
+        timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
+        self._group = groups.new_group(timeout=timeout, backend="gloo")
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
         self._done = threading.Event()
@@ -78,7 +79,8 @@ class Watch:
         try:
             while heartbeat.item() == _ALIVE:
                 since = time.monotonic()
-                dist.irecv(heartbeat, self._before, group=self._group).wait(limit)
+                coming = dist.irecv(heartbeat, self._before, group=self._group)
+                groups.begun(coming).wait(limit)
         except RuntimeError:
             self._lose(waited=time.monotonic() - since)
 
