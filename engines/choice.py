@@ -89,7 +89,7 @@ class _Costs(NamedTuple):
     rounding: float
 
 
-def resolve(
+def settle(
     recipe: Recipe,
     batch: Batch,
     processes: Processes,

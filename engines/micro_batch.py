@@ -47,7 +47,7 @@ _NO_MEMORY = re.compile(
 )
 
 
-def resolve(
+def settle(
     recipe: Recipe,
     batch: Batch,
     processes: Processes,

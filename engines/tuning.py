@@ -195,7 +195,7 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
 # Automatic choices ----------------------------------------------------------------------------
 
 
-def resolve(
+def settle(
     recipe: Recipe,
     batch: Batch,
     processes: Processes,

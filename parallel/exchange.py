@@ -22,6 +22,7 @@ from typing import (
     List,
     NamedTuple,
     Optional,
+    Protocol,
     Sequence,
     Tuple,
     Type,
@@ -62,6 +63,54 @@ class Gradient(NamedTuple):
     sums: float = 1.0
 
 
+class ReplicaUpdate(Protocol):
+    """A replica's part of an update: see optim.replica_update.ReplicaUpdate."""
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        divisor: torch.Tensor,
+        finite: torch.Tensor,
+        density: float,
+    ) -> None:
+        """Add the update that `gradient` makes to `residual`, float32 [length] each.
+
+        Args:
+            residual: of which a share, the `density`, is sent.
+            gradient: sums over this replica's micro batches; it may be overwritten.
+            divisor: float32 [], makes a mean of the sum over all replicas.
+            finite: bool [], whether anything may change.
+            density: from 0 to 1.
+        """
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """Return the state for later steps: float32 [length] each."""
+
+
+class Weights(Protocol):
+    """The weights of a stage, as a method that moves them sees them."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Return the weights, float16 or float32 [length]."""
+
+    def own_state(self) -> Dict[str, torch.Tensor]:
+        """Return all that an update changes by name, [length] each; to be written to."""
+
+    def refresh(self) -> None:
+        """Let the module compute with what was written to `own_state`."""
+
+    def store(self, start: int, end: int, values: torch.Tensor, index: int) -> None:
+        """Replace the weights from `start` up to `end`.
+
+        Args:
+            start, end: places in `flat`.
+            values: float32 [end - start].
+            index: of the update, whose random bits round them, the same on all replicas.
+        """
+
+
 class Setup(NamedTuple):
     """The engine's part of an exchange.
 
@@ -74,11 +123,8 @@ class Setup(NamedTuple):
     group: the replicas of this stage; None for a single one. Under `exchange.delay` it is a further
         group, so that a thread may send beside what travels in `processes.replica_group`.
     steps_per_epoch: None for an engine that does not train.
-    replica_update: the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None
-        where gradients are compressed.
-    weights: `flat`, float16 or float32 [length]; `own_state()`, all that an update changes,
-        [length] by name; `refresh()` after writing to it; `store(start, end, values, index)` of
-        float32 values, rounded by the random bits of an update, the same on all replicas.
+    replica_update: adds an update to a residual; None where gradients are compressed.
+    weights: for methods that move them; None where there are none.
     """
 
     batch: Optional[Batch]
@@ -88,8 +134,8 @@ class Setup(NamedTuple):
     collect: Optional[Callable[[int], None]]
     group: Group
     steps_per_epoch: Optional[int]
-    replica_update: Any = None
-    weights: Any = None
+    replica_update: Optional[ReplicaUpdate] = None
+    weights: Optional[Weights] = None
 
 
 class Running:

@@ -148,7 +148,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     batch = processes.together(lambda: arithmetic.divide(recipe, replicas))
     source, lengths, training_images = _opened(recipe, processes)
     notes: List[str] = []
-    resolved = choice.resolve(recipe, batch, processes, notes.append)
+    resolved = choice.settle(recipe, batch, processes, notes.append)
     resolved = choices.measured(resolved, batch, processes, notes.append)
     # A micro batch that was `auto` may be another one now.
     batch = processes.together(lambda: arithmetic.divide(resolved, replicas))
