@@ -146,8 +146,10 @@ def _predicted(
     """Measure links and processors, and return the method that is worth taking."""
     topology = processes.topology
     device = device_of(recipe.run.device, topology)
+    # Cut points that the model does not have end all processes, with one message.
     gradient = processes.together(lambda: _gradient(recipe, batch, topology.stages))
     costs = _measured(section.density, gradient, processes, device)
+    _report_links(costs.link, gradient, topology.replicas, report)
     candidates = predict(
         exchange.candidates(section),
         recipe,
@@ -157,13 +159,6 @@ def _predicted(
         selection=costs.selection,
         rounding=costs.rounding,
     )
-    bandwidth = "not to be measured"
-    if costs.link.seconds_per_byte:
-        bandwidth = f"{_figure(8e-6 / costs.link.seconds_per_byte)} Mbit/s"
-    report(
-        f"exchange.method auto: {gradient.elements:,} gradients, {topology.replicas} replicas; "
-        f"links: latency {_figure(1e3 * costs.link.latency)} ms, bandwidth {bandwidth}"
-    )
     for candidate in candidates:
         report(f"  {candidate}")
     accepted = [candidate for candidate in candidates if candidate.accepted(section.accept_loss)]
@@ -172,6 +167,22 @@ def _predicted(
     report(f"  taken: {choice.method.section.label}; {reason}")
     report(f"  of those that lose {limit} at most (exchange.accept_loss; {PAGE})")
     return choice.method
+
+
+def _report_links(
+    link: Link,
+    gradient: Gradient,
+    replicas: int,
+    report: Callable[[str], None],
+) -> None:
+    """Report what is to be exchanged, and over which links."""
+    bandwidth = "not to be measured"
+    if link.seconds_per_byte:
+        bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s"
+    report(
+        f"exchange.method auto: {gradient.elements:,} gradients, {replicas} replicas; "
+        f"links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
+    )
 
 
 def predict(
@@ -201,6 +212,7 @@ def predict(
         section = method.section
         if recipe.exchange.method == "auto":
             section = method.taken_by(recipe.exchange)
+        # Some methods do not go with what else the recipe asks for: these are no candidates.
         try:
             checks.check(recipe.model_copy(update={"exchange": section}), batch)
         except ConfigError:
@@ -226,6 +238,7 @@ def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
     Args:
         candidates: those that leave out less come first.
     """
+    # The first loses least, and sends most: what follows has to be worth its errors.
     choice = candidates[0]
     reason = f"nothing else is {_WORTH} times as fast"
     if choice.seconds < _NEGLIGIBLE:

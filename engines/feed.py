@@ -216,9 +216,11 @@ class Feed:
         if self._topology.is_last:
             self._ready.append((batch.labels, batch.valid))
             return
+        # One message: how many rows are images, then the labels of all rows.
         message = torch.cat([torch.tensor([batch.valid]), batch.labels])
         last = self._topology.stages - 1
         work = dist.isend(message, group=self._group, tag=_LABELS, group_dst=last)
+        # The message is kept until it has arrived: its memory must not be used again.
         self._sent.append((begun(work), message))
 
     def _receive_labels(self) -> Tuple[dist.Work, torch.Tensor]:

@@ -194,6 +194,7 @@ class _Recording:
         for layer in stage.modules():
             if isinstance(layer, RANDOM_LAYERS) and layer.rate:
                 self._layers.append(layer)
+        # Copies: a recording reads and writes the same memory whenever it is started.
         self._masks = [mask.clone() for mask in self._drawn(len(x))]
         self._x = x.detach().clone().requires_grad_(x.requires_grad)
         self._y: Any = None
@@ -205,19 +206,25 @@ class _Recording:
         (self._output,), self._forward = record(self._compute)
         self._gradients, self._backward = record(self._differentiate)
         self._y = None
+        self._check(expected)
+        # Autograd need not know: another micro batch may be between its passes.
+        for buffer, value in before:
+            buffer.data.copy_(value)
 
-        # A recording that gives anything else than the stage is refused.
+    def _check(self, expected: Sequence[torch.Tensor]) -> None:
+        """Start the recordings, which must give what the stage gives, `expected`.
+
+        Raises AssertionError: they do not.
+        """
         self._forward()
         self._backward()
-        names = ["output", *self._leaves]
-        for name, result, other in zip(names, [self._output, *self._gradients], expected):
-            assert _alike(result, other), f"{name} is not what it is without"
-        for buffer, value in before:
-            # Autograd need not know: another micro batch may be between its passes.
-            buffer.data.copy_(value)
+        results = zip(["output", *self._leaves], [self._output, *self._gradients], expected)
+        for name, result, tensor in results:
+            assert _alike(result, tensor), f"{name} is not what it is without"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the output of `x`."""
+        # Masks are drawn outside: a recording would repeat its first draws for ever.
         with torch.no_grad():
             self._x.copy_(x)
             if self._masks:

@@ -25,7 +25,14 @@ from engines import cuts, state
 from engines.averages import Averages
 from engines.base import Counts, Diverged, Engine, StepResult, scored
 from engines.devices import DTYPES
-from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
+from engines.ipu_input import (
+    EvaluationFeed,
+    Loader,
+    Positions,
+    StepImages,
+    TrainingFeed,
+    padded,
+)
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_model
 from engines.stage import image_size
@@ -246,34 +253,39 @@ class IpuEngine(Engine):
         """Read this instance's images of all `steps`: see `Engine`."""
         assert source is not None, _IMAGES_ENTER
         recipe = self._recipe
-        instances = self.topology.world
         positions = Positions(
             source,
             recipe.data,
             self.batch,
             steps,
             seed=recipe.run.seed,
+            # A compiled program takes images of one size, as recipe/ipu/rules.py demands.
             size=training_image_size(recipe, 0),
             instance=self._instance,
-            instances=instances,
+            instances=self.topology.world,
         )
-        loader = functools.partial(
-            self._library.DataLoader,
+        self._batches = TrainingFeed(positions, steps, self._create_loader)
+        return self._batches
+
+    def _create_loader(self, positions: Positions) -> Loader:
+        """Create PopTorch's loader of the images at some `positions`. It begins to read at once."""
+        data = self._recipe.data
+        images = self.batch.global_ // self.topology.world  # of this instance in a step
+        return self._library.DataLoader(
             self._options["training"],
+            positions,
             batch_size=self.batch.micro,
-            num_workers=recipe.data.workers,
+            num_workers=data.workers,
             worker_init_fn=begin_work,
             auto_distributed_partitioning=False,  # `Positions` are this instance's already
             mode=self._library.DataLoaderMode.AsyncRebatched,
-            rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // instances),
+            rebatched_worker_size=min(_WORKERS_PORTION, images),
             async_options={
-                "buffer_size": recipe.ipu.prefetch_depth,
+                "buffer_size": self._recipe.ipu.prefetch_depth,
                 "load_indefinitely": False,
                 "early_preload": True,
             },
         )
-        self._batches = TrainingFeed(positions, steps, loader)
-        return self._batches
 
     @property
     def _instance(self) -> int:
@@ -300,6 +312,7 @@ class IpuEngine(Engine):
         # Each process has the sums over its own replicas.
         sums = torch.stack([losses.double().sum(), correct.double().sum()])
         loss, hits = self.processes.sum(sums)
+        # The IPUs have no step that could be left out: weights that got such a gradient are lost.
         if self._weights_are_on_device and not loss.isfinite():
             raise Diverged(f"the loss is {loss.item()}, and the IPUs have made an update of it")
         zero = torch.zeros((), dtype=torch.int64)
@@ -322,6 +335,7 @@ class IpuEngine(Engine):
         inputs = [images.images, images.labels]
         if images.mixing is not None:
             inputs.append(images.mixing)
+        # The two programs take turns on the IPUs.
         _detach(self._inference)
         if not self._training.isCompiled():
             self._training.compile(*inputs)

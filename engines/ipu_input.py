@@ -33,14 +33,14 @@ _PATIENCE = 30.0
 
 
 class StepImages(NamedTuple):
-    """The images of one update that an instance computes: micro batches one behind the other.
+    """The images of one step that an instance computes: micro batches one behind the other.
 
     They are accumulation x replicas x micro rows.
 
     images: uint8 [rows, 3, H, W].
     labels: int32 [rows].
     mixing: float32 [rows, 6], see engines.ipu_model.mixing_rows; None where nothing is mixed.
-    step: number of the update.
+    step: of the run, from 0; an update takes one.
     """
 
     images: torch.Tensor
@@ -105,7 +105,7 @@ class Positions(Dataset):
             source: of the images.
             data: how they are cropped, augmented and mixed.
             batch: of a step.
-            steps: numbers of the updates.
+            steps: of the run, from 0, whose images are read.
             seed: of the run.
             size: of the images, pixels a side.
             instance: number of this process.
@@ -195,7 +195,7 @@ class Loader(Protocol):
     """The part of PopTorch's loader that is used here."""
 
     def __iter__(self) -> Iterator[Sequence[torch.Tensor]]:
-        """Return the batches of updates: images, labels and, where they are mixed, plans."""
+        """Return the batches of steps: images, labels and, where they are mixed, plans."""
 
     def terminate(self) -> None:
         """End the worker processes."""
@@ -216,7 +216,7 @@ class TrainingFeed:
         """
         Args:
             positions: the images.
-            steps: numbers of the updates.
+            steps: of the run, from 0, whose images are read.
             loader: creates PopTorch's loader, which begins to read at once.
         """
         self._positions = positions
@@ -226,6 +226,7 @@ class TrainingFeed:
         # unblocks signals here.
         with signals_withheld():
             resource_tracker.ensure_running()
+        # PopTorch does not name its processes: they are those that start meanwhile.
         before = multiprocessing.active_children()
         with signals_withheld():
             self._loader = loader(positions)
@@ -239,10 +240,11 @@ class TrainingFeed:
         return self
 
     def __next__(self) -> StepImages:
-        """Return the images of the next update. Raises UnreadableImage."""
+        """Return the images of the next step. Raises UnreadableImage."""
         start = time.perf_counter()
         images, labels, *plans = next(self._batches)
-        if self._number:  # the first waits for the workers to start
+        # The first wait is for the workers to start.
+        if self._number:
             self.waited += time.perf_counter() - start
         number = self._number
         self._number += 1

@@ -191,6 +191,7 @@ def _tried(
     def fits(micro: int) -> bool:
         """Try a `micro` batch."""
         fault = _fault(recipe, micro, device)
+        # Memory that a trial leaves behind would be missing in the next one.
         gc.collect()  # the failed engine, of which the error had the frames
         torch.cuda.empty_cache()
         lines.append(f"{micro} {'does not fit' if fault else 'fits'}")

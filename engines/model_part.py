@@ -94,26 +94,30 @@ def create(
     Raises:
         ConfigError: cut points, or blocks to recompute, that the model does not have.
     """
+    # Built whole everywhere, so that initial weights do not depend on the cut.
     whole = build(section, seed).to(placement.device, placement.dtype)
     memory_format = tuning.apply(whole, placement.engine, placement.device)
     parallel = placement.parallel
     recomputed = blocks_to_recompute(whole.names, parallel.recompute)
 
+    # The cut may be measured, by the whole model as it is to be computed.
     blocks = cuts.Blocks(whole, section, parallel, batch)
     part_names, note = cuts.parts(blocks, processes, placement.device, bound=placement.bound)
     notes = [note] if note else []
     if batch.stages > 1 and processes.topology.stages == 1:
         notes.append(f"one process computes all {batch.stages} stages itself, on one device")
 
+    # Of several parts each gets its gradients when its backward pass ends, not all at once.
     stages = {}
     together = []
-    own_names: List[str] = []
+    kept_names: List[str] = []
     for number, names in cuts.own_parts(part_names, processes.topology).items():
         part = whole.part(names)
         stages[number] = Stage(part, whole.draws, recomputed, memory_format)
         together.append([name for name, _ in part.named_parameters()])
-        own_names += names
-    model = whole.part(own_names)
+        kept_names += names
+    # The rest of the model is garbage from here on.
+    model = whole.part(kept_names)
     model.draws = whole.draws
     return ModelPart(
         model=model,

@@ -139,6 +139,7 @@ class DistributedOptimizer:
         recipe = checked.recipe
         parameters = checked.parameters
         update = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
+        # Only a module's author knows its normalisations: one dimension is the mark that most have.
         norms = [name for name, parameter in parameters.items() if parameter.dim() == 1]
         self.weights = create_weights(
             update,
@@ -157,11 +158,8 @@ class DistributedOptimizer:
             steps_per_epoch=steps_per_epoch,
         )
         precision = recipe.precision
-        self._scale = LossScale(
-            precision.loss_scale,
-            precision.dynamic_loss_scale,
-            checked.device,
-        )
+        dynamic = precision.dynamic_loss_scale
+        self._scale = LossScale(precision.loss_scale, dynamic, checked.device)
         self._unused = UnusedParameters(self.weights.places(), checked.device)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -214,6 +212,7 @@ class DistributedOptimizer:
         counts = self._processes.sum(torch.cat([fault[None], self._unused.used()]))
         finite = counts[0] == 0
 
+        # The update is of all parameters: that of unused ones is taken back, without a look at them.
         rate = self._exchange.rate(lr)
         self.weights.apply(self.steps, rate, finite, False)
         if self._unused.restore(counts[1:]):
@@ -238,6 +237,7 @@ class DistributedOptimizer:
         Returns:
             The state on the first replica, elsewhere {}.
         """
+        # All replicas take part in both, before all but the first leave.
         replicas = list(self._exchange.replica_states())
         weights = self._exchange.mean(self.weights.flat)
         if not self._processes.topology.is_main:

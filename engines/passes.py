@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from parallel.processes import Processes
 from parallel.work import Boundary, WholeModel
 from recipe.distribution import Parallel
 from recipe.network import Model
+
+if TYPE_CHECKING:
+    from parallel.pipeline import Pipeline
 
 
 class Passes:
@@ -51,10 +54,15 @@ class Passes:
         self._dtype = dtype
         self._rows = rows
         # Pipelines know the shapes of their messages: there is one for each size and number.
-        self._pipelines: Dict[Tuple[int, int], Any] = {}
-        self._evaluation: Any = None
+        self._pipelines: Dict[Tuple[int, int], Pipeline] = {}
+        self._evaluation: Optional[Pipeline] = None
 
-    def training(self, size: int, count: int, images: torch.dtype) -> Any:
+    def training(
+        self,
+        size: int,
+        count: int,
+        images: torch.dtype,
+    ) -> Union[WholeModel, Pipeline]:
         """Return what computes `count` micro batches of a replica.
 
         Args:
@@ -112,6 +120,7 @@ class Passes:
             size: pixels a side.
             images: their dtype, as they enter the model.
         """
+        # Without memory: of all parts only the shapes are needed, in whichever process they are.
         with torch.device("meta"):
             model = build(self._section, 0)
         entering = Boundary((self._rows[kind], 3, size, size), images)

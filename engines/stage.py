@@ -104,6 +104,7 @@ class Stage(nn.Module):
             mode: of torch.compile.
             backend: of torch.compile; only "inductor" has modes.
         """
+        # Beyond its limit torch computes a block uncompiled, and says so only in a log.
         torch._dynamo.config.recompile_limit = _PROGRAMS
         programs: Dict[str, Callable] = {}
         compiled = []

@@ -35,7 +35,6 @@ class TrainingWork(Work):
         listeners: Listeners,
         check: Callable[[], None],
         arm: Optional[Callable[[], None]],
-        device: torch.device,
     ):
         """
         Args:
@@ -47,7 +46,6 @@ class TrainingWork(Work):
             listeners: that time spans.
             check: raises where the run must not go on.
             arm: called before the last backward pass of a step; None where no exchange overlaps it.
-            device: that computes.
         """
         self.feed = feed
         self.images = feed.images
@@ -58,7 +56,7 @@ class TrainingWork(Work):
         self._label_smoothing = label_smoothing
         self._check = check
         self._arm = arm
-        self._device = device
+        self._device = gradients.flat.device
         self._rows = 0
 
     def start(self, rows: int) -> None:

@@ -326,8 +326,10 @@ def _fastest(
     by_rank = processes.gather(_read(file, candidates))
     origin = f"measured before ({file})"
     if None in by_rank:
+        # cuDNN searches for kernels, as it will in training.
         set_switches(False)
         outcomes = [_outcome(part, candidate) for candidate in candidates]
+        # Hosts may share a home folder; of those that write at once the last one counts.
         if processes.topology.local_rank == 0:
             _write(file, candidates, outcomes)
         by_rank = processes.gather(outcomes)
@@ -358,6 +360,7 @@ def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
     """Return the part with most multiply-adds; cuts by measured times are taken as balanced."""
     size = max(training_image_sizes(recipe))
     dtype = compute_dtype(recipe.precision.compute, device)
+    # Without memory: the whole model may not fit where a part of it is computed.
     with torch.device("meta"):
         model = build(recipe.model, 0)
     parts = cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names

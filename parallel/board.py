@@ -190,6 +190,7 @@ class MastersBoard(_Board):
                 has_begun = len(hosts) == self._hosts.number
                 written = {"who": entries["who"], "returned": has_begun}
             self._heard[host] = time.monotonic()
+            # What was written first stays: others may have read it, and acted on it.
             hosts[host] = {**entries, **written}
 
     def _listen(self) -> None:
@@ -290,6 +291,7 @@ class Board(_Board):
             for host, (silence, _) in answer.items():
                 self._heard[host] = now - silence
             self._heard[0] = now
+            # This host may have gone on to another attempt since it asked.
             if attempt == self._attempt:
                 self._attempts = {attempt: {host: entries for host, (_, entries) in answer.items()}}
 
@@ -307,16 +309,16 @@ class Board(_Board):
             if not challenge:
                 raise EOFError
             # Each side signs over the challenge of the other: nobody can replay a message.
-            ours = secrets.token_hex(_CHALLENGE)
+            our_challenge = secrets.token_hex(_CHALLENGE)
             question = {
                 "host": self._hosts.this,
                 "attempt": attempt,
-                "challenge": ours,
+                "challenge": our_challenge,
                 "entries": entries,
             }
             _send(connection, self._key, challenge + b"ask", question)
             limit = self._hosts.number * _BYTES
-            answer = _receive(stream, self._key, ours.encode() + b"answer", limit)
+            answer = _receive(stream, self._key, our_challenge.encode() + b"answer", limit)
         return _ANSWER.validate_json(answer)
 
 

@@ -87,6 +87,7 @@ def all_to_all(own: torch.Tensor, group: Group) -> torch.Tensor:
     held = own.roll(-rank)
     for distance in _distances(replicas):
         moving = (places & distance).nonzero().flatten()
+        # A copy: what comes in takes the places of what leaves.
         outgoing = held[moving]
         message = Round(
             outgoing=outgoing,
@@ -138,6 +139,7 @@ def _transfer_by_gloo(rounds: Sequence[Round], group: Group) -> None:
     Gloo sends when it has word that the receiver is ready, and that word waits behind what the
     receiver sends.
     """
+    # Each round has a tag: gloo pairs messages of two ranks by it, in whatever order they come.
     receiving = []
     for tag, message in enumerate(rounds):
         work = distributed.irecv(message.incoming, group=group, group_src=message.sender, tag=tag)

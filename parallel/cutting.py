@@ -61,9 +61,10 @@ class Connections:
     def cut(self) -> None:
         """Shut down the connections that are open."""
         connections = _open_connections()
-        own = self._own or set(connections) - self._before
+        # Before `settle` all that were opened since the beginning are the generation's.
+        to_cut = self._own or set(connections) - self._before
         for inode, descriptor in connections.items():
-            if inode in own:
+            if inode in to_cut:
                 with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -113,9 +114,9 @@ def _open_connections() -> Dict[int, int]:
     connections = {}
     for inode, descriptor in _open_sockets():
         # It may be closed by now; that is not ours to mind.
-        with contextlib.suppress(OSError), _duplicate(descriptor) as each:
-            listens = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if each.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+        with contextlib.suppress(OSError), _duplicate(descriptor) as duplicate:
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                 connections[inode] = descriptor
     return connections
 

@@ -56,6 +56,7 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     try:
         store, stages = _meet(topology, place)
     except (OSError, RuntimeError) as error:
+        # Torch's messages have lines of C++ below the first.
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{topology.describe()} did not meet all {topology.world} ranks "
@@ -138,6 +139,7 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
     timer.daemon = True
     timer.start()
     try:
+        # Torch's store would print each failed attempt at length.
         if not serves:
             _await_listener(place, end)
         shared = dist.TCPStore(
@@ -164,8 +166,6 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
 
 def _await_listener(place: _Place, end: float) -> None:
     """Wait until somebody listens at the place.
-
-    Torch's store would print each failed attempt at length.
 
     Args:
         place: of the store.

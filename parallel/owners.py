@@ -68,6 +68,7 @@ class Owners:
         sent, parts, kept = self._send_to_owners(own, borders)
         sums = _added(parts)
         largest, counts = self._reaching(sums, count)
+        # All replicas rank the same candidates, and so find the same result without a message.
         candidates, lost = self._gather(largest, counts)
         chosen, _ = ranked(candidates.values, candidates.indices, count)
         total = candidates.take(chosen)
@@ -116,22 +117,34 @@ class Owners:
         for places, count in zip(by_region, leaving):
             message, lost = self._wire.pack(own.take(places))
             messages.append(message)
+            # With the values that arrive: what is rounded off is not sent, but kept.
             sent.append(self._wire.unpack(message, count))
             if lost is not None:
                 losses.append(lost)
-        # Exchange the messages, whose lengths follow from the numbers of entries.
+        return _joined(sent), self._exchange(messages, coming), losses
+
+    def _exchange(self, messages: Sequence[torch.Tensor], coming: Sequence[int]) -> List[Sparse]:
+        """Send a message to each replica.
+
+        Args:
+            messages: int32, one for each replica.
+            coming: number of entries that each replica sends here.
+
+        Returns:
+            The vector that came from each replica.
+        """
+        # The lengths of messages follow from the numbers of entries.
         words = [self._wire.words(count) for count in coming]
         received = messages[0].new_empty(sum(words))
         distributed.all_to_all_single(
             received,
-            torch.cat(messages),
+            torch.cat(list(messages)),
             output_split_sizes=words,
             input_split_sizes=[len(message) for message in messages],
             group=self._group,
         )
         arrived = zip(received.split(words), coming)
-        parts = [self._wire.unpack(message, count) for message, count in arrived]
-        return _joined(sent), parts, losses
+        return [self._wire.unpack(message, count) for message, count in arrived]
 
     def _reaching(self, sums: Sparse, count: int) -> Tuple[Sparse, List[int]]:
         """Find the sums that may be among the `count` largest of all owners'.
@@ -151,8 +164,8 @@ class Owners:
             edges = [0, *range(low, low + (BINS - 1) * step, step), _INFINITE]
             borders = torch.tensor(edges[1:-1], device=magnitudes.device)
             bins = torch.searchsorted(borders, magnitudes, right=True)
-            own = torch.bincount(bins, minlength=BINS).int()
-            histograms = bruck.all_gather(own, [BINS] * self._replicas, self._group)
+            histogram = torch.bincount(bins, minlength=BINS).int()
+            histograms = bruck.all_gather(histogram, [BINS] * self._replicas, self._group)
             # [owners, bins]: sums in this bin and those above it
             reached = torch.stack(histograms).flip(1).cumsum(1).flip(1)
             above = reached.sum(0).tolist()
@@ -161,23 +174,26 @@ class Owners:
             place = max(enough, default=0)
             low = edges[place]
             high = edges[place + 1]
+            # A bin of one magnitude cannot be divided: all of it is gathered, however many there are.
             if high - low <= 1 or above[place] <= count * (1 + _SPARE):
                 return sums.take(magnitudes >= low), reached[:, place].tolist()
 
-    def _gather(self, own: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
+    def _gather(self, sums: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
         """Gather the sums of all owners.
 
         Args:
-            own: of this owner.
-            counts: of each owner.
+            sums: of this owner.
+            counts: number of sums of each owner.
 
         Returns:
             All sums, the same bits on all replicas, and what rounding took off this owner's.
         """
-        message, lost = self._wire.pack(own)
+        message, lost = self._wire.pack(sums)
         words = [self._wire.words(count) for count in counts]
         messages = bruck.all_gather(message, words, self._group)
-        parts = [self._wire.unpack(each, count) for each, count in zip(messages, counts)]
+        # This owner's sums, too, as they arrive: all replicas go on from the same bits.
+        arrived = zip(messages, counts)
+        parts = [self._wire.unpack(packed, count) for packed, count in arrived]
         return _joined(parts), lost
 
 
@@ -199,7 +215,7 @@ def _added(parts: Sequence[Sparse]) -> Sparse:
     indices, places = torch.unique(all_indices, return_inverse=True)
     values = torch.zeros(len(indices), device=indices.device)
     counts = [len(part.indices) for part in parts]
-    for part, own in zip(parts, places.split(counts)):
+    for part, part_places in zip(parts, places.split(counts)):
         # No two indices of a part are alike, so their order does not matter.
-        values.index_add_(0, own, part.values)
+        values.index_add_(0, part_places, part.values)
     return Sparse(indices, values)

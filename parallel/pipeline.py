@@ -58,27 +58,14 @@ class Pipeline:
             group: the processes of the replica, ordered by stage.
             device: of this process.
         """
-        # Examples have the shapes, which torch's stages would else compute to learn them.
         training = schedule is not None
-        examples = _examples(boundaries, training)
-        stage_class = _TrainingStage if training else PipelineStage
-        stages = []
-        for number, part in sorted(parts.items()):
-            stage = stage_class(
-                part,
-                number,
-                len(boundaries) - 1,
-                device,
-                input_args=examples[number],
-                output_args=examples[number + 1],
-                group=group,
-            )
-            stages.append(stage)
+        stages = _stages(parts, boundaries, training, group, device)
         self._training_stages = [stage for stage in stages if isinstance(stage, _TrainingStage)]
         for place, training_stage in enumerate(self._training_stages):
             training_stage.place = place
             if device.type == "cpu" and len(parts) == 1:
                 training_stage.ahead = _AHEAD
+        # Any schedule has one forward pass a micro batch; only interleaved takes several parts.
         if schedule is None:
             schedule = "interleaved" if len(parts) > 1 else "gpipe"
         # Torch's interleaved schedule takes all stages of a process, the others their only one.
@@ -86,6 +73,7 @@ class Pipeline:
             stages if schedule == "interleaved" else stages[0],
             micro_batches,
             loss_fn=self._loss if training else None,
+            # The update divides sums of gradients: torch would divide by the micro batches, too.
             scale_grads=False,
         )
         self._numbers = torch.arange(micro_batches)
@@ -118,6 +106,32 @@ class Pipeline:
     def _loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """Return the loss of micro batch `number`, int64 []."""
         return self._work.loss(int(number), logits)
+
+
+def _stages(
+    parts: Mapping[int, nn.Module],
+    boundaries: Sequence[Boundary],
+    training: bool,
+    group: Group,
+    device: torch.device,
+) -> List[PipelineStage]:
+    """Return torch's stages of this process, in the order of the model; see Pipeline."""
+    # Examples have the shapes, which torch's stages would else compute to learn them.
+    examples = _examples(boundaries, training)
+    stage_class = _TrainingStage if training else PipelineStage
+    stages = []
+    for number, part in sorted(parts.items()):
+        stage = stage_class(
+            part,
+            number,
+            len(boundaries) - 1,
+            device,
+            input_args=examples[number],
+            output_args=examples[number + 1],
+            group=group,
+        )
+        stages.append(stage)
+    return stages
 
 
 def _examples(boundaries: Sequence[Boundary], training: bool) -> List[torch.Tensor]:
@@ -208,6 +222,7 @@ class _TrainingStage(PipelineStage):
 
         The first stage's `args` are numbers, not images.
         """
+        # Fetched only now: images of all micro batches would take their memory at once.
         if self.is_first:
             with self.work.span("load", fwd_chunk_id):
                 args = (self.work.images(fwd_chunk_id),)

@@ -216,6 +216,7 @@ class Processes:
         """End a run without a fault: wait for the others, and release what connects them."""
         if self._world == 1 or not dist.is_initialized():
             return
+        # A process that ended first would look like one that is lost.
         self._agreed()
         self.wait_for_all()
         self._watch.end()

@@ -265,9 +265,10 @@ class Replacements:
 
     def _kill(self, number: int) -> None:
         """Kill the ranks of a replica, and wait for their end."""
-        own = {rank: self._ranks[rank] for rank in self._numbers(number) if rank in self._ranks}
-        kill(own, signal.SIGKILL)
-        for process in own.values():
+        numbers = self._numbers(number)
+        running = {rank: self._ranks[rank] for rank in numbers if rank in self._ranks}
+        kill(running, signal.SIGKILL)
+        for process in running.values():
             process.wait()
 
     def _numbers(self, number: int) -> range:

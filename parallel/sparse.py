@@ -85,7 +85,8 @@ class SparseSum:
         message = self._pack(own, keeps=True)
         messages = message.new_empty(self._size * len(message))
         all_gather(messages, message, group=self._group)
-        return [self._wire.unpack(each, count) for each in messages.view(self._size, -1)]
+        rows = messages.view(self._size, -1)
+        return [self._wire.unpack(row, count) for row in rows]
 
     def _tree(self, own: Sparse) -> List[Sparse]:
         """Return the merge of all vectors, made on the way up to replica 0 and sent back."""
@@ -99,6 +100,7 @@ class SparseSum:
         if parent is not None:
             self._send(message, parent)
             distributed.recv(message, group=self._group, group_src=parent)
+            # A word as a receipt, for which the parent waits below.
             self._send(message[:1], parent)
         # Down: hand on the result, to the child with the largest subtree first.
         for child in reversed(children):
@@ -141,15 +143,7 @@ class SparseSum:
         twin = self._rank + power
         if has_twin:
             part = self._merge(part, self._receive(count, twin), keeps=True)
-        distance = 1
-        while distance < power:
-            # Replicas that differ in lower bits only have the same part by now: the lowest keeps.
-            message = self._pack(part, keeps=self._rank % distance == 0)
-            # Both get the same bits: neither a sum of two nor a merge depends on the order.
-            ours = self._wire.unpack(message, count)
-            theirs = self._swap(message, self._rank ^ distance, count)
-            part = self._merge(ours, theirs, keeps=self._rank % (2 * distance) == 0)
-            distance *= 2
+        part = self._merge_in_pairs(part, power)
         if extra:
             # What the twins are sent may be rounded, and all are to have the same.
             message = self._pack(part, keeps=self._rank == 0)
@@ -157,6 +151,20 @@ class SparseSum:
                 self._send(message, twin)
             part = self._wire.unpack(message, count)
         return [part]
+
+    def _merge_in_pairs(self, part: Sparse, power: int) -> Sparse:
+        """Return the merge of the parts of the first `power` replicas, a power of two."""
+        count = len(part.indices)
+        distance = 1
+        while distance < power:
+            # Replicas that differ in lower bits only have the same part by now: the lowest keeps.
+            message = self._pack(part, keeps=self._rank % distance == 0)
+            # Both get the same bits: neither a sum of two nor a merge depends on the order.
+            sent = self._wire.unpack(message, count)
+            received = self._swap(message, self._rank ^ distance, count)
+            part = self._merge(sent, received, keeps=self._rank % (2 * distance) == 0)
+            distance *= 2
+        return part
 
     def _owners(self, own: Sparse) -> List[Sparse]:
         """Return the largest entries of the whole sum."""
@@ -177,6 +185,7 @@ class SparseSum:
         numbers = torch.arange(1, count + 1, dtype=torch.int32, device=device)
         self._scratch.index_copy_(0, first.indices, numbers)
         partner = self._scratch.index_select(0, second.indices)
+        # The next merge expects zeros, too: filling all of them would take a pass over the memory.
         self._scratch.index_fill_(0, first.indices, 0)
         common = partner > 0
         # Add the common entries to those of the first vector, and leave zeros in the second.
@@ -223,18 +232,18 @@ class SparseSum:
         By gloo a send ends long before the message has left, and the next swap would run one way
         after the other. So each tells the other that its message is there.
         """
-        theirs = torch.empty_like(message)
+        received = torch.empty_like(message)
         rounds = [
-            bruck.Round(outgoing=message, receiver=replica, incoming=theirs, sender=replica),
+            bruck.Round(outgoing=message, receiver=replica, incoming=received, sender=replica),
         ]
         # A word as a receipt, in a second round.
         if message.device.type == "cpu":
             arrived = bruck.Round(
                 outgoing=message[:1],
                 receiver=replica,
-                incoming=theirs.new_empty(1),
+                incoming=received.new_empty(1),
                 sender=replica,
             )
             rounds.append(arrived)
         bruck.transfer(rounds, self._group)
-        return self._wire.unpack(theirs, count)
+        return self._wire.unpack(received, count)

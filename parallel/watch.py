@@ -43,6 +43,7 @@ class Watch:
         self._topology = topology
         self._silence = silence
         self._elastic = elastic
+        # A group of its own: its messages must not wait behind those of the computation.
         timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
         self._group = groups.new_group(timeout=timeout, backend="gloo")
         self._before = (topology.rank - 1) % topology.world
@@ -63,6 +64,7 @@ class Watch:
 
     def _speak(self) -> None:
         """Send heartbeats to the rank after this one."""
+        # Four heartbeats in the silence that is allowed: one may be late on a busy host.
         pause = min(_HEARTBEAT_SECONDS, self._silence / 4)
         # The receiver is gone, which this rank learns by the one before it, or this generation is,
         # with its groups.
@@ -73,6 +75,7 @@ class Watch:
 
     def _listen(self) -> None:
         """Wait for the last heartbeat of the rank before this one, or for its end."""
+        # The last message of a rank that ends without a fault is another.
         heartbeat = torch.tensor([_ALIVE])
         limit = timedelta(seconds=self._silence)
         since = time.monotonic()
