@@ -127,6 +127,7 @@ def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
         logits: float32 [images, classes].
         labels: int64 [images].
     """
+    # A model may have fewer classes.
     guesses = min(5, logits.shape[1])
     hits = logits.topk(guesses, dim=1).indices == labels[:, None]
     losses = F.cross_entropy(logits.double(), labels, reduction="none")
@@ -152,6 +153,7 @@ def total(
         processes: of the run.
         device: on which messages between processes lie.
     """
+    # float64 holds these sums exactly, see `summable`, so that their order does not matter.
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     if counts:
         rows = []

@@ -51,12 +51,12 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The method's name."""
+        """Return the method's name."""
         return self.method.name
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole exchange."""
+        """Return the seconds of the whole exchange."""
         return self.network + self.processor
 
     def accepted(self, loss: float) -> bool:

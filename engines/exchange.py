@@ -237,6 +237,7 @@ class GradientExchange:
         saved: Dict[str, Dict[str, Any]] = {}
         if self._delay is not None:
             self._delay.wait()
+            # All are sums over replicas by now, also those that a thread has just exchanged.
             delayed: Dict[str, Dict[str, Any]] = {}
             for number, entry in enumerate(self._delay.entries):
                 delayed[str(number)] = {

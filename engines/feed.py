@@ -83,7 +83,10 @@ class Feed:
 
     @property
     def image_dtype(self) -> torch.dtype:
-        """Dtype of training images as they enter the model: mixed ones lie between the integers."""
+        """Return the dtype of training images as they enter the model.
+
+        Mixed ones lie between the integers.
+        """
         return torch.float32 if mixing.mixes(self._settings.data) else torch.uint8
 
     def start(
@@ -124,6 +127,8 @@ class Feed:
         Args:
             number: counted in this replica, from the update's first on.
         """
+        # Where images enter, the loader has said which micro batch it was; elsewhere the share
+        # does.
         index, place = divmod(number, len(self._share))
         return self._steps[index], self._own_numbers.get(number, self._share[place])
 
@@ -167,6 +172,7 @@ class Feed:
         """
         labels, valid = self._labels()
         labels = sent(labels, self._device)
+        # By the same key as for its images, which another process may have mixed.
         plan = self._plan(number, self._rows, valid)
         targets = labels
         if plan is not None:

@@ -289,7 +289,7 @@ class IpuEngine(Engine):
 
     @property
     def _instance(self) -> int:
-        """The number of this process among the instances."""
+        """Return the number of this process among the instances."""
         return self.topology.replica // self.topology.served
 
     def data_wait(self) -> float:

@@ -204,6 +204,7 @@ def _fault(recipe: Recipe, micro: int, device: torch.device) -> str:
     """Return the error of a trial for which memory does not suffice, or "". Raises others."""
     try:
         _train(recipe, micro, device)
+    # Libraries have no error of one class for it.
     except RuntimeError as error:
         message = str(error)
         if not isinstance(error, torch.OutOfMemoryError) and not _NO_MEMORY.search(message):
@@ -225,6 +226,7 @@ def _train(recipe: Recipe, micro: int, device: torch.device) -> None:
         synchronize(device)
     finally:
         engine.close()
+    # It has to live until here.
     del reserve
 
 
@@ -253,6 +255,7 @@ def _random_batch(micro: int, size: int, device: torch.device) -> MicroBatch:
 
 def _single_replica(recipe: Recipe, micro: int) -> Recipe:
     """Return the recipe of one replica, whose update takes two micro batches."""
+    # Two, since the gradients of the first are there while the second is computed.
     batch = {"global_": 2 * micro, "micro": micro, "schedule": None, "largest": None}
     parallel = {"replicas": 1, "shares": "even", "elastic": False}
     changes = {

@@ -53,7 +53,7 @@ class ModelPart:
 
     @property
     def cut(self) -> List[str]:
-        """The blocks that open each part after the first."""
+        """Return the blocks that open each part after the first."""
         return [names[0] for names in self.part_names[1:]]
 
 

@@ -259,6 +259,7 @@ def compared(batch: Batch, replica: int, *, summed: bool) -> Batches:
         replica: this one.
         summed: whether its gradients become the sums over all replicas.
     """
+    # Without a sum each replica compares with its own batch, and the norms of all count alike.
     large = batch.micro * batch.accumulation
     weight = 1 / batch.replicas
     if summed:

@@ -389,6 +389,7 @@ class _Group(Processes):
         if group is not None:
             rank = dist.get_rank(group)
             self._world = dist.get_world_size(group)
+        # So torch numbers a process that is not in a group.
         if rank < 0:
             raise ConfigError(
                 "this process is not in the group; only its members make the optimizer"

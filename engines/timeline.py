@@ -120,6 +120,7 @@ class Recorder(StepListener):
         """
         self._on = False
         host, start = self._processes.gather((platform.node(), self._start))[0]
+        # Processes of one host have one clock; on another it began with the same barrier.
         if platform.node() != host:
             start = self._start
         spans = []

@@ -86,6 +86,7 @@ class TrainingWork(Work):
             float32 [].
         """
         labels, targets = self.feed.targets(number)
+        # Padding comes last, and has no labels.
         logits = logits[: len(labels)].float()
         losses = F.cross_entropy(
             logits,
@@ -94,6 +95,7 @@ class TrainingWork(Work):
             label_smoothing=self._label_smoothing,
         )
         loss = losses / self._rows
+        # Both stay on the device: to read them would be to wait.
         self.total += summable(loss.detach())
         self.correct += (logits.detach().argmax(1) == labels).sum()
         return loss * self._loss_scale.scale

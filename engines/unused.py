@@ -81,6 +81,7 @@ class UnusedParameters:
         Returns:
             True if anything was saved.
         """
+        # By a mask: whether to put back is known on the device alone.
         for part, number, copy in self._saved:
             part.copy_(torch.where(used[number] > 0, part, copy))
         changed = bool(self._saved)

@@ -148,6 +148,7 @@ class _Board:
     def silent(self, host: int) -> float:
         """Return the seconds since the launcher of a `host` polled, or the master answered."""
         with self._lock:
+            # A host that was never heard has been silent for ever.
             if host == self._hosts.this:
                 return 0.0
             return time.monotonic() - self._heard.get(host, -math.inf)
@@ -203,6 +204,7 @@ class MastersBoard(_Board):
         self.address = listening.getsockname()[0]
         while True:
             try:
+                # Each in a thread: who connects and sends nothing keeps nobody waiting.
                 connection, _ = listening.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except (OSError, RuntimeError):  # too many files or threads

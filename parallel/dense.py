@@ -52,6 +52,7 @@ class Dense(Method[Exchange]):
 
         See Method: `setup`.
         """
+        # These load torch, which plans and predictions do without.
         from parallel.quantized import QuantizedReduction
         from parallel.reduce import Reduction
 
@@ -128,6 +129,7 @@ class Local(Method[exchange.Local]):
 
         See Method: `setup`.
         """
+        # It loads torch, which plans and predictions do without.
         from parallel.local_steps import LocalSteps
 
         return LocalSteps(setup, self.section)

@@ -50,6 +50,7 @@ class Elastic:
         Raises:
             ConfigError: this one has something else.
         """
+        # Before any group is formed: torch reads them as it does so.
         os.environ.update(_OF_NCCL)
         self._given = given
         self._minimum = parallel.minimum

@@ -358,6 +358,7 @@ def candidates(section: Exchange) -> List[Method]:
         forms = method.variants(section)
         labels = {form.section.label for form in forms}
         methods += forms
+        # A form whose loss is known counts also where the recipe's keys say another.
         for measured, _ in MEASURED:
             if type(measured) is kind and measured.label not in labels:
                 methods.append(method(measured))
@@ -366,12 +367,14 @@ def candidates(section: Exchange) -> List[Method]:
 
 def named(name: str) -> Method:
     """Return the method of that `name`, with the defaults of its keys."""
+    # Sending nothing is no variant, since `auto` never takes it.
     methods = [of(Exchange(method="none")), *variants(Exchange(method="auto"))]
     return next(method for method in methods if method.name == name)
 
 
 def _methods() -> Registry[Type[Method]]:
     """Return METHODS once the methods of this package are registered."""
+    # Only now, as the files of methods import this one.
     for file in _FILES:
         importlib.import_module(f"{__package__}.{file}")
     return METHODS

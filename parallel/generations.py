@@ -339,10 +339,13 @@ class Membership(Generations):
         begun = self._reported("begun", 0) if self.number == 0 else set(self.members)
         limits = {}
         for member in self.members:
+            # It has heard of the end, so that it reports unless it hangs.
             if member in alive:
                 limits[member] = self._silence
+            # A thread of each of its processes would have heard by now, if they were there.
             elif member in begun:
                 limits[member] = min(self._silence, _GRACE_SECONDS)
+            # It may still load its libraries.
             else:
                 limits[member] = _BEGIN_SECONDS
         return limits

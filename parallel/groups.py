@@ -39,7 +39,11 @@ def new_group(
         group = dist.new_group(timeout=timeout, backend=backend)
     else:
         group = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            # Else processes of other groups would have to call, too.
+            use_local_synchronization=True,
         )
     assert group is not None and not isinstance(group, int), "this process is not in the group"
     return group

@@ -68,6 +68,7 @@ def find(
         return _from_slurm(environment)
     if nnodes is None:
         raise UserError("--node-rank and --master go with --nnodes, the number of hosts")
+    # One host needs no address that others could reach, whatever --master says.
     if nnodes == 1 and not node_rank:
         return Hosts()
     # Several hosts: each needs to know which one it is, and where the master listens.
@@ -88,6 +89,7 @@ def find(
 def _host_and_port(text: str) -> Tuple[str, int]:
     """Return the parts of HOST, HOST:PORT or [ADDRESS]:PORT. Raises UserError."""
     host, colon, port = text.rpartition(":")
+    # There is no port; an IPv6 address in brackets has colons of its own.
     if not colon or text.endswith("]"):
         host = text
         port = str(_PORT)
@@ -108,6 +110,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Hosts:
     Raises UserError.
     """
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
+    # A batch script has the variables of its job, too, but is a process by itself.
     if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
         return Hosts()
     tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
@@ -132,6 +135,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Hosts:
 def _slurm_names(environment: Mapping[str, str]) -> List[str]:
     """Return the names of the hosts of a SLURM step, in order. Raises UserError."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    # Only SLURM knows how its lists of nodes expand, such as node[01-04,7].
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         output = subprocess.check_output(command, stderr=subprocess.PIPE, text=True)
@@ -168,6 +172,7 @@ def listen(hosts: Hosts) -> socket.socket:
             "give the address of its network interface"
         )
     try:
+        # Bound to this address alone: other networks of the host do not reach it.
         return socket.create_server((address, hosts.port), family=family, backlog=1024)
     except OSError as error:
         assert error.errno is not None, error  # it comes from the system

@@ -94,6 +94,7 @@ def die_with_parent() -> None:
     process.
     """
     parent = multiprocessing.parent_process()
+    # Linux kills a process after the one that forked it: that may be a fork server.
     if sys.platform == "linux" and (parent is None or os.getppid() == parent.pid):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     elif parent is not None:

@@ -145,6 +145,7 @@ class Processes:
 
         Its error is raised on all, with a message on the main process only.
         """
+        # What fails there fails everywhere, before anybody waits for the result.
         result = self.together(lambda: function() if self.topology.is_main else None)
         return self._broadcast(result)
 
@@ -193,6 +194,7 @@ class Processes:
         """
         if self._world == 1:
             return value
+        # Its message was sent a step ago, so that this rarely waits.
         before = self._agreed()
         largest = torch.tensor([value])
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host, async_op=True)

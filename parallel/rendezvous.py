@@ -79,6 +79,7 @@ class Others:
                 self._board.succeeded = self._silence
         else:
             self._board = Board(hosts, secret)
+        # A single host does not listen, so that nobody else can write.
         if not secret and hosts.this == 0 and hosts.number > 1:
             print(
                 f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; "
@@ -287,6 +288,7 @@ class Others:
         """
         if waited > _TOGETHER_SECONDS:
             text = f"waited {_TOGETHER_SECONDS:.0f} s in vain for {which}; start all hosts, or lower --nnodes"
+            # At first it is for the user to act; later a host is lost that was there.
             raise UserError(text) if self._attempt == 0 else MasterLost(text)
         if self._attempt and all(self._silent(host) for host in missing):
             raise MasterLost(f"have heard nothing for {self._silence:g} s of {which}")

@@ -209,6 +209,7 @@ class Replacements:
     def _is_own_fault(self, failed: Sequence[Tuple[int, int]]) -> bool:
         """Return whether the run's own fault has ended these ranks: others would fail alike."""
         for rank, code in failed:
+            # In a first life all replicas have the same input; later its host may have other files.
             if code == WRONG_INPUT and not self._replicas[rank // self._stages].life:
                 return True
         if all(code != FAILED for _, code in failed):
@@ -244,6 +245,7 @@ class Replacements:
             return
         is_short = now - replica.begun < _SHORT_SECONDS
         pause = replica.pause if is_short else 0.0
+        # Ranks of a replica may fail at once: the first of them plans its start.
         if replica.due is None:
             replica.due = now + pause
         # After each short life the next one begins later.

@@ -71,6 +71,7 @@ class Sparse(Method[SparseT]):
 
     def create(self, setup: Setup) -> Running:
         """Create the exchange for a run. See Method: `setup`."""
+        # It loads torch, which plans and predictions do without.
         from parallel.sparse_exchange import SparseExchange
 
         return SparseExchange(setup, self.section)

@@ -160,4 +160,5 @@ def _from_poprun(recipe: Recipe, environment: Mapping[str, str]) -> Topology:
             "in this process; "
             "give --num-replicas a multiple of --num-instances"
         )
+    # Every process serves as many, neighbours: its number follows from its first one.
     return Topology(replicas=total, rank=first // served, served=served)
