@@ -266,6 +266,7 @@ def _gradient(recipe: Recipe, batch: Batch, stages: int) -> Gradient:
         # A stage has every `stages`-th part.
         names = [name for part in parts[stage::stages] for name in part]
         gradients.append(_stage_gradient(model, names, recipe.exchange.whole_1d))
+    # Tuples compare by their first field, the elements.
     return max(gradients)
 
 

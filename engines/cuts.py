@@ -155,6 +155,7 @@ def _divided(blocks: Blocks, automatic: Callable[[], Tuple[Sequence[str], str]])
         divided = split_names(model.names, cut)
     except ValueError as error:
         raise ConfigError(f"parallel.split: {error}") from None
+    # The cut points exist, but two of them may enclose no block that trains.
     for names in divided:
         if not trained.intersection(names):
             raise ConfigError(

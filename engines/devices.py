@@ -186,6 +186,7 @@ def timed(work: Callable[[], object], device: torch.device, calls: int) -> List[
         calls: how many.
     """
     seconds = []
+    # Calls return before a GPU has computed: it is waited for on both sides.
     for _ in range(calls):
         synchronize(device)
         start = time.perf_counter()
@@ -204,5 +205,6 @@ def memory_of(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    # Processes of a host take from the same memory.
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -69,6 +69,7 @@ def create_weights(
     """
     section = sections.optimizer
     if sections.exchange.compresses_update(section):
+        # The recipe's optimizer makes these updates before they are exchanged.
         section = _SUBTRACT
     return WeightState(
         parameters.items(),
@@ -197,6 +198,7 @@ class GradientExchange:
         """
         divisor = scale * self._summed
         if self._replica_update is not None:
+            # It makes the update within the exchange, and so needs the rate before.
             self._replica_update.lr = lr
         if self._delay is not None:
             return self._delay.advance(step, divisor)

@@ -483,6 +483,7 @@ class IpuEngine(Engine):
         saved = self._optimizer.state_dict()
         tensors = dict(saved["ipu_state"])
         for key, value in tensors.items():
+            # Bias corrections go on from this step; no other engine saves their counts.
             if key.startswith(_COUNT_PREFIX):
                 tensors[key] = torch.full_like(value, step)
         host = self._host.state_dict()

@@ -119,6 +119,7 @@ def _results(
     device: torch.device,
 ) -> _Results:
     """Return results of earlier runs where all processes have one; else all try."""
+    # Each machine has a cache: one without an entry makes all of them try.
     file = _file(recipe, sizes, device)
     by_rank = processes.gather(_read(file, sizes))
     if None not in by_rank:

@@ -97,6 +97,7 @@ class Passes:
         if self._processes.topology.stages == 1:
             with torch.no_grad():
                 return self._part.stages[0](images)
+        # One for the whole run, as validation images have one size.
         if self._evaluation is None:
             from parallel.pipeline import Pipeline
 

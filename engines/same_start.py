@@ -112,6 +112,7 @@ def _described(module: nn.Module, settings: Mapping[str, Any]) -> Dict[str, str]
         if _is_extra(name):
             descriptions[name] = "an extra state"
             continue
+        # Refused here, before any replica has been changed.
         _check_can_be_sent(name, value)
         dtype = str(value.dtype).replace("torch.", "")
         role = "trained" if name in trained else "not trained"

@@ -310,6 +310,7 @@ def compile_stages(
     started = time.perf_counter()
     for stage in stages.values():
         stage.compile(mode)
+    # An engine that does not train compiles as it scores.
     if not entering:
         return ()
     try:

@@ -84,6 +84,7 @@ class Recorder(StepListener):
                 yield
                 return
             synchronize(self._device)
+            # The device has ended what came before, so that its time is this span's.
             start = time.monotonic()
             yield
             synchronize(self._device)

@@ -402,6 +402,8 @@ class TorchEngine(Engine):
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
         by_name = self._noise.meter.values()
         if self._recipe.log.noise_scale == "layers" and self.topology.stages > 1:
+            # The whole model's norms are summed over stages, each parameter's are its stage's
+            # alone.
             by_stage = self.processes.gather(by_name)[: self.topology.stages]
             by_name = {name: scale for values in by_stage for name, scale in values.items()}
         whole = by_name.pop("", None)
@@ -438,6 +440,7 @@ class TorchEngine(Engine):
         rows = self._recipe.batch.evaluation
         if source is None:
             share = loader.evaluation_share(images, rows, place.replica, place.replicas)
+            # All stages make as many calls, with images or without.
             return feed.Nothing([None] * len(share))
         return loader.EvaluationBatches(
             source,

@@ -442,6 +442,7 @@ def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[List[Outcome]
         seconds = [float(content[str(candidate)]) for candidate in candidates]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # NaN, too, is no time.
     if not all(value > 0 for value in seconds):
         return None
     return [Outcome(value, "") for value in seconds]

@@ -131,6 +131,7 @@ class _Board:
         self._key = secret.encode()
         self._attempt = 0  # the newest of this host
         self._attempts: Dict[int, Dict[int, Entries]] = {}  # attempt -> host -> entries
+        # The master's silence begins with this board: it may not listen yet.
         self._heard = {0: time.monotonic()}  # host -> when it last polled or answered
         self._lock = threading.Lock()
         self.who = secrets.token_hex(8)
@@ -337,11 +338,13 @@ def _receive(stream: BinaryIO, key: bytes, challenge: bytes, limit: int) -> byte
         OSError, EOFError: none comes.
         ValueError: it is from somebody without the secret.
     """
+    # No more is read of a message that has no end.
     line = stream.readline(limit)
     if not line.endswith(b"\n"):
         raise EOFError
     mac = line[:_MAC]
     body = line[_MAC:-1]
+    # In constant time, which tells nobody how many digits were right.
     if not hmac.compare_digest(mac, _mac(key, challenge, body)):
         raise ValueError("from somebody without the secret")
     return body

@@ -33,14 +33,14 @@ class Round(NamedTuple):
 
 
 def all_gather(
-    own: torch.Tensor,
+    tensor: torch.Tensor,
     sizes: Sequence[int],
     group: Group,
 ) -> List[torch.Tensor]:
     """Gather a tensor of each replica on all of them. Every replica calls.
 
     Args:
-        own: contiguous [sizes[rank]], of this replica; any dtype, the same on all.
+        tensor: contiguous [sizes[rank]], of this replica; any dtype, the same on all.
         sizes: elements that each replica gives, the same list on all.
         group: the replicas.
 
@@ -52,8 +52,8 @@ def all_gather(
     # This replica's elements come first, then those of the replicas after it, around the ring.
     turned = [sizes[(rank + place) % replicas] for place in range(replicas)]
     starts = [0, *accumulate(turned)]
-    gathered = own.new_empty(starts[-1])
-    gathered[: starts[1]] = own
+    gathered = tensor.new_empty(starts[-1])
+    gathered[: starts[1]] = tensor
     # In each round a replica sends all that it has, so the number of tensors doubles.
     rounds = []
     for distance in _distances(replicas):
@@ -66,25 +66,26 @@ def all_gather(
         )
         rounds.append(message)
     transfer(rounds, group)
+    # From the order around the ring back to that of the replicas.
     parts = gathered.split(turned)
     return [parts[(replica - rank) % replicas] for replica in range(replicas)]
 
 
-def all_to_all(own: torch.Tensor, group: Group) -> torch.Tensor:
+def all_to_all(elements: torch.Tensor, group: Group) -> torch.Tensor:
     """Exchange one element with each replica. Every replica calls.
 
     Args:
-        own: [P], the element for each replica; any dtype, the same on all.
+        elements: [P], the one for each replica; any dtype, the same on all.
         group: the P replicas.
 
     Returns:
         The element from each replica, [P], in their order.
     """
     rank = distributed.get_rank(group)
-    replicas = len(own)
-    places = torch.arange(replicas, device=own.device)
+    replicas = len(elements)
+    places = torch.arange(replicas, device=elements.device)
     # An element's place tells how far up the ring it has to go; each round does one bit of that.
-    held = own.roll(-rank)
+    held = elements.roll(-rank)
     for distance in _distances(replicas):
         moving = (places & distance).nonzero().flatten()
         # A copy: what comes in takes the places of what leaves.
@@ -97,6 +98,7 @@ def all_to_all(own: torch.Tensor, group: Group) -> torch.Tensor:
         )
         transfer([message], group)
         held[moving] = message.incoming
+    # What replica r has sent is `rank - r` places up the ring from it.
     return held[(rank - places) % replicas]
 
 

@@ -90,7 +90,7 @@ class SparseState:
             The mean, [n], in the dtype of the gradients.
         """
         replicas = distributed.get_world_size(self._group)
-        # Residuals belong to buckets, of which DDP has the last ones only after two updates.
+        # Residuals belong to buckets, whose last form DDP finds in its second update.
         if self._step < self._dense_steps:
             distributed.all_reduce(gradients, group=self._group)
             mean = gradients.div_(replicas)

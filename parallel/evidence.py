@@ -55,6 +55,7 @@ def of(section: Exchange, optimizer: Optimizer) -> Optional[Evidence]:
     Returns:
         The loss; None if it was not measured.
     """
+    # With another optimizer the same exchange may lose more.
     if optimizer.name != OPTIMIZER:
         return None
     keys = _keys(section, optimizer)

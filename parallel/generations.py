@@ -252,6 +252,7 @@ class Membership(Generations):
         """
         # All processes propose the same members; the first of them counts.
         self._report("begun")
+        # All replicas are members: one that never comes is waited for like one that is lost.
         first = json.dumps([(replica, 0) for replica in range(replicas)])
         self._store.compare_set(_key("members", 0), "", first)
         self.catch_up()

@@ -67,6 +67,7 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     # Gloo serves tensors of the CPU everywhere, NCCL those of a GPU.
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Groups are formed by the store, also while another rank still compiles or saves.
     store.set_timeout(COLLECTIVE_TIMEOUT)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",

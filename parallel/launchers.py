@@ -68,6 +68,7 @@ def left_over(environment: Mapping[str, str]) -> str:
     mpi = [count for count, _ in _MPI]
     for name in ("WORLD_SIZE", _slurm_count(environment), *mpi):
         number = environment.get(name, "1")
+        # An empty variable counts as one that is not set; 1 is a process by itself.
         if number not in ("", "1"):
             return f"{name}={number}"
     return ""

@@ -48,11 +48,11 @@ class Owners:
         # The bits of magnitudes among which the least of the result is looked for.
         self._range = (0, _INFINITE)
 
-    def __call__(self, own: Sparse, length: int) -> Tuple[Sparse, List[Sparse]]:
+    def __call__(self, vector: Sparse, length: int) -> Tuple[Sparse, List[Sparse]]:
         """Sum the replicas' vectors and keep the largest entries. Every replica calls.
 
         Args:
-            own: of this replica, k entries.
+            vector: of this replica, k entries.
             length: elements of a vector.
 
         Returns:
@@ -61,11 +61,11 @@ class Owners:
         borders = self._borders
         if borders is None:
             starts = [region * length // self._replicas for region in range(1, self._replicas)]
-            borders = torch.tensor(starts, device=own.indices.device)
+            borders = torch.tensor(starts, device=vector.indices.device)
             self._borders = borders
-        count = len(own.indices)
+        count = len(vector.indices)
         # (1) to (4) of the class's docstring.
-        sent, parts, kept = self._send_to_owners(own, borders)
+        sent, parts, kept = self._send_to_owners(vector, borders)
         sums = _added(parts)
         largest, counts = self._reaching(sums, count)
         # All replicas rank the same candidates, and so find the same result without a message.
@@ -91,13 +91,13 @@ class Owners:
 
     def _send_to_owners(
         self,
-        own: Sparse,
+        vector: Sparse,
         borders: torch.Tensor,
     ) -> Tuple[Sparse, List[Sparse], List[Sparse]]:
         """Send each owner the entries in its region.
 
         Args:
-            own: entries of this replica.
+            vector: entries of this replica.
             borders: int64 [owners - 1], first element of each region but the first.
 
         Returns:
@@ -105,7 +105,7 @@ class Owners:
             by owner.
         """
         # Which entries go to which owner, and how many come from each replica?
-        regions = torch.searchsorted(borders, own.indices, right=True)
+        regions = torch.searchsorted(borders, vector.indices, right=True)
         counts = torch.bincount(regions, minlength=self._replicas)
         coming = bruck.all_to_all(counts.int(), self._group).tolist()
         leaving = counts.tolist()
@@ -115,7 +115,7 @@ class Owners:
         sent = []
         losses = []
         for places, count in zip(by_region, leaving):
-            message, lost = self._wire.pack(own.take(places))
+            message, lost = self._wire.pack(vector.take(places))
             messages.append(message)
             # With the values that arrive: what is rounded off is not sent, but kept.
             sent.append(self._wire.unpack(message, count))

@@ -134,6 +134,7 @@ class Others:
         """Return the outcome of another host whose ranks are gone while ours may wait for them."""
         for outcome in self._outcomes().values():
             if outcome.abrupt:
+                # Here nothing is left to wait for: this host's ranks are ended, too.
                 return dataclasses.replace(outcome, abrupt=False)
         try:
             self._check_master()

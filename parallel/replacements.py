@@ -223,6 +223,7 @@ class Replacements:
         replica = self._replicas[number]
         replica.due = None
         if self._generations.has_begun(self._member(number)):
+            # Whoever knows its last life would take reports of this one for that one's.
             replica.life = self._generations.next_life(number)
         else:
             replica.starts += 1

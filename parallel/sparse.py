@@ -56,14 +56,14 @@ class SparseSum:
         self._sum = sums[pattern]
         self._owned = Owners(group, self._wire)
 
-    def __call__(self, own: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
+    def __call__(self, vector: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
         """Sum the replicas' vectors. Every replica calls, with as many entries.
 
         The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and
         of what each replica has to keep: its `residual`, to float32 rounding.
 
         Args:
-            own: of this replica.
+            vector: of this replica.
             scratch: int32 [elements of a vector], zeros; zeros again afterwards.
 
         Returns:
@@ -73,27 +73,27 @@ class SparseSum:
             RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
         if self._size == 1:
-            return [own], []
+            return [vector], []
         self._scratch = scratch
         self._residual: List[Sparse] = []
-        parts = self._sum(own)
+        parts = self._sum(vector)
         return parts, self._residual
 
-    def _gather(self, own: Sparse) -> List[Sparse]:
+    def _gather(self, vector: Sparse) -> List[Sparse]:
         """Return the vectors of all replicas."""
-        count = len(own.indices)
-        message = self._pack(own, keeps=True)
+        count = len(vector.indices)
+        message = self._pack(vector, keeps=True)
         messages = message.new_empty(self._size * len(message))
         all_gather(messages, message, group=self._group)
         rows = messages.view(self._size, -1)
         return [self._wire.unpack(row, count) for row in rows]
 
-    def _tree(self, own: Sparse) -> List[Sparse]:
+    def _tree(self, vector: Sparse) -> List[Sparse]:
         """Return the merge of all vectors, made on the way up to replica 0 and sent back."""
-        count = len(own.indices)
+        count = len(vector.indices)
         parent, children = self._place_in_tree()
         # Up: merge what the children have merged.
-        part = own
+        part = vector
         for child in children:
             part = self._merge(part, self._receive(count, child), keeps=True)
         message = self._pack(part, keeps=True)
@@ -128,17 +128,17 @@ class SparseSum:
             return None, children
         return self._rank - distance_to_parent, children
 
-    def _butterfly(self, own: Sparse) -> List[Sparse]:
+    def _butterfly(self, vector: Sparse) -> List[Sparse]:
         """Return the merge of all vectors, which pairs of replicas make in log2 P rounds."""
-        count = len(own.indices)
+        count = len(vector.indices)
         power = 1 << (self._size.bit_length() - 1)
         # Replicas beyond the largest power of two have twins that take part for them.
         extra = self._size - power
         if self._rank >= power:
             twin = self._rank - power
-            self._send(self._pack(own, keeps=True), twin)
+            self._send(self._pack(vector, keeps=True), twin)
             return [self._receive(count, twin)]
-        part = own
+        part = vector
         has_twin = self._rank < extra
         twin = self._rank + power
         if has_twin:
@@ -166,9 +166,9 @@ class SparseSum:
             distance *= 2
         return part
 
-    def _owners(self, own: Sparse) -> List[Sparse]:
+    def _owners(self, vector: Sparse) -> List[Sparse]:
         """Return the largest entries of the whole sum."""
-        total, kept = self._owned(own, len(self._scratch))
+        total, kept = self._owned(vector, len(self._scratch))
         self._residual += kept
         return [total]
 

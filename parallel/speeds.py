@@ -65,6 +65,7 @@ class Speeds:
 
     def _changes(self, seconds: Sequence[float]) -> List[str]:
         """Return a line for each replica that has become slow, or no longer is."""
+        # The lower one, so that of two replicas the slower can be told.
         median = statistics.median_low(seconds)
         slow = frozenset(replica for replica, time in enumerate(seconds) if time > _SLOW * median)
         lines = []
