@@ -69,6 +69,7 @@ def parts(blocks: Blocks, processes: Processes, device: torch.device, *, bound: 
             parameters; too many parts.
     """
     if processes.topology.stages == 1:
+        # A wrong cut is refused also where nothing is cut.
         _divided(blocks, lambda: ([], ""))
         return Parts([blocks.model.names], "")
     return _divided(blocks, lambda: _automatic(blocks, processes, device, bound=bound))

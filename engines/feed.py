@@ -76,6 +76,7 @@ class Feed:
         self._topology = processes.topology
         self._device = device
         self._sent: List[Tuple[dist.Work, torch.Tensor]] = []
+        # What was drawn last: a process with one stage asks for it twice.
         self._mixed = _Mixed((), None)
         # Labels, where this stage has them; else messages that are on their way from the first one.
         self._ready: Deque[Tuple[torch.Tensor, int]] = deque()

@@ -12,7 +12,7 @@ passes.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from engines.listeners import StepListener
 from engines.stage import Stage
 from models.stochastic import RANDOM_LAYERS
 from recipe.course import Update
+
+Result = TypeVar("Result")
 
 DEVICES = ("cuda",)  # types that record
 _FEW = 4  # micro batches of a replica in a step
@@ -126,7 +128,7 @@ class Graphed(nn.Module):
         self.recordings: List[_Recording] = []
         self._recorder = recorder
         self._free: List[_Recording] = []
-        self._kind: Any = None
+        self._kind: Optional[Tuple[torch.Size, torch.dtype]] = None
         self._seen = 0  # micro batches of this kind
         self._records = True
         self._with_gradient = torch.empty(0, requires_grad=True)  # images have none
@@ -292,7 +294,7 @@ class _Recording:
             gradients.append(leaf.grad)
         return gradients
 
-    def _run(self, work: Callable[[], Any]) -> Any:
+    def _run(self, work: Callable[[], Result]) -> Result:
         """Call `work` with the recording's leaves and masks.
 
         Passes that are computed again look for them in the stage.

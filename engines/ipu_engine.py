@@ -76,6 +76,7 @@ def connect(recipe: Recipe, topology: Topology) -> Processes:
         poprun.check_served(topology.served, recipe.parallel.stages, topology.replicas)
         return Processes(topology, IpuEngine.device)
     popdist = _needed("popdist", "install it from the Poplar SDK")
+    # It carries small objects between the instances.
     _needed("horovod.torch", "install it by pip")
     popdist.init()
     replicas = popdist.getNumTotalReplicas()
@@ -224,18 +225,7 @@ class IpuEngine(Engine):
     def _create_optimizer(self, model: BlockList) -> None:
         plan = self._plan
         section = self._recipe.optimizer
-        parameters = dict(model.named_parameters())
-        skipped = factory.skipped_names(section, parameters, norm_parameters(model))
-        groups = []
-        self._rate_scales = []
-        for group in plan.groups:
-            members = []
-            for name, parameter in parameters.items():
-                if (name in skipped) == group.skipped:
-                    members.append(parameter)
-            if members:
-                groups.append({"params": members, **group.options})
-                self._rate_scales.append(group.lr_scale)
+        groups = self._parameter_groups(model)
         keywords = {name: _resolved(value) for name, value in plan.options.items()}
         # The rate must be given here: PopTorch compiles in what only groups have.
         self._optimizer = getattr(self._library.optim, plan.name)(groups, lr=1.0, **keywords)
@@ -246,6 +236,23 @@ class IpuEngine(Engine):
         self._slot_scale = 1.0
         if section.name == "sgd":
             self._slot_scale = self._recipe.precision.loss_scale
+
+    def _parameter_groups(self, model: BlockList) -> List[Dict[str, Any]]:
+        """Return the groups of the optimizer that have parameters, and note the rate of each."""
+        section = self._recipe.optimizer
+        parameters = dict(model.named_parameters())
+        skipped = factory.skipped_names(section, parameters, norm_parameters(model))
+        groups = []
+        self._rate_scales = []
+        for group in self._plan.groups:
+            members = []
+            for name, parameter in parameters.items():
+                if (name in skipped) == group.skipped:
+                    members.append(parameter)
+            if members:
+                groups.append({"params": members, **group.options})
+                self._rate_scales.append(group.lr_scale)
+        return groups
 
     # Training ---------------------------------------------------------------------------------
 
@@ -461,6 +468,7 @@ class IpuEngine(Engine):
     def _send_weights(self) -> None:
         self._weights_are_on_device = False
         self._inference_is_stale = True
+        # Evaluation's program is sent them when it is attached the next time.
         weights = self._host.state_dict()["weights"]
         self._training.load_state_dict({_INSIDE + name: weights[name] for name in weights})
 

@@ -248,6 +248,7 @@ class TrainingFeed:
             self.waited += time.perf_counter() - start
         number = self._number
         self._number += 1
+        # The label tells which image it was; reading it once more tells why.
         damaged = (labels == UNREADABLE).nonzero()
         if len(damaged):
             self._positions.complain(number * len(labels) + int(damaged[0]))

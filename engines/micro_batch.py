@@ -172,6 +172,7 @@ def largest(sizes: Sequence[int], first: int, fits: Callable[[int], bool]) -> in
             low = index
         else:
             high = index
+        # Until one does not fit sizes are doubled, by the sizes that there are.
         if high == len(sizes):
             doubled = bisect.bisect_right(sizes, 2 * sizes[low]) - 1
             index = max(low + 1, doubled)

@@ -28,7 +28,8 @@ class ModelPart:
     model: the part as one list of blocks.
     stages: the same as modules, by number of the part; several where stages are virtual.
     parameters, buffers: of the part; buffers are running statistics.
-    together: names of the parameters that get a micro batch's gradients at once.
+    together: names of the parameters that get a micro batch's gradients at once, as the backward
+        pass of their stage ends.
     part_names: names of the blocks of each part of the model, of all processes.
     whole_names: names of the whole model's parameters.
     shapes: of the whole model's parameters and persistent buffers.
@@ -107,29 +108,28 @@ def create(
     if batch.stages > 1 and processes.topology.stages == 1:
         notes.append(f"one process computes all {batch.stages} stages itself, on one device")
 
-    # Of several parts each gets its gradients when its backward pass ends, not all at once.
+    # What no part of this process contains is garbage once the stages are made.
+    parts = cuts.own_parts(part_names, processes.topology)
     stages = {}
-    together = []
-    kept_names: List[str] = []
-    for number, names in cuts.own_parts(part_names, processes.topology).items():
-        part = whole.part(names)
-        stages[number] = Stage(part, whole.draws, recomputed, memory_format)
-        together.append([name for name, _ in part.named_parameters()])
-        kept_names += names
-    # The rest of the model is garbage from here on.
-    model = whole.part(kept_names)
+    for number, names in parts.items():
+        stages[number] = Stage(whole.part(names), whole.draws, recomputed, memory_format)
+    model = whole.part([name for names in parts.values() for name in names])
     model.draws = whole.draws
     return ModelPart(
         model=model,
         stages=stages,
         parameters=dict(model.named_parameters()),
         buffers=state.persistent_buffers(model),
-        together=together,
+        together=[_parameter_names(whole.part(names)) for names in parts.values()],
         part_names=part_names,
-        whole_names=[name for name, _ in whole.named_parameters()],
+        whole_names=_parameter_names(whole),
         shapes=state.shapes(whole),
         norms=norm_parameters(whole),
         hidden=hidden_layers(whole),
         memory_format=memory_format,
         notes=tuple(notes),
     )
+
+
+def _parameter_names(model: BlockList) -> List[str]:
+    return [name for name, _ in model.named_parameters()]

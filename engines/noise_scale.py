@@ -202,6 +202,7 @@ class Meter:
         passed = self._passed[parameter]
         self._passed[parameter] += 1
         share = self.batches.share
+        # Of an update of several steps the first is measured.
         if passed < len(share) and share[passed] in self._measured:
             self._norms[parameter][share[passed]] = norm(gradient)
 

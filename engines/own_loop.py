@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, ContextManager, Dict, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -271,7 +271,7 @@ class DistributedOptimizer:
         self.steps = first["steps"]
 
 
-def _current_gpu(module: nn.Module) -> Any:
+def _current_gpu(module: nn.Module) -> ContextManager[object]:
     """Return a context in which a module's GPU, if it has one, is the current one."""
     for parameter in module.parameters():
         if parameter.is_cuda:
@@ -382,6 +382,7 @@ class _Group(Processes):
     """The replicas of a process group that somebody else has made; without stages."""
 
     def __init__(self, group: Optional[dist.ProcessGroup]):
+        # The user's processes have met already: here nothing is connected.
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         rank = 0

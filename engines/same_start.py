@@ -37,6 +37,7 @@ def agreed(processes: Processes, function: Callable[[], Result]) -> Result:
     try:
         result = function()
     except Exception as error:
+        # The other replicas wait for it below.
         processes.gather(first_line(error))
         raise
     for replica, message in enumerate(processes.gather(None)):

@@ -14,12 +14,12 @@ from data.batches import MicroBatch
 from engines import agreement, feed, graphs, model_part, noise_scale, state, tuning
 from engines.agreement import Agreement
 from engines.averages import Averages
-from engines.base import Counts, Engine, NoiseScale, StepResult, scored
+from engines.base import Counts, Engine, EvaluatedBatches, NoiseScale, StepResult, scored
 from engines.devices import compute_dtype, device_of, set_switches, timed, unused
 from engines.exchange import GradientExchange, UpdateSections, create_weights
 from engines.listeners import Listeners, StepListener
 from engines.measured_shares import MeasuredShares
-from engines.passes import Passes
+from engines.passes import Passes, Rows
 from engines.stage import compile_stages, image_size
 from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
@@ -205,6 +205,7 @@ class TorchEngine(Engine):
         if obstacle and self._trains and wanted not in ("auto", False):
             self.notes += (f"log.noise_scale: not measured, as {obstacle}",)
         measures = self._trains and wanted and not obstacle
+        # Without parameters a meter measures nothing, and has nothing to be saved.
         parameters = self._part.parameters if measures else {}
         meter = noise_scale.Meter(parameters, batches, layers=wanted == "layers")
         gradients = self.weights.gradients
@@ -233,7 +234,7 @@ class TorchEngine(Engine):
             training=self._training_stages,
             device=self.device,
             dtype=self._compute,
-            rows={"training": self.batch.micro, "evaluation": recipe.batch.evaluation},
+            rows=Rows(self.batch.micro, recipe.batch.evaluation),
         )
 
     def _compile(self) -> None:
@@ -243,9 +244,11 @@ class TorchEngine(Engine):
             return
         sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
         images = self._feed.image_dtype
-        entering = [self._passes.boundaries("training", size, images) for size in sizes]
+        micro = self.batch.micro
+        entering = [self._passes.boundaries(micro, size, images) for size in sizes]
         size = image_size(recipe.model)
-        scored_images = self._passes.boundaries("evaluation", size, torch.uint8)
+        rows = recipe.batch.evaluation
+        scored_images = self._passes.boundaries(rows, size, torch.uint8)
         mode = recipe.engine.compile_mode
         stages = self._part.stages
         self.notes += compile_stages(stages, entering, scored_images, self.device, mode)
@@ -435,7 +438,7 @@ class TorchEngine(Engine):
         assert self._batches is not None, "asked for in training alone"
         return self._batches.waited()
 
-    def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
+    def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluatedBatches:
         place = self.topology
         rows = self._recipe.batch.evaluation
         if source is None:

@@ -250,6 +250,7 @@ def _with(recipe: Recipe, choice: Candidate) -> Recipe:
 
 def _on_gpu(section: EngineSection) -> List[Candidate]:
     """Return the candidates of a GPU that a section allows."""
+    # Contiguous and torch come first, which run.deterministic takes.
     formats = list(_FORMATS)
     if section.memory_format != "auto":
         formats = [section.memory_format]
@@ -335,7 +336,7 @@ def _fastest(
         by_rank = processes.gather(outcomes)
         origin = "measured"
     report(f"engine auto: {_described(part)}, {origin}")
-    # A step takes as long as the slowest process.
+    # A step takes as long as the slowest process, and a fault counts as the longest time.
     slowest: Dict[Candidate, Outcome] = {}
     for number, candidate in enumerate(candidates):
         slowest[candidate] = max(outcomes[number] for outcomes in by_rank)
@@ -401,14 +402,7 @@ def _seconds(part: _Part, candidate: Candidate) -> float:
     if section.compile:
         stage.compile(section.compile_mode)
 
-    # Random pixels in the loader's layout, or activations as stages send them.
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, tuple(part.entering.shape), generator=generator)
-    if part.entering.dtype == torch.uint8:
-        x = x.byte().contiguous(memory_format=torch.channels_last).to(part.device)
-    else:
-        activations = (x / 64 - 2).to(part.device, part.entering.dtype)
-        x = sent(activations, memory_format).requires_grad_()
+    x = _random_micro_batch(part, memory_format)
 
     def compute() -> None:
         stage.zero_grad()
@@ -417,6 +411,17 @@ def _seconds(part: _Part, candidate: Candidate) -> float:
 
     seconds = timed(compute, part.device, _WARM_UP + _TIMED)
     return statistics.median(seconds[_WARM_UP:])
+
+
+def _random_micro_batch(part: _Part, memory_format: torch.memory_format) -> torch.Tensor:
+    """Return pixels in the loader's layout, or activations as stages send them."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 256, tuple(part.entering.shape), generator=generator)
+    if part.entering.dtype == torch.uint8:
+        return numbers.byte().contiguous(memory_format=torch.channels_last).to(part.device)
+    # Between -2 and 2, as behind a normalisation; they get a gradient, which the stage before needs.
+    activations = (numbers / 64 - 2).to(part.device, part.entering.dtype)
+    return sent(activations, memory_format).requires_grad_()
 
 
 def _file(part: _Part, candidates: Sequence[Candidate]) -> Path:

@@ -56,6 +56,7 @@ class UnusedParameters:
         self._saved = []
         for flat in buffers:
             for number, span in enumerate(self._spans):
+                # Usually all are used, and nothing is copied.
                 if number not in self._used:
                     part = flat[span]
                     self._saved.append(_Saved(part, number, part.clone()))

@@ -118,6 +118,7 @@ class Local(Method[exchange.Local]):
         See Method.
         """
         section = self.section
+        # Fragments take turns: so many smaller means in the same updates.
         elements = gradient.elements / section.fragments
         sent = 4 * elements
         if section.bits:

@@ -255,12 +255,13 @@ class Method(ABC, Generic[SectionT]):
         method = self.section.method
         before = section.to(method)
         # Only what differs from the section as it is when the method alone is changed.
-        given: Dict[str, Any] = {"method": method}
+        keys: Dict[str, Any] = {"method": method}
         for key, value in self.taken_by(section):
             if value != getattr(before, key):
-                given[key] = value
-        given.update(section.refused_by(method))
-        return [f"exchange.{key}={str(value).lower()}" for key, value in given.items()]
+                keys[key] = value
+        # Keys that this method refuses go back to their defaults.
+        keys.update(section.refused_by(method))
+        return [f"exchange.{key}={str(value).lower()}" for key, value in keys.items()]
 
     def taken_by(self, section: Exchange) -> Exchange:
         """Return the section of this method with all keys that it shares with another `section`."""
@@ -350,8 +351,6 @@ def candidates(section: Exchange) -> List[Method]:
     """Return the methods that `auto` chooses from, from the most faithful on.
 
     They are the variants with the keys of `section`, and those of which a loss was measured.
-
-    They are in order, from the most faithful on.
     """
     methods: List[Method] = []
     for kind, method in _methods().items():

@@ -133,25 +133,14 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
     """
     from torch.distributed.elastic.utils.store import synchronize
 
-    serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     end = time.monotonic() + RENDEZVOUS_SECONDS
     # While this rank waits a thread says for whom.
     timer = threading.Timer(_SILENT_SECONDS, _say_who_is_missing, (topology, place, end))
     timer.daemon = True
     timer.start()
     try:
-        # Torch's store would print each failed attempt at length.
-        if not serves:
-            _await_listener(place, end)
-        shared = dist.TCPStore(
-            place.host,
-            place.port,
-            is_master=serves,
-            timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
-            wait_for_workers=False,
-        )
         # Every rank writes its number of stages, and reads those of all.
-        store = dist.PrefixStore(place.prefix, shared)
+        store = dist.PrefixStore(place.prefix, _shared_store(topology, place, end))
         texts = synchronize(
             store,
             str(topology.stages).encode(),
@@ -163,6 +152,30 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
     finally:
         timer.cancel()
     return store, [int(text) for text in texts]
+
+
+def _shared_store(topology: Topology, place: _Place, end: float) -> dist.TCPStore:
+    """Return the store of all ranks, which the launcher serves, or else the main rank.
+
+    Args:
+        topology: of this process.
+        place: of the store.
+        end: time.monotonic() until which to wait for it.
+
+    Raises:
+        OSError, RuntimeError: nobody serves it in time.
+    """
+    serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # Torch's store would print each failed attempt to reach it at length.
+    if not serves:
+        _await_listener(place, end)
+    return dist.TCPStore(
+        place.host,
+        place.port,
+        is_master=serves,
+        timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
+        wait_for_workers=False,
+    )
 
 
 def _await_listener(place: _Place, end: float) -> None:

@@ -133,6 +133,7 @@ def _check_slurm(environment: Mapping[str, str], tasks_name: str) -> None:
 
 def _check_mpi(environment: Mapping[str, str]) -> None:
     """Check that no launcher of MPI programs started this process. Raises ConfigError."""
+    # They tell how many processes there are, but not where these could meet.
     for count, rank in _MPI:
         if count not in environment:
             continue
@@ -224,6 +225,7 @@ def _read(
 ) -> Launched:
     """Read what a launcher says by the variables of these names. Raises ConfigError."""
     count = number(environment, world, launcher)
+    # Then its rank does not matter, and may be missing.
     if count == 1:
         return Launched(launcher, world=1, rank=0, local_rank=0, counted_by=world)
     in_world = number(environment, rank, launcher)

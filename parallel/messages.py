@@ -60,6 +60,7 @@ class Wire:
         if self.exact:
             return torch.cat([indices, part.values.view(torch.int32)]), None
         message = self._code.encode(part.values)
+        # As the receiver will have them, so that what is lost is exact.
         arriving = self._code.decode(message, len(part.values))
         lost = Sparse(part.indices, part.values - arriving)
         return torch.cat([indices, message.view(torch.int32)]), lost

@@ -162,12 +162,7 @@ class Owners:
             # The first bin is what is below the range, and may be empty; the last what is above it.
             step = -(-(high - low) // (BINS - 2))
             edges = [0, *range(low, low + (BINS - 1) * step, step), _INFINITE]
-            borders = torch.tensor(edges[1:-1], device=magnitudes.device)
-            bins = torch.searchsorted(borders, magnitudes, right=True)
-            histogram = torch.bincount(bins, minlength=BINS).int()
-            histograms = bruck.all_gather(histogram, [BINS] * self._replicas, self._group)
-            # [owners, bins]: sums in this bin and those above it
-            reached = torch.stack(histograms).flip(1).cumsum(1).flip(1)
+            reached = self._count(magnitudes, edges)
             above = reached.sum(0).tolist()
             # The highest bin that, with those above it, holds enough sums.
             enough = [place for place in range(BINS) if above[place] >= count]
@@ -177,6 +172,22 @@ class Owners:
             # A bin of one magnitude cannot be divided: all of it is gathered, however many there are.
             if high - low <= 1 or above[place] <= count * (1 + _SPARE):
                 return sums.take(magnitudes >= low), reached[:, place].tolist()
+
+    def _count(self, magnitudes: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
+        """Count the magnitudes of all owners' sums that reach an edge.
+
+        Args:
+            magnitudes: int64, of this owner's sums.
+            edges: of BINS bins, and the end of the last one.
+
+        Returns:
+            int64 [owners, BINS]: sums in this bin and those above it; the same on all replicas.
+        """
+        borders = torch.tensor(edges[1:-1], device=magnitudes.device)
+        bins = torch.searchsorted(borders, magnitudes, right=True)
+        histogram = torch.bincount(bins, minlength=BINS).int()
+        histograms = bruck.all_gather(histogram, [BINS] * self._replicas, self._group)
+        return torch.stack(histograms).flip(1).cumsum(1).flip(1)
 
     def _gather(self, sums: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
         """Gather the sums of all owners.

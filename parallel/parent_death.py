@@ -18,7 +18,8 @@ from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import List, Sequence
 
-# Becomes the program. prctl 1 is PR_SET_PDEATHSIG, which only Linux has.
+# Becomes the program. prctl 1 is PR_SET_PDEATHSIG, which only Linux has. The parent may have ended
+# before the call: hence the look at it afterwards.
 _BECOME = """\
 import ctypes, os, signal, sys
 parent, ignored, *command = sys.argv[1:]
@@ -40,6 +41,7 @@ def bound_to_parent(command: Sequence[str], ignores_interrupts: bool = False) ->
         ignores_interrupts: Ctrl-C is left to this process, from the child's first moment on.
     """
     ignored = "SIGINT" if ignores_interrupts else ""
+    # -I and -S: nothing of the user's or of site-packages is imported before the program begins.
     return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), ignored, *command]
 
 

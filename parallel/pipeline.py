@@ -87,6 +87,7 @@ class Pipeline:
         self._work = work
         for stage in self._training_stages:
             stage.work = work
+        # Torch divides the target into micro batches, so that the loss gets the number of each.
         self._schedule.step(target=self._numbers, return_outputs=False)
 
     def predict(self, images: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -99,6 +100,7 @@ class Pipeline:
             The logits on the last stage, None elsewhere.
         """
         with torch.no_grad():
+            # Only the first stage's schedule takes an input.
             if images is None:
                 return self._schedule.step()
             return self._schedule.step(images)
@@ -186,6 +188,7 @@ class _TrainingStage(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
+        # Between two steps no message is on its way.
         self._coming: Tuple[_Messages, _Messages] = ({}, {})  # forward, backward
 
     def _receive(

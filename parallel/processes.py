@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
 
-Result = TypeVar("Result")
+Result = TypeVar("Result")  # of a function, or what processes send each other
 
 
 class Processes:
@@ -71,6 +71,7 @@ class Processes:
         self._pending: Optional[Tuple[dist.Work, torch.Tensor]] = None  # of `agree`
         if self._world == 1:
             return
+        # In an elastic run a process may be lost while they connect.
         limit = contextlib.nullcontext() if elastic is None else elastic.meeting()
         with limit:
             self._meet(device, silence)
@@ -92,6 +93,7 @@ class Processes:
         self.replica_group = mesh.get_group("replica")
         self.stage_group = mesh.get_group("stage")
         self.host_stage_group = host.get_group("stage")
+        # For small objects and decisions, on the host: by NCCL they would wait for the device.
         self._host = groups.new_group(timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         self._watch = Watch(self.topology, silence, self.elastic)
         # All watch once all are here. Until then they need the store, which ends with rank 0.
@@ -99,12 +101,12 @@ class Processes:
 
     def gather(self, value: Any) -> List[Any]:
         """Return the `value` of every process, a small picklable object, in their order."""
-        values: List[Any] = [value] * self._world
+        values = [value] * self._world
         if self._world > 1:
             dist.all_gather_object(values, value, group=self._host)
         return values
 
-    def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
+    def gather_to_main(self, value: Result, ranks: Optional[range] = None) -> List[Result]:
         """Gather objects on the main process.
 
         Args:
@@ -122,7 +124,7 @@ class Processes:
             dist.send_object_list([value], group_dst=0, group=self._host)
         return []
 
-    def pass_on(self, value: Any, source: int, receivers: Sequence[int]) -> Any:
+    def pass_on(self, value: Result, source: int, receivers: Sequence[int]) -> Result:
         """Send an object from one process to some. Others need not call.
 
         Args:

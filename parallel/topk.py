@@ -60,6 +60,7 @@ class Sparse(Method[SparseT]):
 
         Beside the sparse vectors rings carry what is sent whole, and sketches.
         """
+        # Any replica may send to any other one, so that the farthest link counts.
         _, link = levels[-1]
         seconds = 0.0
         if gradient.whole:
