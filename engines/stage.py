@@ -67,7 +67,7 @@ class Stage(nn.Module):
         super().__init__()
         self._draws = draws
         self._memory_format = memory_format
-        self._segments: List[nn.Sequential] = []
+        self._sequences: List[nn.Sequential] = []
         self._recomputed: List[bool] = []
         # A block without parameters, such as the cast of the images, is computed again with the
         # one behind it: its output takes four times the memory of its input.
@@ -76,12 +76,12 @@ class Stage(nn.Module):
             block = blocks.block(name)
             waiting.append(block)
             if any(True for _ in block.parameters()):
-                self._segments.append(nn.Sequential(*waiting))
+                self._sequences.append(nn.Sequential(*waiting))
                 self._recomputed.append(name in recompute)
                 waiting = []
         assert not waiting, "the last block has parameters"
         # Modules of a plain list would not be found: neither their parameters nor their buffers.
-        self._registered = nn.ModuleList(self._segments)
+        self._segments = nn.ModuleList(self._sequences)
         self._takes_images = isinstance(blocks.block(blocks.names[0]), Preprocess)
         self._compiled: Sequence[Callable] = ()
 
@@ -108,7 +108,7 @@ class Stage(nn.Module):
         torch._dynamo.config.recompile_limit = _PROGRAMS
         programs: Dict[str, Callable] = {}
         compiled = []
-        for segment in self._segments:
+        for segment in self._sequences:
             structure = repr(segment[-1])
             if structure not in programs:
                 programs[structure] = _program(f"block_{len(programs)}", mode, backend)
@@ -155,7 +155,7 @@ class Stage(nn.Module):
         Args:
             x: what enters the stage.
         """
-        modes = [(segment, segment[-1].training) for segment in self._segments]
+        modes = [(segment, segment[-1].training) for segment in self._sequences]
         for segment, _ in modes:
             segment.eval()
         with torch.no_grad():
@@ -165,7 +165,7 @@ class Stage(nn.Module):
 
     def _passes(self) -> Iterator[Tuple[nn.Module, Callable, bool]]:
         """Iterate over each segment, what computes it, and whether it is to be computed again."""
-        return zip(self._segments, self._compiled or self._segments, self._recomputed)
+        return zip(self._sequences, self._compiled or self._sequences, self._recomputed)
 
     def _to_memory_format(self, x: torch.Tensor) -> torch.Tensor:
         # Images get their layout together with their cast, in the first block.
