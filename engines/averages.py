@@ -46,6 +46,7 @@ class Averages(StepListener):
 
     def applied(self, update: Update, finite: torch.Tensor) -> None:
         if STEP in self._by_name:
+            # Where an update is left out the weights are as before, and must not count again.
             counts = finite.long() * update.steps
             self._by_name[STEP].add(self._sources(), counts=counts)
 
@@ -72,9 +73,11 @@ class Averages(StepListener):
         """
         sources = self._by_name[name].tensors if name in self._by_name else self._sources()
         weights = mean(sources[0])
+        # The module has the trained weights already.
         if weights is self._weights.flat:
             yield
             return
+        # An average of weights goes with the average of their running statistics.
         trained = [buffer.clone() for buffer in self._buffers.values()]
         with self._weights.shown(weights):
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import (
+    TYPE_CHECKING,
     Any,
     Callable,
     ContextManager,
@@ -28,6 +29,9 @@ from parallel.topology import Topology
 from recipe.course import Update, is_known
 from recipe.division import Batch
 
+if TYPE_CHECKING:
+    from engines.timeline import Recorder
+
 AVERAGES = ("step_average", "epoch_average")
 
 
@@ -35,6 +39,16 @@ class ClosableIterator(Iterator[Any], Protocol):
     """An iterator over what processes load; `close` ends them."""
 
     def close(self) -> None: ...
+
+
+class EvaluatedBatches(Protocol):
+    """Micro batches that are to be scored, which can be iterated repeatedly."""
+
+    def __iter__(self) -> Iterator[Optional[MicroBatch]]:
+        """Return the micro batches; None for each where images do not enter."""
+
+    def close(self) -> None:
+        """End the processes that load them."""
 
 
 _RESOLUTION = 2**24  # of summed losses, to an image
@@ -127,6 +141,7 @@ def scored(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
         logits: float32 [images, classes].
         labels: int64 [images].
     """
+    # A model may have fewer classes.
     guesses = min(5, logits.shape[1])
     hits = logits.topk(guesses, dim=1).indices == labels[:, None]
     losses = F.cross_entropy(logits.double(), labels, reduction="none")
@@ -152,6 +167,7 @@ def total(
         processes: of the run.
         device: on which messages between processes lie.
     """
+    # float64 holds these sums exactly, see `summable`, so that their order does not matter.
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     if counts:
         rows = []
@@ -186,7 +202,7 @@ class Engine(ABC):
     shapes: Dict[str, Tuple[int, ...]]
     notes: Tuple[str, ...]
     cut: Sequence[str] = ()
-    recorder: Any = None
+    recorder: Optional[Recorder] = None
 
     @abstractmethod
     def training_batches(self, source: Optional[Source], steps: range) -> ClosableIterator:
@@ -199,10 +215,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
+    def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluatedBatches:
         """Return this process's share of the validation images.
-
-        They can be iterated repeatedly, and have a method `close`.
 
         Args:
             source: of the images; None where they do not enter, and there are as many times None

@@ -26,6 +26,7 @@ def place(kind: str, *key: object) -> Path:
         kind: of measurement.
         key: everything that they depend on, as JSON can write it.
     """
+    # The key itself would be too long for the name of a file.
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return user_cache() / f"{kind}-{digest[:32]}.json"
 

@@ -22,7 +22,7 @@ from parallel.processes import Processes
 from recipe import checks
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.exchange import Exchange
+from recipe.exchange import Auto, Exchange
 
 # An exchange that leaves out more must be this many times as fast as one that leaves out less: a
 # prediction may be off by a fifth or so, and the evidence is of other images than the user's.
@@ -51,12 +51,12 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The method's name."""
+        """Return the method's name."""
         return self.method.name
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole exchange."""
+        """Return the seconds of the whole exchange."""
         return self.network + self.processor
 
     def accepted(self, loss: float) -> bool:
@@ -89,7 +89,7 @@ class _Costs(NamedTuple):
     rounding: float
 
 
-def resolve(
+def settle(
     recipe: Recipe,
     batch: Batch,
     processes: Processes,
@@ -116,7 +116,7 @@ def resolve(
         ConfigError: cut points that the model does not have.
     """
     section = recipe.exchange
-    if section.method != "auto":
+    if not isinstance(section, Auto):
         return recipe
     if begun is not None and begun.method != "auto":
         method = exchange.of(begun)
@@ -128,7 +128,7 @@ def resolve(
         method = exchange.named("dense")
         report("exchange.method auto: dense; one replica has nobody to send to")
     else:
-        method = _predicted(recipe, batch, processes, report)
+        method = _predicted(recipe, section, batch, processes, report)
     dropped = section.refused_by(method.section.method)
     if dropped:
         keys = ", ".join(dropped)
@@ -138,16 +138,18 @@ def resolve(
 
 def _predicted(
     recipe: Recipe,
+    section: Auto,
     batch: Batch,
     processes: Processes,
     report: Callable[[str], None],
 ) -> Method:
     """Measure links and processors, and return the method that is worth taking."""
-    section = recipe.exchange
     topology = processes.topology
     device = device_of(recipe.run.device, topology)
+    # Cut points that the model does not have end all processes, with one message.
     gradient = processes.together(lambda: _gradient(recipe, batch, topology.stages))
     costs = _measured(section.density, gradient, processes, device)
+    _report_links(costs.link, gradient, topology.replicas, report)
     candidates = predict(
         exchange.candidates(section),
         recipe,
@@ -157,21 +159,30 @@ def _predicted(
         selection=costs.selection,
         rounding=costs.rounding,
     )
-    bandwidth = "not to be measured"
-    if costs.link.seconds_per_byte:
-        bandwidth = f"{_figure(8e-6 / costs.link.seconds_per_byte)} Mbit/s"
-    report(
-        f"exchange.method auto: {gradient.elements:,} gradients, {topology.replicas} replicas; "
-        f"links: latency {_figure(1e3 * costs.link.latency)} ms, bandwidth {bandwidth}"
-    )
     for candidate in candidates:
         report(f"  {candidate}")
-    accepted = [each for each in candidates if each.accepted(section.accept_loss)]
+    accepted = [candidate for candidate in candidates if candidate.accepted(section.accept_loss)]
     choice, reason = pick(accepted)
     limit = f"{section.accept_loss:g} points of top-1"
     report(f"  taken: {choice.method.section.label}; {reason}")
     report(f"  of those that lose {limit} at most (exchange.accept_loss; {PAGE})")
     return choice.method
+
+
+def _report_links(
+    link: Link,
+    gradient: Gradient,
+    replicas: int,
+    report: Callable[[str], None],
+) -> None:
+    """Report what is to be exchanged, and over which links."""
+    bandwidth = "not to be measured"
+    if link.seconds_per_byte:
+        bandwidth = f"{_figure(8e-6 / link.seconds_per_byte)} Mbit/s"
+    report(
+        f"exchange.method auto: {gradient.elements:,} gradients, {replicas} replicas; "
+        f"links: latency {_figure(1e3 * link.latency)} ms, bandwidth {bandwidth}"
+    )
 
 
 def predict(
@@ -201,6 +212,7 @@ def predict(
         section = method.section
         if recipe.exchange.method == "auto":
             section = method.taken_by(recipe.exchange)
+        # Some methods do not go with what else the recipe asks for: these are no candidates.
         try:
             checks.check(recipe.model_copy(update={"exchange": section}), batch)
         except ConfigError:
@@ -226,6 +238,7 @@ def pick(candidates: List[Candidate]) -> Tuple[Candidate, str]:
     Args:
         candidates: those that leave out less come first.
     """
+    # The first loses least, and sends most: what follows has to be worth its errors.
     choice = candidates[0]
     reason = f"nothing else is {_WORTH} times as fast"
     if choice.seconds < _NEGLIGIBLE:
@@ -253,6 +266,7 @@ def _gradient(recipe: Recipe, batch: Batch, stages: int) -> Gradient:
         # A stage has every `stages`-th part.
         names = [name for part in parts[stage::stages] for name in part]
         gradients.append(_stage_gradient(model, names, recipe.exchange.whole_1d))
+    # Tuples compare by their first field, the elements.
     return max(gradients)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from common.errors import ConfigError
 from engines.devices import memory_of
-from engines.stage import blocks_to_recompute
+from engines.stage import blocks_to_recompute, image_size
 from models import balance, costs, shapes
 from models.balance import split_names
 from models.base import BlockList
@@ -69,6 +69,7 @@ def parts(blocks: Blocks, processes: Processes, device: torch.device, *, bound: 
             parameters; too many parts.
     """
     if processes.topology.stages == 1:
+        # A wrong cut is refused also where nothing is cut.
         _divided(blocks, lambda: ([], ""))
         return Parts([blocks.model.names], "")
     return _divided(blocks, lambda: _automatic(blocks, processes, device, bound=bound))
@@ -105,17 +106,31 @@ def own_parts(names: Sequence[Sequence[str]], topology: Topology) -> Dict[int, S
         topology: of the run. A process has every `stages`-th part, so that neighbours are on
             neighbours.
     """
-    own = {}
+    parts_here = {}
     for number, blocks in enumerate(names):
         if number % topology.stages == topology.stage:
-            own[number] = blocks
-    return own
+            parts_here[number] = blocks
+    return parts_here
 
 
 def _counted_costs(blocks: Blocks) -> Dict[str, balance.BlockCost]:
     itemsize = next(blocks.model.parameters()).element_size()
     section = blocks.section
-    return shapes.costs(section, section.image_size, blocks.batch.micro, itemsize)
+    return shapes.costs(section, image_size(section), blocks.batch.micro, itemsize)
+
+
+def _measured_costs(
+    blocks: Blocks,
+    processes: Processes,
+    device: torch.device,
+) -> Dict[str, balance.BlockCost]:
+    """Measure the blocks by random images, the same result on all processes, which all call."""
+    size = image_size(blocks.section)
+    generator = torch.Generator().manual_seed(0)
+    shape = (blocks.batch.micro, 3, size, size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    measured = costs.measure(blocks.model, images.to(device))
+    return costs.median(processes.gather(measured))
 
 
 def _divided(blocks: Blocks, automatic: Callable[[], Tuple[Sequence[str], str]]) -> Parts:
@@ -141,6 +156,7 @@ def _divided(blocks: Blocks, automatic: Callable[[], Tuple[Sequence[str], str]])
         divided = split_names(model.names, cut)
     except ValueError as error:
         raise ConfigError(f"parallel.split: {error}") from None
+    # The cut points exist, but two of them may enclose no block that trains.
     for names in divided:
         if not trained.intersection(names):
             raise ConfigError(
@@ -162,6 +178,7 @@ def _automatic(
     """
     parallel = blocks.parallel
     batch = blocks.batch
+    # Memory counts with measured costs alone: a counted cut must not depend on it.
     memory = None
     if parallel.split == "counted":
         block_costs = _counted_costs(blocks)
@@ -170,12 +187,7 @@ def _automatic(
         block_costs = _counted_costs(blocks)
         origin = f"counted, not measured: {bound}, so that another cut would be another result"
     else:
-        size = blocks.section.image_size
-        generator = torch.Generator().manual_seed(0)
-        shape = (batch.micro, 3, size, size)
-        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        measured = costs.measure(blocks.model, images.to(device))
-        block_costs = costs.median(processes.gather(measured))
+        block_costs = _measured_costs(blocks, processes, device)
         memory = memory_of(device) // (parallel.virtual_stages or 1)
         origin = "measured"
     # One process decides: free memory differs between hosts.

@@ -40,6 +40,7 @@ def device_of(wanted: str, topology: Topology) -> torch.device:
         )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
+    # The current GPU, which the user of a library may have set.
     if topology.world == 1:
         return torch.device("cuda")
     devices = torch.cuda.device_count()
@@ -114,6 +115,7 @@ class Stopwatch:
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
+        # The device notes the time as it gets there: nothing waits here.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -150,6 +152,7 @@ def set_switches(deterministic: bool) -> None:
     """
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.deterministic = deterministic
+    # TensorFloat32 has 10 bits of mantissa: kernels would differ by more than rounding.
     torch.backends.cudnn.allow_tf32 = False  # as for matrix products, by default
     if deterministic:
         _check_cublas()
@@ -183,6 +186,7 @@ def timed(work: Callable[[], object], device: torch.device, calls: int) -> List[
         calls: how many.
     """
     seconds = []
+    # Calls return before a GPU has computed: it is waited for on both sides.
     for _ in range(calls):
         synchronize(device)
         start = time.perf_counter()
@@ -201,5 +205,6 @@ def memory_of(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    # Processes of a host take from the same memory.
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Deque, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+)
 
 import torch
 from torch import nn
 
+from engines.delay import Delay, Late
 from engines.devices import DTYPES
 from engines.state import merged
 from optim import factory
@@ -17,10 +27,11 @@ from optim.norms import Norms
 from optim.replica_update import ReplicaUpdate
 from optim.weight_state import WeightState
 from parallel import exchange
-from parallel.exchange import Running, Setup
+from parallel.exchange import Running, Setup, Weights
+from parallel.groups import Group
 from parallel.processes import Processes
 from recipe.division import Batch
-from recipe.exchange import Exchange
+from recipe.exchange import Exchange, Sparse
 from recipe.optimization import Optimizer, Precision, Sgd
 
 # Subtracts updates that are made before they are exchanged.
@@ -58,6 +69,7 @@ def create_weights(
     """
     section = sections.optimizer
     if sections.exchange.compresses_update(section):
+        # The recipe's optimizer makes these updates before they are exchanged.
         section = _SUBTRACT
     return WeightState(
         parameters.items(),
@@ -70,137 +82,35 @@ def create_weights(
     )
 
 
-class _ExchangedWeights:
-    """The weights as an exchange sees them: see parallel.exchange.Setup."""
+class _ExchangedWeights(Weights):
+    """The weights as an exchange sees them.
+
+    Its state contains the averages: where replicas make updates alone each has averages of its own.
+    """
 
     def __init__(self, weights: WeightState, averages: Mapping[str, torch.Tensor]):
-        self.flat = weights.flat
-        self.store = weights.store
-        self.refresh = weights.refresh
         self._weights = weights
         self._averages = averages
 
+    @property
+    def flat(self) -> torch.Tensor:
+        return self._weights.flat
+
     def own_state(self) -> Dict[str, torch.Tensor]:
-        """Return all that an update changes, and the averages, by name."""
         return {**self._weights.own_state(), **self._averages}
+
+    def refresh(self) -> None:
+        self._weights.refresh()
+
+    def store(self, start: int, end: int, values: torch.Tensor, index: int) -> None:
+        self._weights.store(start, end, values, index)
 
 
 class _Alone(Running):
-    """The exchange of a replica that has nothing to exchange."""
+    """The exchange of a replica that has nothing to exchange: the gradient stays as it is."""
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         pass
-
-
-class _Entry(NamedTuple):
-    """A gradient that is still to be applied.
-
-    gradient: float32 [length].
-    divisor: float32 [], makes a mean of it.
-    exchange: under way; None where it is done.
-    """
-
-    gradient: torch.Tensor
-    divisor: torch.Tensor
-    exchange: Optional[Future] = None
-
-    def finish(self) -> None:
-        """Wait for the exchange. Raises its error."""
-        if self.exchange is not None:
-            self.exchange.result()
-
-
-class Delay:
-    """Takes a step's gradient and returns that of `steps` steps before.
-
-    On a CPU one thread exchanges the gradients, in order and one at a time, beside the next step's
-    computation; an exchange therefore needs a process group that nothing else uses meanwhile. If
-    one fails, the next call raises its error, and no later one begins: it would meet the other
-    replicas' earlier ones. On other devices a gradient is exchanged when it is taken.
-
-    entries: gradients to be applied, oldest first.
-    """
-
-    def __init__(
-        self, gradients: torch.Tensor, steps: int, exchange: Optional[Callable[..., None]]
-    ):
-        """
-        Args:
-            gradients: float32 [length], the buffer of a step's gradients and of the update; it
-                stays the same tensor.
-            steps: 1 or more: as many buffers are kept beside it.
-            exchange: sums a buffer over the replicas, in place, given the number of the update and
-                the divisor; None where there are no other replicas.
-        """
-        self._gradients = gradients
-        self._steps = steps
-        self._exchange = exchange
-        self.entries: Deque[_Entry] = deque()
-        # The interpreter waits for this thread before it ends: amid torch's code it would abort the
-        # process.
-        in_thread = exchange is not None and gradients.device.type == "cpu"
-        self._thread = ThreadPoolExecutor(1, "exchange") if in_thread else None
-
-    def advance(self, step: int, divisor: torch.Tensor) -> Optional[torch.Tensor]:
-        """Replace the gradient in the buffer by that of `steps` calls before, summed over replicas.
-
-        In the first steps, when none is due, zeros take its place.
-
-        Args:
-            step: number of the update whose gradient lies in the buffer.
-            divisor: float32 [], of that gradient.
-
-        Returns:
-            The divisor of the gradient that lies there afterwards; None if none was due.
-        """
-        # An exchange that has failed ends the run as soon as possible.
-        for entry in self.entries:
-            if entry.exchange is not None and entry.exchange.done():
-                entry.finish()
-        new = self._gradients.clone()
-        divisor = divisor.clone()
-        due = None
-        if len(self.entries) < self._steps:
-            self._gradients.zero_()
-        else:
-            oldest = self.entries[0]
-            oldest.finish()
-            self.entries.popleft()
-            self._gradients.copy_(oldest.gradient)
-            due = oldest.divisor
-        self.entries.append(_Entry(new, divisor, self._start(new, step, divisor)))
-        return due
-
-    def wait(self) -> None:
-        """Wait until no exchange is under way. Raises the error of one that failed."""
-        for entry in self.entries:
-            entry.finish()
-
-    def close(self) -> None:
-        """End the thread once all that was taken is exchanged: the other replicas wait for it."""
-        if self._thread is not None:
-            self._thread.shutdown()
-
-    def _start(self, *arguments: Any) -> Optional[Future]:
-        """Exchange a gradient after those before it.
-
-        The thread gets as many of torch's threads as the main thread has.
-        """
-        exchange = self._exchange
-        threads = torch.get_num_threads()
-        if self._thread is None:
-            if exchange is not None:
-                exchange(*arguments)
-            return None
-        before = self.entries[-1] if self.entries else None
-
-        def in_turn() -> None:
-            if before is not None:
-                before.finish()  # not if that one failed
-            torch.set_num_threads(threads)
-            exchange(*arguments)
-
-        return self._thread.submit(in_turn)
 
 
 class GradientExchange:
@@ -234,32 +144,13 @@ class GradientExchange:
             averages: of the weights, by name, laid out as these.
         """
         section = sections.exchange
-        optimizer = sections.optimizer
         method = exchange.of(section)
         self._weights = weights
         self._processes = processes
         self._buffer = weights.gradients.flat
-        # Without other replicas there is no group; a late gradient is exchanged in a thread of its
-        # own, which needs a group of its own.
-        if processes.topology.replicas == 1:
-            group = None
-        elif section.delay:
-            group = processes.further_replica_group()
-        else:
-            group = processes.replica_group
         self._replica_update: Optional[ReplicaUpdate] = None
-        if section.compresses_update(optimizer):
-            whole = []
-            if section.whole_1d:
-                whole = [name for name, tensor in parameters.items() if tensor.dim() == 1]
-            self._replica_update = weights.create_replica_update(
-                factory.create(optimizer, dict(parameters), norms),
-                clip_norm=optimizer.clip_norm,
-                buckets=section.sketch,
-                replicas=processes.topology.replicas,
-                add_up=processes.sum_over_replicas,
-                whole=whole,
-            )
+        if section.compresses_update(sections.optimizer):
+            self._replica_update = _replica_update(weights, parameters, sections, norms, processes)
         running = method.create(
             Setup(
                 batch=batch,
@@ -267,7 +158,7 @@ class GradientExchange:
                 gradients=self._buffer,
                 places=weights.places(),
                 collect=weights.gradients.collect,
-                group=group,
+                group=_group_of(processes, section.delay),
                 steps_per_epoch=steps_per_epoch,
                 replica_update=self._replica_update,
                 weights=_ExchangedWeights(weights, averages or {}),
@@ -277,10 +168,11 @@ class GradientExchange:
         # A method may implement the delay itself.
         self._late = 0 if self._running.delays else section.delay
         self._delay = Delay(self._buffer, self._late, running) if self._late else None
+        # A late exchange begins when the gradient is put aside, not within a backward pass.
         self.arm: Optional[Callable[[], None]] = None
         if self._delay is None and self._running.overlaps:
             self.arm = self._running.arm
-        self.after_update = self._running.after_update  # to be called once update `step` is made
+        # How many micro batches a gradient is the sum of once it is exchanged.
         self._summed = batch.micro_batches if method.sums else batch.accumulation
         self.set_shares(batch)
 
@@ -295,9 +187,9 @@ class GradientExchange:
         """Exchange the gradient that lies in the weights' buffer; or the update of it.
 
         Args:
-            step: number of the update, from 0.
-            scale: float32 [], the loss scale the gradient was computed with, times the steps of
-                the update.
+            step: the update's first step, from 0.
+            scale: float32 [], the loss scale that the gradient was computed with, times the steps
+                of the update.
             lr: learning rate of the update.
 
         Returns:
@@ -306,11 +198,16 @@ class GradientExchange:
         """
         divisor = scale * self._summed
         if self._replica_update is not None:
+            # It makes the update within the exchange, and so needs the rate before.
             self._replica_update.lr = lr
         if self._delay is not None:
             return self._delay.advance(step, divisor)
         self._running(self._buffer, step, divisor)
         return divisor
+
+    def after_update(self, step: int) -> None:
+        """Do what follows the update that begins with `step`, once it is made."""
+        self._running.after_update(step)
 
     def rate(self, lr: float) -> float:
         """Return the learning rate of what was exchanged: updates have theirs, `lr`, already."""
@@ -339,10 +236,11 @@ class GradientExchange:
             `delayed`, gradients still to be applied, oldest first, and `exchange`, {kind:
             {parameter: tensor}}.
         """
-        saved = {}
+        saved: Dict[str, Dict[str, Any]] = {}
         if self._delay is not None:
             self._delay.wait()
-            delayed = {}
+            # All are sums over replicas by now, also those that a thread has just exchanged.
+            delayed: Dict[str, Dict[str, Any]] = {}
             for number, entry in enumerate(self._delay.entries):
                 delayed[str(number)] = {
                     "gradient": self._weights.by_name(entry.gradient),
@@ -368,18 +266,19 @@ class GradientExchange:
             )
         if self._delay is not None:
             self._delay.wait()
-            self._delay.entries = deque()
+            self._delay.entries.clear()
             for entry in delayed.values():
                 gradient = self._flat(entry["gradient"])
                 divisor = entry["divisor"].to(self._buffer.device, copy=True)
-                self._delay.entries.append(_Entry(gradient, divisor))
+                self._delay.entries.append(Late(gradient, divisor))
+        # The tensors of the state are the exchange's memory, and are written to.
         common = saved.get("exchange", {})
-        own = self._running.common_state()
-        if own.keys() != common.keys():
-            name = sorted(own.keys() ^ common.keys())[0]
-            fault = "missing" if name in own else "of another exchange"
+        tensors = self._running.common_state()
+        if tensors.keys() != common.keys():
+            name = sorted(tensors.keys() ^ common.keys())[0]
+            fault = "missing" if name in tensors else "of another exchange"
             raise ValueError(f"exchange: {name} is {fault}")
-        for name, flat in own.items():
+        for name, flat in tensors.items():
             flat.copy_(self._flat(common[name]))
 
     def own_state(self) -> Dict[str, torch.Tensor]:
@@ -392,16 +291,17 @@ class GradientExchange:
 
     def replica_states(self) -> Iterator[dict]:
         """Yield the state of each replica for later steps: see engines/base.py."""
-        own = self._running.state()
+        tensors = self._running.state()
         place = self._processes.topology
-        if not own:
+        if not tensors:
             return
         if self._delay is not None:
             self._delay.wait()
+        # One at a time: the main process has no memory for the states of all replicas.
         for replica in range(place.replicas):
             sent = {}
             if place.replica == replica:
-                sent = {name: self._weights.by_name(flat) for name, flat in own.items()}
+                sent = {name: self._weights.by_name(flat) for name, flat in tensors.items()}
             ranks = range(replica * place.stages, (replica + 1) * place.stages)
             yield merged(self._processes.gather_to_main(sent, ranks))
 
@@ -413,37 +313,60 @@ class GradientExchange:
         Raises:
             ValueError: the states do not fit; on all replicas.
         """
-        own = self._running.state()
+        tensors = self._running.state()
         means = self._running.states_are_means
-        if count and not own:
+        if count and not tensors:
             raise ValueError(
                 f"{count} replicas have kept a part of their gradients; exchange.method is not sparse"
             )
-        if not own or (means and not count):
+        if not tensors or (means and not count):
             return  # such replicas begin with the common state
-        # Each replica takes the share of those whose images it computes now.
+        sums = self._summed_states(list(tensors), count, read)
+        # Shares keep the sum over replicas. A mean of them is divided by their number, which may have
+        # changed.
+        replicas = self._processes.topology.replicas
+        scale = replicas / count if means else 1.0
+        for name, flat in tensors.items():
+            flat.copy_(sums[name].mul_(scale))
+        self._running.loaded()
+
+    def _summed_states(
+        self,
+        names: Sequence[str],
+        count: int,
+        read: Callable[[int], dict],
+    ) -> Dict[str, torch.Tensor]:
+        """Return the sum of the shares of some replicas' states whose images this one computes now.
+
+        Args:
+            names: of the state's tensors.
+            count: number of the replicas.
+            read: returns their states on the main rank.
+
+        Returns:
+            float32 [length] by name.
+
+        Raises:
+            ValueError: a state does not fit; on all replicas.
+        """
         place = self._processes.topology
-        sums = {}
-        for name, flat in own.items():
-            sums[name] = torch.zeros_like(flat, dtype=torch.float32)
+        sums = {name: torch.zeros_like(self._buffer) for name in names}
         fault = ""
         for number in range(count):
             state = self._processes.from_main(functools.partial(read, number))
             share = _overlap(number, count, place.replica, place.replicas)
             if not share:
                 continue
+            # A fault waits for the end: the other replicas still have to be sent their states.
             try:
                 for name, total in sums.items():
                     total.add_(self._flat(state.get(name, {})), alpha=share)
             except ValueError as error:
-                fault = str(error)  # the others still have to be sent theirs
+                fault = str(error)
         for message in self._processes.gather(fault):
             if message:
                 raise ValueError(message)
-        scale = place.replicas / count if means else 1.0
-        for name, flat in own.items():
-            flat.copy_(sums[name].mul_(scale))
-        self._running.loaded()
+        return sums
 
     def close(self) -> None:
         """End the thread of late gradients or weights."""
@@ -456,6 +379,44 @@ class GradientExchange:
         flat = torch.zeros_like(self._buffer)
         self._weights.load_flat(flat, self._weights.own(tensors))
         return flat
+
+
+def _group_of(processes: Processes, delay: int) -> Group:
+    """Return the replicas of this stage; None for a single one.
+
+    A late gradient is exchanged in a thread of its own, which needs a group of its own: messages of
+    two threads in one group would meet in any order.
+    """
+    if processes.topology.replicas == 1:
+        return None
+    return processes.further_replica_group() if delay else processes.replica_group
+
+
+def _replica_update(
+    weights: WeightState,
+    parameters: Mapping[str, nn.Parameter],
+    sections: UpdateSections,
+    norms: Iterable[str],
+    processes: Processes,
+) -> ReplicaUpdate:
+    """Return what makes a replica's part of an update, before it is exchanged.
+
+    See GradientExchange for the arguments.
+    """
+    section = sections.exchange
+    optimizer = sections.optimizer
+    assert isinstance(section, Sparse), "only what selects from an update has a sketch of it"
+    whole: List[str] = []
+    if section.whole_1d:
+        whole = [name for name, tensor in parameters.items() if tensor.dim() == 1]
+    return weights.create_replica_update(
+        factory.create(optimizer, dict(parameters), norms),
+        clip_norm=optimizer.clip_norm,
+        buckets=section.sketch,
+        replicas=processes.topology.replicas,
+        add_up=processes.sum_over_replicas,
+        whole=whole,
+    )
 
 
 def _overlap(old: int, olds: int, new: int, news: int) -> float:

@@ -62,6 +62,7 @@ def create(
     """
     processes = processes or connect(recipe, Topology())
     if recipe.run.device == "ipu":
+        # PopTorch is where IPUs are; there torch is too old for the other engine.
         from engines.ipu_engine import IpuEngine
 
         return IpuEngine(recipe, batch, processes)

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import (
+    Callable,
+    Deque,
+    Dict,
+    Generator,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Union,
+)
 
 import torch
 import torch.distributed as dist
@@ -12,11 +23,14 @@ from data import loader, mixing
 from data.base import Source
 from data.batches import MicroBatch
 from data.prefetch import Prefetcher, sent
+from parallel.groups import begun
 from parallel.processes import Processes
 from recipe.division import Batch
 from recipe.images import Data
 
 _LABELS = 1  # tag of the labels' messages, apart from those of the schedules
+
+Batches = Union[Prefetcher, loader.TrainingBatches]
 
 
 class ImageSettings(NamedTuple):
@@ -62,14 +76,18 @@ class Feed:
         self._topology = processes.topology
         self._device = device
         self._sent: List[Tuple[dist.Work, torch.Tensor]] = []
+        # What was drawn last: a process with one stage asks for it twice.
         self._mixed = _Mixed((), None)
-        self._waiting: Deque[tuple] = (
-            deque()
-        )  # labels on their way from the first stage to the last
+        # Labels, where this stage has them; else messages that are on their way from the first one.
+        self._ready: Deque[Tuple[torch.Tensor, int]] = deque()
+        self._coming: Deque[Tuple[dist.Work, torch.Tensor]] = deque()
 
     @property
     def image_dtype(self) -> torch.dtype:
-        """Dtype of training images as they enter the model: mixed ones lie between the integers."""
+        """Return the dtype of training images as they enter the model.
+
+        Mixed ones lie between the integers.
+        """
         return torch.float32 if mixing.mixes(self._settings.data) else torch.uint8
 
     def start(
@@ -98,11 +116,11 @@ class Feed:
         self._own_numbers: Dict[int, int] = {}
         self.images_seen = 0
         self.unreadable: List[str] = []
-        self._waiting.clear()
+        self._forget_labels()
         if self._topology.is_last and not self._topology.is_first:
             # All before the first are needed, so that the sender need not wait.
             for _ in range(len(steps) * len(share)):
-                self._waiting.append(self._receive_labels())
+                self._coming.append(self._receive_labels())
 
     def place(self, number: int) -> Tuple[int, int]:
         """Return a micro batch's step, and its number within that step over all replicas.
@@ -110,6 +128,8 @@ class Feed:
         Args:
             number: counted in this replica, from the update's first on.
         """
+        # Where images enter, the loader has said which micro batch it was; elsewhere the share
+        # does.
         index, place = divmod(number, len(self._share))
         return self._steps[index], self._own_numbers.get(number, self._share[place])
 
@@ -153,6 +173,7 @@ class Feed:
         """
         labels, valid = self._labels()
         labels = sent(labels, self._device)
+        # By the same key as for its images, which another process may have mixed.
         plan = self._plan(number, self._rows, valid)
         targets = labels
         if plan is not None:
@@ -164,7 +185,7 @@ class Feed:
 
         Their labels go to the last stage.
         """
-        self._waiting.clear()  # of a batch whose scores nobody asked for
+        self._forget_labels()  # of a batch whose scores nobody asked for
         self._send_labels(batch)
         return batch.images.to(self._device, non_blocking=True)
 
@@ -179,7 +200,7 @@ class Feed:
         """
         self._rows = rows
         if not self._topology.is_first:
-            self._waiting.append(self._receive_labels())
+            self._coming.append(self._receive_labels())
         labels, valid = self._labels()
         return sent(labels[:valid], self._device)
 
@@ -200,23 +221,29 @@ class Feed:
 
     def _send_labels(self, batch: MicroBatch) -> None:
         if self._topology.is_last:
-            self._waiting.append((batch.labels, batch.valid))
+            self._ready.append((batch.labels, batch.valid))
             return
+        # One message: how many rows are images, then the labels of all rows.
         message = torch.cat([torch.tensor([batch.valid]), batch.labels])
         last = self._topology.stages - 1
         work = dist.isend(message, group=self._group, tag=_LABELS, group_dst=last)
-        self._sent.append((work, message))
+        # The message is kept until it has arrived: its memory must not be used again.
+        self._sent.append((begun(work), message))
 
     def _receive_labels(self) -> Tuple[dist.Work, torch.Tensor]:
         message = torch.empty(1 + self._rows, dtype=torch.int64)
         work = dist.irecv(message, group=self._group, tag=_LABELS, group_src=0)
-        return work, message
+        return begun(work), message
+
+    def _forget_labels(self) -> None:
+        self._ready.clear()
+        self._coming.clear()
 
     def _labels(self) -> Tuple[torch.Tensor, int]:
         """Return the labels of the next micro batch, and how many of its rows are images."""
         if self._topology.is_first:
-            return self._waiting.popleft()
-        work, message = self._waiting.popleft()
+            return self._ready.popleft()
+        work, message = self._coming.popleft()
         work.wait()
         return message[1:], int(message[0])
 
@@ -229,7 +256,7 @@ def training_batches(
     replica: int,
     steps: range,
     device: torch.device,
-) -> Union[Prefetcher, loader.TrainingBatches]:
+) -> Batches:
     """Return a replica's micro batches of some steps.
 
     Args:
@@ -241,8 +268,7 @@ def training_batches(
         device: to which they are sent.
     """
     if source is None:
-        none = (batch for batch in ())  # a generator, which can be closed
-        return Prefetcher(none, device, depth=0)
+        return Prefetcher(_no_batches(), device, depth=0)
     return loader.TrainingBatches(
         source,
         data=settings.data,
@@ -257,7 +283,12 @@ def training_batches(
     )
 
 
-class Nothing(list):
+def _no_batches() -> Generator[MicroBatch, None, None]:
+    """Yield nothing, as a generator, which can be closed."""
+    yield from ()
+
+
+class Nothing(List[None]):
     """Stands for batches where images do not enter: as many times None."""
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ passes.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from engines.listeners import StepListener
 from engines.stage import Stage
 from models.stochastic import RANDOM_LAYERS
 from recipe.course import Update
+
+Result = TypeVar("Result")
 
 DEVICES = ("cuda",)  # types that record
 _FEW = 4  # micro batches of a replica in a step
@@ -55,13 +57,13 @@ def recorder() -> Record:
 
 
 def recorded(
-    stages: Dict[int, Stage],
+    stages: Mapping[int, Stage],
     mode: str,
     *,
     accumulation: int,
     device: torch.device,
     overlaps: bool,
-) -> Dict[int, nn.Module]:
+) -> Mapping[int, nn.Module]:
     """Return what computes the training passes of some stages, recorded where that is possible.
 
     Args:
@@ -126,7 +128,7 @@ class Graphed(nn.Module):
         self.recordings: List[_Recording] = []
         self._recorder = recorder
         self._free: List[_Recording] = []
-        self._kind: Any = None
+        self._kind: Optional[Tuple[torch.Size, torch.dtype]] = None
         self._seen = 0  # micro batches of this kind
         self._records = True
         self._with_gradient = torch.empty(0, requires_grad=True)  # images have none
@@ -194,6 +196,7 @@ class _Recording:
         for layer in stage.modules():
             if isinstance(layer, RANDOM_LAYERS) and layer.rate:
                 self._layers.append(layer)
+        # Copies: a recording reads and writes the same memory whenever it is started.
         self._masks = [mask.clone() for mask in self._drawn(len(x))]
         self._x = x.detach().clone().requires_grad_(x.requires_grad)
         self._y: Any = None
@@ -205,19 +208,25 @@ class _Recording:
         (self._output,), self._forward = record(self._compute)
         self._gradients, self._backward = record(self._differentiate)
         self._y = None
+        self._check(expected)
+        # Autograd need not know: another micro batch may be between its passes.
+        for buffer, value in before:
+            buffer.data.copy_(value)
 
-        # A recording that gives anything else than the stage is refused.
+    def _check(self, expected: Sequence[torch.Tensor]) -> None:
+        """Start the recordings, which must give what the stage gives, `expected`.
+
+        Raises AssertionError: they do not.
+        """
         self._forward()
         self._backward()
-        names = ["output", *self._leaves]
-        for name, result, other in zip(names, [self._output, *self._gradients], expected):
-            assert _alike(result, other), f"{name} is not what it is without"
-        for buffer, value in before:
-            # Autograd need not know: another micro batch may be between its passes.
-            buffer.data.copy_(value)
+        results = zip(["output", *self._leaves], [self._output, *self._gradients], expected)
+        for name, result, tensor in results:
+            assert _alike(result, tensor), f"{name} is not what it is without"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the output of `x`."""
+        # Masks are drawn outside: a recording would repeat its first draws for ever.
         with torch.no_grad():
             self._x.copy_(x)
             if self._masks:
@@ -279,9 +288,13 @@ class _Recording:
     def _differentiate(self) -> List[torch.Tensor]:
         """Make the backward pass."""
         self._run(lambda: self._y.backward(self._dy))
-        return [leaf.grad for leaf in self._leaves.values()]
+        gradients = []
+        for name, leaf in self._leaves.items():
+            assert leaf.grad is not None, f"the output does not depend on {name}"
+            gradients.append(leaf.grad)
+        return gradients
 
-    def _run(self, work: Callable[[], Any]) -> Any:
+    def _run(self, work: Callable[[], Result]) -> Result:
         """Call `work` with the recording's leaves and masks.
 
         Passes that are computed again look for them in the stage.

@@ -25,9 +25,17 @@ from engines import cuts, state
 from engines.averages import Averages
 from engines.base import Counts, Diverged, Engine, StepResult, scored
 from engines.devices import DTYPES
-from engines.ipu_input import EvaluationFeed, Positions, StepImages, TrainingFeed, padded
+from engines.ipu_input import (
+    EvaluationFeed,
+    Loader,
+    Positions,
+    StepImages,
+    TrainingFeed,
+    padded,
+)
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_model
+from engines.stage import image_size
 from models.base import BlockList
 from models.normalization import norm_parameters
 from optim import factory
@@ -48,6 +56,7 @@ from recipe.ipu.rules import compute_dtype
 _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}
 _COUNT_PREFIX = "Step___"  # the updates that a bias correction counts
 _WORKERS_PORTION = 64  # images that a worker sends at once: each message costs some 0.2 ms
+_IMAGES_ENTER = "every instance has all stages, so that images enter it"
 _INSIDE = "model."  # prefix of the BlockList's parameters in engines.ipu_model's modules
 
 
@@ -67,6 +76,7 @@ def connect(recipe: Recipe, topology: Topology) -> Processes:
         poprun.check_served(topology.served, recipe.parallel.stages, topology.replicas)
         return Processes(topology, IpuEngine.device)
     popdist = _needed("popdist", "install it from the Poplar SDK")
+    # It carries small objects between the instances.
     _needed("horovod.torch", "install it by pip")
     popdist.init()
     replicas = popdist.getNumTotalReplicas()
@@ -215,18 +225,7 @@ class IpuEngine(Engine):
     def _create_optimizer(self, model: BlockList) -> None:
         plan = self._plan
         section = self._recipe.optimizer
-        parameters = dict(model.named_parameters())
-        skipped = factory.skipped_names(section, parameters, norm_parameters(model))
-        groups = []
-        self._rate_scales = []
-        for group in plan.groups:
-            members = []
-            for name, parameter in parameters.items():
-                if (name in skipped) == group.skipped:
-                    members.append(parameter)
-            if members:
-                groups.append({"params": members, **group.options})
-                self._rate_scales.append(group.lr_scale)
+        groups = self._parameter_groups(model)
         keywords = {name: _resolved(value) for name, value in plan.options.items()}
         # The rate must be given here: PopTorch compiles in what only groups have.
         self._optimizer = getattr(self._library.optim, plan.name)(groups, lr=1.0, **keywords)
@@ -238,43 +237,66 @@ class IpuEngine(Engine):
         if section.name == "sgd":
             self._slot_scale = self._recipe.precision.loss_scale
 
+    def _parameter_groups(self, model: BlockList) -> List[Dict[str, Any]]:
+        """Return the groups of the optimizer that have parameters, and note the rate of each."""
+        section = self._recipe.optimizer
+        parameters = dict(model.named_parameters())
+        skipped = factory.skipped_names(section, parameters, norm_parameters(model))
+        groups = []
+        self._rate_scales = []
+        for group in self._plan.groups:
+            members = []
+            for name, parameter in parameters.items():
+                if (name in skipped) == group.skipped:
+                    members.append(parameter)
+            if members:
+                groups.append({"params": members, **group.options})
+                self._rate_scales.append(group.lr_scale)
+        return groups
+
     # Training ---------------------------------------------------------------------------------
 
-    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[StepImages]:
+    def training_batches(self, source: Optional[Source], steps: range) -> TrainingFeed:
         """Read this instance's images of all `steps`: see `Engine`."""
+        assert source is not None, _IMAGES_ENTER
         recipe = self._recipe
-        instances = self.topology.world
         positions = Positions(
             source,
             recipe.data,
             self.batch,
             steps,
             seed=recipe.run.seed,
+            # A compiled program takes images of one size, as recipe/ipu/rules.py demands.
             size=training_image_size(recipe, 0),
             instance=self._instance,
-            instances=instances,
+            instances=self.topology.world,
         )
-        loader = functools.partial(
-            self._library.DataLoader,
+        self._batches = TrainingFeed(positions, steps, self._create_loader)
+        return self._batches
+
+    def _create_loader(self, positions: Positions) -> Loader:
+        """Create PopTorch's loader of the images at some `positions`. It begins to read at once."""
+        data = self._recipe.data
+        images = self.batch.global_ // self.topology.world  # of this instance in a step
+        return self._library.DataLoader(
             self._options["training"],
+            positions,
             batch_size=self.batch.micro,
-            num_workers=recipe.data.workers,
+            num_workers=data.workers,
             worker_init_fn=begin_work,
             auto_distributed_partitioning=False,  # `Positions` are this instance's already
             mode=self._library.DataLoaderMode.AsyncRebatched,
-            rebatched_worker_size=min(_WORKERS_PORTION, self.batch.global_ // instances),
+            rebatched_worker_size=min(_WORKERS_PORTION, images),
             async_options={
-                "buffer_size": recipe.ipu.prefetch_depth,
+                "buffer_size": self._recipe.ipu.prefetch_depth,
                 "load_indefinitely": False,
                 "early_preload": True,
             },
         )
-        self._batches = TrainingFeed(positions, steps, loader)
-        return self._batches
 
     @property
     def _instance(self) -> int:
-        """The number of this process among the instances."""
+        """Return the number of this process among the instances."""
         return self.topology.replica // self.topology.served
 
     def data_wait(self) -> float:
@@ -297,6 +319,7 @@ class IpuEngine(Engine):
         # Each process has the sums over its own replicas.
         sums = torch.stack([losses.double().sum(), correct.double().sum()])
         loss, hits = self.processes.sum(sums)
+        # The IPUs have no step that could be left out: weights that got such a gradient are lost.
         if self._weights_are_on_device and not loss.isfinite():
             raise Diverged(f"the loss is {loss.item()}, and the IPUs have made an update of it")
         zero = torch.zeros((), dtype=torch.int64)
@@ -319,6 +342,7 @@ class IpuEngine(Engine):
         inputs = [images.images, images.labels]
         if images.mixing is not None:
             inputs.append(images.mixing)
+        # The two programs take turns on the IPUs.
         _detach(self._inference)
         if not self._training.isCompiled():
             self._training.compile(*inputs)
@@ -341,11 +365,12 @@ class IpuEngine(Engine):
 
     def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluationFeed:
         """Read this instance's share of the images of `source`: see `Engine`."""
+        assert source is not None, _IMAGES_ENTER
         return EvaluationFeed(
             source,
             self._recipe.data,
             self._rows,
-            size=self._recipe.model.image_size,
+            size=image_size(self._recipe.model),
             instance=self._instance,
             instances=self.topology.world,
         )
@@ -368,6 +393,7 @@ class IpuEngine(Engine):
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
         """Score a `batch`: see `Engine`."""
+        assert batch is not None, _IMAGES_ENTER
         return scored(self.predict_step(batch), batch.labels[: batch.valid])
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
@@ -442,6 +468,7 @@ class IpuEngine(Engine):
     def _send_weights(self) -> None:
         self._weights_are_on_device = False
         self._inference_is_stale = True
+        # Evaluation's program is sent them when it is attached the next time.
         weights = self._host.state_dict()["weights"]
         self._training.load_state_dict({_INSIDE + name: weights[name] for name in weights})
 
@@ -464,6 +491,7 @@ class IpuEngine(Engine):
         saved = self._optimizer.state_dict()
         tensors = dict(saved["ipu_state"])
         for key, value in tensors.items():
+            # Bias corrections go on from this step; no other engine saves their counts.
             if key.startswith(_COUNT_PREFIX):
                 tensors[key] = torch.full_like(value, step)
         host = self._host.state_dict()

@@ -10,7 +10,7 @@ import multiprocessing
 import threading
 import time
 from multiprocessing import resource_tracker
-from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -33,14 +33,14 @@ _PATIENCE = 30.0
 
 
 class StepImages(NamedTuple):
-    """The images of one update that an instance computes: micro batches one behind the other.
+    """The images of one step that an instance computes: micro batches one behind the other.
 
     They are accumulation x replicas x micro rows.
 
     images: uint8 [rows, 3, H, W].
     labels: int32 [rows].
     mixing: float32 [rows, 6], see engines.ipu_model.mixing_rows; None where nothing is mixed.
-    step: number of the update.
+    step: of the run, from 0; an update takes one.
     """
 
     images: torch.Tensor
@@ -53,13 +53,31 @@ class _Place(NamedTuple):
     """The image at a position.
 
     row: within the step, over all instances.
-    index: in the source.
+    image: its number in the source.
     """
 
     step: int
     row: int
     epoch: int
-    index: int
+    image: int
+
+
+class _Order(NamedTuple):
+    """The images of an epoch: int64 [images], their numbers in the source."""
+
+    epoch: int
+    images: np.ndarray
+
+
+class _Plan(NamedTuple):
+    """How a micro batch is mixed.
+
+    micro_batch: its step, and its number in it.
+    rows: float32 [micro, 6], see engines.ipu_model.mixing_rows.
+    """
+
+    micro_batch: Tuple[int, int]
+    rows: torch.Tensor
 
 
 class Positions(Dataset):
@@ -87,7 +105,7 @@ class Positions(Dataset):
             source: of the images.
             data: how they are cropped, augmented and mixed.
             batch: of a step.
-            steps: numbers of the updates.
+            steps: of the run, from 0, whose images are read.
             seed: of the run.
             size: of the images, pixels a side.
             instance: number of this process.
@@ -104,10 +122,8 @@ class Positions(Dataset):
         self._per_epoch = steps_per_epoch(len(source), batch.global_)
         self._transform = Training(data, seed)
         # The newest order of an epoch, and plan of a micro batch; neighbours in a run share them.
-        self._ordered_epoch = -1
-        self._order: Optional[np.ndarray] = None
-        self._planned: Optional[Tuple[int, int]] = None
-        self._plan: Optional[torch.Tensor] = None
+        self._order: Optional[_Order] = None
+        self._plan: Optional[_Plan] = None
 
     def __len__(self) -> int:
         return len(self._steps) * self._share
@@ -119,9 +135,9 @@ class Positions(Dataset):
         """
         place = self._place(position)
         try:
-            stream = self._source.open(place.index)
-            image = self._transform(stream, self._size, place.epoch, place.index)
-            label = int(self._source.labels[place.index])
+            stream = self._source.open(place.image)
+            image = self._transform(stream, self._size, place.epoch, place.image)
+            label = int(self._source.labels[place.image])
         except UnreadableImage:
             # The training process reports it: here it would be a worker's traceback.
             image = torch.zeros(3, self._size, self._size, dtype=torch.uint8)
@@ -134,12 +150,12 @@ class Positions(Dataset):
 
     def complain(self, position: int) -> None:
         """Raise UnreadableImage with the fault of the image at `position`."""
-        index = self._place(position).index
+        number = self._place(position).image
         try:
-            self._source.read(index)
+            self._source.read(number)
         except UnreadableImage as error:
             raise UnreadableImage(f"{error}; mend or remove the file") from None
-        name = self._source.name(index)
+        name = self._source.name(number)
         raise UnreadableImage(f"{name}: could be read only the second time; start again")
 
     def _place(self, position: int) -> _Place:
@@ -147,17 +163,19 @@ class Positions(Dataset):
         step = self._steps[number]
         row += self._first
         epoch, within = divmod(step, self._per_epoch)
-        if self._ordered_epoch != epoch:
-            self._ordered_epoch = epoch
-            self._order = self._source.order(self._seed, epoch)
-        index = int(self._order[within * self._batch.global_ + row])
-        return _Place(step, row, epoch, index)
+        order = self._order
+        if order is None or order.epoch != epoch:
+            order = _Order(epoch, self._source.order(self._seed, epoch))
+            self._order = order
+        image = int(order.images[within * self._batch.global_ + row])
+        return _Place(step, row, epoch, image)
 
     def _mixing(self, step: int, number: int) -> torch.Tensor:
         """Return the plan of a step's micro batch, float32 [micro, 6]."""
-        if self._planned != (step, number):
+        plan = self._plan
+        if plan is None or plan.micro_batch != (step, number):
             micro = self._batch.micro
-            plan = mixing.draw(
+            drawn = mixing.draw(
                 self._data,
                 self._seed,
                 step,
@@ -167,9 +185,20 @@ class Positions(Dataset):
                 height=self._size,
                 width=self._size,
             )
-            self._planned = (step, number)
-            self._plan = mixing_rows(plan)
-        return self._plan
+            assert drawn is not None, "asked for only where images are mixed"
+            plan = _Plan((step, number), mixing_rows(drawn))
+            self._plan = plan
+        return plan.rows
+
+
+class Loader(Protocol):
+    """The part of PopTorch's loader that is used here."""
+
+    def __iter__(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Return the batches of steps: images, labels and, where they are mixed, plans."""
+
+    def terminate(self) -> None:
+        """End the worker processes."""
 
 
 class TrainingFeed:
@@ -182,12 +211,12 @@ class TrainingFeed:
         self,
         positions: Positions,
         steps: range,
-        loader: Callable[[Positions], object],
+        loader: Callable[[Positions], Loader],
     ):
         """
         Args:
             positions: the images.
-            steps: numbers of the updates.
+            steps: of the run, from 0, whose images are read.
             loader: creates PopTorch's loader, which begins to read at once.
         """
         self._positions = positions
@@ -197,6 +226,7 @@ class TrainingFeed:
         # unblocks signals here.
         with signals_withheld():
             resource_tracker.ensure_running()
+        # PopTorch does not name its processes: they are those that start meanwhile.
         before = multiprocessing.active_children()
         with signals_withheld():
             self._loader = loader(positions)
@@ -210,13 +240,15 @@ class TrainingFeed:
         return self
 
     def __next__(self) -> StepImages:
-        """Return the images of the next update. Raises UnreadableImage."""
+        """Return the images of the next step. Raises UnreadableImage."""
         start = time.perf_counter()
         images, labels, *plans = next(self._batches)
-        if self._number:  # the first waits for the workers to start
+        # The first wait is for the workers to start.
+        if self._number:
             self.waited += time.perf_counter() - start
         number = self._number
         self._number += 1
+        # The label tells which image it was; reading it once more tells why.
         damaged = (labels == UNREADABLE).nonzero()
         if len(damaged):
             self._positions.complain(number * len(labels) + int(damaged[0]))

@@ -49,6 +49,7 @@ class Instances(Processes):
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sums of `values` over processes."""
+        # Added in the order of the ranks, so that all have the same bits.
         return torch.stack(self.gather(values)).sum(0)
 
     def agree_late(self, value: int) -> int:

@@ -5,7 +5,7 @@ PopTorch's functions are arguments, so the same modules run on a CPU.
 
 from __future__ import annotations
 
-from typing import Callable, Container, NamedTuple, Optional, Tuple
+from typing import Callable, Container, NamedTuple, Optional, Protocol, Tuple, runtime_checkable
 
 import torch
 from torch import nn
@@ -35,6 +35,13 @@ class Marks(NamedTuple):
     keep: Callable[[torch.Tensor], torch.Tensor] = _unmarked
     input: Callable[[torch.Tensor], torch.Tensor] = _unmarked
     output: Callable[[torch.Tensor], torch.Tensor] = _unmarked
+
+
+@runtime_checkable
+class _Drawing(Protocol):
+    """A module that draws random numbers, of whatever class a family of models has for it."""
+
+    draws: Draws
 
 
 class HardwareDraws(Draws):
@@ -183,10 +190,12 @@ def device_model(section: Model, seed: int, dtype: torch.dtype) -> BlockList:
         dtype: of weights and arithmetic.
     """
     model = build(section, seed)
-    model.preprocess = Entry(model.preprocess, dtype)
+    preprocess = model.block("preprocess")
+    assert isinstance(preprocess, Preprocess), "so every family of models begins"
+    model.preprocess = Entry(preprocess, dtype)
     draws = HardwareDraws(seed)
     for module in model.modules():
-        if hasattr(module, "draws"):
+        if isinstance(module, _Drawing):
             module.draws = draws
     return model.to(dtype)
 

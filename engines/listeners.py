@@ -78,7 +78,9 @@ class Listeners(StepListener):
         """Join `listeners`, which are called in this order."""
         self._listeners = tuple(listeners)
         # Spans are opened for each micro batch: those who do not time them need not be asked.
-        self._timing = [each for each in listeners if type(each).span is not StepListener.span]
+        self._timing = [
+            listener for listener in listeners if type(listener).span is not StepListener.span
+        ]
 
     def begin(self, update: Update) -> None:
         for listener in self._listeners:
@@ -108,6 +110,7 @@ class Listeners(StepListener):
 
     def span(self, kind: str, number: int = -1) -> ContextManager[None]:
         spans = [listener.span(kind, number) for listener in self._timing]
+        # Most spans are not timed: an ExitStack for nothing would cost more than they do.
         spans = [span for span in spans if span is not NOT_TIMED]
         if not spans:
             return NOT_TIMED

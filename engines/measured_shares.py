@@ -53,8 +53,9 @@ class MeasuredShares(StepListener):
         """
         place = self._processes.topology
         seconds, steps = self.read()
-        own = seconds / (steps * len(shares[place.replica])) if steps else 0.0
-        by_rank = self._processes.gather(own)
+        # A replica with more micro batches takes longer without being slower.
+        mean = seconds / (steps * len(shares[place.replica])) if steps else 0.0
+        by_rank = self._processes.gather(mean)
         # A replica is as fast as the slowest of its stages.
         by_replica = []
         for first in range(0, len(by_rank), place.stages):

@@ -47,7 +47,7 @@ _NO_MEMORY = re.compile(
 )
 
 
-def resolve(
+def settle(
     recipe: Recipe,
     batch: Batch,
     processes: Processes,
@@ -119,6 +119,7 @@ def _results(
     device: torch.device,
 ) -> _Results:
     """Return results of earlier runs where all processes have one; else all try."""
+    # Each machine has a cache: one without an entry makes all of them try.
     file = _file(recipe, sizes, device)
     by_rank = processes.gather(_read(file, sizes))
     if None not in by_rank:
@@ -171,6 +172,7 @@ def largest(sizes: Sequence[int], first: int, fits: Callable[[int], bool]) -> in
             low = index
         else:
             high = index
+        # Until one does not fit sizes are doubled, by the sizes that there are.
         if high == len(sizes):
             doubled = bisect.bisect_right(sizes, 2 * sizes[low]) - 1
             index = max(low + 1, doubled)
@@ -191,6 +193,7 @@ def _tried(
     def fits(micro: int) -> bool:
         """Try a `micro` batch."""
         fault = _fault(recipe, micro, device)
+        # Memory that a trial leaves behind would be missing in the next one.
         gc.collect()  # the failed engine, of which the error had the frames
         torch.cuda.empty_cache()
         lines.append(f"{micro} {'does not fit' if fault else 'fits'}")
@@ -203,6 +206,7 @@ def _fault(recipe: Recipe, micro: int, device: torch.device) -> str:
     """Return the error of a trial for which memory does not suffice, or "". Raises others."""
     try:
         _train(recipe, micro, device)
+    # Libraries have no error of one class for it.
     except RuntimeError as error:
         message = str(error)
         if not isinstance(error, torch.OutOfMemoryError) and not _NO_MEMORY.search(message):
@@ -224,6 +228,7 @@ def _train(recipe: Recipe, micro: int, device: torch.device) -> None:
         synchronize(device)
     finally:
         engine.close()
+    # It has to live until here.
     del reserve
 
 
@@ -252,6 +257,7 @@ def _random_batch(micro: int, size: int, device: torch.device) -> MicroBatch:
 
 def _single_replica(recipe: Recipe, micro: int) -> Recipe:
     """Return the recipe of one replica, whose update takes two micro batches."""
+    # Two, since the gradients of the first are there while the second is computed.
     batch = {"global_": 2 * micro, "micro": micro, "schedule": None, "largest": None}
     parallel = {"replicas": 1, "shares": "even", "elastic": False}
     changes = {

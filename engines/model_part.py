@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, FrozenSet, List, Mapping, Tuple
+from typing import Dict, List, Mapping, Tuple
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ class ModelPart:
     model: the part as one list of blocks.
     stages: the same as modules, by number of the part; several where stages are virtual.
     parameters, buffers: of the part; buffers are running statistics.
-    together: names of the parameters that get a micro batch's gradients at once.
+    together: names of the parameters that get a micro batch's gradients at once, as the backward
+        pass of their stage ends.
     part_names: names of the blocks of each part of the model, of all processes.
     whole_names: names of the whole model's parameters.
     shapes: of the whole model's parameters and persistent buffers.
@@ -46,14 +47,14 @@ class ModelPart:
     part_names: List[List[str]]
     whole_names: List[str]
     shapes: Dict[str, Tuple[int, ...]]
-    norms: FrozenSet[str]
+    norms: List[str]
     hidden: Mapping[str, int]
     memory_format: torch.memory_format
     notes: Tuple[str, ...]
 
     @property
     def cut(self) -> List[str]:
-        """The blocks that open each part after the first."""
+        """Return the blocks that open each part after the first."""
         return [names[0] for names in self.part_names[1:]]
 
 
@@ -94,38 +95,41 @@ def create(
     Raises:
         ConfigError: cut points, or blocks to recompute, that the model does not have.
     """
+    # Built whole everywhere, so that initial weights do not depend on the cut.
     whole = build(section, seed).to(placement.device, placement.dtype)
     memory_format = tuning.apply(whole, placement.engine, placement.device)
     parallel = placement.parallel
     recomputed = blocks_to_recompute(whole.names, parallel.recompute)
 
+    # The cut may be measured, by the whole model as it is to be computed.
     blocks = cuts.Blocks(whole, section, parallel, batch)
     part_names, note = cuts.parts(blocks, processes, placement.device, bound=placement.bound)
     notes = [note] if note else []
     if batch.stages > 1 and processes.topology.stages == 1:
         notes.append(f"one process computes all {batch.stages} stages itself, on one device")
 
+    # What no part of this process contains is garbage once the stages are made.
+    parts = cuts.own_parts(part_names, processes.topology)
     stages = {}
-    together = []
-    own_names: List[str] = []
-    for number, names in cuts.own_parts(part_names, processes.topology).items():
-        part = whole.part(names)
-        stages[number] = Stage(part, whole.draws, recomputed, memory_format)
-        together.append([name for name, _ in part.named_parameters()])
-        own_names += names
-    model = whole.part(own_names)
+    for number, names in parts.items():
+        stages[number] = Stage(whole.part(names), whole.draws, recomputed, memory_format)
+    model = whole.part([name for names in parts.values() for name in names])
     model.draws = whole.draws
     return ModelPart(
         model=model,
         stages=stages,
         parameters=dict(model.named_parameters()),
         buffers=state.persistent_buffers(model),
-        together=together,
+        together=[_parameter_names(whole.part(names)) for names in parts.values()],
         part_names=part_names,
-        whole_names=[name for name, _ in whole.named_parameters()],
+        whole_names=_parameter_names(whole),
         shapes=state.shapes(whole),
         norms=norm_parameters(whole),
         hidden=hidden_layers(whole),
         memory_format=memory_format,
         notes=tuple(notes),
     )
+
+
+def _parameter_names(model: BlockList) -> List[str]:
+    return [name for name, _ in model.named_parameters()]

@@ -30,14 +30,12 @@ from optim.norms import norm
 from recipe.course import Update
 from recipe.division import Batch
 
-_EVERY = (
-    4  # updates, of which one is measured: reading each micro batch's gradient again takes time
-)
+# Updates, of which one is measured: reading each micro batch's gradient again takes time.
+_EVERY = 4
 _MOST = 8  # micro batches of a step that are measured
 _DECAY = 0.96  # of the averages, in each measured update: about the last two hundred updates count
-_MOMENTS = (
-    7  # sums over updates: weights, squared weights; weighted S, |G|^2, their squares, product
-)
+# Sums over updates: of weights and their squares; weighted, of S, |G|^2, their squares and product.
+_MOMENTS = 7
 _FEWEST = 10.0  # measured updates, as they count, from which a standard error means something
 _WHOLE = ""  # the name under which the whole model's averages are kept
 _SQUARES = "squared norms"  # the name under which processes add them up
@@ -97,15 +95,17 @@ class Meter:
         device = self._parameters[0].device if self._parameters else None
         self.moments = torch.zeros(_MOMENTS, len(self._names), dtype=torch.float64, device=device)
 
-    def start(self, number: int, steps: int = 1) -> None:
-        """Begin update `number`, from 0.
+    def start(self, index: int, steps: int = 1) -> None:
+        """Begin an update.
 
         Args:
+            index: of the update, from 0.
             steps: of the update; the first is measured.
         """
-        self.on = bool(self._norms) and number % _EVERY == 0
+        self.on = bool(self._norms) and index % _EVERY == 0
         self._steps = steps
         self._passed = [0] * len(self._norms)
+        # In updates that are not measured a hook would cost a call for each gradient.
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -114,8 +114,8 @@ class Meter:
         if not self.on:
             return
         for place, parameter in enumerate(self._parameters):
-            hook = functools.partial(self._measure, place)
-            self._hooks.append(parameter.register_hook(hook))
+            measure = functools.partial(self._measure, place)
+            self._hooks.append(parameter.register_hook(measure))
 
     def squares(
         self,
@@ -158,6 +158,7 @@ class Meter:
             squares: float64 [measured + 1], of all processes.
             finite: bool [], whether the update counts.
         """
+        # One column for the whole model, then, if they are kept, one for each parameter.
         whole = torch.stack([squares[:-1].mean(), squares[-1]])
         parameters = self._by_parameter[:, : len(self._names) - 1]
         small, large = torch.cat([whole[:, None], parameters], dim=1)
@@ -166,6 +167,7 @@ class Meter:
         batch = self.batches.large * self._steps
         signal = (batch * large - images * small) / (batch - images)
         noise = (small - large) / (1 / images - 1 / batch)
+        # A weight of 1, which decays; its square is needed for the standard error.
         one = torch.ones_like(small)
         new = torch.stack([one, one, noise, signal, noise**2, signal**2, noise * signal])
         past = self.moments * _DECAY
@@ -200,6 +202,7 @@ class Meter:
         passed = self._passed[parameter]
         self._passed[parameter] += 1
         share = self.batches.share
+        # Of an update of several steps the first is measured.
         if passed < len(share) and share[passed] in self._measured:
             self._norms[parameter][share[passed]] = norm(gradient)
 
@@ -257,6 +260,7 @@ def compared(batch: Batch, replica: int, *, summed: bool) -> Batches:
         replica: this one.
         summed: whether its gradients become the sums over all replicas.
     """
+    # Without a sum each replica compares with its own batch, and the norms of all count alike.
     large = batch.micro * batch.accumulation
     weight = 1 / batch.replicas
     if summed:

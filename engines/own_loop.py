@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, ContextManager, Dict, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from engines.exchange import GradientExchange, UpdateSections, create_weights
 from engines.unused import UnusedParameters
 from optim import factory
 from optim.loss_scale import LossScale
+from parallel import groups
+from parallel.groups import Group
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import checks, loading
@@ -137,6 +139,7 @@ class DistributedOptimizer:
         recipe = checked.recipe
         parameters = checked.parameters
         update = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
+        # Only a module's author knows its normalisations: one dimension is the mark that most have.
         norms = [name for name, parameter in parameters.items() if parameter.dim() == 1]
         self.weights = create_weights(
             update,
@@ -155,11 +158,8 @@ class DistributedOptimizer:
             steps_per_epoch=steps_per_epoch,
         )
         precision = recipe.precision
-        self._scale = LossScale(
-            precision.loss_scale,
-            precision.dynamic_loss_scale,
-            checked.device,
-        )
+        dynamic = precision.dynamic_loss_scale
+        self._scale = LossScale(precision.loss_scale, dynamic, checked.device)
         self._unused = UnusedParameters(self.weights.places(), checked.device)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -204,6 +204,7 @@ class DistributedOptimizer:
         buffers = [*self.weights.own_state().values(), *self._exchange.own_state().values()]
         self._unused.save(buffers)
         divisor = self._exchange(self.steps, self._scale.scale, lr)
+        assert divisor is not None, "without exchange.delay, which is refused, no gradient is late"
 
         # One message: on how many replicas a gradient is not finite, and on how many each parameter
         # has one.
@@ -211,6 +212,7 @@ class DistributedOptimizer:
         counts = self._processes.sum(torch.cat([fault[None], self._unused.used()]))
         finite = counts[0] == 0
 
+        # The update is of all parameters: that of unused ones is taken back, without a look at them.
         rate = self._exchange.rate(lr)
         self.weights.apply(self.steps, rate, finite, False)
         if self._unused.restore(counts[1:]):
@@ -235,6 +237,7 @@ class DistributedOptimizer:
         Returns:
             The state on the first replica, elsewhere {}.
         """
+        # All replicas take part in both, before all but the first leave.
         replicas = list(self._exchange.replica_states())
         weights = self._exchange.mean(self.weights.flat)
         if not self._processes.topology.is_main:
@@ -258,17 +261,17 @@ class DistributedOptimizer:
         Raises:
             ValueError: names what is missing or does not fit.
         """
-        saved = self._processes.from_main(lambda: saved)
-        state.check_parts(saved or {}, ("steps", "loss_scale", "replicas"), ())
-        self.weights.load_state_dict(saved)
-        self._scale.load_state_dict(saved["loss_scale"])
-        self._exchange.load_state_dict(saved)
-        replicas = saved["replicas"]
+        first = self._processes.from_main(lambda: saved or {})
+        state.check_parts(first, ("steps", "loss_scale", "replicas"), ())
+        self.weights.load_state_dict(first)
+        self._scale.load_state_dict(first["loss_scale"])
+        self._exchange.load_state_dict(first)
+        replicas = first["replicas"]
         self._exchange.load_replica_states(len(replicas), replicas.__getitem__)
-        self.steps = saved["steps"]
+        self.steps = first["steps"]
 
 
-def _current_gpu(module: nn.Module) -> Any:
+def _current_gpu(module: nn.Module) -> ContextManager[object]:
     """Return a context in which a module's GPU, if it has one, is the current one."""
     for parameter in module.parameters():
         if parameter.is_cuda:
@@ -379,6 +382,7 @@ class _Group(Processes):
     """The replicas of a process group that somebody else has made; without stages."""
 
     def __init__(self, group: Optional[dist.ProcessGroup]):
+        # The user's processes have met already: here nothing is connected.
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         rank = 0
@@ -386,6 +390,7 @@ class _Group(Processes):
         if group is not None:
             rank = dist.get_rank(group)
             self._world = dist.get_world_size(group)
+        # So torch numbers a process that is not in a group.
         if rank < 0:
             raise ConfigError(
                 "this process is not in the group; only its members make the optimizer"
@@ -396,7 +401,7 @@ class _Group(Processes):
         self.stage_group = None
         self.host_stage_group = None
 
-    def further_group(self) -> Optional[dist.ProcessGroup]:
+    def further_group(self) -> Group:
         """Return another group of the same replicas; None for a single one.
 
         Only the replicas of this group call, whatever other processes do.
@@ -404,7 +409,7 @@ class _Group(Processes):
         if self._world == 1:
             return None
         ranks = dist.get_process_group_ranks(self._host)
-        return dist.new_group(ranks, use_local_synchronization=True)
+        return groups.new_group(ranks=ranks)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sums of `values` over replicas, in their place."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
 
 from engines.model_part import ModelPart
-from engines.stage import boundaries
+from engines.stage import boundaries, image_size
 from models.families import build
 from parallel.processes import Processes
 from parallel.work import Boundary, WholeModel
 from recipe.distribution import Parallel
 from recipe.network import Model
+
+if TYPE_CHECKING:
+    from parallel.pipeline import Pipeline
+
+
+class Rows(NamedTuple):
+    """Images of a micro batch, in training and in evaluation."""
+
+    training: int
+    evaluation: int
 
 
 class Passes:
@@ -29,7 +39,7 @@ class Passes:
         training: Mapping[int, nn.Module],
         device: torch.device,
         dtype: torch.dtype,
-        rows: Dict[str, int],
+        rows: Rows,
     ):
         """
         Args:
@@ -40,7 +50,7 @@ class Passes:
             training: what computes a stage in training, by number of its part.
             device: that computes.
             dtype: of activations.
-            rows: images of a micro batch, in "training" and "evaluation".
+            rows: images of a micro batch.
         """
         self._part = part
         self._section = section
@@ -51,10 +61,15 @@ class Passes:
         self._dtype = dtype
         self._rows = rows
         # Pipelines know the shapes of their messages: there is one for each size and number.
-        self._pipelines: Dict[Tuple[int, int], Any] = {}
-        self._evaluation: Any = None
+        self._pipelines: Dict[Tuple[int, int], Pipeline] = {}
+        self._evaluation: Optional[Pipeline] = None
 
-    def training(self, size: int, count: int, images: torch.dtype) -> Any:
+    def training(
+        self,
+        size: int,
+        count: int,
+        images: torch.dtype,
+    ) -> Union[WholeModel, Pipeline]:
         """Return what computes `count` micro batches of a replica.
 
         Args:
@@ -69,7 +84,7 @@ class Passes:
 
             self._pipelines[size, count] = Pipeline(
                 self._training,
-                self.boundaries("training", size, images),
+                self.boundaries(self._rows.training, size, images),
                 schedule=self._parallel.schedule,
                 micro_batches=count,
                 group=self._processes.stage_group,
@@ -89,12 +104,14 @@ class Passes:
         if self._processes.topology.stages == 1:
             with torch.no_grad():
                 return self._part.stages[0](images)
+        # One for the whole run, as validation images have one size.
         if self._evaluation is None:
             from parallel.pipeline import Pipeline
 
+            size = image_size(self._section)
             self._evaluation = Pipeline(
                 self._part.stages,
-                self.boundaries("evaluation", self._section.image_size, torch.uint8),
+                self.boundaries(self._rows.evaluation, size, torch.uint8),
                 group=self._processes.stage_group,
                 device=self._device,
             )
@@ -104,16 +121,17 @@ class Passes:
         """Forget pipelines of training, as replicas get other shares."""
         self._pipelines.clear()
 
-    def boundaries(self, kind: str, size: int, images: torch.dtype) -> List[Boundary]:
+    def boundaries(self, rows: int, size: int, images: torch.dtype) -> List[Boundary]:
         """Return what enters each part of the model, and what leaves the last.
 
         Args:
-            kind: "training" or "evaluation".
+            rows: images of a micro batch.
             size: pixels a side.
             images: their dtype, as they enter the model.
         """
+        # Without memory: of all parts only the shapes are needed, in whichever process they are.
         with torch.device("meta"):
             model = build(self._section, 0)
-        entering = Boundary((self._rows[kind], 3, size, size), images)
+        entering = Boundary((rows, 3, size, size), images)
         memory_format = self._part.memory_format
         return boundaries(self._part.part_names, model, entering, self._dtype, memory_format)

@@ -34,16 +34,13 @@ def agreed(processes: Processes, function: Callable[[], Result]) -> Result:
         Exception: the error of `function`.
         ConfigError: with the same message, on the replicas where it did not fail.
     """
-    result: Optional[Result] = None
-    failure: Optional[Exception] = None
     try:
         result = function()
     except Exception as error:
-        failure = error
-    messages = processes.gather(None if failure is None else first_line(failure))
-    if failure is not None:
-        raise failure
-    for replica, message in enumerate(messages):
+        # The other replicas wait for it below.
+        processes.gather(first_line(error))
+        raise
+    for replica, message in enumerate(processes.gather(None)):
         if message is not None:
             raise ConfigError(f"replica {replica} cannot begin: {message}")
     return result
@@ -102,7 +99,7 @@ def share(processes: Processes, module: nn.Module, device: torch.device) -> None
         return
     # Sent as bytes, so that an error in pickling is known before the others wait.
     is_first = processes.topology.is_main
-    packed = agreed(processes, lambda: _packed(extra) if is_first else None)
+    packed = agreed(processes, lambda: _packed(extra) if is_first else b"")
     # These bytes come from the first replica of this program, so that they may be unpickled.
     state.update(pickle.loads(processes.from_main(lambda: packed)))
     agreed(processes, lambda: _load(module, state, list(extra)))
@@ -116,6 +113,7 @@ def _described(module: nn.Module, settings: Mapping[str, Any]) -> Dict[str, str]
         if _is_extra(name):
             descriptions[name] = "an extra state"
             continue
+        # Refused here, before any replica has been changed.
         _check_can_be_sent(name, value)
         dtype = str(value.dtype).replace("torch.", "")
         role = "trained" if name in trained else "not trained"

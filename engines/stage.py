@@ -8,7 +8,18 @@ from __future__ import annotations
 import contextlib
 import time
 import types
-from typing import Callable, Container, Dict, Iterator, List, Sequence, Tuple
+from typing import (
+    Callable,
+    Container,
+    ContextManager,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import nn
@@ -20,10 +31,13 @@ from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
+from recipe.network import Model
 
 # Programs that one block may have: for each size of images, with a backward pass to come and
 # without.
 _PROGRAMS = 64
+
+Recompute = Union[bool, List[str]]  # all blocks, none, or those of these names
 
 
 class Stage(nn.Module):
@@ -53,7 +67,7 @@ class Stage(nn.Module):
         super().__init__()
         self._draws = draws
         self._memory_format = memory_format
-        self._segments = nn.ModuleList()
+        self._sequences: List[nn.Sequential] = []
         self._recomputed: List[bool] = []
         # A block without parameters, such as the cast of the images, is computed again with the
         # one behind it: its output takes four times the memory of its input.
@@ -62,10 +76,12 @@ class Stage(nn.Module):
             block = blocks.block(name)
             waiting.append(block)
             if any(True for _ in block.parameters()):
-                self._segments.append(nn.Sequential(*waiting))
+                self._sequences.append(nn.Sequential(*waiting))
                 self._recomputed.append(name in recompute)
                 waiting = []
         assert not waiting, "the last block has parameters"
+        # Modules of a plain list would not be found: neither their parameters nor their buffers.
+        self._segments = nn.ModuleList(self._sequences)
         self._takes_images = isinstance(blocks.block(blocks.names[0]), Preprocess)
         self._compiled: Sequence[Callable] = ()
 
@@ -88,10 +104,11 @@ class Stage(nn.Module):
             mode: of torch.compile.
             backend: of torch.compile; only "inductor" has modes.
         """
+        # Beyond its limit torch computes a block uncompiled, and says so only in a log.
         torch._dynamo.config.recompile_limit = _PROGRAMS
         programs: Dict[str, Callable] = {}
         compiled = []
-        for segment in self._segments:
+        for segment in self._sequences:
             structure = repr(segment[-1])
             if structure not in programs:
                 programs[structure] = _program(f"block_{len(programs)}", mode, backend)
@@ -117,7 +134,7 @@ class Stage(nn.Module):
             x = x.detach().requires_grad_()
         # Each segment goes forward and backward by itself, so that little memory is needed.
         for segment, compute, recomputed in self._passes():
-            again = contextlib.nullcontext()
+            again: ContextManager[None] = contextlib.nullcontext()
             if recomputed:
                 with torch.no_grad():
                     compute(x)
@@ -138,7 +155,7 @@ class Stage(nn.Module):
         Args:
             x: what enters the stage.
         """
-        modes = [(segment, segment[-1].training) for segment in self._segments]
+        modes = [(segment, segment[-1].training) for segment in self._sequences]
         for segment, _ in modes:
             segment.eval()
         with torch.no_grad():
@@ -148,7 +165,7 @@ class Stage(nn.Module):
 
     def _passes(self) -> Iterator[Tuple[nn.Module, Callable, bool]]:
         """Iterate over each segment, what computes it, and whether it is to be computed again."""
-        return zip(self._segments, self._compiled or self._segments, self._recomputed)
+        return zip(self._sequences, self._compiled or self._sequences, self._recomputed)
 
     def _to_memory_format(self, x: torch.Tensor) -> torch.Tensor:
         # Images get their layout together with their cast, in the first block.
@@ -244,12 +261,18 @@ def boundaries(
     return shapes
 
 
-def blocks_to_recompute(names: Sequence[str], recompute: object) -> frozenset:
+def image_size(section: Model) -> int:
+    """Return the pixels a side of the images that the model of a `section` is made for."""
+    assert section.image_size is not None, "checked recipes have one"
+    return section.image_size
+
+
+def blocks_to_recompute(names: Sequence[str], recompute: Recompute) -> FrozenSet[str]:
     """Return the names of the blocks that a recipe computes again in the backward pass.
 
     Args:
         names: of all blocks of the model.
-        recompute: `parallel.recompute`, a bool or a list of names.
+        recompute: `parallel.recompute`.
 
     Raises:
         ConfigError: a name that the model does not have.
@@ -287,6 +310,7 @@ def compile_stages(
     started = time.perf_counter()
     for stage in stages.values():
         stage.compile(mode)
+    # An engine that does not train compiles as it scores.
     if not entering:
         return ()
     try:

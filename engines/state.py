@@ -66,6 +66,7 @@ def persistent_buffers(model: BlockList) -> Dict[str, torch.Tensor]:
 
 def on_cpu(tensors: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     """Return copies of `tensors` on the CPU, by the same names."""
+    # Also of tensors that are there already: the next step changes these.
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 

@@ -42,9 +42,11 @@ class RunningStatistics(StepListener):
         self._before: List[torch.Tensor] = []
 
     def begin(self, update: Update) -> None:
+        # An update that is left out gives them back.
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def exchanged(self, divisor: Optional[torch.Tensor]) -> None:
+        # Also while a late gradient is on its way: micro batches were computed all the same.
         if not self._buffers or not self._combined:
             return
         combine_statistics(

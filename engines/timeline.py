@@ -84,6 +84,7 @@ class Recorder(StepListener):
                 yield
                 return
             synchronize(self._device)
+            # The device has ended what came before, so that its time is this span's.
             start = time.monotonic()
             yield
             synchronize(self._device)
@@ -120,6 +121,7 @@ class Recorder(StepListener):
         """
         self._on = False
         host, start = self._processes.gather((platform.node(), self._start))[0]
+        # Processes of one host have one clock; on another it began with the same barrier.
         if platform.node() != host:
             start = self._start
         spans = []

@@ -14,13 +14,13 @@ from data.batches import MicroBatch
 from engines import agreement, feed, graphs, model_part, noise_scale, state, tuning
 from engines.agreement import Agreement
 from engines.averages import Averages
-from engines.base import Counts, Engine, NoiseScale, StepResult, scored
+from engines.base import Counts, Engine, EvaluatedBatches, NoiseScale, StepResult, scored
 from engines.devices import compute_dtype, device_of, set_switches, timed, unused
 from engines.exchange import GradientExchange, UpdateSections, create_weights
-from engines.listeners import Listeners
+from engines.listeners import Listeners, StepListener
 from engines.measured_shares import MeasuredShares
-from engines.passes import Passes
-from engines.stage import compile_stages
+from engines.passes import Passes, Rows
+from engines.stage import compile_stages, image_size
 from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
 from engines.training_work import TrainingWork
@@ -65,7 +65,8 @@ class TorchEngine(Engine):
         self._recipe = recipe
         self._trains = steps_per_epoch is not None
         self._steps_per_epoch = steps_per_epoch or 1
-        self._batches: Any = None
+        self._batches: Optional[feed.Batches] = None
+        # Before anything computes: cuBLAS reads its variable once, as CUDA starts.
         if self.device.type == "cuda":
             set_switches(recipe.run.deterministic)
         self._compute = compute_dtype(recipe.precision.compute, self.device)
@@ -100,7 +101,14 @@ class TorchEngine(Engine):
         self.shapes = self._part.shapes
         self.cut = self._part.cut
         self.notes = (*unused(recipe.run.device), *self._part.notes)
+        self._create_weights()
+        self._averages = Averages(recipe.average, self.weights, self._buffers)
+        steps_per_epoch = self._steps_per_epoch if self._trains else None
+        self._exchange = self.exchange_of(recipe, steps_per_epoch)
 
+    def _create_weights(self) -> None:
+        """Create the weights that persist, and the factor on the loss of their gradients."""
+        recipe = self._recipe
         # Where the model is computed by functions in C++, so is the update.
         compiled = recipe.engine.compile or self._part.memory_format == torch.channels_last
         self.weights = create_weights(
@@ -119,9 +127,6 @@ class TorchEngine(Engine):
         precision = recipe.precision
         dynamic = precision.dynamic_loss_scale
         self._loss_scale = LossScale(precision.loss_scale, dynamic, self.device)
-        self._averages = Averages(recipe.average, self.weights, self._buffers)
-        steps_per_epoch = self._steps_per_epoch if self._trains else None
-        self._exchange = self.exchange_of(recipe, steps_per_epoch)
 
     def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
         """Return the exchange of `recipe` for this engine's weights.
@@ -155,25 +160,38 @@ class TorchEngine(Engine):
             combined=method.sums,
         )
         self._noise = self._noise_listener(summed=method.complete)
-        listeners = [self.recorder, self._statistics, self._noise, self._averages]
+        listeners: List[StepListener] = [
+            self.recorder,
+            self._statistics,
+            self._noise,
+            self._averages,
+        ]
         self._shares: Optional[MeasuredShares] = None
         if recipe.parallel.shares == "measured" and self.topology.replicas > 1:
             self._shares = MeasuredShares(self.processes, self.device, recipe.parallel.least)
             listeners.append(self._shares)
+        listeners.append(self._record_passes())
+        self._listeners = Listeners(listeners)
+
+    def _record_passes(self) -> graphs.GraphListener:
+        """Let passes be recorded where that pays, or else let the exchange begin within the last one.
+
+        Returns:
+            What has to follow the steps for that.
+        """
         # Recordings call no hook, by which an exchange begins within the last backward pass.
         can_overlap = self._exchange.arm is not None and len(self._part.stages) == 1
         self._training_stages = graphs.recorded(
             self._part.stages,
-            recipe.engine.graphs,
+            self._recipe.engine.graphs,
             accumulation=self.batch.accumulation,
             device=self.device,
             overlaps=can_overlap,
         )
-        self._graphs = graphs.GraphListener(self._training_stages)
-        listeners.append(self._graphs)
-        self._listeners = Listeners(listeners)
         overlaps = can_overlap and self._training_stages is self._part.stages
         self._arm = self._exchange.arm if overlaps else None
+        self._graphs = graphs.GraphListener(self._training_stages)
+        return self._graphs
 
     def _noise_listener(self, *, summed: bool) -> noise_scale.NoiseListener:
         """Return what measures the noise scale, or, where the recipe or a fact forbids it, nothing.
@@ -187,6 +205,7 @@ class TorchEngine(Engine):
         if obstacle and self._trains and wanted not in ("auto", False):
             self.notes += (f"log.noise_scale: not measured, as {obstacle}",)
         measures = self._trains and wanted and not obstacle
+        # Without parameters a meter measures nothing, and has nothing to be saved.
         parameters = self._part.parameters if measures else {}
         meter = noise_scale.Meter(parameters, batches, layers=wanted == "layers")
         gradients = self.weights.gradients
@@ -206,7 +225,6 @@ class TorchEngine(Engine):
             listeners=self._listeners,
             check=self.processes.check,
             arm=self._arm,
-            device=self.device,
         )
         self._passes = Passes(
             self._part,
@@ -216,7 +234,7 @@ class TorchEngine(Engine):
             training=self._training_stages,
             device=self.device,
             dtype=self._compute,
-            rows={"training": self.batch.micro, "evaluation": recipe.batch.evaluation},
+            rows=Rows(self.batch.micro, recipe.batch.evaluation),
         )
 
     def _compile(self) -> None:
@@ -226,9 +244,11 @@ class TorchEngine(Engine):
             return
         sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
         images = self._feed.image_dtype
-        entering = [self._passes.boundaries("training", size, images) for size in sizes]
-        size = recipe.model.image_size
-        scored_images = self._passes.boundaries("evaluation", size, torch.uint8)
+        micro = self.batch.micro
+        entering = [self._passes.boundaries(micro, size, images) for size in sizes]
+        size = image_size(recipe.model)
+        rows = recipe.batch.evaluation
+        scored_images = self._passes.boundaries(rows, size, torch.uint8)
         mode = recipe.engine.compile_mode
         stages = self._part.stages
         self.notes += compile_stages(stages, entering, scored_images, self.device, mode)
@@ -248,6 +268,7 @@ class TorchEngine(Engine):
         with self._listeners.span("update"):
             agreed = self._agree(divisor)
             norms = self._apply(update, lr, agreed.finite, divisor=divisor, measure=measure)
+        # Means of weights, where replicas make updates alone; averages take these means.
         with self._listeners.span("exchange"):
             self._exchange.after_update(update.step)
         self._listeners.applied(update, agreed.finite)
@@ -288,6 +309,7 @@ class TorchEngine(Engine):
 
     def _agree(self, divisor: Optional[torch.Tensor]) -> Agreement:
         """Let all processes know whether all gradients are finite, and what was learned, at once."""
+        # While a late gradient is on its way nothing is applied that could be at fault.
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         if divisor is not None:
             finite = self.weights.prepare(divisor)
@@ -368,20 +390,23 @@ class TorchEngine(Engine):
         Every rank calls, between two steps.
         """
         self.batch = self.batch.with_shares(shares)
-        own = shares[self.topology.replica]
+        share = shares[self.topology.replica]
         self.weights.gradients.set_leaves(self._leaves())
         self._exchange.set_shares(self.batch)
         self._statistics.batch = self.batch
-        self._noise.meter.batches.share = own
+        self._noise.meter.batches.share = share
         self._passes.forget()
         if self._shares is not None:
             self._shares.unsettle()
-        if self._batches is not None and self.topology.is_first:
-            self._batches.set_share(step, own)
+        # Where images do not enter there is nothing to be read otherwise.
+        if isinstance(self._batches, loader.TrainingBatches):
+            self._batches.set_share(step, share)
 
     def noise_scale(self) -> Tuple[Optional[NoiseScale], Dict[str, NoiseScale]]:
         by_name = self._noise.meter.values()
         if self._recipe.log.noise_scale == "layers" and self.topology.stages > 1:
+            # The whole model's norms are summed over stages, each parameter's are its stage's
+            # alone.
             by_stage = self.processes.gather(by_name)[: self.topology.stages]
             by_name = {name: scale for values in by_stage for name, scale in values.items()}
         whole = by_name.pop("", None)
@@ -398,7 +423,7 @@ class TorchEngine(Engine):
 
     # Images and scores ------------------------------------------------------------------------
 
-    def training_batches(self, source: Optional[Source], steps: range) -> Iterator[MicroBatch]:
+    def training_batches(self, source: Optional[Source], steps: range) -> feed.Batches:
         self._batches = feed.training_batches(
             source,
             self._settings,
@@ -410,18 +435,20 @@ class TorchEngine(Engine):
         return self._batches
 
     def data_wait(self) -> float:
+        assert self._batches is not None, "asked for in training alone"
         return self._batches.waited()
 
-    def evaluation_batches(self, source: Optional[Source], images: int) -> Any:
+    def evaluation_batches(self, source: Optional[Source], images: int) -> EvaluatedBatches:
         place = self.topology
         rows = self._recipe.batch.evaluation
         if source is None:
             share = loader.evaluation_share(images, rows, place.replica, place.replicas)
+            # All stages make as many calls, with images or without.
             return feed.Nothing([None] * len(share))
         return loader.EvaluationBatches(
             source,
             data=self._recipe.data,
-            image_size=self._recipe.model.image_size,
+            image_size=image_size(self._recipe.model),
             batch=rows,
             device=self.device,
             replica=place.replica,
@@ -443,14 +470,17 @@ class TorchEngine(Engine):
         return scored(logits[: len(labels)].float(), labels)
 
     def predict_step(self, batch: MicroBatch) -> torch.Tensor:
-        assert self.topology.stages == 1, "logits lie on the last stage"
-        return self._predict(batch)[: batch.valid].float()
+        logits = self._predict(batch)
+        assert logits is not None, "a process that computes all stages has logits"
+        return logits[: batch.valid].float()
 
     def _predict(self, batch: Optional[MicroBatch]) -> Optional[torch.Tensor]:
         """Return the logits of all rows, with padding, on the last stage; None elsewhere."""
         self._model.eval()
-        images = self._feed.evaluation_images(batch) if self.topology.is_first else None
-        return self._passes.predict(images)
+        if not self.topology.is_first:
+            return self._passes.predict(None)
+        assert batch is not None, "images enter here"
+        return self._passes.predict(self._feed.evaluation_images(batch))
 
     # State ------------------------------------------------------------------------------------
 
@@ -468,9 +498,9 @@ class TorchEngine(Engine):
         # Means over replicas, which all have to compute; the first one then has the whole state.
         trained = self._exchange.mean(self.weights.flat)
         averages = self._averages.means(self._exchange.mean)
-        own = {}
+        part: Dict[str, Any] = {}
         if self.topology.replica == 0:
-            own = {
+            part = {
                 **self.weights.state_dict(trained),
                 "loss_scale": self._loss_scale.state_dict(),
                 "averages": self._averages.state_dict(averages),
@@ -479,9 +509,9 @@ class TorchEngine(Engine):
             }
             noise = self._noise.meter.state_dict()
             if noise:
-                own["noise_scale"] = noise
+                part["noise_scale"] = noise
         stages = range(self.topology.stages)
-        return state.merged(self.processes.gather_to_main(own, stages))
+        return state.merged(self.processes.gather_to_main(part, stages))
 
     def load_state_dict(self, saved: dict) -> None:
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages.names())
@@ -518,6 +548,7 @@ class TorchEngine(Engine):
         self._exchange.load_replica_states(count, read)
 
     def peak_flops(self) -> float:
+        # Large enough that starting the product costs nothing beside it.
         size = 8192 if self.device.type == "cuda" else 1024
         left = torch.randn(size, size, device=self.device).to(self._compute)
         self.processes.wait_for_all()  # ranks that share a machine share what it can
@@ -527,6 +558,7 @@ class TorchEngine(Engine):
         return self.processes.sum(rate).item()
 
     def close(self) -> None:
+        # Threads of an exchange end first: they would wait for processes that have parted.
         self._exchange.close()
         self.processes.part()
         torch.cuda.empty_cache()

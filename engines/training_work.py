@@ -35,7 +35,6 @@ class TrainingWork(Work):
         listeners: Listeners,
         check: Callable[[], None],
         arm: Optional[Callable[[], None]],
-        device: torch.device,
     ):
         """
         Args:
@@ -47,7 +46,6 @@ class TrainingWork(Work):
             listeners: that time spans.
             check: raises where the run must not go on.
             arm: called before the last backward pass of a step; None where no exchange overlaps it.
-            device: that computes.
         """
         self.feed = feed
         self.images = feed.images
@@ -58,7 +56,7 @@ class TrainingWork(Work):
         self._label_smoothing = label_smoothing
         self._check = check
         self._arm = arm
-        self._device = device
+        self._device = gradients.flat.device
         self._rows = 0
 
     def start(self, rows: int) -> None:
@@ -88,6 +86,7 @@ class TrainingWork(Work):
             float32 [].
         """
         labels, targets = self.feed.targets(number)
+        # Padding comes last, and has no labels.
         logits = logits[: len(labels)].float()
         losses = F.cross_entropy(
             logits,
@@ -96,6 +95,7 @@ class TrainingWork(Work):
             label_smoothing=self._label_smoothing,
         )
         loss = losses / self._rows
+        # Both stay on the device: to read them would be to wait.
         self.total += summable(loss.detach())
         self.correct += (logits.detach().argmax(1) == labels).sum()
         return loss * self._loss_scale.scale

@@ -18,13 +18,14 @@ from common.errors import ConfigError, first_line
 from common.json_io import read_json
 from engines import cache, cuts
 from engines.devices import compute_dtype, device_of, dtype_name, name_of, set_switches, timed
-from engines.stage import Stage, blocks_to_recompute, boundaries, sent
+from engines.stage import Recompute, Stage, blocks_to_recompute, boundaries, sent
 from models import shapes
 from models.base import BlockList
 from models.families import build
 from models.kernels import patching
 from models.native import library
 from models.native import patching as native
+from models.preprocess import Preprocess
 from parallel.processes import Processes
 from parallel.work import Boundary
 from recipe.batch import training_image_sizes
@@ -86,7 +87,7 @@ class _Part:
 
     model: Model
     engine: EngineSection
-    recompute: object
+    recompute: Recompute
     blocks: List[str]
     entering: Boundary
     device: torch.device
@@ -185,14 +186,16 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
     if patching.available():
         patching.patch(model, _KERNELS.get(section.kernels, ()))
     memory_format = _FORMATS.get(section.memory_format, torch.contiguous_format)
-    model.block("preprocess").memory_format = memory_format
+    preprocess = model.block("preprocess")
+    assert isinstance(preprocess, Preprocess), "so every family of models begins"
+    preprocess.memory_format = memory_format
     return memory_format
 
 
 # Automatic choices ----------------------------------------------------------------------------
 
 
-def resolve(
+def settle(
     recipe: Recipe,
     batch: Batch,
     processes: Processes,
@@ -247,6 +250,7 @@ def _with(recipe: Recipe, choice: Candidate) -> Recipe:
 
 def _on_gpu(section: EngineSection) -> List[Candidate]:
     """Return the candidates of a GPU that a section allows."""
+    # Contiguous and torch come first, which run.deterministic takes.
     formats = list(_FORMATS)
     if section.memory_format != "auto":
         formats = [section.memory_format]
@@ -323,14 +327,16 @@ def _fastest(
     by_rank = processes.gather(_read(file, candidates))
     origin = f"measured before ({file})"
     if None in by_rank:
+        # cuDNN searches for kernels, as it will in training.
         set_switches(False)
         outcomes = [_outcome(part, candidate) for candidate in candidates]
+        # Hosts may share a home folder; of those that write at once the last one counts.
         if processes.topology.local_rank == 0:
             _write(file, candidates, outcomes)
         by_rank = processes.gather(outcomes)
         origin = "measured"
     report(f"engine auto: {_described(part)}, {origin}")
-    # A step takes as long as the slowest process.
+    # A step takes as long as the slowest process, and a fault counts as the longest time.
     slowest: Dict[Candidate, Outcome] = {}
     for number, candidate in enumerate(candidates):
         slowest[candidate] = max(outcomes[number] for outcomes in by_rank)
@@ -355,6 +361,7 @@ def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
     """Return the part with most multiply-adds; cuts by measured times are taken as balanced."""
     size = max(training_image_sizes(recipe))
     dtype = compute_dtype(recipe.precision.compute, device)
+    # Without memory: the whole model may not fit where a part of it is computed.
     with torch.device("meta"):
         model = build(recipe.model, 0)
     parts = cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names
@@ -395,14 +402,7 @@ def _seconds(part: _Part, candidate: Candidate) -> float:
     if section.compile:
         stage.compile(section.compile_mode)
 
-    # Random pixels in the loader's layout, or activations as stages send them.
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, tuple(part.entering.shape), generator=generator)
-    if part.entering.dtype == torch.uint8:
-        x = x.byte().contiguous(memory_format=torch.channels_last).to(part.device)
-    else:
-        activations = (x / 64 - 2).to(part.device, part.entering.dtype)
-        x = sent(activations, memory_format).requires_grad_()
+    x = _random_micro_batch(part, memory_format)
 
     def compute() -> None:
         stage.zero_grad()
@@ -411,6 +411,17 @@ def _seconds(part: _Part, candidate: Candidate) -> float:
 
     seconds = timed(compute, part.device, _WARM_UP + _TIMED)
     return statistics.median(seconds[_WARM_UP:])
+
+
+def _random_micro_batch(part: _Part, memory_format: torch.memory_format) -> torch.Tensor:
+    """Return pixels in the loader's layout, or activations as stages send them."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 256, tuple(part.entering.shape), generator=generator)
+    if part.entering.dtype == torch.uint8:
+        return numbers.byte().contiguous(memory_format=torch.channels_last).to(part.device)
+    # Between -2 and 2, as behind a normalisation; they get a gradient, which the stage before needs.
+    activations = (numbers / 64 - 2).to(part.device, part.entering.dtype)
+    return sent(activations, memory_format).requires_grad_()
 
 
 def _file(part: _Part, candidates: Sequence[Candidate]) -> Path:
@@ -436,6 +447,7 @@ def _read(file: Path, candidates: Sequence[Candidate]) -> Optional[List[Outcome]
         seconds = [float(content[str(candidate)]) for candidate in candidates]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # NaN, too, is no time.
     if not all(value > 0 for value in seconds):
         return None
     return [Outcome(value, "") for value in seconds]

@@ -56,6 +56,7 @@ class UnusedParameters:
         self._saved = []
         for flat in buffers:
             for number, span in enumerate(self._spans):
+                # Usually all are used, and nothing is copied.
                 if number not in self._used:
                     part = flat[span]
                     self._saved.append(_Saved(part, number, part.clone()))
@@ -81,6 +82,7 @@ class UnusedParameters:
         Returns:
             True if anything was saved.
         """
+        # By a mask: whether to put back is known on the device alone.
         for part, number, copy in self._saved:
             part.copy_(torch.where(used[number] > 0, part, copy))
         changed = bool(self._saved)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from types import FrameType
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from common import cores
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT
@@ -78,6 +78,7 @@ class Signals:
 
     def _receive(self, number: int, frame: Optional[FrameType]) -> None:
         """Handle a signal."""
+        # The first signal may repeat what others asked before: then it says nothing new.
         if self._since is None:
             self._since = time.monotonic()
             if not self.stopping:
@@ -117,6 +118,7 @@ def run(
     """
     # The ranks inherit this environment, but the secret is not for them.
     secret = os.environ.pop("POD_TOKEN", "")
+    # Torch would give each rank a thread for every core of the host.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores.available() // local)))
     program = _Program(command, local, stages)
     is_elastic = stages is not None
@@ -126,26 +128,49 @@ def run(
         return Others(hosts, shape, signals, silence, secret, elastic=is_elastic)
 
     try:
-        others = meet()
-        for attempt in range(max_restarts + 1):
-            outcome = others.settle(_attempt(program, others, attempt, signals))
-            # A host that has lost its way to the master of an elastic run tries to come back.
-            while others.lost_master and stages and hosts.this and not signals.stopping:
-                _print(f"{outcome.line}; trying to come back")
-                others = meet()
-                outcome = others.settle(_attempt(program, others, 0, signals))
-            if outcome.line:
-                _print(outcome.line)
-            if outcome.code != FAILED or outcome.last or attempt == max_restarts:
-                return outcome.code
-            which = f"{attempt + 1} of {max_restarts}"
-            _print(f"restart {which}: the run goes on from its last checkpoint")
+        return _run_attempts(program, meet, max_restarts, signals)
     except Stopped:
         _print("stopped while no rank was running; the same command goes on")
         return STOPPED
     except MasterLost as lost:
         _print(str(lost))
         return FAILED
+
+
+def _run_attempts(
+    program: _Program,
+    meet: Callable[[], Others],
+    max_restarts: int,
+    signals: Signals,
+) -> int:
+    """Start the ranks of this host again and again, until they are not to be started any more.
+
+    Args:
+        program: that they run.
+        meet: returns the other hosts, to begin with or to come back to.
+        max_restarts: after failures.
+        signals: of this launcher.
+
+    Returns:
+        The exit code.
+    """
+    others = meet()
+    attempt = 0
+    while True:
+        outcome = others.settle(_attempt(program, others, attempt, signals))
+        # A host that has lost its way to the master of an elastic run tries to come back.
+        is_elastic = program.stages is not None
+        while others.lost_master and is_elastic and others.hosts.this and not signals.stopping:
+            _print(f"{outcome.line}; trying to come back")
+            others = meet()
+            outcome = others.settle(_attempt(program, others, 0, signals))
+        if outcome.line:
+            _print(outcome.line)
+        if outcome.code != FAILED or outcome.last or attempt == max_restarts:
+            return outcome.code
+        attempt += 1
+        which = f"{attempt} of {max_restarts}"
+        _print(f"restart {which}: the run goes on from its last checkpoint")
 
 
 class _Program(NamedTuple):
@@ -187,6 +212,7 @@ def _attempt(program: _Program, others: Others, attempt: int, signals: Signals) 
             elastic = Replacements(ranks, (others.address, port), program.stages, start, numbers)
         return _watch(ranks, others, signals, elastic)
     except BaseException:
+        # Only Linux would end them with this launcher.
         kill(ranks, signal.SIGKILL)
         raise
     finally:
@@ -230,6 +256,7 @@ def _start(
         "LOCAL_WORLD_SIZE": str(program.local),
     }
     command = [sys.executable, "-u", *program.command]
+    # In a session of its own a rank can be killed with its workers, and Ctrl-C comes here alone.
     bound = bound_to_parent(command, ignores_interrupts=True)
     ranks[rank] = subprocess.Popen(bound, env=environment, start_new_session=True)
 
@@ -314,14 +341,26 @@ def _until_end(
             return _hurried(ranks)
         if failed:
             return _failure(failed, signals)
-        if news:
-            return news
-        # All ranks have ended well, or there is none.
-        if elastic and not codes and not elastic.closing:
-            text = "no replica is left on any host; rerun to resume"
-            return Outcome(FAILED, text, last=True, abrupt=True)
-        stopped = STOPPED in codes.values() or (signals.stopping and not codes)
-        return Outcome(STOPPED if stopped else DONE)
+        return news or _good_end(list(codes.values()), signals, replacements)
+
+
+def _good_end(
+    codes: Sequence[Optional[int]],
+    signals: Signals,
+    replacements: Optional[Replacements],
+) -> Outcome:
+    """Return the outcome where all ranks of this host have ended well, or there is none.
+
+    Args:
+        codes: DONE or STOPPED, of the ranks.
+        signals: of this launcher.
+        replacements: of an elastic run.
+    """
+    if replacements and not codes and not replacements.closing:
+        text = "no replica is left on any host; rerun to resume"
+        return Outcome(FAILED, text, last=True, abrupt=True)
+    stopped = STOPPED in codes or (signals.stopping and not codes)
+    return Outcome(STOPPED if stopped else DONE)
 
 
 def _look(elastic: Replacements, others: Others, signals: Signals) -> None:

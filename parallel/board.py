@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, BinaryIO, Dict, Optional, Tuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, with_config
-from typing_extensions import Required, TypedDict
+from typing_extensions import Required, TypedDict, Unpack
 
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from common.text import printable
@@ -68,11 +68,9 @@ def _received(outcome: Outcome) -> Outcome:
     return replace(outcome, line=printable(outcome.line)[:LONGEST])
 
 
-@with_config(_STRICT)
-class Entries(TypedDict, total=False):
-    """The entries that a host has written.
+class News(TypedDict, total=False):
+    """Entries that a host writes at a time.
 
-    who: a name that a launcher makes for itself.
     shape: what it starts.
     port: where the ranks meet.
     end: how its ranks ended.
@@ -80,12 +78,21 @@ class Entries(TypedDict, total=False):
     returned: written by the master: the run had begun with an earlier launcher of this host.
     """
 
-    who: Required[_Text]
     shape: _Text
     port: Annotated[int, Field(ge=1, lt=1 << 16)]
     end: Annotated[Outcome, AfterValidator(_received)]
     read: bool
     returned: bool
+
+
+@with_config(_STRICT)
+class Entries(News, total=False):
+    """The entries that a host has written.
+
+    who: a name that a launcher makes for itself.
+    """
+
+    who: Required[_Text]
 
 
 class _Question(BaseModel, strict=True, extra="forbid"):
@@ -124,6 +131,7 @@ class _Board:
         self._key = secret.encode()
         self._attempt = 0  # the newest of this host
         self._attempts: Dict[int, Dict[int, Entries]] = {}  # attempt -> host -> entries
+        # The master's silence begins with this board: it may not listen yet.
         self._heard = {0: time.monotonic()}  # host -> when it last polled or answered
         self._lock = threading.Lock()
         self.who = secrets.token_hex(8)
@@ -136,11 +144,12 @@ class _Board:
         """Return the entries of each host that has written any in this `attempt`."""
         with self._lock:
             hosts = self._attempts.get(attempt, {})
-            return {host: dict(entries) for host, entries in hosts.items()}
+            return {host: entries.copy() for host, entries in hosts.items()}
 
     def silent(self, host: int) -> float:
         """Return the seconds since the launcher of a `host` polled, or the master answered."""
         with self._lock:
+            # A host that was never heard has been silent for ever.
             if host == self._hosts.this:
                 return 0.0
             return time.monotonic() - self._heard.get(host, -math.inf)
@@ -164,27 +173,27 @@ class MastersBoard(_Board):
         else:
             threading.Thread(target=self._listen, name="board", daemon=True).start()
 
-    def write(self, attempt: int, **entries: object) -> None:
-        """Add `entries` of this host in an `attempt`."""
+    def write(self, attempt: int, **news: Unpack[News]) -> None:
+        """Add entries of this host, `news`, in an `attempt`."""
         self._attempt = attempt
-        self._post(0, attempt, {"who": self.who, **entries})
+        self._post(0, attempt, {"who": self.who, **news})
 
     def _post(self, host: int, attempt: int, entries: Entries) -> None:
         """Add entries of a host, which stay as they were first written."""
         with self._lock:
             hosts = self._attempts.setdefault(attempt, {})
-            there = hosts.setdefault(host, {})
+            written = hosts.get(host, entries)
             # The first launcher that said so is this host, until it is silent for long enough.
-            if there.setdefault("who", entries["who"]) != entries["who"]:
+            if written["who"] != entries["who"]:
                 silence = time.monotonic() - self._heard.get(host, -math.inf)
                 if silence < self.succeeded:
                     # A second launcher claims to be this host; it finds the first one's name.
                     return
-                there.clear()
-                there["returned"] = len(hosts) == self._hosts.number
+                has_begun = len(hosts) == self._hosts.number
+                written = {"who": entries["who"], "returned": has_begun}
             self._heard[host] = time.monotonic()
-            for name, value in entries.items():
-                there.setdefault(name, value)
+            # What was written first stays: others may have read it, and acted on it.
+            hosts[host] = {**entries, **written}
 
     def _listen(self) -> None:
         """Serve each connection for some seconds at most, in a thread of its own."""
@@ -196,6 +205,7 @@ class MastersBoard(_Board):
         self.address = listening.getsockname()[0]
         while True:
             try:
+                # Each in a thread: who connects and sends nothing keeps nobody waiting.
                 connection, _ = listening.accept()
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except (OSError, RuntimeError):  # too many files or threads
@@ -230,21 +240,24 @@ class Board(_Board):
         """Begin to poll the master. See _Board: `hosts`, `secret`."""
         super().__init__(hosts, secret)
         self._place = (hosts.master, hosts.port)
-        self._entries: Entries = {}  # of this host, in its newest attempt
+        # Of this host, in its newest attempt; None before the first.
+        self._entries: Optional[Entries] = None
         self._wake = threading.Event()
         threading.Thread(target=self._poll, name="board", daemon=True).start()
 
-    def write(self, attempt: int, **entries: object) -> None:
-        """Add `entries` of this host in an `attempt`.
+    def write(self, attempt: int, **news: Unpack[News]) -> None:
+        """Add entries of this host, `news`, in an `attempt`.
 
         They are on the board once `read` returns them.
         """
         with self._lock:
+            entries: Entries = {"who": self.who}
             if attempt != self._attempt:
                 self._attempt = attempt
-                self._entries = {}
                 self._attempts = {}
-            self._entries = {"who": self.who, **self._entries, **entries}
+            elif self._entries is not None:
+                entries = self._entries
+            self._entries = {**entries, **news}
         self._wake.set()
 
     def _poll(self) -> None:
@@ -252,8 +265,9 @@ class Board(_Board):
         while not self.gone:
             with self._lock:
                 attempt = self._attempt
-                entries = dict(self._entries)
-            if entries:
+                # `write` makes new ones, so that these stay as they are.
+                entries = self._entries
+            if entries is not None:
                 self._ask_once(attempt, entries)
             # `write` ends this wait.
             self._wake.wait(_POLL_SECONDS if self.address else _CONNECT_SECONDS)
@@ -280,6 +294,7 @@ class Board(_Board):
             for host, (silence, _) in answer.items():
                 self._heard[host] = now - silence
             self._heard[0] = now
+            # This host may have gone on to another attempt since it asked.
             if attempt == self._attempt:
                 self._attempts = {attempt: {host: entries for host, (_, entries) in answer.items()}}
 
@@ -297,16 +312,16 @@ class Board(_Board):
             if not challenge:
                 raise EOFError
             # Each side signs over the challenge of the other: nobody can replay a message.
-            ours = secrets.token_hex(_CHALLENGE)
+            our_challenge = secrets.token_hex(_CHALLENGE)
             question = {
                 "host": self._hosts.this,
                 "attempt": attempt,
-                "challenge": ours,
+                "challenge": our_challenge,
                 "entries": entries,
             }
             _send(connection, self._key, challenge + b"ask", question)
             limit = self._hosts.number * _BYTES
-            answer = _receive(stream, self._key, ours.encode() + b"answer", limit)
+            answer = _receive(stream, self._key, our_challenge.encode() + b"answer", limit)
         return _ANSWER.validate_json(answer)
 
 
@@ -323,11 +338,13 @@ def _receive(stream: BinaryIO, key: bytes, challenge: bytes, limit: int) -> byte
         OSError, EOFError: none comes.
         ValueError: it is from somebody without the secret.
     """
+    # No more is read of a message that has no end.
     line = stream.readline(limit)
     if not line.endswith(b"\n"):
         raise EOFError
     mac = line[:_MAC]
     body = line[_MAC:-1]
+    # In constant time, which tells nobody how many digits were right.
     if not hmac.compare_digest(mac, _mac(key, challenge, body)):
         raise ValueError("from somebody without the secret")
     return body

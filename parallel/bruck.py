@@ -14,6 +14,8 @@ from typing import List, NamedTuple, Sequence
 import torch
 from torch import distributed
 
+from parallel.groups import Group, begun
+
 
 class Round(NamedTuple):
     """One message that a replica sends and one that it receives, at the same time.
@@ -31,14 +33,14 @@ class Round(NamedTuple):
 
 
 def all_gather(
-    own: torch.Tensor,
+    tensor: torch.Tensor,
     sizes: Sequence[int],
-    group: distributed.ProcessGroup,
+    group: Group,
 ) -> List[torch.Tensor]:
     """Gather a tensor of each replica on all of them. Every replica calls.
 
     Args:
-        own: contiguous [sizes[rank]], of this replica; any dtype, the same on all.
+        tensor: contiguous [sizes[rank]], of this replica; any dtype, the same on all.
         sizes: elements that each replica gives, the same list on all.
         group: the replicas.
 
@@ -50,8 +52,8 @@ def all_gather(
     # This replica's elements come first, then those of the replicas after it, around the ring.
     turned = [sizes[(rank + place) % replicas] for place in range(replicas)]
     starts = [0, *accumulate(turned)]
-    gathered = own.new_empty(starts[-1])
-    gathered[: starts[1]] = own
+    gathered = tensor.new_empty(starts[-1])
+    gathered[: starts[1]] = tensor
     # In each round a replica sends all that it has, so the number of tensors doubles.
     rounds = []
     for distance in _distances(replicas):
@@ -64,27 +66,29 @@ def all_gather(
         )
         rounds.append(message)
     transfer(rounds, group)
+    # From the order around the ring back to that of the replicas.
     parts = gathered.split(turned)
     return [parts[(replica - rank) % replicas] for replica in range(replicas)]
 
 
-def all_to_all(own: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
+def all_to_all(elements: torch.Tensor, group: Group) -> torch.Tensor:
     """Exchange one element with each replica. Every replica calls.
 
     Args:
-        own: [P], the element for each replica; any dtype, the same on all.
+        elements: [P], the one for each replica; any dtype, the same on all.
         group: the P replicas.
 
     Returns:
         The element from each replica, [P], in their order.
     """
     rank = distributed.get_rank(group)
-    replicas = len(own)
-    places = torch.arange(replicas, device=own.device)
+    replicas = len(elements)
+    places = torch.arange(replicas, device=elements.device)
     # An element's place tells how far up the ring it has to go; each round does one bit of that.
-    held = own.roll(-rank)
+    held = elements.roll(-rank)
     for distance in _distances(replicas):
         moving = (places & distance).nonzero().flatten()
+        # A copy: what comes in takes the places of what leaves.
         outgoing = held[moving]
         message = Round(
             outgoing=outgoing,
@@ -94,6 +98,7 @@ def all_to_all(own: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tens
         )
         transfer([message], group)
         held[moving] = message.incoming
+    # What replica r has sent is `rank - r` places up the ring from it.
     return held[(rank - places) % replicas]
 
 
@@ -102,7 +107,7 @@ def _distances(replicas: int) -> List[int]:
     return [1 << bit for bit in range((replicas - 1).bit_length())]
 
 
-def transfer(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
+def transfer(rounds: Sequence[Round], group: Group) -> None:
     """Send and receive in each round, one after the other.
 
     Args:
@@ -130,20 +135,21 @@ def transfer(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
             work.wait()
 
 
-def _transfer_by_gloo(rounds: Sequence[Round], group: distributed.ProcessGroup) -> None:
+def _transfer_by_gloo(rounds: Sequence[Round], group: Group) -> None:
     """Do what `transfer` does, with all receives begun in advance.
 
     Gloo sends when it has word that the receiver is ready, and that word waits behind what the
     receiver sends.
     """
+    # Each round has a tag: gloo pairs messages of two ranks by it, in whatever order they come.
     receiving = []
     for tag, message in enumerate(rounds):
         work = distributed.irecv(message.incoming, group=group, group_src=message.sender, tag=tag)
-        receiving.append(work)
+        receiving.append(begun(work))
     sending = []
     for tag, message in enumerate(rounds):
         work = distributed.isend(message.outgoing, group=group, group_dst=message.receiver, tag=tag)
-        sending.append(work)
+        sending.append(begun(work))
         # The next round may send what this one receives.
         receiving[tag].wait()
     for work in sending:

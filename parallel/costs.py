@@ -32,6 +32,7 @@ def quantized_bytes(values: float, bits: int) -> float:
         values: how many there are.
         bits: of a value, 8 or 4.
     """
+    # The last block is sent whole, however few of its values count.
     blocks = -(-values // BLOCK)
     return blocks * (_SCALE + BLOCK * bits // 8)
 
@@ -50,6 +51,7 @@ def message_bytes(entries: int, wire: str) -> int:
         return indices + int(quantized_bytes(entries, bits))
     if wire == "float32":
         return indices + 4 * entries
+    # float16: whole words of 32 bits, and one more for the exponent.
     pairs = -(-entries // 2)
     return indices + 4 + 4 * pairs
 

@@ -28,12 +28,20 @@ import contextlib
 import os
 import socket
 import threading
-from typing import Dict, Iterator, Set, Tuple
+from typing import Dict, Iterator, List, Protocol, Set, Tuple, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 _ABORT_SECONDS = 10.0  # for NCCL to end what it does
+
+
+@runtime_checkable
+class _Communicator(Protocol):
+    """NCCL's backend of a group; torch has a type of it only where it is built with NCCL."""
+
+    def abort(self) -> None:
+        """End all calls that wait."""
 
 
 class Connections:
@@ -53,9 +61,10 @@ class Connections:
     def cut(self) -> None:
         """Shut down the connections that are open."""
         connections = _open_connections()
-        own = self._own or set(connections) - self._before
+        # Before `settle` all that were opened since the beginning are the generation's.
+        to_cut = self._own or set(connections) - self._before
         for inode, descriptor in connections.items():
-            if inode in own:
+            if inode in to_cut:
                 with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -68,16 +77,18 @@ def abort_nccl() -> None:
     Torch names neither the groups of a process nor their communicators in public: this uses
     `_world.pg_map` of torch.distributed.distributed_c10d, `_get_backend` of a group, which raises
     RuntimeError for one of gloo alone, and `abort` of NCCL's backend. Tried with torch 2.14.1. Were
-    these names to change, an AttributeError would end the thread that waits for the end of a
-    generation, and kernels would wait for ever.
+    these names to change, an error would end the thread that waits for the end of a generation, and
+    kernels would wait for ever.
     """
     if not torch.cuda.is_available() or not dist.is_initialized():
         return
     # The communicators of all groups but those of gloo alone.
-    communicators = []
+    communicators: List[_Communicator] = []
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):
-            communicators.append(group._get_backend(torch.device("cuda")))
+            communicator = group._get_backend(torch.device("cuda"))
+            assert isinstance(communicator, _Communicator), communicator
+            communicators.append(communicator)
     # Each abort waits in a thread of its own.
     threads = [
         threading.Thread(target=_abort, args=(communicator,), name="abort", daemon=True)
@@ -89,7 +100,7 @@ def abort_nccl() -> None:
         thread.join(_ABORT_SECONDS)
 
 
-def _abort(communicator: dist.distributed_c10d.Backend) -> None:
+def _abort(communicator: _Communicator) -> None:
     """Abort a communicator, which another rank may have aborted before."""
     with contextlib.suppress(RuntimeError):
         communicator.abort()
@@ -103,9 +114,9 @@ def _open_connections() -> Dict[int, int]:
     connections = {}
     for inode, descriptor in _open_sockets():
         # It may be closed by now; that is not ours to mind.
-        with contextlib.suppress(OSError), _duplicate(descriptor) as each:
-            listens = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if each.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+        with contextlib.suppress(OSError), _duplicate(descriptor) as duplicate:
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                 connections[inode] = descriptor
     return connections
 

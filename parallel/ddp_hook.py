@@ -4,19 +4,31 @@ model = DistributedDataParallel(module)
 model.register_comm_hook(SparseState(density=0.01), sparse_hook)
 """
 
-from types import SimpleNamespace
-from typing import Dict, Union
+from typing import Any, Dict, Union
 
 import torch
 from torch import distributed
 from torch.futures import Future
 
 from parallel.exchange import Setup
-from parallel.reduce import Group
+from parallel.groups import Group
+from parallel.processes import Processes
 from parallel.sparse_exchange import SparseExchange
 from parallel.topology import Topology
 from recipe import exchange
-from recipe.exchange import Exchange
+from recipe.exchange import GTopK, TopK
+
+
+class _OneStage(Processes):
+    """The processes as an exchange asks for them: this hook knows one stage only."""
+
+    def __init__(self, group: Group):
+        super().__init__(Topology(), torch.device("cpu"))
+        self._everyone = group
+
+    def further_group(self) -> Group:
+        """Return the replicas: between two buckets nothing else is sent in their group."""
+        return self._everyone
 
 
 class SparseState:
@@ -61,12 +73,7 @@ class SparseState:
             )
         self._group = distributed.group.WORLD if group is None else group
         self._section = _section(density, pattern, wire)
-        # What an exchange asks of the engine's processes: this hook knows one stage only.
-        self._processes = SimpleNamespace(
-            topology=Topology(),
-            gather=lambda value: [value],
-            further_group=lambda: self._group,
-        )
+        self._processes = _OneStage(self._group)
         self._dense_steps = dense_steps
         self._step = 0
         self.exchanges: Dict[int, SparseExchange] = {}
@@ -83,6 +90,7 @@ class SparseState:
             The mean, [n], in the dtype of the gradients.
         """
         replicas = distributed.get_world_size(self._group)
+        # Residuals belong to buckets, whose last form DDP finds in its second update.
         if self._step < self._dense_steps:
             distributed.all_reduce(gradients, group=self._group)
             mean = gradients.div_(replicas)
@@ -112,14 +120,15 @@ class SparseState:
 
 def _section(density: float, pattern: str, wire: Union[torch.dtype, int]) -> exchange.Sparse:
     """Return the section of a recipe that says the same as these arguments of SparseState."""
-    keys = {"density": density, "compress": "gradient"}
+    keys: Dict[str, Any] = {"density": density, "compress": "gradient"}
     if isinstance(wire, int):
         keys["bits"] = wire
     else:
         keys["wire"] = str(wire).partition(".")[2]
     if pattern == "gather":
-        return Exchange(method="topk", **keys)
-    return Exchange(method="gtopk", pattern=pattern, **keys)
+        return TopK(**keys)
+    keys["pattern"] = pattern
+    return GTopK(**keys)
 
 
 def sparse_hook(state: SparseState, bucket: distributed.GradBucket) -> Future[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import ClassVar, List, Optional, Sequence, Tuple
 
 from parallel import costs
 from parallel.costs import Link
@@ -12,11 +12,11 @@ from recipe.exchange import Exchange
 
 
 @METHODS.implements(exchange.Dense)
-class Dense(Method):
+class Dense(Method[Exchange]):
     """All-reduce of float32 values, in the library's order or a tree's (`parallel/reduce.py`)."""
 
     complete = True
-    auto_keys = ("bits",)
+    auto_keys: ClassVar[Tuple[str, ...]] = ("bits",)
 
     @property
     def exact(self) -> bool:
@@ -52,6 +52,7 @@ class Dense(Method):
 
         See Method: `setup`.
         """
+        # These load torch, which plans and predictions do without.
         from parallel.quantized import QuantizedReduction
         from parallel.reduce import Reduction
 
@@ -82,7 +83,7 @@ class Half(Dense):
 
 
 @METHODS.implements(exchange.NoExchange)
-class NoExchange(Method):
+class NoExchange(Method[Exchange]):
     """Nothing is sent, and replicas drift apart: for measuring what an exchange costs."""
 
     def seconds_over(
@@ -97,7 +98,7 @@ class NoExchange(Method):
 
 
 @METHODS.implements(exchange.Local)
-class Local(Method):
+class Local(Method[exchange.Local]):
     """All-reduce of the weights, in float32, once in `local_steps` updates.
 
     Times are the mean over updates.
@@ -117,6 +118,7 @@ class Local(Method):
         See Method.
         """
         section = self.section
+        # Fragments take turns: so many smaller means in the same updates.
         elements = gradient.elements / section.fragments
         sent = 4 * elements
         if section.bits:
@@ -128,6 +130,7 @@ class Local(Method):
 
         See Method: `setup`.
         """
+        # It loads torch, which plans and predictions do without.
         from parallel.local_steps import LocalSteps
 
         return LocalSteps(setup, self.section)

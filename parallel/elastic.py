@@ -50,6 +50,7 @@ class Elastic:
         Raises:
             ConfigError: this one has something else.
         """
+        # Before any group is formed: torch reads them as it does so.
         os.environ.update(_OF_NCCL)
         self._given = given
         self._minimum = parallel.minimum
@@ -76,11 +77,11 @@ class Elastic:
     def _check_identity(self, identity: Mapping[str, str]) -> None:
         """Check that a replica that joins has what the first one had. Raises ConfigError."""
         member = self._membership.member
-        for what, own in identity.items():
-            common = self._membership.common(f"{what}/{self._given.stage}", own)
-            if common != own and member.life:
+        for name, value in identity.items():
+            common = self._membership.common(f"{name}/{self._given.stage}", value)
+            if common != value and member.life:
                 raise ConfigError(
-                    f"replica {member.replica} has other {what} than the run that it would join; "
+                    f"replica {member.replica} has other {name} than the run that it would join; "
                     "give its host the same files and overrides"
                 )
 
@@ -107,6 +108,7 @@ class Elastic:
         self._over = threading.Event()
         self._done = threading.Event()
         self._connections = cutting.Connections()
+        # Only a number is needed to hear of a generation's end: its members are not looked at.
         self._heard.number = self._membership.number
         self._listener = threading.Thread(target=self._listen, name="generation", daemon=True)
         self._listener.start()

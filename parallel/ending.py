@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 # What the messages of such errors have in them.
 _LOST_PEER = ("gloo/transport", "NCCL error", "ncclRemoteError", "ncclSystemError")
+# What torch raises then; torch 2.0.1, beside IPUs, has no such class: there messages alone tell.
+_DIST_ERROR = getattr(dist, "DistError", ())
 _PRINT_SECONDS = 1.0  # for a rank that fails by itself to print its reason first
 
 _quiet_code: Optional[int] = None  # see leave_quietly
@@ -25,7 +27,7 @@ def connected() -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an `error` only says that another process, or the way to it, is gone."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, _DIST_ERROR):
         return True
     return any(sign in str(error) for sign in _LOST_PEER)
 

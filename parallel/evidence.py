@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional, Tuple
 
-from recipe.exchange import Exchange
+from recipe.exchange import Dense, Exchange, GTopK, Local, TopK
 from recipe.optimization import Optimizer
 
 PAGE = "docs/exchange.md"
@@ -37,11 +37,11 @@ class Evidence(NamedTuple):
 
 
 MEASURED: Tuple[Tuple[Exchange, Evidence], ...] = (
-    (Exchange(method="dense", bits=4), Evidence(0.39, 0.26)),
-    (Exchange(method="local", local_steps=8), Evidence(5.44, 0.57)),
-    (Exchange(method="topk", density=0.01), Evidence(-0.07, 0.47)),
-    (Exchange(method="topk", density=0.001), Evidence(1.81, 0.46)),
-    (Exchange(method="gtopk", pattern="owners", density=0.04), Evidence(-0.65, 0.36)),
+    (Dense(bits=4), Evidence(0.39, 0.26)),
+    (Local(local_steps=8), Evidence(5.44, 0.57)),
+    (TopK(density=0.01), Evidence(-0.07, 0.47)),
+    (TopK(density=0.001), Evidence(1.81, 0.46)),
+    (GTopK(pattern="owners", density=0.04), Evidence(-0.65, 0.36)),
 )
 
 
@@ -55,6 +55,7 @@ def of(section: Exchange, optimizer: Optimizer) -> Optional[Evidence]:
     Returns:
         The loss; None if it was not measured.
     """
+    # With another optimizer the same exchange may lose more.
     if optimizer.name != OPTIMIZER:
         return None
     keys = _keys(section, optimizer)

@@ -18,12 +18,15 @@ from typing import (
     Callable,
     ClassVar,
     Dict,
+    Generic,
     List,
     NamedTuple,
     Optional,
+    Protocol,
     Sequence,
     Tuple,
     Type,
+    TypeVar,
 )
 
 from parallel.costs import Link
@@ -33,14 +36,16 @@ from recipe.kinds import Registry
 
 if TYPE_CHECKING:
     import torch
-    from torch import distributed, nn
 
+    from parallel.groups import Group
     from parallel.processes import Processes
     from recipe.division import Batch
 
 # In the order in which `auto` weighs them, from the most faithful to the one that sends least.
 _FILES = ("dense", "topk")
 BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
+
+SectionT = TypeVar("SectionT", bound=Exchange)
 
 
 class Gradient(NamedTuple):
@@ -58,33 +63,79 @@ class Gradient(NamedTuple):
     sums: float = 1.0
 
 
+class ReplicaUpdate(Protocol):
+    """A replica's part of an update: see optim.replica_update.ReplicaUpdate."""
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        divisor: torch.Tensor,
+        finite: torch.Tensor,
+        density: float,
+    ) -> None:
+        """Add the update that `gradient` makes to `residual`, float32 [length] each.
+
+        Args:
+            residual: of which a share, the `density`, is sent.
+            gradient: sums over this replica's micro batches; it may be overwritten.
+            divisor: float32 [], makes a mean of the sum over all replicas.
+            finite: bool [], whether anything may change.
+            density: from 0 to 1.
+        """
+
+    def state(self) -> Dict[str, torch.Tensor]:
+        """Return the state for later steps: float32 [length] each."""
+
+
+class Weights(Protocol):
+    """The weights of a stage, as a method that moves them sees them."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Return the weights, float16 or float32 [length]."""
+
+    def own_state(self) -> Dict[str, torch.Tensor]:
+        """Return all that an update changes by name, [length] each; to be written to."""
+
+    def refresh(self) -> None:
+        """Let the module compute with what was written to `own_state`."""
+
+    def store(self, start: int, end: int, values: torch.Tensor, index: int) -> None:
+        """Replace the weights from `start` up to `end`.
+
+        Args:
+            start, end: places in `flat`.
+            values: float32 [end - start].
+            index: of the update, whose random bits round them, the same on all replicas.
+        """
+
+
 class Setup(NamedTuple):
     """The engine's part of an exchange.
 
-    batch: how the global batch is divided.
+    batch: how the global batch is divided; None where gradients travel as they are.
     processes: all processes of the run.
     gradients: float32 [length], of this process.
     places: each parameter and its first element there.
-    collect: called with the index of each parameter whose gradient is ready, before it is sent.
+    collect: called with the index of each parameter whose gradient is ready, before it is sent; None
+        where nothing is to be collected.
     group: the replicas of this stage; None for a single one. Under `exchange.delay` it is a further
         group, so that a thread may send beside what travels in `processes.replica_group`.
     steps_per_epoch: None for an engine that does not train.
-    replica_update: the `optim.replica_update.ReplicaUpdate` that adds an update to a residual; None
-        where gradients are compressed.
-    weights: `flat`, float16 or float32 [length]; `own_state()`, all that an update changes,
-        [length] by name; `refresh()` after writing to it; `store(start, end, values, index)` of
-        float32 values, rounded by the random bits of an update, the same on all replicas.
+    replica_update: adds an update to a residual; None where gradients are compressed.
+    weights: for methods that move them; None where there are none.
     """
 
-    batch: Batch
+    batch: Optional[Batch]
     processes: Processes
     gradients: torch.Tensor
-    places: Sequence[Tuple[int, nn.Parameter]]
-    collect: Callable[[int], None]
-    group: Optional[distributed.ProcessGroup]
+    places: Sequence[Tuple[int, torch.Tensor]]
+    collect: Optional[Callable[[int], None]]
+    group: Group
     steps_per_epoch: Optional[int]
-    replica_update: Any = None
-    weights: Any = None
+    replica_update: Optional[ReplicaUpdate] = None
+    weights: Optional[Weights] = None
 
 
 class Running:
@@ -163,22 +214,25 @@ class Running:
         """End threads, once other replicas need nothing more of this one."""
 
 
-class Method(ABC):
+class Method(ABC, Generic[SectionT]):
     """An exchange method with the keys of a section.
 
     sparse: a replica sends a share of its gradient and keeps the rest as state.
     complete: each replica gets the sum of all gradients, to the rounding of what is sent.
-    exact: the same to float32 rounding.
     auto_keys: the keys that `auto` sets in a recipe, beside those that both methods have.
     """
 
     sparse: ClassVar[bool] = False
     complete: ClassVar[bool] = False
-    exact: ClassVar[bool] = False
     auto_keys: ClassVar[Tuple[str, ...]] = ()
 
-    def __init__(self, section: Exchange):
+    def __init__(self, section: SectionT):
         self.section = section
+
+    @property
+    def exact(self) -> bool:
+        """Return whether each replica gets the sum of all gradients to float32 rounding."""
+        return False
 
     @property
     def name(self) -> str:
@@ -201,12 +255,13 @@ class Method(ABC):
         method = self.section.method
         before = section.to(method)
         # Only what differs from the section as it is when the method alone is changed.
-        given: Dict[str, Any] = {"method": method}
+        keys: Dict[str, Any] = {"method": method}
         for key, value in self.taken_by(section):
             if value != getattr(before, key):
-                given[key] = value
-        given.update(section.refused_by(method))
-        return [f"exchange.{key}={str(value).lower()}" for key, value in given.items()]
+                keys[key] = value
+        # Keys that this method refuses go back to their defaults.
+        keys.update(section.refused_by(method))
+        return [f"exchange.{key}={str(value).lower()}" for key, value in keys.items()]
 
     def taken_by(self, section: Exchange) -> Exchange:
         """Return the section of this method with all keys that it shares with another `section`."""
@@ -296,28 +351,29 @@ def candidates(section: Exchange) -> List[Method]:
     """Return the methods that `auto` chooses from, from the most faithful on.
 
     They are the variants with the keys of `section`, and those of which a loss was measured.
-
-    They are in order, from the most faithful on.
     """
-    found = []
-    for keys, method in _methods().items():
+    methods: List[Method] = []
+    for kind, method in _methods().items():
         forms = method.variants(section)
         labels = {form.section.label for form in forms}
-        found += forms
+        methods += forms
+        # A form whose loss is known counts also where the recipe's keys say another.
         for measured, _ in MEASURED:
-            if type(measured) is keys and measured.label not in labels:
-                found.append(method(measured))
-    return found
+            if type(measured) is kind and measured.label not in labels:
+                methods.append(method(measured))
+    return methods
 
 
 def named(name: str) -> Method:
     """Return the method of that `name`, with the defaults of its keys."""
+    # Sending nothing is no variant, since `auto` never takes it.
     methods = [of(Exchange(method="none")), *variants(Exchange(method="auto"))]
     return next(method for method in methods if method.name == name)
 
 
 def _methods() -> Registry[Type[Method]]:
     """Return METHODS once the methods of this package are registered."""
+    # Only now, as the files of methods import this one.
     for file in _FILES:
         importlib.import_module(f"{__package__}.{file}")
     return METHODS

@@ -126,6 +126,7 @@ class Generations:
     def bury(self, member: Member) -> None:
         """Say that the processes of a `member` are gone; a generation that has it is over."""
         self._store.append(_DEAD, f"{member.replica} {member.life};")
+        # After the end is written: whoever founds a generation meanwhile reads it there.
         self.catch_up()
         if member in self.members:
             self.end()
@@ -179,15 +180,15 @@ class Generations:
         """Return the members of which a launcher has seen the end."""
         return {Member(replica, life) for replica, life in self._numbers(_DEAD)}
 
-    def _reported(self, what: str, number: int) -> Set[Member]:
+    def _reported(self, report: str, number: int) -> Set[Member]:
         """Return the members of which all processes have reported so in a generation."""
-        reports = self._stages_reported(what, number)
+        reports = self._stages_reported(report, number)
         return {member for member, stages in reports.items() if len(stages) == self._stages}
 
-    def _stages_reported(self, what: str, number: int) -> Dict[Member, Set[int]]:
+    def _stages_reported(self, report: str, number: int) -> Dict[Member, Set[int]]:
         """Return the stages of each member whose processes have reported so in a generation."""
         stages: Dict[Member, Set[int]] = {}
-        for replica, life, stage in self._numbers(_key(what, number)):
+        for replica, life, stage in self._numbers(_key(report, number)):
             member = Member(replica, life)
             stages.setdefault(member, set()).add(stage)
         return stages
@@ -235,14 +236,14 @@ class Membership(Generations):
         self._minimum = minimum
         self._silence = silence
 
-    def common(self, what: str, own: str) -> str:
-        """Return what the first process that asked had of something.
+    def common(self, name: str, value: str) -> str:
+        """Return the value of the first process that asked.
 
         Args:
-            what: a name for it.
-            own: what this process has.
+            name: of the value.
+            value: of this process.
         """
-        return self._store.compare_set(_key("common", what), "", own).decode()
+        return self._store.compare_set(_key("common", name), "", value).decode()
 
     def found(self, replicas: int) -> None:
         """Begin with all `replicas` in their first life.
@@ -251,6 +252,7 @@ class Membership(Generations):
         """
         # All processes propose the same members; the first of them counts.
         self._report("begun")
+        # All replicas are members: one that never comes is waited for like one that is lost.
         first = json.dumps([(replica, 0) for replica in range(replicas)])
         self._store.compare_set(_key("members", 0), "", first)
         self.catch_up()
@@ -306,6 +308,7 @@ class Membership(Generations):
     def _next(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Wait for the next generation, or decide on it if this process is the first that can."""
         key = _key("members", self.number + 1)
+        # Silence counts from the end of this generation: before, nobody has to report.
         over_since: Optional[float] = None
         while not self._store.check([key]):
             if over_since is None and self.is_over():
@@ -319,6 +322,7 @@ class Membership(Generations):
                 minimum=1 if stopping() else self._minimum,
                 silence=self._silence,
             )
+            # Processes may see different reports, and propose different members.
             if members is not None:
                 # Only the first of these counts, so that all have one generation.
                 self._store.compare_set(key, "", json.dumps(members))
@@ -336,18 +340,21 @@ class Membership(Generations):
         begun = self._reported("begun", 0) if self.number == 0 else set(self.members)
         limits = {}
         for member in self.members:
+            # It has heard of the end, so that it reports unless it hangs.
             if member in alive:
                 limits[member] = self._silence
+            # A thread of each of its processes would have heard by now, if they were there.
             elif member in begun:
                 limits[member] = min(self._silence, _GRACE_SECONDS)
+            # It may still load its libraries.
             else:
                 limits[member] = _BEGIN_SECONDS
         return limits
 
-    def _report(self, what: str) -> None:
+    def _report(self, report: str) -> None:
         """Report something of this process, in this generation."""
-        report = f"{self.member.replica} {self.member.life} {self._stage};"
-        self._store.append(_key(what, self.number), report)
+        process = f"{self.member.replica} {self.member.life} {self._stage};"
+        self._store.append(_key(report, self.number), process)
 
 
 def choice(

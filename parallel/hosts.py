@@ -68,17 +68,15 @@ def find(
         return _from_slurm(environment)
     if nnodes is None:
         raise UserError("--node-rank and --master go with --nnodes, the number of hosts")
+    # One host needs no address that others could reach, whatever --master says.
     if nnodes == 1 and not node_rank:
         return Hosts()
     # Several hosts: each needs to know which one it is, and where the master listens.
-    missing = []
-    if node_rank is None:
-        missing.append("--node-rank")
-    if master is None:
-        missing.append("--master")
-    if missing:
+    if node_rank is None or master is None:
+        options = {"--node-rank": node_rank, "--master": master}
+        missing = " and ".join(option for option, value in options.items() if value is None)
         raise UserError(
-            f"--nnodes {nnodes} also needs {' and '.join(missing)}, e.g. --node-rank 0 --master 10.0.0.1"
+            f"--nnodes {nnodes} also needs {missing}, e.g. --node-rank 0 --master 10.0.0.1"
         )
     if not 0 <= node_rank < nnodes:
         raise UserError(
@@ -91,6 +89,7 @@ def find(
 def _host_and_port(text: str) -> Tuple[str, int]:
     """Return the parts of HOST, HOST:PORT or [ADDRESS]:PORT. Raises UserError."""
     host, colon, port = text.rpartition(":")
+    # There is no port; an IPv6 address in brackets has colons of its own.
     if not colon or text.endswith("]"):
         host = text
         port = str(_PORT)
@@ -111,6 +110,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Hosts:
     Raises UserError.
     """
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "1")
+    # A batch script has the variables of its job, too, but is a process by itself.
     if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
         return Hosts()
     tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
@@ -135,6 +135,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Hosts:
 def _slurm_names(environment: Mapping[str, str]) -> List[str]:
     """Return the names of the hosts of a SLURM step, in order. Raises UserError."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    # Only SLURM knows how its lists of nodes expand, such as node[01-04,7].
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         output = subprocess.check_output(command, stderr=subprocess.PIPE, text=True)
@@ -155,13 +156,14 @@ def listen(hosts: Hosts) -> socket.socket:
     """
     # The address of the name, which others must be able to reach.
     try:
-        found = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)
+        places = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         fault = getattr(error, "strerror", None) or "is no name of a host"
         raise UserError(
             f"--master {hosts.master}: {fault}; give a name or an address that exists"
         ) from None
-    family, _, _, _, (address, *_) = found[0]
+    family, _, _, _, place = places[0]
+    address = str(place[0])  # a text in both families of addresses that have ports
     is_loopback = address == "::1" or address.startswith("127.")
     if is_loopback and hosts.number > 1 and hosts.master not in ("localhost", address):
         raise UserError(
@@ -170,8 +172,10 @@ def listen(hosts: Hosts) -> socket.socket:
             "give the address of its network interface"
         )
     try:
+        # Bound to this address alone: other networks of the host do not reach it.
         return socket.create_server((address, hosts.port), family=family, backlog=1024)
     except OSError as error:
+        assert error.errno is not None, error  # it comes from the system
         raise UserError(
             f"cannot listen at {hosts.place}: {os.strerror(error.errno)}; "
             "give an address of --node-rank 0 and a free port to --master on every host"
@@ -194,23 +198,23 @@ def interface_towards(address: str) -> Optional[str]:
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         name, *_ = probe.getsockname()
-        own = socket.inet_pton(family, name.partition("%")[0])
+        packed = socket.inet_pton(family, name.partition("%")[0])
         if family == socket.AF_INET6:
-            return _ipv6_interface(own)
-        return _ipv4_interface(own, probe)
+            return _ipv6_interface(packed)
+        return _ipv4_interface(packed, probe)
     return None
 
 
-def _ipv6_interface(own: bytes) -> Optional[str]:
+def _ipv6_interface(address: bytes) -> Optional[str]:
     """Return the name of the interface with this address; None without one."""
     for line in Path("/proc/net/if_inet6").read_text().splitlines():
         digits, *_, name = line.split()
-        if bytes.fromhex(digits) == own:
+        if bytes.fromhex(digits) == address:
             return name
     return None
 
 
-def _ipv4_interface(own: bytes, probe: socket.socket) -> Optional[str]:
+def _ipv4_interface(address: bytes, probe: socket.socket) -> Optional[str]:
     """Return the name of the interface with this address, asked for through any IPv4 socket.
 
     None without one.
@@ -222,6 +226,6 @@ def _ipv4_interface(own: bytes, probe: socket.socket) -> Optional[str]:
         request = struct.pack("256s", name.encode())
         # An interface without an address is an error.
         with contextlib.suppress(OSError):
-            if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == own:
+            if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == address:
                 return name
     return None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigError
+from parallel.generations import Store
 from parallel.topology import Topology
 
 RENDEZVOUS_SECONDS = 50.0  # for all ranks to find the master
@@ -55,6 +56,7 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     try:
         store, stages = _meet(topology, place)
     except (OSError, RuntimeError) as error:
+        # Torch's messages have lines of C++ below the first.
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{topology.describe()} did not meet all {topology.world} ranks "
@@ -65,6 +67,7 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     # Gloo serves tensors of the CPU everywhere, NCCL those of a GPU.
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Groups are formed by the store, also while another rank still compiles or saves.
     store.set_timeout(COLLECTIVE_TIMEOUT)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
@@ -75,11 +78,16 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     )
 
 
-def connect(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+def connect(host: str, port: int, timeout: timedelta) -> Store:
     """Return a further connection to the store at `host`:`port`, which listens.
 
     Its calls wait for `timeout`.
     """
+    # Torch's types leave out `append`, which its stores have.
+    return _connection(host, port, timeout)  # type: ignore[return-value]
+
+
+def _connection(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
@@ -125,24 +133,14 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
     """
     from torch.distributed.elastic.utils.store import synchronize
 
-    serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     end = time.monotonic() + RENDEZVOUS_SECONDS
     # While this rank waits a thread says for whom.
     timer = threading.Timer(_SILENT_SECONDS, _say_who_is_missing, (topology, place, end))
     timer.daemon = True
     timer.start()
     try:
-        if not serves:
-            _await_listener(place, end)
-        shared = dist.TCPStore(
-            place.host,
-            place.port,
-            is_master=serves,
-            timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
-            wait_for_workers=False,
-        )
         # Every rank writes its number of stages, and reads those of all.
-        store = dist.PrefixStore(place.prefix, shared)
+        store = dist.PrefixStore(place.prefix, _shared_store(topology, place, end))
         texts = synchronize(
             store,
             str(topology.stages).encode(),
@@ -156,10 +154,32 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
     return store, [int(text) for text in texts]
 
 
+def _shared_store(topology: Topology, place: _Place, end: float) -> dist.TCPStore:
+    """Return the store of all ranks, which the launcher serves, or else the main rank.
+
+    Args:
+        topology: of this process.
+        place: of the store.
+        end: time.monotonic() until which to wait for it.
+
+    Raises:
+        OSError, RuntimeError: nobody serves it in time.
+    """
+    serves = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # Torch's store would print each failed attempt to reach it at length.
+    if not serves:
+        _await_listener(place, end)
+    return dist.TCPStore(
+        place.host,
+        place.port,
+        is_master=serves,
+        timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
+        wait_for_workers=False,
+    )
+
+
 def _await_listener(place: _Place, end: float) -> None:
     """Wait until somebody listens at the place.
-
-    Torch's store would print each failed attempt at length.
 
     Args:
         place: of the store.
@@ -207,7 +227,7 @@ def _missing(world: int, place: _Place) -> List[int]:
 
     Raises RuntimeError without a way to the store.
     """
-    shared = connect(place.host, place.port, timedelta(seconds=_SILENT_SECONDS))
+    shared = _connection(place.host, place.port, timedelta(seconds=_SILENT_SECONDS))
     store = dist.PrefixStore(place.prefix, shared)
     return [rank for rank in range(world) if not store.check([f"{_STAGES}{rank}"])]
 

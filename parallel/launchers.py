@@ -68,6 +68,7 @@ def left_over(environment: Mapping[str, str]) -> str:
     mpi = [count for count, _ in _MPI]
     for name in ("WORLD_SIZE", _slurm_count(environment), *mpi):
         number = environment.get(name, "1")
+        # An empty variable counts as one that is not set; 1 is a process by itself.
         if number not in ("", "1"):
             return f"{name}={number}"
     return ""
@@ -100,16 +101,8 @@ def found(environment: Mapping[str, str]) -> Optional[Launched]:
     # srun, whose tasks can meet only if somebody told them where.
     tasks_name = _slurm_count(environment)
     if tasks_name in environment:
-        tasks = number(environment, tasks_name, "SLURM")
-        if tasks > 1 and not has_master:
-            is_first = environment.get("SLURM_PROCID", "0") == "0"
-            fault = (
-                f"SLURM started {tasks} tasks of this command ({tasks_name}), "
-                "which do not know where to meet; start one task a node, which starts its ranks: "
-                "srun --ntasks-per-node=1 ./run_pod.sh, with the same arguments; "
-                "for one process in a shell of this step ./run_pod.sh alone"
-            )
-            raise ConfigError(fault if is_first else "")
+        if not has_master:
+            _check_slurm(environment, tasks_name)
         return _read(
             environment,
             "SLURM",
@@ -121,8 +114,26 @@ def found(environment: Mapping[str, str]) -> Optional[Launched]:
     return None
 
 
+def _check_slurm(environment: Mapping[str, str], tasks_name: str) -> None:
+    """Check that SLURM has not started several tasks that cannot meet.
+
+    Raises ConfigError, with a message in the first task.
+    """
+    tasks = number(environment, tasks_name, "SLURM")
+    if tasks > 1:
+        is_first = environment.get("SLURM_PROCID", "0") == "0"
+        fault = (
+            f"SLURM started {tasks} tasks of this command ({tasks_name}), "
+            "which do not know where to meet; start one task a node, which starts its ranks: "
+            "srun --ntasks-per-node=1 ./run_pod.sh, with the same arguments; "
+            "for one process in a shell of this step ./run_pod.sh alone"
+        )
+        raise ConfigError(fault if is_first else "")
+
+
 def _check_mpi(environment: Mapping[str, str]) -> None:
     """Check that no launcher of MPI programs started this process. Raises ConfigError."""
+    # They tell how many processes there are, but not where these could meet.
     for count, rank in _MPI:
         if count not in environment:
             continue
@@ -151,14 +162,14 @@ def check_first(environment: Mapping[str, str]) -> None:
     """
     for count, rank in ((_slurm_count(environment), "SLURM_PROCID"), *_MPI):
         launched = environment.get(count, "1")
-        own = environment.get(rank, "0")
-        if launched != "1" and own != "0":
+        number_here = environment.get(rank, "0")
+        if launched != "1" and number_here != "0":
             fault = (
                 f"{launched} launchers were started on this host ({count}), "
                 "each of which would train; start one on each host, which starts its ranks: "
                 "srun --ntasks-per-node=1, or mpirun -npernode 1"
             )
-            raise ConfigError(fault if own == "1" else "")
+            raise ConfigError(fault if number_here == "1" else "")
 
 
 def prints(environment: Mapping[str, str], rank: int) -> bool:
@@ -214,12 +225,13 @@ def _read(
 ) -> Launched:
     """Read what a launcher says by the variables of these names. Raises ConfigError."""
     count = number(environment, world, launcher)
+    # Then its rank does not matter, and may be missing.
     if count == 1:
         return Launched(launcher, world=1, rank=0, local_rank=0, counted_by=world)
-    own = number(environment, rank, launcher)
+    in_world = number(environment, rank, launcher)
     on_host = number(environment, local_rank, launcher)
-    if own >= count:
+    if in_world >= count:
         raise ConfigError(
-            f"{rank} {own} is not below {world} {count} in the environment; unset both"
+            f"{rank} {in_world} is not below {world} {count} in the environment; unset both"
         )
-    return Launched(launcher, world=count, rank=own, local_rank=on_host, counted_by=world)
+    return Launched(launcher, world=count, rank=in_world, local_rank=on_host, counted_by=world)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional
 
 import torch
 from torch import distributed
 
 from parallel.exchange import Running, Setup
+from parallel.groups import Group
 from parallel.quantized import QuantizedSum
-from parallel.reduce import Group
 from recipe.exchange import Local
+
+
+class _Outer(NamedTuple):
+    """Learning rate and momentum of the outer optimizer."""
+
+    lr: float
+    momentum: float
 
 
 class LocalSteps(Running):
@@ -49,6 +56,7 @@ class LocalSteps(Running):
         fragments = section.fragments
         delay = section.delay
         assert 1 <= fragments <= every > delay >= 0, (fragments, every, delay)
+        assert setup.weights is not None, "an engine gives them"
         self._weights = setup.weights
         self._every = every
         self._delay = delay
@@ -65,26 +73,33 @@ class LocalSteps(Running):
         self._thread: Optional[ThreadPoolExecutor] = None
         if delay and self._group is not None and self._weights.flat.device.type == "cpu":
             self._thread = ThreadPoolExecutor(1, "exchange")
-        # State, float32 [length] each: what all replicas of a stage have in common, and what is
-        # this one's own.
-        self._common: Dict[str, torch.Tensor] = {}
-        self._own: Dict[str, torch.Tensor] = {}
-        start = self._weights.flat.to(torch.float32, copy=True)
-        if delay:
-            # Of the fragments on their way: this replica's weights as sent, and the mean.
-            self._own["sent"] = start.clone()
-            self._common["arriving"] = start.clone()
-        has_outer = section.outer == "nesterov"
-        if has_outer or section.bits:
-            self._common["anchor"] = start
-        self._outer: Optional[Tuple[float, float]] = None
-        if has_outer:
-            self._outer = (section.outer_lr, section.outer_momentum)
-            self._common["outer_momentum"] = torch.zeros_like(start)
+        self._outer: Optional[_Outer] = None
+        if section.outer == "nesterov":
+            self._outer = _Outer(section.outer_lr, section.outer_momentum)
         self._quantized: Optional[QuantizedSum] = None
         if section.bits:
-            self._own["residual"] = torch.zeros_like(start)
             self._quantized = QuantizedSum(self._sending_group, section.bits)
+        # State, float32 [length] each: what all replicas of a stage have in common, and what is
+        # this one's alone.
+        self._common: Dict[str, torch.Tensor] = {}
+        self._own: Dict[str, torch.Tensor] = {}
+        self._create_state()
+
+    def _create_state(self) -> None:
+        """Create what the run keeps between updates, as it is before the first."""
+        start = self._weights.flat.to(torch.float32, copy=True)
+        # Of the fragments on their way: this replica's weights as sent, and the mean.
+        if self._delay:
+            self._own["sent"] = start.clone()
+            self._common["arriving"] = start.clone()
+        # The weights after the mean before, from which an outer optimizer goes on, and from which
+        # few bits tell the way.
+        if self._outer is not None or self._quantized is not None:
+            self._common["anchor"] = start
+        if self._outer is not None:
+            self._common["outer_momentum"] = torch.zeros_like(start)
+        if self._quantized is not None:
+            self._own["residual"] = torch.zeros_like(start)
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """Sum the gradients of dense steps, the same bits on all replicas.
@@ -104,6 +119,7 @@ class LocalSteps(Running):
     @torch.no_grad()
     def after_update(self, step: int) -> None:
         """Take the means that are due after the update of `step`, then send those that begin."""
+        # Dense steps leave all replicas the same weights, from which the first mean starts.
         if self._is_dense(step):
             if "anchor" in self._common:
                 self._common["anchor"].copy_(self._weights.flat)
@@ -121,6 +137,7 @@ class LocalSteps(Running):
         return _mean(flat, self._group)
 
     def state(self) -> Dict[str, torch.Tensor]:
+        # A thread writes to it until the means on their way have arrived.
         self._wait(*self._under_way)
         return {**self._weights.own_state(), **self._own}
 
@@ -151,13 +168,15 @@ class LocalSteps(Running):
     def _send(self, number: int) -> None:
         """Begin the mean of a fragment's weights as they are now."""
         part = self._fragments[number]
+        # A copy: updates go on while it is sent.
+        sent = self._own["sent"][part].copy_(self._weights.flat[part])
+        # Torch counts threads, and switches gradients off, for each thread by itself.
         threads = torch.get_num_threads()
-        own = self._own["sent"][part].copy_(self._weights.flat[part])
 
         @torch.no_grad()
         def send() -> None:
             torch.set_num_threads(threads)
-            self._common["arriving"][part] = self._mean_of_all(own, part)
+            self._common["arriving"][part] = self._mean_of_all(sent, part)
 
         if self._thread is None:
             send()
@@ -171,16 +190,16 @@ class LocalSteps(Running):
         """
         # The mean: of the weights as they are, or, if it is late, as they were when it was begun.
         part = self._fragments[number]
-        own = self._weights.flat[part]
+        weights = self._weights.flat[part]
         since: Optional[torch.Tensor] = None
         if self._delay:
             self._wait(number)
             new = self._common["arriving"][part].clone()
-            since = own - self._own["sent"][part]
+            since = weights - self._own["sent"][part]
         else:
-            new = self._mean_of_all(own, part)
+            new = self._mean_of_all(weights, part)
         if self._outer is not None:
-            new = self._outer_step(new, part)
+            new = self._outer_step(self._outer, new, part)
         # What this replica has changed since then is added again.
         values = new if since is None else new + since
         # A batch that grows is refused beside local steps, so a step is the index of its update.
@@ -189,30 +208,31 @@ class LocalSteps(Running):
             # Without a delay the anchor is what was stored, which may be rounded.
             self._common["anchor"][part] = self._weights.flat[part] if since is None else new
 
-    def _outer_step(self, mean: torch.Tensor, part: slice) -> torch.Tensor:
+    def _outer_step(self, outer: _Outer, mean: torch.Tensor, part: slice) -> torch.Tensor:
         """Return a fragment's weights after a step of the outer optimizer towards the mean.
 
         See the class.
         """
-        learning_rate, momentum = self._outer
         anchor = self._common["anchor"][part]
         velocity = self._common["outer_momentum"][part]
         moved = anchor - mean
-        velocity.mul_(momentum).add_(moved)
-        return anchor - learning_rate * moved.add_(velocity, alpha=momentum)
+        velocity.mul_(outer.momentum).add_(moved)
+        return anchor - outer.lr * moved.add_(velocity, alpha=outer.momentum)
 
-    def _mean_of_all(self, own: torch.Tensor, part: slice) -> torch.Tensor:
+    def _mean_of_all(self, weights: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the mean of the replicas' weights, float32, to the rounding of few bits.
 
         Args:
-            own: this replica's, of the fragment.
+            weights: this replica's, of the fragment.
             part: the fragment's place.
         """
         if self._quantized is None:
-            return _mean(own, self._sending_group)
+            return _mean(weights, self._sending_group)
+        # Replicas are close to each other: of the way from the anchor few bits say more than of the
+        # weights themselves.
         anchor = self._common["anchor"][part]
         residual = self._own["residual"][part]
-        moved = own.float() - anchor + residual
+        moved = weights.float() - anchor + residual
         return anchor + self._quantized(moved, residual) / self._replicas
 
     def _wait(self, *numbers: int) -> None:

@@ -60,6 +60,7 @@ class Wire:
         if self.exact:
             return torch.cat([indices, part.values.view(torch.int32)]), None
         message = self._code.encode(part.values)
+        # As the receiver will have them, so that what is lost is exact.
         arriving = self._code.decode(message, len(part.values))
         lost = Sparse(part.indices, part.values - arriving)
         return torch.cat([indices, message.view(torch.int32)]), lost
@@ -92,6 +93,7 @@ class Quantizer:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the message, uint8, that holds `values`, float32 [count] and finite."""
+        # Zeros in the last block change neither its scale nor its other values.
         padded = functional.pad(values, (0, -len(values) % BLOCK))
         blocks = padded.view(-1, BLOCK)
         scales = blocks.abs().amax(1, keepdim=True) / self._most
@@ -108,6 +110,7 @@ class Quantizer:
     def decode(self, message: torch.Tensor, count: int) -> torch.Tensor:
         """Return the values, float32 [count], of a `message` as `encode` makes it."""
         blocks = -(-count // BLOCK)
+        # A copy: a message may begin anywhere in a buffer, and floats must lie at multiples of four.
         scales = message[: 4 * blocks].clone().view(torch.float32)
         codes = message[4 * blocks :].view(torch.int8)
         if self._bits == 4:

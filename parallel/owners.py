@@ -9,8 +9,8 @@ from torch import distributed
 
 from parallel import bruck
 from parallel.costs import BINS
+from parallel.groups import Group
 from parallel.messages import Sparse, Wire
-from parallel.reduce import Group
 from parallel.selection import ranked
 
 _INFINITE = 1 << 31  # beyond the bits of all magnitudes
@@ -48,24 +48,27 @@ class Owners:
         # The bits of magnitudes among which the least of the result is looked for.
         self._range = (0, _INFINITE)
 
-    def __call__(self, own: Sparse, length: int) -> Tuple[Sparse, List[Sparse]]:
+    def __call__(self, vector: Sparse, length: int) -> Tuple[Sparse, List[Sparse]]:
         """Sum the replicas' vectors and keep the largest entries. Every replica calls.
 
         Args:
-            own: of this replica, k entries.
+            vector: of this replica, k entries.
             length: elements of a vector.
 
         Returns:
             The result, k entries in the order of their indices, and what this replica keeps.
         """
-        if self._borders is None:
+        borders = self._borders
+        if borders is None:
             starts = [region * length // self._replicas for region in range(1, self._replicas)]
-            self._borders = torch.tensor(starts, device=own.indices.device)
-        count = len(own.indices)
+            borders = torch.tensor(starts, device=vector.indices.device)
+            self._borders = borders
+        count = len(vector.indices)
         # (1) to (4) of the class's docstring.
-        sent, parts, kept = self._send_to_owners(own)
+        sent, parts, kept = self._send_to_owners(vector, borders)
         sums = _added(parts)
         largest, counts = self._reaching(sums, count)
+        # All replicas rank the same candidates, and so find the same result without a message.
         candidates, lost = self._gather(largest, counts)
         chosen, _ = ranked(candidates.values, candidates.indices, count)
         total = candidates.take(chosen)
@@ -86,15 +89,23 @@ class Owners:
         places = [region * count // self._replicas for region in range(1, self._replicas)]
         self._borders = total.indices[places]
 
-    def _send_to_owners(self, own: Sparse) -> Tuple[Sparse, List[Sparse], List[Sparse]]:
+    def _send_to_owners(
+        self,
+        vector: Sparse,
+        borders: torch.Tensor,
+    ) -> Tuple[Sparse, List[Sparse], List[Sparse]]:
         """Send each owner the entries in its region.
 
+        Args:
+            vector: entries of this replica.
+            borders: int64 [owners - 1], first element of each region but the first.
+
         Returns:
-            Own entries as they were sent, what came from each replica, and what rounding took off,
+            This replica's entries as they were sent, what came from each replica, and what rounding took off,
             by owner.
         """
         # Which entries go to which owner, and how many come from each replica?
-        regions = torch.searchsorted(self._borders, own.indices, right=True)
+        regions = torch.searchsorted(borders, vector.indices, right=True)
         counts = torch.bincount(regions, minlength=self._replicas)
         coming = bruck.all_to_all(counts.int(), self._group).tolist()
         leaving = counts.tolist()
@@ -104,24 +115,36 @@ class Owners:
         sent = []
         losses = []
         for places, count in zip(by_region, leaving):
-            message, lost = self._wire.pack(own.take(places))
+            message, lost = self._wire.pack(vector.take(places))
             messages.append(message)
+            # With the values that arrive: what is rounded off is not sent, but kept.
             sent.append(self._wire.unpack(message, count))
             if lost is not None:
                 losses.append(lost)
-        # Exchange the messages, whose lengths follow from the numbers of entries.
+        return _joined(sent), self._exchange(messages, coming), losses
+
+    def _exchange(self, messages: Sequence[torch.Tensor], coming: Sequence[int]) -> List[Sparse]:
+        """Send a message to each replica.
+
+        Args:
+            messages: int32, one for each replica.
+            coming: number of entries that each replica sends here.
+
+        Returns:
+            The vector that came from each replica.
+        """
+        # The lengths of messages follow from the numbers of entries.
         words = [self._wire.words(count) for count in coming]
         received = messages[0].new_empty(sum(words))
         distributed.all_to_all_single(
             received,
-            torch.cat(messages),
+            torch.cat(list(messages)),
             output_split_sizes=words,
             input_split_sizes=[len(message) for message in messages],
             group=self._group,
         )
         arrived = zip(received.split(words), coming)
-        parts = [self._wire.unpack(message, count) for message, count in arrived]
-        return _joined(sent), parts, losses
+        return [self._wire.unpack(message, count) for message, count in arrived]
 
     def _reaching(self, sums: Sparse, count: int) -> Tuple[Sparse, List[int]]:
         """Find the sums that may be among the `count` largest of all owners'.
@@ -139,35 +162,49 @@ class Owners:
             # The first bin is what is below the range, and may be empty; the last what is above it.
             step = -(-(high - low) // (BINS - 2))
             edges = [0, *range(low, low + (BINS - 1) * step, step), _INFINITE]
-            borders = torch.tensor(edges[1:-1], device=magnitudes.device)
-            bins = torch.searchsorted(borders, magnitudes, right=True)
-            own = torch.bincount(bins, minlength=BINS).int()
-            histograms = bruck.all_gather(own, [BINS] * self._replicas, self._group)
-            # [owners, bins]: sums in this bin and those above it
-            reached = torch.stack(histograms).flip(1).cumsum(1).flip(1)
+            reached = self._count(magnitudes, edges)
             above = reached.sum(0).tolist()
             # The highest bin that, with those above it, holds enough sums.
             enough = [place for place in range(BINS) if above[place] >= count]
             place = max(enough, default=0)
             low = edges[place]
             high = edges[place + 1]
+            # A bin of one magnitude cannot be divided: all of it is gathered, however many there are.
             if high - low <= 1 or above[place] <= count * (1 + _SPARE):
                 return sums.take(magnitudes >= low), reached[:, place].tolist()
 
-    def _gather(self, own: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
+    def _count(self, magnitudes: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
+        """Count the magnitudes of all owners' sums that reach an edge.
+
+        Args:
+            magnitudes: int64, of this owner's sums.
+            edges: of BINS bins, and the end of the last one.
+
+        Returns:
+            int64 [owners, BINS]: sums in this bin and those above it; the same on all replicas.
+        """
+        borders = torch.tensor(edges[1:-1], device=magnitudes.device)
+        bins = torch.searchsorted(borders, magnitudes, right=True)
+        histogram = torch.bincount(bins, minlength=BINS).int()
+        histograms = bruck.all_gather(histogram, [BINS] * self._replicas, self._group)
+        return torch.stack(histograms).flip(1).cumsum(1).flip(1)
+
+    def _gather(self, sums: Sparse, counts: Sequence[int]) -> Tuple[Sparse, Optional[Sparse]]:
         """Gather the sums of all owners.
 
         Args:
-            own: of this owner.
-            counts: of each owner.
+            sums: of this owner.
+            counts: number of sums of each owner.
 
         Returns:
             All sums, the same bits on all replicas, and what rounding took off this owner's.
         """
-        message, lost = self._wire.pack(own)
+        message, lost = self._wire.pack(sums)
         words = [self._wire.words(count) for count in counts]
         messages = bruck.all_gather(message, words, self._group)
-        parts = [self._wire.unpack(each, count) for each, count in zip(messages, counts)]
+        # This owner's sums, too, as they arrive: all replicas go on from the same bits.
+        arrived = zip(messages, counts)
+        parts = [self._wire.unpack(packed, count) for packed, count in arrived]
         return _joined(parts), lost
 
 
@@ -189,7 +226,7 @@ def _added(parts: Sequence[Sparse]) -> Sparse:
     indices, places = torch.unique(all_indices, return_inverse=True)
     values = torch.zeros(len(indices), device=indices.device)
     counts = [len(part.indices) for part in parts]
-    for part, own in zip(parts, places.split(counts)):
+    for part, part_places in zip(parts, places.split(counts)):
         # No two indices of a part are alike, so their order does not matter.
-        values.index_add_(0, own, part.values)
+        values.index_add_(0, part_places, part.values)
     return Sparse(indices, values)

@@ -18,7 +18,8 @@ from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import List, Sequence
 
-# Becomes the program. prctl 1 is PR_SET_PDEATHSIG, which only Linux has.
+# Becomes the program. prctl 1 is PR_SET_PDEATHSIG, which only Linux has. The parent may have ended
+# before the call: hence the look at it afterwards.
 _BECOME = """\
 import ctypes, os, signal, sys
 parent, ignored, *command = sys.argv[1:]
@@ -40,6 +41,7 @@ def bound_to_parent(command: Sequence[str], ignores_interrupts: bool = False) ->
         ignores_interrupts: Ctrl-C is left to this process, from the child's first moment on.
     """
     ignored = "SIGINT" if ignores_interrupts else ""
+    # -I and -S: nothing of the user's or of site-packages is imported before the program begins.
     return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), ignored, *command]
 
 
@@ -70,7 +72,7 @@ class _BoundPopen(popen_spawn_posix.Popen):
         command_line = spawn.get_command_line
         spawn.get_command_line = lambda **keywords: bound_to_parent(command_line(**keywords))
         try:
-            super()._launch(process)
+            super()._launch(process)  # type: ignore[misc]  # private, so its types are not known
         finally:
             spawn.get_command_line = command_line
 
@@ -94,6 +96,7 @@ def die_with_parent() -> None:
     process.
     """
     parent = multiprocessing.parent_process()
+    # Linux kills a process after the one that forked it: that may be a fork server.
     if sys.platform == "linux" and (parent is None or os.getppid() == parent.pid):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     elif parent is not None:

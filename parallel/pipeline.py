@@ -11,7 +11,7 @@ Sources: GPipe, Huang et al., 1811.06965; 1F1B, Narayanan et al., 2006.09503; in
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+from parallel.groups import Group
 from parallel.work import Boundary, Work
 
 _AHEAD = 4  # micro batches whose messages are received before they are needed
@@ -39,12 +40,12 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Dict[int, nn.Module],
+        parts: Mapping[int, nn.Module],
         boundaries: Sequence[Boundary],
         *,
         schedule: Optional[str] = None,
         micro_batches: int = 1,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
     ):
         """
@@ -57,36 +58,25 @@ class Pipeline:
             group: the processes of the replica, ordered by stage.
             device: of this process.
         """
-        # Torch's stages, which read shapes from examples and would else compute to learn them.
         training = schedule is not None
-        examples = _examples(boundaries, training)
-        stage_class = _TrainingStage if training else PipelineStage
-        self._stages = []
-        for own_number, (number, part) in enumerate(sorted(parts.items())):
-            stage = stage_class(
-                part,
-                number,
-                len(boundaries) - 1,
-                device,
-                input_args=examples[number],
-                output_args=examples[number + 1],
-                group=group,
-            )
-            stage.own_number = own_number
-            self._stages.append(stage)
-        if training and device.type == "cpu" and len(parts) == 1:
-            self._stages[0].ahead = _AHEAD
+        stages = _stages(parts, boundaries, training, group, device)
+        self._training_stages = [stage for stage in stages if isinstance(stage, _TrainingStage)]
+        for place, training_stage in enumerate(self._training_stages):
+            training_stage.place = place
+            if device.type == "cpu" and len(parts) == 1:
+                training_stage.ahead = _AHEAD
+        # Any schedule has one forward pass a micro batch; only interleaved takes several parts.
         if schedule is None:
             schedule = "interleaved" if len(parts) > 1 else "gpipe"
         # Torch's interleaved schedule takes all stages of a process, the others their only one.
         self._schedule = _SCHEDULES[schedule](
-            self._stages if schedule == "interleaved" else self._stages[0],
+            stages if schedule == "interleaved" else stages[0],
             micro_batches,
             loss_fn=self._loss if training else None,
+            # The update divides sums of gradients: torch would divide by the micro batches, too.
             scale_grads=False,
         )
         self._numbers = torch.arange(micro_batches)
-        self._work: Optional[Work] = None
 
     def train(self, work: Work) -> None:
         """Compute this process's part of the forward and backward passes of a step.
@@ -95,8 +85,9 @@ class Pipeline:
             work: the step.
         """
         self._work = work
-        for stage in self._stages:
+        for stage in self._training_stages:
             stage.work = work
+        # Torch divides the target into micro batches, so that the loss gets the number of each.
         self._schedule.step(target=self._numbers, return_outputs=False)
 
     def predict(self, images: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -109,6 +100,7 @@ class Pipeline:
             The logits on the last stage, None elsewhere.
         """
         with torch.no_grad():
+            # Only the first stage's schedule takes an input.
             if images is None:
                 return self._schedule.step()
             return self._schedule.step(images)
@@ -116,6 +108,32 @@ class Pipeline:
     def _loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """Return the loss of micro batch `number`, int64 []."""
         return self._work.loss(int(number), logits)
+
+
+def _stages(
+    parts: Mapping[int, nn.Module],
+    boundaries: Sequence[Boundary],
+    training: bool,
+    group: Group,
+    device: torch.device,
+) -> List[PipelineStage]:
+    """Return torch's stages of this process, in the order of the model; see Pipeline."""
+    # Examples have the shapes, which torch's stages would else compute to learn them.
+    examples = _examples(boundaries, training)
+    stage_class = _TrainingStage if training else PipelineStage
+    stages = []
+    for number, part in sorted(parts.items()):
+        stage = stage_class(
+            part,
+            number,
+            len(boundaries) - 1,
+            device,
+            input_args=examples[number],
+            output_args=examples[number + 1],
+            group=group,
+        )
+        stages.append(stage)
+    return stages
 
 
 def _examples(boundaries: Sequence[Boundary], training: bool) -> List[torch.Tensor]:
@@ -150,28 +168,35 @@ class _TrainingStage(PipelineStage):
     would wait in vain.
 
     work: the step.
-    own_number: of this part among the process's own.
+    place: of this part among those of the process.
+    ahead: micro batches whose messages are received before they are needed.
     """
 
     work: Work
-    own_number: int
+    place: int
     ahead = 0
 
-    def get_fwd_recv_ops(self, fwd_chunk_id):
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> List[dist.P2POp]:
         """Return the messages to wait for before the forward pass of micro batch `fwd_chunk_id`."""
         forward, _ = self._coming
         return self._receive(super().get_fwd_recv_ops, fwd_chunk_id, forward)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id):
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> List[dist.P2POp]:
         """Return the messages to await before the backward pass of micro batch `bwd_chunk_id`."""
         _, backward = self._coming
         return self._receive(super().get_bwd_recv_ops, bwd_chunk_id, backward)
 
-    def clear_runtime_states(self):
+    def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
+        # Between two steps no message is on its way.
         self._coming: Tuple[_Messages, _Messages] = ({}, {})  # forward, backward
 
-    def _receive(self, operations: Callable, number: int, coming: _Messages) -> list:
+    def _receive(
+        self,
+        operations: Callable[[int], List[dist.P2POp]],
+        number: int,
+        coming: _Messages,
+    ) -> List[dist.P2POp]:
         """Return the messages that the schedule waits for: none where this class waits itself.
 
         Args:
@@ -181,18 +206,26 @@ class _TrainingStage(PipelineStage):
         """
         if not self.ahead:
             return operations(number)
+        assert self.chunks is not None, "a schedule says how many micro batches there are"
         # A message that was received ahead is not asked for again.
-        for each in range(number, min(number + self.ahead, self.chunks)):
-            if each not in coming:
-                wanted = operations(each)
-                coming[each] = dist.batch_isend_irecv(wanted) if wanted else []
+        for coming_number in range(number, min(number + self.ahead, self.chunks)):
+            if coming_number not in coming:
+                asked = operations(coming_number)
+                coming[coming_number] = dist.batch_isend_irecv(asked) if asked else []
         return []
 
-    def forward_one_chunk(self, fwd_chunk_id, args, *rest, **named):
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: Tuple[Any, ...],
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
         """Compute the forward pass of micro batch `fwd_chunk_id`.
 
         The first stage's `args` are numbers, not images.
         """
+        # Fetched only now: images of all micro batches would take their memory at once.
         if self.is_first:
             with self.work.span("load", fwd_chunk_id):
                 args = (self.work.images(fwd_chunk_id),)
@@ -203,15 +236,29 @@ class _TrainingStage(PipelineStage):
         with self.work.span("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, *rest, **named)
 
-    def backward_one_chunk(self, bwd_chunk_id, *rest, last_backward=False, **named):
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Optional[torch.Tensor] = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
         """Compute the backward pass of micro batch `bwd_chunk_id`.
 
-        `last_backward`: no other of this part follows.
+        Args:
+            bwd_chunk_id: number of the micro batch.
+            loss, full_backward: see torch's class.
+            last_backward: no other backward pass of this part follows.
         """
         _, backward = self._coming
         for message in backward.get(bwd_chunk_id, ()):
             message.wait()
-        self.work.before_backward(self.own_number, last_backward)
+        self.work.before_backward(self.place, last_backward)
         with self.work.span("backward", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *rest, last_backward=last_backward, **named)
-        self.work.after_backward(self.own_number, last_backward)
+            super().backward_one_chunk(
+                bwd_chunk_id,
+                loss=loss,
+                full_backward=full_backward,
+                last_backward=last_backward,
+            )
+        self.work.after_backward(self.place, last_backward)

@@ -11,7 +11,7 @@ from torch import distributed
 
 from parallel import bruck
 from parallel.costs import Link
-from parallel.reduce import Group
+from parallel.groups import Group
 
 _SIZES = (8, 2048, 16384, 65536, 262144)  # bytes
 _REPETITIONS = 7
@@ -39,6 +39,7 @@ def measure(group: Group, device: torch.device) -> Link:
     """
     if distributed.get_world_size(group) == 1:
         return Link(0.0, 0.0)
+    # All ranks see the same times, and so go on to the same next size, or end.
     seconds = []
     spent = 0.0
     for size in _SIZES:
@@ -61,6 +62,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
         sizes: bytes of each message.
         seconds: that each took, above 0.
     """
+    # Longer times have larger errors, so that relative ones are compared.
     x = np.array(sizes, float)
     y = np.array(seconds)
     weights = y**-2.0

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from parallel import groups
+from parallel.groups import Group
 from parallel.joining import COLLECTIVE_TIMEOUT, join
 from parallel.topology import Topology
 from parallel.watch import Watch
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
 
-Result = TypeVar("Result")
+Result = TypeVar("Result")  # of a function, or what processes send each other
 
 
 class Processes:
@@ -60,14 +62,16 @@ class Processes:
             ConfigError: the master's address is missing, or the ranks do not meet in time.
         """
         self.topology = topology
-        self.stage_group: Optional[dist.ProcessGroup] = None
-        self.replica_group: Optional[dist.ProcessGroup] = None
-        self.host_stage_group: Optional[dist.ProcessGroup] = None
+        self.stage_group: Group = None
+        self.replica_group: Group = None
+        self.host_stage_group: Group = None
+        self._host: Group = None  # all processes, for tensors on the CPU
         self.elastic = elastic
         self._world = topology.world
         self._pending: Optional[Tuple[dist.Work, torch.Tensor]] = None  # of `agree`
         if self._world == 1:
             return
+        # In an elastic run a process may be lost while they connect.
         limit = contextlib.nullcontext() if elastic is None else elastic.meeting()
         with limit:
             self._meet(device, silence)
@@ -89,19 +93,20 @@ class Processes:
         self.replica_group = mesh.get_group("replica")
         self.stage_group = mesh.get_group("stage")
         self.host_stage_group = host.get_group("stage")
-        self._host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        # For small objects and decisions, on the host: by NCCL they would wait for the device.
+        self._host = groups.new_group(timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         self._watch = Watch(self.topology, silence, self.elastic)
         # All watch once all are here. Until then they need the store, which ends with rank 0.
         self.wait_for_all()
 
     def gather(self, value: Any) -> List[Any]:
         """Return the `value` of every process, a small picklable object, in their order."""
-        values: List[Any] = [value] * self._world
+        values = [value] * self._world
         if self._world > 1:
             dist.all_gather_object(values, value, group=self._host)
         return values
 
-    def gather_to_main(self, value: Any, ranks: Optional[range] = None) -> List[Any]:
+    def gather_to_main(self, value: Result, ranks: Optional[range] = None) -> List[Result]:
         """Gather objects on the main process.
 
         Args:
@@ -119,7 +124,7 @@ class Processes:
             dist.send_object_list([value], group_dst=0, group=self._host)
         return []
 
-    def pass_on(self, value: Any, source: int, receivers: Sequence[int]) -> Any:
+    def pass_on(self, value: Result, source: int, receivers: Sequence[int]) -> Result:
         """Send an object from one process to some. Others need not call.
 
         Args:
@@ -142,6 +147,7 @@ class Processes:
 
         Its error is raised on all, with a message on the main process only.
         """
+        # What fails there fails everywhere, before anybody waits for the result.
         result = self.together(lambda: function() if self.topology.is_main else None)
         return self._broadcast(result)
 
@@ -151,18 +157,16 @@ class Processes:
         Raises:
             UserError: `function` has failed so on any process; only the first error has a message.
         """
-        result: Optional[Result] = None
-        failure: Optional[UserError] = None
+        # All learn of a failure, and all fail, so that none waits for another.
         try:
             result = function()
-        except UserError as error:
-            failure = error
-        # All learn of a failure, and all fail, so that none waits for another.
-        faults = self.gather(failure is not None)
-        failed = [rank for rank, fault in enumerate(faults) if fault]
-        if failed:
-            is_first = failure is not None and failed[0] == self.topology.rank
-            raise failure if is_first else UserError("")
+        except UserError:
+            has_failed = self.gather(True)
+            if has_failed.index(True) == self.topology.rank:
+                raise
+            raise UserError("") from None
+        if True in self.gather(False):
+            raise UserError("")
         return result
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -192,10 +196,11 @@ class Processes:
         """
         if self._world == 1:
             return value
+        # Its message was sent a step ago, so that this rarely waits.
         before = self._agreed()
         largest = torch.tensor([value])
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host, async_op=True)
-        self._pending = (work, largest)
+        self._pending = (groups.begun(work), largest)
         return before
 
     def check(self) -> None:
@@ -215,21 +220,22 @@ class Processes:
         """End a run without a fault: wait for the others, and release what connects them."""
         if self._world == 1 or not dist.is_initialized():
             return
+        # A process that ended first would look like one that is lost.
         self._agreed()
         self.wait_for_all()
         self._watch.end()
         dist.destroy_process_group()
 
-    def further_group(self) -> Optional[dist.ProcessGroup]:
+    def further_group(self) -> Group:
         """Create a group of all ranks that nothing else uses, on the device.
 
         A run of one process has None.
         """
         if self._world == 1:
             return None
-        return dist.new_group(timeout=COLLECTIVE_TIMEOUT)
+        return groups.new_group(timeout=COLLECTIVE_TIMEOUT)
 
-    def further_replica_group(self) -> Optional[dist.ProcessGroup]:
+    def further_replica_group(self) -> Group:
         """Create a group as `replica_group` for a second thread: two must not share one.
 
         A run of one process has None.
@@ -237,7 +243,7 @@ class Processes:
         if self._world == 1:
             return None
         ranks = dist.get_process_group_ranks(self.replica_group)
-        return dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True)
+        return groups.new_group(timeout=COLLECTIVE_TIMEOUT, ranks=ranks)
 
     def _receive(self, rank: int) -> Any:
         """Return the object that a rank sends."""

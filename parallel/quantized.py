@@ -9,8 +9,9 @@ from torch import distributed
 
 from parallel.costs import BLOCK
 from parallel.exchange import Running, Setup
+from parallel.groups import Group
 from parallel.messages import Quantizer
-from parallel.reduce import Group, all_finite, all_gather
+from parallel.reduce import all_finite, all_gather
 
 
 class QuantizedSum:
@@ -46,31 +47,39 @@ class QuantizedSum:
         """
         count = len(values)
         encode = self._quantizer.encode
-        decode = self._quantizer.decode
         # Shares are whole blocks: the last ones may have less, or nothing.
         share = -(-count // self._replicas // BLOCK) * BLOCK
-        given = torch.nn.functional.pad(values, (0, share * self._replicas - count))
-        # Round what is given, a message for each owner; what that takes off stays here.
-        messages = torch.cat([encode(part) for part in given.split(share)])
-        left = given - self._decode_all(messages, share)
-        # Add up this replica's share of all vectors.
+        padded = torch.nn.functional.pad(values, (0, share * self._replicas - count))
+        # Round the vector, a message for each owner; what that takes off stays here.
+        messages = torch.cat([encode(part) for part in padded.split(share)])
+        left = padded - self._decode_all(messages, share)
+        total = self._add_up_share(messages, share)
+        # Round the sum; what that takes off stays with its owner, this replica.
+        rounded = encode(total)
+        first = self._rank * share
+        left[first : first + share] += total - self._quantizer.decode(rounded, share)
+        kept.copy_(left[:count])
+        gathered = rounded
+        if self._group is not None:
+            gathered = torch.empty_like(messages)
+            all_gather(gathered, rounded, group=self._group)
+        return self._decode_all(gathered, share)[:count]
+
+    def _add_up_share(self, messages: torch.Tensor, share: int) -> torch.Tensor:
+        """Return the sum of this replica's share of all vectors, float32 [share].
+
+        Args:
+            messages: uint8, one for each owner behind the other, all of one length.
+            share: elements of a share.
+        """
         arrived = messages
         if self._group is not None:
             arrived = torch.empty_like(messages)
             distributed.all_to_all_single(arrived, messages, group=self._group)
-        total = torch.zeros(share, device=values.device)
+        total = torch.zeros(share, device=messages.device)
         for message in arrived.split(len(arrived) // self._replicas):
-            total += decode(message, share)
-        # Round the sum; what that takes off stays with its owner, this replica.
-        own = encode(total)
-        first = self._rank * share
-        left[first : first + share] += total - decode(own, share)
-        kept.copy_(left[:count])
-        gathered = own
-        if self._group is not None:
-            gathered = torch.empty_like(messages)
-            all_gather(gathered, own, group=self._group)
-        return self._decode_all(gathered, share)[:count]
+            total += self._quantizer.decode(message, share)
+        return total
 
     def _decode_all(self, messages: torch.Tensor, share: int) -> torch.Tensor:
         """Return the values of one message for each replica: float32 [replicas * share]."""
@@ -111,10 +120,11 @@ class QuantizedReduction(Running):
         """
         finite = all_finite(buffer, self._everyone)
         # In units of the mean gradient: loss scale and batch may change until the residual is sent.
-        given = torch.where(finite, buffer / divisor, 0.0).add_(self.residual)
-        total = self._sum(given, kept=given)
-        self.residual.copy_(torch.where(finite, given, self.residual))
+        values = torch.where(finite, buffer / divisor, 0.0).add_(self.residual)
+        total = self._sum(values, kept=values)
+        self.residual.copy_(torch.where(finite, values, self.residual))
         torch.mul(total, divisor, out=buffer)
+        # The engine looks for what is not finite after the exchange, as it does with other methods.
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:

@@ -6,13 +6,12 @@ import functools
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from parallel.exchange import Running, Setup
+from parallel.groups import Group, begun
 from recipe.exchange import Exchange
 from recipe.shares import additions, subtrees
-
-Group = Optional[distributed.ProcessGroup]
 
 # all_gather_single is new, and the older name warns where both exist.
 all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -68,6 +67,7 @@ class Reduction(Running):
         self._in_parts: Optional[_SumInParts] = None
         wire = getattr(torch, section.sent)
         if section.in_tree or wire != torch.float32:
+            assert setup.batch is not None, "an engine gives it"
             self._in_parts = _SumInParts(
                 setup.group,
                 wire=wire,
@@ -76,19 +76,26 @@ class Reduction(Running):
             )
         self._flying: List[Iterator[None]] = []  # the sums of the buckets that have been launched
         self._launched = 0
+        self._armed = False
         # A sum as a tree exists only after the last addition of the step.
         self.overlaps = self._replicas > 1 and not section.in_tree
-        self._armed = False
-        self._waiting: List[Set[int]] = []  # of each bucket, parameters without gradients yet
+        # Of each bucket: parameters that have gradients there, and those that have none yet.
+        self._needs: List[Set[int]] = []
+        self._waiting: List[Set[int]] = []
         if self.overlaps:
-            self._needs = [_parameters_in(bucket, setup.places) for bucket in self._buckets]
-            for index, (_, parameter) in enumerate(setup.places):
-                hook = functools.partial(self._ready, index)
-                parameter.register_post_accumulate_grad_hook(hook)
+            self._follow(setup.places)
+
+    def _follow(self, places: Sequence[Tuple[int, torch.Tensor]]) -> None:
+        """Let the parameters' hooks say when gradients are ready."""
+        self._needs = [_parameters_in(bucket, places) for bucket in self._buckets]
+        for index, (_, parameter) in enumerate(places):
+            hook = functools.partial(self._ready, index)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def set_shares(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
         """Take note of the `shares` of replicas and of this one's `sums`; see Running."""
         if self._in_tree:
+            assert self._in_parts is not None, "a tree is added up in parts"
             self._sums = sums
             self._in_parts.set_shares(shares)
 
@@ -117,13 +124,14 @@ class Reduction(Running):
         if self._replicas == 1:
             return
         assert buffer.dtype == torch.float32 and buffer.shape == self._gradients.shape
+        # Parameters without a gradient in this step have called no hook: their buckets wait till now.
         while self._launched < len(self._buckets):
             self._launch(buffer)
         while self._flying:
             self._advance()
         self._launched = 0
 
-    def _ready(self, index: int, _: nn.Parameter) -> None:
+    def _ready(self, index: int, _: torch.Tensor) -> None:
         """Launch the buckets whose last gradient is that of parameter `index`."""
         if not self._armed:
             return
@@ -147,7 +155,7 @@ class Reduction(Running):
             # Of sums in two exchanges the earlier ones go on: two are on their way.
             self._advance()
             sums = [buffer, *self._sums[1:]]
-            flying = self._in_parts.total([each[start:end] for each in sums])
+            flying = self._in_parts.total([values[start:end] for values in sums])
         self._flying.append(flying)
         next(flying)
 
@@ -156,17 +164,18 @@ class Reduction(Running):
 
         So all replicas call the collectives in one order.
         """
+        # An iterator whose sum is done is exhausted; None stands for one that goes on.
         ended = object()
-        self._flying = [each for each in self._flying if next(each, ended) is not ended]
+        self._flying = [total for total in self._flying if next(total, ended) is not ended]
 
     def _all_reduce(self, bucket: torch.Tensor) -> Iterator[None]:
         """Sum a bucket in place; yields while the sum is on its way."""
         work = distributed.all_reduce(bucket, group=self._group, async_op=True)
         yield
-        work.wait()
+        begun(work).wait()
 
 
-def _parameters_in(bucket: Tuple[int, int], places: Sequence[Tuple[int, nn.Parameter]]) -> Set[int]:
+def _parameters_in(bucket: Tuple[int, int], places: Sequence[Tuple[int, torch.Tensor]]) -> Set[int]:
     """Return the parameters that have gradients in a bucket, by their index."""
     start, end = bucket
     indices = set()
@@ -188,6 +197,13 @@ class _Factors(NamedTuple):
     sent: float
     total: float
     result: float
+
+
+class _Memory(NamedTuple):
+    """Memory for what a replica sends and receives of the largest bucket, in the wire's dtype."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
 
 
 class _SumInParts:
@@ -225,8 +241,9 @@ class _SumInParts:
             )
         self._largest = self._part_of(largest_bucket)
         self._rows = [1] * self._replicas  # sums that each replica sends
-        self._additions = additions([range(each, each + 1) for each in range(self._replicas)])
-        self._free: List[Tuple[torch.Tensor, torch.Tensor]] = []  # memory that no sum uses
+        leaves = [range(replica, replica + 1) for replica in range(self._replicas)]
+        self._additions = additions(leaves)
+        self._free: List[_Memory] = []  # that no sum uses
 
     def set_shares(self, shares: Sequence[range]) -> None:
         """Take note of the `shares` of replicas, of which they send the largest subtrees' sums."""
@@ -238,6 +255,7 @@ class _SumInParts:
             leaves += largest
         self._rows = rows
         self._additions = additions(leaves)
+        # Its size depends on how many sums there are.
         self._free.clear()
 
     def total(self, sums: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -251,33 +269,51 @@ class _SumInParts:
         total = sums[0]
         part = self._part_of(len(total))
         memory = self._memory(len(sums), total.device)
-        sent = memory[0][: self._replicas * len(sums) * part]
-        received = memory[1][: sum(self._rows) * part]
+        sent = memory.sent[: self._replicas * len(sums) * part]
+        received = memory.received[: sum(self._rows) * part]
         # First exchange: each replica gets its part of all sums.
         self._fill(sent.view(self._replicas, len(sums), part), sums)
-        # As bytes, since not every library knows the dtypes; nothing is computed on the way.
-        size = part * sent.element_size()
-        work = distributed.all_to_all_single(
-            _bytes(received),
-            _bytes(sent),
-            output_split_sizes=[size * rows for rows in self._rows],
-            input_split_sizes=[size * len(sums)] * self._replicas,
-            group=self._group,
-            async_op=True,
-        )
+        work = self._exchange_parts(received, sent, rows=len(sums))
         yield
         work.wait()
         # Add up this replica's part; the sum takes the place of the first row.
-        own = received[:part]
+        part_total = received[:part]
         added = self._add_up(received.view(-1, part).float())
-        torch.mul(added, self._factors.total, out=own)
+        torch.mul(added, self._factors.total, out=part_total)
         # Second exchange: all get the total, in the memory of what was sent.
         gathered = sent[: self._replicas * part]
-        work = all_gather(_bytes(gathered), _bytes(own), group=self._group, async_op=True)
+        gathering = all_gather(
+            _bytes(gathered), _bytes(part_total), group=self._group, async_op=True
+        )
         yield
-        work.wait()
+        begun(gathering).wait()
         total.copy_(gathered[: len(total)]).mul_(self._factors.result)
         self._free.append(memory)
+
+    def _exchange_parts(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        rows: int,
+    ) -> distributed.Work:
+        """Send each replica its part of this one's sums, and receive those of all.
+
+        Args:
+            received: [elements of a part x rows of all replicas], written.
+            sent: [elements of a part x replicas x rows].
+            rows: sums of this replica.
+        """
+        size = sent.element_size() * len(sent) // (self._replicas * rows)
+        # As bytes, since not every library knows the dtypes; nothing is computed on the way.
+        work = distributed.all_to_all_single(
+            _bytes(received),
+            _bytes(sent),
+            output_split_sizes=[size * count for count in self._rows],
+            input_split_sizes=[size * rows] * self._replicas,
+            group=self._group,
+            async_op=True,
+        )
+        return begun(work)
 
     def _fill(self, rows: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
         """Write the sums as they travel.
@@ -312,13 +348,13 @@ class _SumInParts:
             )
         return rows[0]
 
-    def _memory(self, sums: int, device: torch.device) -> Tuple[torch.Tensor, torch.Tensor]:
+    def _memory(self, sums: int, device: torch.device) -> _Memory:
         """Return memory for what a replica sends and receives of the largest bucket."""
         if self._free:
             return self._free.pop()
         sent = torch.empty(self._replicas * sums * self._largest, dtype=self._wire, device=device)
         received = torch.empty(sum(self._rows) * self._largest, dtype=self._wire, device=device)
-        return sent, received
+        return _Memory(sent, received)
 
     def _part_of(self, elements: int) -> int:
         """Return the elements of a bucket that each replica adds up.

@@ -6,10 +6,10 @@ import dataclasses
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Union
 
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
-from parallel.board import LONGEST, Board, MastersBoard, Outcome
+from parallel.board import LONGEST, Board, Entries, MastersBoard, News, Outcome
 from parallel.hosts import Hosts, listen
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Others:
                 self._board.succeeded = self._silence
         else:
             self._board = Board(hosts, secret)
+        # A single host does not listen, so that nobody else can write.
         if not secret and hosts.this == 0 and hosts.number > 1:
             print(
                 f"POD_TOKEN is not set: whoever reaches {hosts.place} can end this run; "
@@ -108,18 +109,19 @@ class Others:
         # Say what this host starts, and where the ranks meet if this is the master.
         self._look_again()
         self._attempt = attempt
-        entries: Dict[str, object] = {"shape": self._shape}
-        if self.hosts.this == 0:
-            entries["port"] = self._serve_ranks()
-        self._board.write(attempt, **entries)
+        news: News = {"shape": self._shape}
+        if isinstance(self._board, MastersBoard):
+            news["port"] = self._serve_ranks(self._board)
+        self._board.write(attempt, **news)
         # All hosts must have come, and start the same.
         self._await_hosts()
         self._check_shapes()
-        return self._written("port")[0]
+        return self._entries()[0]["port"]
 
     def _check_shapes(self) -> None:
         """Check that all hosts start the same. Raises UserError."""
-        shapes = self._written("shape")
+        hosts = self._entries().items()
+        shapes = {host: entries["shape"] for host, entries in hosts if "shape" in entries}
         for host, shape in sorted(shapes.items()):
             if shape != shapes[0]:
                 self._leave(shapes)
@@ -130,8 +132,9 @@ class Others:
 
     def news(self) -> Optional[Outcome]:
         """Return the outcome of another host whose ranks are gone while ours may wait for them."""
-        for outcome in self._written("end").values():
+        for outcome in self._outcomes().values():
             if outcome.abrupt:
+                # Here nothing is left to wait for: this host's ranks are ended, too.
                 return dataclasses.replace(outcome, abrupt=False)
         try:
             self._check_master()
@@ -144,7 +147,7 @@ class Others:
 
     def finished(self) -> bool:
         """Return whether the ranks of another host have ended without a failure."""
-        outcomes = self._written("end").values()
+        outcomes = self._outcomes().values()
         return any(outcome.code in (DONE, STOPPED) for outcome in outcomes)
 
     def all_silent(self) -> bool:
@@ -162,7 +165,7 @@ class Others:
             An outcome with the same code on all hosts, and each host's own line.
         """
         # Report the end. Only the first abrupt one is reported as such: the others follow from it.
-        is_first = not any(outcome.abrupt for outcome in self._written("end").values())
+        is_first = not any(outcome.abrupt for outcome in self._outcomes().values())
         reported = dataclasses.replace(
             mine,
             line=mine.line[:LONGEST],
@@ -174,7 +177,7 @@ class Others:
         limit = _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS
         try:
             self._wait_for("end", hosts, limit)
-            ended = self._written("end")
+            ended = self._outcomes()
             is_last = mine.last or any(outcome.last for outcome in ended.values())
             is_last = is_last or any(self._silent(host) for host in hosts)
             self._leave(ended)
@@ -185,7 +188,7 @@ class Others:
         code = next((code for code in (WRONG_INPUT, FAILED, STOPPED) if code in codes), DONE)
         return Outcome(code, mine.line, is_last)
 
-    def _serve_ranks(self) -> int:
+    def _serve_ranks(self, board: MastersBoard) -> int:
         """Create a new store, which listens at the master's address and nowhere else.
 
         Return its port.
@@ -198,8 +201,8 @@ class Others:
 
         # A thread of the board makes the master listen, or finds that it cannot.
         while not self.address:
-            if self._board.error:
-                raise self._board.error
+            if board.error:
+                raise board.error
             self._look_again()
         listening = listen(Hosts(master=self.address))
         address, port, *_ = listening.getsockname()
@@ -225,7 +228,7 @@ class Others:
             joined = self._has_joined(waited)
             missing = self._missing(joined)
             if not missing:
-                self.returned = self._written("returned").get(self.hosts.this, False)
+                self.returned = self._entries()[self.hosts.this].get("returned", False)
                 return
             # Wait on, as long as there is time; once tell the user for whom.
             which = (
@@ -245,11 +248,10 @@ class Others:
             UserError: the master is not reached, or another launcher says that it is this host.
             MasterLost: it is gone.
         """
-        name = self._written("who").get(self.hosts.this)
-        is_known = name is not None
-        is_own = name == self._board.who
+        entries = self._entries().get(self.hosts.this)
+        is_own = entries is not None and entries["who"] == self._board.who
         # In an elastic run an earlier launcher of this host is not yet silent for long enough.
-        joined = is_own or (is_known and not self._elastic)
+        joined = is_own or (entries is not None and not self._elastic)
         if joined or self._attempt:
             self._check_master()
         elif waited > REACH_SECONDS or self._board.refused or self._board.gone:
@@ -266,11 +268,11 @@ class Others:
 
     def _missing(self, joined: bool) -> List[int]:
         """Return the hosts that are not on the board; `joined`: whether this one is."""
-        there = self._written("who")
+        written = self._entries()
         missing = []
         for host in range(self.hosts.number):
-            is_there = joined if host == self.hosts.this else host in there
-            if not is_there:
+            has_joined = joined if host == self.hosts.this else host in written
+            if not has_joined:
                 missing.append(host)
         return missing
 
@@ -287,6 +289,7 @@ class Others:
         """
         if waited > _TOGETHER_SECONDS:
             text = f"waited {_TOGETHER_SECONDS:.0f} s in vain for {which}; start all hosts, or lower --nnodes"
+            # At first it is for the user to act; later a host is lost that was there.
             raise UserError(text) if self._attempt == 0 else MasterLost(text)
         if self._attempt and all(self._silent(host) for host in missing):
             raise MasterLost(f"have heard nothing for {self._silence:g} s of {which}")
@@ -307,7 +310,7 @@ class Others:
         """
         start = time.monotonic()
         stopping = self._signals.stopping
-        while any(host not in self._written(name) and not self._silent(host) for host in hosts):
+        while any(not self._has_written(host, name) and not self._silent(host) for host in hosts):
             self._check_master()
             # Without a word of this one the others would wait for it, or end with another code.
             limit = min(seconds, _HURRY_SECONDS) if self._signals.hurry else seconds
@@ -315,10 +318,19 @@ class Others:
                 return
             time.sleep(_LOOK_SECONDS)
 
-    def _written(self, name: str) -> Dict[int, Any]:
-        """Return the entries of that name in this attempt, by host."""
-        hosts = self._board.read(self._attempt)
-        return {host: entries[name] for host, entries in hosts.items() if name in entries}
+    def _entries(self) -> Dict[int, Entries]:
+        """Return the entries of each host that has written any in this attempt."""
+        return self._board.read(self._attempt)
+
+    def _outcomes(self) -> Dict[int, Outcome]:
+        """Return how ranks have ended in this attempt, by host."""
+        hosts = self._entries().items()
+        return {host: entries["end"] for host, entries in hosts if "end" in entries}
+
+    def _has_written(self, host: int, name: str) -> bool:
+        """Return whether a host has written an entry of that name in this attempt."""
+        entries = self._entries().get(host)
+        return entries is not None and name in entries
 
     def _silent(self, host: int) -> bool:
         """Return whether the launcher of a host counts as lost."""

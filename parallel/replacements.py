@@ -209,6 +209,7 @@ class Replacements:
     def _is_own_fault(self, failed: Sequence[Tuple[int, int]]) -> bool:
         """Return whether the run's own fault has ended these ranks: others would fail alike."""
         for rank, code in failed:
+            # In a first life all replicas have the same input; later its host may have other files.
             if code == WRONG_INPUT and not self._replicas[rank // self._stages].life:
                 return True
         if all(code != FAILED for _, code in failed):
@@ -222,6 +223,7 @@ class Replacements:
         replica = self._replicas[number]
         replica.due = None
         if self._generations.has_begun(self._member(number)):
+            # Whoever knows its last life would take reports of this one for that one's.
             replica.life = self._generations.next_life(number)
         else:
             replica.starts += 1
@@ -244,6 +246,7 @@ class Replacements:
             return
         is_short = now - replica.begun < _SHORT_SECONDS
         pause = replica.pause if is_short else 0.0
+        # Ranks of a replica may fail at once: the first of them plans its start.
         if replica.due is None:
             replica.due = now + pause
         # After each short life the next one begins later.
@@ -265,9 +268,10 @@ class Replacements:
 
     def _kill(self, number: int) -> None:
         """Kill the ranks of a replica, and wait for their end."""
-        own = {rank: self._ranks[rank] for rank in self._numbers(number) if rank in self._ranks}
-        kill(own, signal.SIGKILL)
-        for process in own.values():
+        numbers = self._numbers(number)
+        running = {rank: self._ranks[rank] for rank in numbers if rank in self._ranks}
+        kill(running, signal.SIGKILL)
+        for process in running.values():
             process.wait()
 
     def _numbers(self, number: int) -> range:

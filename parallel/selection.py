@@ -111,6 +111,7 @@ def _reaching(bits: np.ndarray, threshold: int) -> tuple[np.ndarray, np.ndarray]
     threshold = max(1, threshold)
     all_indices = []
     all_magnitudes = []
+    # One piece of memory for all chunks stays in the cache; new ones would each be fetched.
     scratch = np.empty(min(_CHUNK, len(bits)), np.int32)
     for start in range(0, len(bits), _CHUNK):
         chunk = bits[start : start + _CHUNK]
@@ -144,6 +145,7 @@ def _among_largest(magnitudes: np.ndarray, k: int, numbers: np.ndarray | None = 
 
 def _largest_by_keys(values: torch.Tensor, k: int) -> torch.Tensor:
     """Do what `largest` does, on any device."""
+    # On a GPU a sample's threshold would have to be read by the host, which waits.
     keys = _keys(values, torch.arange(len(values), device=values.device))
     return keys.topk(k, sorted=False).indices.sort().values
 

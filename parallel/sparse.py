@@ -11,9 +11,10 @@ import torch
 from torch import distributed
 
 from parallel import bruck
+from parallel.groups import Group
 from parallel.messages import Sparse, Wire
 from parallel.owners import Owners
-from parallel.reduce import Group, all_gather
+from parallel.reduce import all_gather
 from parallel.selection import ranked
 
 PATTERNS = ("gather", "tree", "butterfly", "owners")
@@ -55,14 +56,14 @@ class SparseSum:
         self._sum = sums[pattern]
         self._owned = Owners(group, self._wire)
 
-    def __call__(self, own: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
+    def __call__(self, vector: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
         """Sum the replicas' vectors. Every replica calls, with as many entries.
 
         The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and
         of what each replica has to keep: its `residual`, to float32 rounding.
 
         Args:
-            own: of this replica.
+            vector: of this replica.
             scratch: int32 [elements of a vector], zeros; zeros again afterwards.
 
         Returns:
@@ -72,32 +73,34 @@ class SparseSum:
             RuntimeError: from torch.distributed, if another replica is gone or too late.
         """
         if self._size == 1:
-            return [own], []
+            return [vector], []
         self._scratch = scratch
         self._residual: List[Sparse] = []
-        parts = self._sum(own)
+        parts = self._sum(vector)
         return parts, self._residual
 
-    def _gather(self, own: Sparse) -> List[Sparse]:
+    def _gather(self, vector: Sparse) -> List[Sparse]:
         """Return the vectors of all replicas."""
-        count = len(own.indices)
-        message = self._pack(own, keeps=True)
+        count = len(vector.indices)
+        message = self._pack(vector, keeps=True)
         messages = message.new_empty(self._size * len(message))
         all_gather(messages, message, group=self._group)
-        return [self._wire.unpack(each, count) for each in messages.view(self._size, -1)]
+        rows = messages.view(self._size, -1)
+        return [self._wire.unpack(row, count) for row in rows]
 
-    def _tree(self, own: Sparse) -> List[Sparse]:
+    def _tree(self, vector: Sparse) -> List[Sparse]:
         """Return the merge of all vectors, made on the way up to replica 0 and sent back."""
-        count = len(own.indices)
+        count = len(vector.indices)
         parent, children = self._place_in_tree()
         # Up: merge what the children have merged.
-        part = own
+        part = vector
         for child in children:
             part = self._merge(part, self._receive(count, child), keeps=True)
         message = self._pack(part, keeps=True)
         if parent is not None:
             self._send(message, parent)
             distributed.recv(message, group=self._group, group_src=parent)
+            # A word as a receipt, for which the parent waits below.
             self._send(message[:1], parent)
         # Down: hand on the result, to the child with the largest subtree first.
         for child in reversed(children):
@@ -125,30 +128,22 @@ class SparseSum:
             return None, children
         return self._rank - distance_to_parent, children
 
-    def _butterfly(self, own: Sparse) -> List[Sparse]:
+    def _butterfly(self, vector: Sparse) -> List[Sparse]:
         """Return the merge of all vectors, which pairs of replicas make in log2 P rounds."""
-        count = len(own.indices)
+        count = len(vector.indices)
         power = 1 << (self._size.bit_length() - 1)
         # Replicas beyond the largest power of two have twins that take part for them.
         extra = self._size - power
         if self._rank >= power:
             twin = self._rank - power
-            self._send(self._pack(own, keeps=True), twin)
+            self._send(self._pack(vector, keeps=True), twin)
             return [self._receive(count, twin)]
-        part = own
+        part = vector
         has_twin = self._rank < extra
         twin = self._rank + power
         if has_twin:
             part = self._merge(part, self._receive(count, twin), keeps=True)
-        distance = 1
-        while distance < power:
-            # Replicas that differ in lower bits only have the same part by now: the lowest keeps.
-            message = self._pack(part, keeps=self._rank % distance == 0)
-            # Both get the same bits: neither a sum of two nor a merge depends on the order.
-            ours = self._wire.unpack(message, count)
-            theirs = self._swap(message, self._rank ^ distance, count)
-            part = self._merge(ours, theirs, keeps=self._rank % (2 * distance) == 0)
-            distance *= 2
+        part = self._merge_in_pairs(part, power)
         if extra:
             # What the twins are sent may be rounded, and all are to have the same.
             message = self._pack(part, keeps=self._rank == 0)
@@ -157,9 +152,23 @@ class SparseSum:
             part = self._wire.unpack(message, count)
         return [part]
 
-    def _owners(self, own: Sparse) -> List[Sparse]:
+    def _merge_in_pairs(self, part: Sparse, power: int) -> Sparse:
+        """Return the merge of the parts of the first `power` replicas, a power of two."""
+        count = len(part.indices)
+        distance = 1
+        while distance < power:
+            # Replicas that differ in lower bits only have the same part by now: the lowest keeps.
+            message = self._pack(part, keeps=self._rank % distance == 0)
+            # Both get the same bits: neither a sum of two nor a merge depends on the order.
+            sent = self._wire.unpack(message, count)
+            received = self._swap(message, self._rank ^ distance, count)
+            part = self._merge(sent, received, keeps=self._rank % (2 * distance) == 0)
+            distance *= 2
+        return part
+
+    def _owners(self, vector: Sparse) -> List[Sparse]:
         """Return the largest entries of the whole sum."""
-        total, kept = self._owned(own, len(self._scratch))
+        total, kept = self._owned(vector, len(self._scratch))
         self._residual += kept
         return [total]
 
@@ -176,6 +185,7 @@ class SparseSum:
         numbers = torch.arange(1, count + 1, dtype=torch.int32, device=device)
         self._scratch.index_copy_(0, first.indices, numbers)
         partner = self._scratch.index_select(0, second.indices)
+        # The next merge expects zeros, too: filling all of them would take a pass over the memory.
         self._scratch.index_fill_(0, first.indices, 0)
         common = partner > 0
         # Add the common entries to those of the first vector, and leave zeros in the second.
@@ -222,18 +232,18 @@ class SparseSum:
         By gloo a send ends long before the message has left, and the next swap would run one way
         after the other. So each tells the other that its message is there.
         """
-        theirs = torch.empty_like(message)
+        received = torch.empty_like(message)
         rounds = [
-            bruck.Round(outgoing=message, receiver=replica, incoming=theirs, sender=replica),
+            bruck.Round(outgoing=message, receiver=replica, incoming=received, sender=replica),
         ]
         # A word as a receipt, in a second round.
         if message.device.type == "cpu":
             arrived = bruck.Round(
                 outgoing=message[:1],
                 receiver=replica,
-                incoming=theirs.new_empty(1),
+                incoming=received.new_empty(1),
                 sender=replica,
             )
             rounds.append(arrived)
         bruck.transfer(rounds, self._group)
-        return self._wire.unpack(theirs, count)
+        return self._wire.unpack(received, count)

@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from parallel.exchange import Running, Setup
+from parallel.groups import Group
 from parallel.reduce import all_finite
 from parallel.selection import largest
 from parallel.sparse import Sparse, SparseSum
@@ -77,6 +78,7 @@ class SparseExchange(Running):
         Args:
             buffer, step, divisor: see Running.
         """
+        # All stages must know: a residual that one of them changed could not be taken back.
         finite = all_finite(buffer, self._everyone)
         _zero_unless(finite, buffer)
         density = self._section.density_at(step, self._setup.steps_per_epoch)
@@ -89,6 +91,7 @@ class SparseExchange(Running):
             self._exchange_everything(buffer, divisor, finite)
         else:
             self._exchange_sparsely(buffer, divisor, finite, density)
+        # The engine looks for what is not finite after the exchange, as it does with other methods.
         buffer[0] = torch.where(finite, buffer[0], float("nan"))
 
     def state(self) -> Dict[str, torch.Tensor]:
@@ -148,16 +151,17 @@ class SparseExchange(Running):
             finite: bool []; if not the residual stays as it was.
         """
         indices = largest(self.residual, self._count(density))
-        own = Sparse(indices, self.residual[indices])
+        selected = Sparse(indices, self.residual[indices])
+        # The gradient is in the residual by now, so that its buffer is free.
         scratch = buffer.zero_().view(torch.int32)
-        parts, left_out = self._sum(own, scratch)
+        parts, left_out = self._sum(selected, scratch)
         sent = finite
         if not self._conserves:
             # The published rule: what is not in the result goes back to its replica.
             scratch[parts[0].indices] = 1
             sent = finite & (scratch[indices] > 0)
             scratch[parts[0].indices] = 0
-        self.residual[indices] = torch.where(sent, 0.0, own.values)
+        self.residual[indices] = torch.where(sent, 0.0, selected.values)
         if self._conserves:
             for part in left_out:
                 values = torch.where(finite, part.values, 0.0)
@@ -186,7 +190,7 @@ def _places_of_vectors(setup: Setup) -> List[torch.Tensor]:
 class StageShares:
     """Estimates from a fixed sample how many of a model's largest values lie in each stage."""
 
-    def __init__(self, length: int, stages: int, stage: int, everyone: distributed.ProcessGroup):
+    def __init__(self, length: int, stages: int, stage: int, everyone: Group):
         """
         Args:
             length: elements of the buffer of this process's stage.
@@ -218,11 +222,12 @@ class StageShares:
         sampled = values
         if self._places is not None:
             sampled = values[self._places.to(values.device)]
+        # Without their sign, the bits of floats are in the order of the magnitudes.
         magnitudes = (sampled.view(torch.int32) & 0x7FFFFFFF) >> _SHIFT
         # [stages, bins]: values by magnitude; each process fills its stage's row.
         counts = torch.zeros(self._stages, _BINS, dtype=torch.float64, device=values.device)
-        own = torch.bincount(magnitudes, minlength=_BINS).double()
-        counts[self._stage] = own * self._weight
+        histogram = torch.bincount(magnitudes, minlength=_BINS).double()
+        counts[self._stage] = histogram * self._weight
         distributed.all_reduce(counts, group=self._everyone)
         replicas = distributed.get_world_size(self._everyone) // self._stages
         return divided(counts.cpu() / replicas, count)

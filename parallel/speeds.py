@@ -44,7 +44,8 @@ class Speeds:
         Returns:
             The new shares, None where they stay, and lines for the user.
         """
-        # Would other shares end a step noticeably sooner?
+        # Would other shares end a step noticeably sooner? All ranks have the same figures, and so
+        # answer alike without a message.
         lines = self._changes(seconds)
         speeds = [1 / time for time in seconds]
         proposed = by_speed(shares[-1].stop, speeds, self._least)
@@ -64,6 +65,7 @@ class Speeds:
 
     def _changes(self, seconds: Sequence[float]) -> List[str]:
         """Return a line for each replica that has become slow, or no longer is."""
+        # The lower one, so that of two replicas the slower can be told.
         median = statistics.median_low(seconds)
         slow = frozenset(replica for replica, time in enumerate(seconds) if time > _SLOW * median)
         lines = []

@@ -6,17 +6,20 @@ Needs no torch until one is created.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, List, Sequence, Tuple
+from typing import Any, ClassVar, List, Sequence, Tuple, Type, TypeVar
 
 from parallel import costs
 from parallel.costs import Link
 from parallel.exchange import BYTES, METHODS, Gradient, Method, Running, Setup
+from recipe import exchange
 from recipe.exchange import Auto, Exchange, GTopK, TopK
 
 _COUNT = 4  # bytes of a number of entries
 
+SparseT = TypeVar("SparseT", bound=exchange.Sparse)
 
-class Sparse(Method):
+
+class Sparse(Method[SparseT]):
     """A replica sends k of its values with their indices.
 
     Each round of the exchange is a message of so many.
@@ -24,7 +27,7 @@ class Sparse(Method):
 
     sparse = True
     work = "select"
-    auto_keys = ("density",)
+    auto_keys: ClassVar[Tuple[str, ...]] = ("density",)
 
     @abstractmethod
     def rounds(self, replicas: int) -> int:
@@ -57,6 +60,7 @@ class Sparse(Method):
 
         Beside the sparse vectors rings carry what is sent whole, and sketches.
         """
+        # Any replica may send to any other one, so that the farthest link counts.
         _, link = levels[-1]
         seconds = 0.0
         if gradient.whole:
@@ -68,13 +72,14 @@ class Sparse(Method):
 
     def create(self, setup: Setup) -> Running:
         """Create the exchange for a run. See Method: `setup`."""
+        # It loads torch, which plans and predictions do without.
         from parallel.sparse_exchange import SparseExchange
 
         return SparseExchange(setup, self.section)
 
 
 @METHODS.implements(TopK)
-class Topk(Sparse):
+class Topk(Sparse[TopK]):
     """All replicas gather all vectors around a ring, P - 1 messages.
 
     Shi et al., 1901.04359, count log2 P latencies, those of another algorithm: gloo and NCCL send
@@ -84,7 +89,7 @@ class Topk(Sparse):
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:
         """Return Top-k with the keys of `section`."""
-        return [cls(_section(section, "topk"))]
+        return [cls(_section(TopK, section))]
 
     def rounds(self, replicas: int) -> int:
         """Return the messages of a ring of so many `replicas`."""
@@ -92,7 +97,7 @@ class Topk(Sparse):
 
 
 @METHODS.implements(GTopK)
-class GTopk(Sparse):
+class GTopk(Sparse[GTopK]):
     """Merges of two vectors at a time, or sums by owners: docs/exchange.md has the messages.
 
     Sources: tree: Shi et al., 1901.04359: 2 a log2 P + 4 k beta log2 P, with beta for each of an
@@ -107,7 +112,7 @@ class GTopk(Sparse):
     def variants(cls, section: Exchange) -> List[Method]:
         """Return each pattern with the other keys of `section`."""
         patterns = ("owners", "butterfly", "tree")
-        return [cls(_section(section, "gtopk", pattern=pattern)) for pattern in patterns]
+        return [cls(_section(GTopK, section, pattern=pattern)) for pattern in patterns]
 
     def rounds(self, replicas: int) -> int:
         """Return the messages of the pattern for so many `replicas`, one after the other."""
@@ -146,16 +151,19 @@ class GTopk(Sparse):
         return counts + sent + (histograms + result)
 
 
-def _section(section: Exchange, method: str, **keys: Any) -> Exchange:
+def _section(kind: Type[SparseT], section: Exchange, **keys: Any) -> SparseT:
     """Return a sparse method's section after the warm-up of densities.
 
     Args:
+        kind: of the result.
         section: of any method: its keys that the other has, too, are kept.
-        method: of the result.
         keys: of the result.
     """
     if isinstance(section, Auto):
         keys["wire"] = section.sent
     elif not section.sparse:
-        return Exchange(method=method, density=section.density, **keys)
-    return section.to(method, delay=0, density_warmup=[], dense_steps=0, **keys)
+        return kind(density=section.density, **keys)
+    method = kind.default_name()
+    result = section.to(method, delay=0, density_warmup=[], dense_steps=0, **keys)
+    assert isinstance(result, kind), "a method's name stands for its class"
+    return result

@@ -86,6 +86,7 @@ def from_environment(recipe: Recipe, environment: Mapping[str, str] = os.environ
         ConfigError: processes that do not make whole replicas, or another number of them than the
             recipe says, or a launcher's variable that is missing or no number.
     """
+    # poprun counts replicas, all others count processes.
     if _POPRUN[0] in environment:
         return _from_poprun(recipe, environment)
     # One of several processes: torchrun, SLURM or this program's launcher say which.
@@ -160,4 +161,5 @@ def _from_poprun(recipe: Recipe, environment: Mapping[str, str]) -> Topology:
             "in this process; "
             "give --num-replicas a multiple of --num-instances"
         )
+    # Every process serves as many, neighbours: its number follows from its first one.
     return Topology(replicas=total, rank=first // served, served=served)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional
 import torch
 import torch.distributed as dist
 
-from parallel import ending
+from parallel import ending, groups
 from parallel.joining import RENDEZVOUS_SECONDS
 from parallel.topology import Topology
 
@@ -43,7 +43,9 @@ class Watch:
         self._topology = topology
         self._silence = silence
         self._elastic = elastic
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
+        # A group of its own: its messages must not wait behind those of the computation.
+        timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
+        self._group = groups.new_group(timeout=timeout, backend="gloo")
         self._before = (topology.rank - 1) % topology.world
         self._after = (topology.rank + 1) % topology.world
         self._done = threading.Event()
@@ -62,6 +64,7 @@ class Watch:
 
     def _speak(self) -> None:
         """Send heartbeats to the rank after this one."""
+        # Four heartbeats in the silence that is allowed: one may be late on a busy host.
         pause = min(_HEARTBEAT_SECONDS, self._silence / 4)
         # The receiver is gone, which this rank learns by the one before it, or this generation is,
         # with its groups.
@@ -72,13 +75,15 @@ class Watch:
 
     def _listen(self) -> None:
         """Wait for the last heartbeat of the rank before this one, or for its end."""
+        # The last message of a rank that ends without a fault is another.
         heartbeat = torch.tensor([_ALIVE])
         limit = timedelta(seconds=self._silence)
         since = time.monotonic()
         try:
             while heartbeat.item() == _ALIVE:
                 since = time.monotonic()
-                dist.irecv(heartbeat, self._before, group=self._group).wait(limit)
+                coming = dist.irecv(heartbeat, self._before, group=self._group)
+                groups.begun(coming).wait(limit)
         except RuntimeError:
             self._lose(waited=time.monotonic() - since)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, ContextManager, NamedTuple, Protocol, Sequence
+from typing import Callable, ContextManager, NamedTuple, Protocol, Sequence
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ class Work(Protocol):
     before_forward: Callable[[int], None]
     before_backward: Callable[[int, bool], None]
     after_backward: Callable[[int, bool], None]
-    span: Callable[[str, int], ContextManager[Any]]
+    span: Callable[[str, int], ContextManager[None]]
 
 
 class WholeModel:

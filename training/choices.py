@@ -56,7 +56,7 @@ def settle(recipe: Recipe, batch: Batch, processes: Processes, say: Say) -> Reci
     if links:
         from engines import choice  # seldom needed
 
-        recipe = choice.resolve(recipe, batch, processes, say, begun.exchange if begun else None)
+        recipe = choice.settle(recipe, batch, processes, say, begun.exchange if begun else None)
     # What is measured on a device may be known from an earlier session on such a one.
     section = begun.engine if begun else None
     if begun and device:
@@ -89,16 +89,16 @@ def measured(
     """
     from engines import micro_batch, tuning  # where there are IPUs, torch is too old for them
 
-    tuned = tuning.resolve(recipe, batch, processes, say, begun)
-    sized = micro_batch.resolve(tuned, batch, processes, say)
+    tuned = tuning.settle(recipe, batch, processes, say, begun)
+    sized = micro_batch.settle(tuned, batch, processes, say)
     assert sized.batch.micro is not None
     if tuned.engine == recipe.engine or sized.batch.micro >= batch.micro:
         return sized
     # Kernels were measured with more images than there is memory for, so that perhaps none could
     # be.
     batch = divide(settled(recipe, sized.batch.micro), batch.replicas)
-    tuned = tuning.resolve(recipe, batch, processes, say, begun)
-    return micro_batch.resolve(tuned, batch, processes, say)
+    tuned = tuning.settle(recipe, batch, processes, say, begun)
+    return micro_batch.settle(tuned, batch, processes, say)
 
 
 def create_engine(

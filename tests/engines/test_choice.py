@@ -42,7 +42,7 @@ def resolved(tiny, monkeypatch):
 
         def choose(processes):
             lines = []
-            return choice.resolve(recipe, divide(recipe, replicas), processes, lines.append, begun), lines
+            return choice.settle(recipe, divide(recipe, replicas), processes, lines.append, begun), lines
 
         found = threads.run(replicas * stages, stages, choose)
         assert found == [found[0]] * len(found)
@@ -134,7 +134,7 @@ def test_where_there_is_no_choice(resolved, tiny):
     section, lines = resolved(SLOW, replicas=1)
     assert section.method == "dense" and len(lines) == 1
     recipe = tiny("exchange.method=topk")
-    assert choice.resolve(recipe, divide(recipe), Processes(Topology(), CPU), print) is recipe
+    assert choice.settle(recipe, divide(recipe), Processes(Topology(), CPU), print) is recipe
     begun = tiny("exchange.method=gtopk", "exchange.pattern=tree").exchange
     section, lines = resolved(FAST, begun=begun)
     assert section == begun and len(lines) == 1

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from engines.exchange import Delay
+from engines.delay import Delay
 
 LENGTH = 11
 

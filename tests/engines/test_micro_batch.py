@@ -62,7 +62,7 @@ def resolved(tiny, monkeypatch, tmp_path):
         lines, tried = [], []
         pretend(room if isinstance(room, Exception) else [room], tried, monkeypatch, **options)
         recipe = tiny("run.device=cpu", "batch.global=768", "batch.micro=auto", *overrides)
-        found = micro_batch.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lines.append)
+        found = micro_batch.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append)
         assert loading.loads(loading.dump(found), "what was written") == found
         return found, lines, tried
 
@@ -86,14 +86,14 @@ def test_the_largest_that_fits_is_taken_and_the_trials_are_reported(resolved):
 def test_a_number_is_left_alone(tiny, monkeypatch):
     pretend([1], [], monkeypatch)
     recipe = tiny("run.device=cpu", "batch.micro=12")
-    assert micro_batch.resolve(recipe, divide(recipe), Processes(Topology(), CPU), pytest.fail) is recipe
+    assert micro_batch.settle(recipe, divide(recipe), Processes(Topology(), CPU), pytest.fail) is recipe
 
 
 def test_cpus_and_deterministic_runs_try_nothing(tiny, monkeypatch):
     lines = []
 
     def resolve(recipe):
-        return micro_batch.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lines.append).batch.micro
+        return micro_batch.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append).batch.micro
 
     assert resolve(tiny("run.device=cpu", "batch.global=96", "batch.micro=auto")) == 32
     pretend([1], [], monkeypatch)
@@ -162,7 +162,7 @@ def test_all_ranks_take_what_fits_on_each_and_all_try_where_one_has_not(tiny, mo
 
     def choose(processes):
         lines = []
-        found = micro_batch.resolve(recipe, divide(recipe, 2), processes, lines.append)
+        found = micro_batch.settle(recipe, divide(recipe, 2), processes, lines.append)
         return found.batch.micro, lines
 
     (first, lines), (second, _) = threads.run(2, 1, choose)
@@ -176,7 +176,7 @@ def test_ranks_without_room_all_raise_and_one_says_why(tiny, monkeypatch):
 
     def choose(processes):
         with pytest.raises(ConfigError) as caught:
-            micro_batch.resolve(recipe, divide(recipe, 2), processes, lambda line: None)
+            micro_batch.settle(recipe, divide(recipe, 2), processes, lambda line: None)
         return str(caught.value)
 
     first, second = threads.run(2, 1, choose)

@@ -57,7 +57,7 @@ def resolved(tiny, monkeypatch, tmp_path):
         lines, measured = [], []
         pretend(times, measured, triton)
         recipe = tiny("run.device=cpu", *overrides)
-        result = tuning.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun)
+        result = tuning.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun)
         assert loading.loads(loading.dump(result), "what was written") == result
         return (result.engine.memory_format, result.engine.kernels), lines, measured
 
@@ -138,7 +138,7 @@ def test_ipus_leave_the_choice_open(tiny):
     """So a run that begins there has not chosen for a GPU on which it may go on."""
     recipe, batch = tiny("run.device=ipu"), divide(tiny("run.device=cpu"))
     begun = tiny("engine.memory_format=channels_last", "engine.kernels=triton").engine
-    assert tuning.resolve(recipe, batch, Processes(Topology(), CPU), pytest.fail, begun) is recipe
+    assert tuning.settle(recipe, batch, Processes(Topology(), CPU), pytest.fail, begun) is recipe
 
 
 NATIVE, MISSING = ("channels_last", "native"), "c++: not found"
@@ -179,7 +179,7 @@ def test_cpus_take_native_kernels_unless_the_run_began_without(tiny, monkeypatch
     recipe, lines = tiny("run.device=cpu", *overrides), []
     if begun:
         begun = tiny(f"engine.memory_format={begun[0]}", f"engine.kernels={begun[1]}").engine
-    found = tuning.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun).engine
+    found = tuning.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun).engine
     assert (found.memory_format, found.kernels) == taken
     assert lines == ([f"engine auto: {line}"] if line else [])
 
@@ -189,7 +189,7 @@ def test_all_processes_take_the_same_where_one_has_no_compiler(tiny, monkeypatch
     recipe = tiny("run.device=cpu", "batch.micro=6")
 
     def choose(processes):
-        section = tuning.resolve(recipe, divide(recipe, 2), processes, lambda line: None).engine
+        section = tuning.settle(recipe, divide(recipe, 2), processes, lambda line: None).engine
         return section.memory_format, section.kernels
 
     assert threads.run(2, 1, choose) == [PLAIN, PLAIN]
@@ -317,7 +317,7 @@ def test_nothing_is_compiled_where_torchs_functions_are_named(tiny, monkeypatch,
     """Not as the choice is made, and not as the engine is."""
     monkeypatch.setattr(library, "fault", lambda: pytest.fail("compiles"))
     recipe = tiny("run.device=cpu", override)
-    found = tuning.resolve(recipe, divide(recipe), Processes(Topology(), CPU), lambda line: None)
+    found = tuning.settle(recipe, divide(recipe), Processes(Topology(), CPU), lambda line: None)
     assert (found.engine.memory_format, found.engine.kernels) == PLAIN
     factory.create(found, divide(found), steps_per_epoch=2).close()
 
@@ -357,7 +357,7 @@ def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tin
 
     def choose(processes):
         lines = []
-        section = tuning.resolve(recipe, divide(recipe, 2), processes, lines.append).engine
+        section = tuning.settle(recipe, divide(recipe, 2), processes, lines.append).engine
         return (section.memory_format, section.kernels), lines
 
     found = threads.run(2, 1, choose)

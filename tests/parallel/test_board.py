@@ -202,6 +202,6 @@ def test_a_launcher_that_is_told_twice_to_stop_ends_once_the_others_know():
     master = threading.Thread(target=end_of_the_master)
     master.start()
     own = others[1].settle(Outcome(1, abrupt=True))
-    assert 0 in others[1]._written("end"), "it has heard of the other, so the other has heard of it"
+    assert others[1]._has_written(0, "end"), "it has heard of the other, so the other has heard of it"
     master.join()
     assert own.code == found[0].code == 1

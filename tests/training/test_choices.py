@@ -53,8 +53,8 @@ def on_device(tiny, monkeypatch):
             said.append(f"size from {batch.micro} on with {recipe.engine.kernels}")
             return settled(recipe, min(room, 192))
 
-        monkeypatch.setattr(tuning, "resolve", tune)
-        monkeypatch.setattr(micro_batch, "resolve", size)
+        monkeypatch.setattr(tuning, "settle", tune)
+        monkeypatch.setattr(micro_batch, "settle", size)
         recipe = tiny("batch.micro=auto", "batch.global=768")
         found = choices.measured(recipe, divide(recipe), Processes(Topology(), torch.device("cpu")), said.append)
         return found.batch.micro, found.engine.kernels, said

@@ -151,7 +151,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     source, lengths, training_images = _opened(recipe, processes)
     # The recipe without `auto`, on which the measurements depend.
     notes: List[str] = []
-    resolved = choice.resolve(recipe, batch, processes, notes.append)
+    resolved = choice.settle(recipe, batch, processes, notes.append)
     resolved = choices.measured(resolved, batch, processes, notes.append)
     # A micro batch that was `auto` may be another one now.
     batch = _divided(resolved, processes)
