@@ -188,10 +188,10 @@ def test_what_cannot_be_exact_or_built_is_refused_by_name(architecture, keys, me
 
 
 def test_a_plan_refuses_a_size_that_the_model_does_not_take():
-    with pytest.raises(ConfigError, match="model.image_size 40: timm's vit_tiny_patch16_224 does not take it"):
+    with pytest.raises(ConfigError, match=r"model\.image_size 40: timm's vit_tiny_patch16_224 does not take it"):
         shapes.blocks(section("vit_tiny_patch16_224", image_size=32), 40)
 
 
 def test_the_name_of_a_model_of_timm_in_the_wrong_key_leads_to_the_right_one():
-    with pytest.raises(ConfigError, match="use model.name=timm model.architecture=convnext_atto"):
+    with pytest.raises(ConfigError, match=r"use model\.name=timm model\.architecture=convnext_atto"):
         Model(name="convnext_atto")
