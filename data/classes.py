@@ -33,7 +33,7 @@ def in_timm_order(names: Sequence[str]) -> Tuple[str, ...]:
 def _natural_key(name: str) -> List[Union[int, str]]:
     """Return the digits of a name as numbers, and the text between them in small letters."""
     parts = re.split(r"(\d+)", name.lower())
-    return [int(part) if part.isdigit() else part for part in parts]
+    return [int(part) if part.isdecimal() else part for part in parts]
 
 
 def places(names: Sequence[str], others: Sequence[str]) -> np.ndarray:

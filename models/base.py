@@ -88,6 +88,18 @@ class Family:
         return name
 
     @staticmethod
+    def classifier(section: Any) -> str:
+        """Return timm's name of the classifier's module: it has a row for each class.
+
+        Args:
+            section: the recipe's keys of the model.
+
+        Returns:
+            The name; "" where there is no such module.
+        """
+        return "classifier"
+
+    @staticmethod
     def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
         """Return keys of the section that weights show; none that they do not.
 

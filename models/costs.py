@@ -89,7 +89,7 @@ def _measure_sizes(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[s
     sizes = {}
     x = images
     for name, block in blocks.items():
-        with _saved_bytes(block) as saved:
+        with saved_bytes(block) as saved:
             output = block(x)
         sizes[name] = _Sizes(
             saved=sum(saved.values()),
@@ -143,8 +143,12 @@ def _now(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
-    """Collect what autograd saves: storage -> bytes; parameters and buffers are left out."""
+def saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
+    """Collect what autograd saves within: storage -> bytes.
+
+    Args:
+        block: whose parameters and buffers are left out.
+    """
     sizes: Dict[int, int] = {}
     alive = [*block.parameters(), *block.buffers()]
     own_storages = {tensor.untyped_storage()._cdata for tensor in alive}

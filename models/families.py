@@ -1,9 +1,9 @@
 """The model that a recipe names.
 
-A family is a file that registers itself in `FAMILIES`; ours is imported here.
+A family is a file that registers itself in `FAMILIES`; ours are imported here.
 """
 
-from models import efficientnet  # noqa: F401  (registers itself)
+from models import efficientnet, timm_model  # noqa: F401  (they register themselves)
 from models.base import FAMILIES, BlockList
 from recipe.config import Model
 

@@ -6,6 +6,7 @@ from typing import List, Tuple
 
 import numpy as np
 import torch
+from timm import layers
 from torch import nn
 from torch.nn import functional as F
 
@@ -183,8 +184,17 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x, inplace=not torch.is_grad_enabled())
 
 
-# The layers whose parameters an optimizer may treat on their own. A ProxyNormAct is a GroupNormAct.
-NORMS = (GroupNormAct, BatchNormAct)
+# The layers whose parameters an optimizer may treat on their own: ours, torch's, and those of
+# timm's models. A layer scale multiplies channels as a norm's scale does.
+NORMS = (
+    nn.GroupNorm,
+    nn.LayerNorm,
+    BatchNormAct,
+    layers.RmsNorm,
+    layers.SimpleNorm,
+    layers.LayerScale,
+    layers.LayerScale2d,
+)
 
 
 def norm_parameters(model: nn.Module) -> List[str]:

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, NamedTuple
 from models.balance import BlockCost
 from recipe.config import Model
 from recipe.kinds import Registry
-from recipe.network import EfficientNet
+from recipe.network import EfficientNet, Timm
 
 # Multiply-adds of backward over those of forward: the gradients of input and weights cost one each.
 _BACKWARD = 2
@@ -173,6 +173,14 @@ def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]
         head.saved += features  # the factors
     found["head"] = head.block(model.classes, 1)
     return found
+
+
+@SHAPES.implements(Timm)
+def _timm(model: Timm, image_size: int) -> Dict[str, BlockShape]:
+    """Return the blocks of models/timm_model.py as numbers: see `blocks`. Loads torch and timm."""
+    from models import timm_model
+
+    return timm_model.shapes(model, image_size)
 
 
 def _divisible(value: float) -> int:

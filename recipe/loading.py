@@ -233,7 +233,10 @@ def _merge(merged: dict, layer: dict) -> None:
         # The name of timm's weights stands for keys of the model, over which those of the layer are
         # laid.
         weights = timm_weights.parse(content.get("init_from")) if section == "model" else None
-        given = {**timm_weights.keys(weights.name), **content} if weights else content
+        given = content
+        if weights:
+            family = content.get("name", merged[section].get("name"))
+            given = {**timm_weights.keys(weights.name, family), **content}
         annotation = Recipe.model_fields[section].annotation
         if issubclass(annotation, Kind) and annotation.changed(merged[section], given):
             common = annotation.model_fields

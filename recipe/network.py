@@ -1,11 +1,12 @@
 """The section `model`: which network is trained; a class for each family of models."""
 
-from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
+from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple, Type
 
 from pydantic import Field, field_validator, model_validator
 
+from common.errors import ConfigError
 from common.text import count
-from recipe import timm_weights
+from recipe import timm_models, timm_weights
 from recipe.kinds import Kind
 from recipe.section import or_auto
 
@@ -49,6 +50,19 @@ class Model(Kind):
     @classmethod
     def _at_home(cls, value: Optional[str]) -> Optional[str]:
         return value and timm_weights.expanded(value)
+
+    @classmethod
+    def class_for(cls, values: Any) -> Type[Kind]:
+        """Return the family that `values` name: see `Kind.class_for`.
+
+        Raises:
+            ConfigError: there is none, but timm has such a model.
+        """
+        name = values.get("name") if isinstance(values, dict) else None
+        if isinstance(name, str) and name not in cls.kinds and timm_models.is_known(name):
+            remedy = f"use model.name=timm model.architecture={name}"
+            raise ConfigError(f"model.name: {name} is a model of timm; {remedy}")
+        return super().class_for(values)
 
     def faults(self) -> Iterator[str]:
         if self.init_weights != "trained" and self.init_from is None:
@@ -124,3 +138,40 @@ class EfficientNet(Model):
 
     def defaults(self) -> Dict[str, Any]:
         return {**super().defaults(), **SCALES[self.name]}
+
+
+class Timm(Model):
+    """Any model of timm, by timm's name. Image size, mean and std are the model's unless given."""
+
+    name: Literal["timm"] = Field("timm", description="any model of timm")
+    architecture: str = Field("", description="timm's name of the model, as convnext_tiny")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the classifier")
+    drop_path: float = Field(0.0, ge=0, lt=1)
+    """stochastic depth of the last block; timm's models raise it from 0 with the depth"""
+    norm_momentum: Optional[float] = Field(None, gt=0, le=1)
+    """share of each micro batch in the running statistics of all batch normalisations; null: the
+    model's"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _values_by_architecture(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        architecture = values.get("architecture")
+        if not architecture:
+            raise ValueError("model.name timm needs model.architecture; use timm's name of a model")
+        if not isinstance(architecture, str):
+            return values  # which the key's own check refuses
+        known = timm_models.keys(architecture)
+        given = {key: value for key, value in values.items() if value is not None}
+        return {**values, **known, **given}
+
+    @property
+    def batch_statistics(self) -> bool:
+        return timm_models.architecture(self.architecture).has_batch_norm
+
+    def describe(self) -> str:
+        return f"timm's {self.architecture}"
+
+    def defaults(self) -> Dict[str, Any]:
+        return {**super().defaults(), **timm_models.keys(self.architecture)}

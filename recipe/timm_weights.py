@@ -1,14 +1,17 @@
-"""timm's pretrained EfficientNets: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys
-that the name sets, as padding and epsilon are not in a file of weights.
+"""timm's pretrained weights: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys that the
+name sets, as padding and epsilon are not in a file of weights.
+
+EfficientNet-B0 to B7 are models of our own family, all others those of `model.name: timm`.
 """
 
 import re
 from typing import Any, Dict, NamedTuple, Optional
 
 from common import files
-from common.errors import ConfigError
+from recipe import timm_models
 
 _PREFIX = "timm:"
+_ANY = "timm"  # `model.name` of any model of timm
 # timm's names are efficientnet_b0, tf_efficientnet_b4_ns, tf_efficientnet_b5.ap_in1k and so on.
 _NAME = re.compile(r"(?P<tf>tf_)?(?P<model>efficientnet_b[0-7])(?P<training>[_.](?!pruned)[\w.]+)?")
 _OTHER_MEANS = {"ap", "ra4"}  # trained with AdvProp, or by timm's newest rules
@@ -27,19 +30,10 @@ class TimmWeights(NamedTuple):
 
 
 def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
-    """Return the weights of timm that `init_from` names; None for other weights.
-
-    Raises:
-        ConfigError: the model is no EfficientNet-B0 to B7.
-    """
+    """Return the weights of timm that `init_from` names; None for other weights."""
     if not isinstance(init_from, str) or not init_from.startswith(_PREFIX):
         return None
     name, _, file = init_from[len(_PREFIX) :].partition(":")
-    if not _NAME.fullmatch(name):
-        remedy = "write timm:tf_efficientnet_b4, or timm:tf_efficientnet_b4:FILE for weights that are on this machine"
-        raise ConfigError(
-            f"model.init_from: {name!r} is not one of timm's EfficientNet-B0 to B7; {remedy}"
-        )
     return TimmWeights(name, file or None)
 
 
@@ -53,14 +47,25 @@ def expanded(init_from: str) -> str:
     return f"{prefix}{colon}{files.expanded(file)}"
 
 
-def keys(name: str) -> Dict[str, Any]:
+def keys(name: str, family: Optional[str] = None) -> Dict[str, Any]:
     """Return the keys of the section `model` with which it is timm's model called `name`.
 
     Source: timm/models/efficientnet.py. Models with `tf_` pad as TensorFlow does and have its
     epsilon.
+
+    Args:
+        name: of weights, `tf_efficientnet_b5.ap_in1k` or `convnext_tiny.fb_in1k`.
+        family: `model.name` of the recipe, which may want timm's own EfficientNet.
+
+    Raises:
+        ConfigError: timm has no such model.
     """
     match = _NAME.fullmatch(name)
-    assert match is not None, name
+    if match is None or family == _ANY:
+        architecture = name.partition(".")[0]
+        timm_models.architecture(architecture)  # refuses what timm does not know
+        own = {"image_size": None, "mean": None, "std": None}  # those of the architecture
+        return {"name": _ANY, "architecture": architecture, **own}
     keys = {"name": match["model"], **_UNGIVEN, **_ORIGINAL}
     if match["tf"] is not None:
         keys.update(norm_eps=1e-3, padding="same")

@@ -46,6 +46,5 @@ def test_our_rooms_keep_the_contracts():
     pytest.importorskip("importlinter", reason="import-linter is in requirements.txt, not in requirements-ipu.txt")
     command = [Path(sys.executable).with_name("lint-imports"), "--config", ROOT / ".importlinter", "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and re.findall(r" (KEPT|BROKEN)$", done.stdout, re.MULTILINE) == ["KEPT"] * 5, (
-        done.stdout
-    )
+    contracts = re.findall(r" (KEPT|BROKEN)(?: \(2 ignored imports\))?$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and contracts == ["KEPT"] * 5, done.stdout

@@ -24,7 +24,6 @@ from training.foreign import EMA, TRAINED
 from training.unpickling import unpickled_of_others
 
 _say = functools.partial(print, flush=True)
-_CLASSIFIER = "classifier."
 _OF_CHECKPOINTS = {"format", "engine"}  # keys that only our checkpoints have, both of them
 
 
@@ -133,7 +132,8 @@ def is_classifier(section: Model, name: str) -> bool:
         section: of the model.
         name: of the tensor in it.
     """
-    return timm_name(section, name).startswith(_CLASSIFIER)
+    classifier = FAMILIES.of(section).classifier(section)
+    return bool(classifier) and timm_name(section, name).startswith(f"{classifier}.")
 
 
 def fitted(

@@ -14,6 +14,7 @@ from recipe.division import Batch
 from recipe.hardware import EngineSection
 from recipe.ipu.optimizers import optimizer
 from recipe.ipu.poprun import is_power
+from recipe.network import Timm
 
 
 def compute_dtype(recipe: Recipe) -> str:
@@ -100,6 +101,11 @@ def _check_values(recipe: Recipe) -> None:
 
 def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     """Yield the fault of each broken rule about several keys: key with value, reason and remedy."""
+    if isinstance(recipe.model, Timm):
+        reason = (
+            "PopTorch was never tried with them; use an EfficientNet, as model.name=efficientnet_b4"
+        )
+        yield f"model.name timm on IPUs: {reason}"
     if recipe.model.batch_statistics:
         reason = "running statistics would be each replica's own; use model.norm=group or layer"
         yield f"model.norm batch on IPUs: {reason}"

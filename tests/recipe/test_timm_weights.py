@@ -54,7 +54,20 @@ def test_keys_of_the_same_layer_win_and_a_file_may_follow_the_name():
     assert loading.loads(loading.dump(recipe), "again") == recipe
 
 
-@pytest.mark.parametrize("name", ["resnet50", "efficientnet_b1_pruned.in1k", "tf_efficientnet_b8", "tf"])
-def test_other_models_are_refused(name):
-    with pytest.raises(ConfigError, match=r"is not one of timm's EfficientNet-B0 to B7; write timm:tf_efficientnet_b4"):
-        of(name)
+@pytest.mark.parametrize("name", ["resnet18.a1_in1k", "efficientnet_b1_pruned.in1k", "tf_efficientnet_b8"])
+def test_weights_of_other_models_name_models_of_timm(name):
+    """Their size and means are the architecture's, whatever the recipe had before."""
+    recipe = of(name, "model.classes=7")
+    assert (recipe.model.name, recipe.model.architecture) == ("timm", name.partition(".")[0])
+    assert recipe.model.image_size == timm.get_pretrained_cfg(recipe.model.architecture).input_size[-1]
+    assert loading.loads(loading.dump(recipe), "again") == recipe
+
+
+def test_a_recipe_may_want_timms_own_efficientnet():
+    recipe = loading.load(QUICKSTART, ["model.name=timm", "model.init_from=timm:efficientnet_b0.ra_in1k"])
+    assert (recipe.model.name, recipe.model.architecture) == ("timm", "efficientnet_b0")
+
+
+def test_weights_of_models_that_timm_does_not_have_are_refused():
+    with pytest.raises(ConfigError, match="timm has no model 'tf'"):
+        of("tf")

@@ -1,0 +1,104 @@
+"""Any model of timm by its name: what a recipe must know of it before the run begins.
+
+This is the one file here that loads timm, and only for a recipe that names such a model: nothing
+else knows whether a model has batch normalisation, or for which pixels it was made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import Any, Dict, NamedTuple, Tuple
+
+from common.errors import ConfigError
+from common.text import either
+
+_MOMENTUM = 0.1  # torch's own
+
+
+class Architecture(NamedTuple):
+    """What is known of a model of timm without weights.
+
+    image_size: pixels a side, as timm's configuration of the model says.
+    mean, std: of RGB in [0, 1], likewise.
+    is_fixed: whether it is built for one size of images.
+    has_batch_norm: whether it normalises with statistics of a micro batch.
+    norm_momentum: share of a micro batch in the running statistics of its batch normalisation, if
+        it has any; they may differ from layer to layer, then that of the first.
+    classifier: name of the module with a row for each class; "" where there are several.
+    """
+
+    image_size: int
+    mean: Tuple[float, float, float]
+    std: Tuple[float, float, float]
+    is_fixed: bool
+    has_batch_norm: bool
+    norm_momentum: float
+    classifier: str
+
+
+def is_known(name: str) -> bool:
+    """Return whether timm has a model of this name."""
+    import timm
+
+    return timm.is_model(name)
+
+
+@functools.lru_cache(maxsize=None)
+def architecture(name: str) -> Architecture:
+    """Return what is known of timm's model `name`, e.g. `convnext_tiny`.
+
+    The model is built without memory for its weights, which takes a second.
+
+    Raises:
+        ConfigError: timm has no such model, or cannot build it.
+    """
+    import timm
+    import torch
+
+    if "." in name or not timm.is_model(name):
+        raise ConfigError(f"model.architecture: timm has no model {name!r}{_meant(name)}")
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=2)
+    configuration = model.pretrained_cfg
+    classifier = configuration["classifier"]
+    batch_norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    ]
+    momenta = [norm.momentum for norm in batch_norms if norm.momentum is not None]
+    return Architecture(
+        image_size=configuration["input_size"][-1],
+        mean=tuple(configuration["mean"]),
+        std=tuple(configuration["std"]),
+        is_fixed=bool(configuration.get("fixed_input_size")),
+        classifier=classifier if isinstance(classifier, str) else "",
+        has_batch_norm=bool(batch_norms),
+        norm_momentum=momenta[0] if momenta else _MOMENTUM,
+    )
+
+
+def keys(name: str) -> Dict[str, Any]:
+    """Return the keys of the section `model` that follow from the name of a model of timm."""
+    known = architecture(name)
+    return {
+        "image_size": known.image_size,
+        "mean": known.mean,
+        "std": known.std,
+        "norm_momentum": known.norm_momentum,
+    }
+
+
+def _meant(name: str) -> str:
+    """Return the names that may have been meant by an unknown one, as the end of an error."""
+    import timm
+
+    known = timm.list_models()
+    base = name.partition(".")[0]
+    if base in known:
+        return f"; its weights are named by model.init_from=timm:{name}, the model by {base}"
+    similar = difflib.get_close_matches(name, known, n=3)
+    if similar:
+        return f"; did you mean {either(similar)}?"
+    return "; timm.list_models() names all"
