@@ -254,7 +254,9 @@ def _traced_bench(setup: Setup, seconds: float, step: float) -> _Bench:
 
 def _passes(bench: _Bench, processes: Processes) -> Passes:
     """Return the passes of the traced steps of all ranks, the same on each."""
-    spans = bench.engine.recorder.collect()
+    recorder = bench.engine.recorder
+    assert recorder is not None  # `_traced_bench` asks for a timeline
+    spans = recorder.collect()
     stages = processes.topology.stages
     # Only the main rank has the spans of all.
     return processes.from_main(lambda: splitting.passes(spans, stages))
