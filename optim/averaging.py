@@ -50,6 +50,7 @@ class WeightAverage:
         self.count = self.count + times
         # 1 for the first, (1 - decay) in the long run; 0 where nothing counts, and lerp then
         # changes no bit.
+        # In float64: with a decay near 1 float32 would have few digits of 1 - decay^count.
         new = 1 - self._decay ** times.double()
         all_of_them = 1 - self._decay ** self.count.clamp(min=1).double()
         share = (new / all_of_them).float()

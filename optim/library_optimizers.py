@@ -23,6 +23,7 @@ class _CountsByParameter(HasSlots):
 
     def at_step(self, index: int) -> None:
         """Set the count of each parameter to `index`."""
+        # A tensor on the CPU, as the libraries keep it: reading it does not wait for a GPU.
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(float(index))
@@ -73,6 +74,8 @@ class Lamb(HasSlots, timm.optim.Lamb):
     @classmethod
     def of(cls, section: optimization.Lamb, groups: list) -> Lamb:
         """Return LAMB with the numbers of `section`."""
+        # max_grad_norm None: timm would clip by the norm of this stage's gradient, where
+        # `optimizer.clip_norm` means that of the whole model.
         return cls(
             groups,
             lr=0.0,
@@ -85,6 +88,8 @@ class Lamb(HasSlots, timm.optim.Lamb):
     @staticmethod
     def options(section: optimization.Lamb, skipped: bool) -> dict:
         """Return the options of HasSlots; `skipped` parameters have no ratio."""
+        # Without always_adapt timm leaves out the ratio where there is no weight decay; a recipe
+        # without weight decay still wants the ratio for all others.
         return {**HasSlots.options(section, skipped), "always_adapt": not skipped}
 
     def at_step(self, index: int) -> None:

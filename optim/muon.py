@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    overload,
+)
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from optim.base import OPTIMIZERS, HasSlots
@@ -22,7 +36,7 @@ RMS = 0.2  # root mean square of a step's elements at rate 1, about that of Adam
 
 
 @OPTIMIZERS.implements(optimization.Muon)
-class Muon(HasSlots, Optimizer):
+class Muon(HasSlots):
     """Momentum whose matrices are made orthogonal, for the weights of hidden layers.
 
     With mu = `momentum`, wd = `weight_decay` and a weight as a matrix [rows, columns]:
@@ -120,6 +134,7 @@ class Muon(HasSlots, Optimizer):
             skipped: names of parameters without weight decay and adaptation: see HasSlots.
             hidden: number of matrices of each hidden layer, by name.
         """
+        # Layers with the same number of matrices share a group, whose option that number is.
         matrices: Dict[int, List[nn.Parameter]] = {}
         others: Dict[str, nn.Parameter] = {}
         for name, parameter in parameters.items():
@@ -139,31 +154,41 @@ class Muon(HasSlots, Optimizer):
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(float(index))
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> NoReturn: ...
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Optional[Callable[[], float]] = None) -> None:
         """Update all parameters that have gradients, without waiting for the device.
 
         Gradients are read and never written.
 
         Args:
-            closure: None.
+            closure: None. torch's interface has it, for optimizers that evaluate the loss again.
         """
         assert closure is None
         for group in self.param_groups:
-            parameters = [each for each in group["params"] if each.grad is not None]
-            if not parameters:
+            trained = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    trained.append(_Trained(parameter, parameter.grad))
+            if not trained:
                 continue
-            self._create_state(parameters)
+            self._create_state(trained)
             if not group["matrices"]:
-                self._step_by_adamw(group, parameters)
+                self._step_by_adamw(group, trained)
                 continue
-            with _one_thread(parameters[0].device):
-                for weight in parameters:
-                    self._step_matrices(group, weight)
+            # One thread, so that all replicas get the same bits: see the class.
+            with _one_thread(trained[0].parameter.device):
+                for layer in trained:
+                    self._step_matrices(group, layer)
 
-    def _create_state(self, parameters: List[nn.Parameter]) -> None:
+    def _create_state(self, trained: Sequence[_Trained]) -> None:
         """Begin the state of parameters that have none; WeightState gives them theirs."""
-        for parameter in parameters:
+        for parameter, _ in trained:
             state = self.state[parameter]
             if "step" not in state:
                 state["step"] = torch.tensor(0.0)
@@ -171,25 +196,29 @@ class Muon(HasSlots, Optimizer):
                 if slot not in state:
                     state[slot] = torch.zeros_like(parameter)
 
-    def _step_matrices(self, group: dict, weight: nn.Parameter) -> None:
+    def _step_matrices(self, group: Mapping[str, Any], layer: _Trained) -> None:
         """Step a weight of a hidden layer, which is so many matrices."""
-        gradient = weight.grad
+        weight, gradient = layer
         average = self.state[weight]["exp_avg"]
         average.lerp_(gradient, 1 - self._momentum)
         direction = gradient.lerp(average, self._momentum) if self._nesterov else average
+
+        # [matrices, rows, columns]: groups of a convolution are consecutive output channels.
         rows = len(weight) // group["matrices"]
         matrices = direction.reshape(group["matrices"], rows, -1)
         step = orthogonalized(matrices, self._ns_steps).reshape(weight.shape)
+
+        # The decay comes first: it is of the weights before the step, as in AdamW.
         factor = RMS * max(matrices.shape[1:]) ** 0.5
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(step, alpha=-group["lr"] * factor)
 
-    def _step_by_adamw(self, group: dict, parameters: List[nn.Parameter]) -> None:
+    def _step_by_adamw(self, group: Mapping[str, Any], trained: Sequence[_Trained]) -> None:
         """Step parameters that are no matrices of hidden layers."""
-        states = [self.state[parameter] for parameter in parameters]
+        states = [self.state[parameter] for parameter, _ in trained]
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
+            [parameter for parameter, _ in trained],
+            [gradient for _, gradient in trained],
             exp_avgs=[state["exp_avg"] for state in states],
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[],
@@ -203,6 +232,13 @@ class Muon(HasSlots, Optimizer):
             eps=self._eps,
             maximize=False,
         )
+
+
+class _Trained(NamedTuple):
+    """A parameter that has a gradient, and this gradient, of the same shape."""
+
+    parameter: nn.Parameter
+    gradient: torch.Tensor
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
@@ -227,9 +263,12 @@ def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     wide = matrices.mT if turned else matrices
     # float64 has the squares of all float32 numbers.
     norms = wide.double().square().sum((1, 2), keepdim=True).sqrt()
+    # No singular value is above the Frobenius norm: all are now in [0, 1], where p lifts them.
     x = (wide / norms.clamp(min=SMALLEST_NORM)).to(matrices.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(steps):
+        # a x + (b G + c G^2) x with G = x x^T: the odd polynomial p acts on the singular values
+        # alone, without a decomposition.
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
