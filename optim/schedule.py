@@ -37,7 +37,7 @@ def curve(section: Schedule, peak: float, lengths: Lengths) -> Rate:
 
     def rate(step: int) -> float:
         """Return the rate of a `step`."""
-        # Step 0 has rate 0; without a warm-up no step is below its length, and none is divided by 0.
+        # Step 0 has rate 0. Without a warm-up no step is below its length: none is divided by 0.
         if step < lengths.warmup:
             return peak * step / lengths.warmup
         return after(step)
