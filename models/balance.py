@@ -174,7 +174,9 @@ def split_names(names: Sequence[str], cuts: Sequence[str]) -> List[List[str]]:
     # A cut that is out of order, or given twice, leaves an empty slice between two edges.
     positions = [list(names).index(cut) for cut in cuts]
     edges = [0, *positions, len(names)]
-    stages = [list(names[start:end]) for start, end in zip(edges, edges[1:])]
+    stages = []
+    for start, end in zip(edges, edges[1:]):
+        stages.append(list(names[start:end]))
     if not all(stages):
         given = ", ".join(cuts)
         raise ValueError(
@@ -260,7 +262,7 @@ def _fastest_edges(
     """
     fitting = spans
     if memory is not None:
-        fitting = {span: cost for span, cost in spans.items() if cost.bytes <= memory}
+        fitting = _at_most(spans, "bytes", memory)
     edges = _best_edges(fitting, stages, blocks, order=("seconds", "bytes"))
     if edges is not None:
         return edges, fitting
@@ -310,8 +312,17 @@ def _best_edges(
         if (stages, blocks) not in best:
             return None
         limit, edges = best[stages, blocks]
-        spans = {span: cost for span, cost in spans.items() if getattr(cost, kind) <= limit}
+        spans = _at_most(spans, kind, limit)
     return edges
+
+
+def _at_most(
+    spans: Dict[_Span, _StageCost],
+    kind: str,
+    limit: float,
+) -> Dict[_Span, _StageCost]:
+    """Return the stages whose cost of a `kind`, a field of `_StageCost`, is at most `limit`."""
+    return {span: cost for span, cost in spans.items() if getattr(cost, kind) <= limit}
 
 
 def _move_edges(edges: List[int], seconds: _Phases, allowed: Container[_Span]) -> List[int]:

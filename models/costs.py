@@ -61,7 +61,9 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
     blocks = {name: model.block(name) for name in model.names}
     with torch.enable_grad():
         sizes = _measure_sizes(blocks, images)
-        rounds = [_measure_seconds(blocks, images) for _ in range(repetitions)]
+        rounds = []
+        for _ in range(repetitions):
+            rounds.append(_measure_seconds(blocks, images))
     # The minimum: others' work on the machine only ever adds time.
     costs = {}
     for name in blocks:
@@ -97,6 +99,7 @@ def _measure_sizes(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[s
             output=output.numel() * output.element_size(),
             parameters=sum(parameter.numel() for parameter in block.parameters()),
         )
+        # As a stage would get it: without the graph of the blocks before.
         x = output.detach().requires_grad_(output.requires_grad)
     return sizes
 

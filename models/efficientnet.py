@@ -45,16 +45,7 @@ class EfficientNetFamily(Family):
         Raises:
             ConfigError: channels do not divide into a norm's groups.
         """
-        # timm draws from torch's generator, which is given back as it was: nothing else draws from
-        # there, but a program that calls this may.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(key("weights", seed) >> 1)
-            timms = _timm_model(model)
-        with torch.no_grad():
-            # timm, like the authors, draws them between -1 and 1 over the root of the classes. With
-            # ten classes the first loss is then 5 instead of 2.3, and SGD never recovers.
-            timms.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
-
+        timms = _drawn_model(model, seed)
         draws = Draws(seed)
         blocks: List[Tuple[str, nn.Module]] = [
             ("preprocess", Preprocess(model.mean, model.std)),
@@ -123,6 +114,7 @@ def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
     # A file may have a single number, of shape (), under these names.
     stem_channels = (shapes.get("conv_stem.weight") or (0,))[0]
     head_channels = (shapes.get("conv_head.weight") or (0,))[0]
+    # B0 and B1 differ in depth alone: neither number would do by itself.
     for scale in network.SCALES.values():
         width = scale["width"]
         depth = scale["depth"]
@@ -181,6 +173,20 @@ class Head(nn.Module):
     def pooled(self, x: torch.Tensor) -> torch.Tensor:
         """Return means over pixels, [N, features], of what the convolution makes of `x`."""
         return self.bn2(self.conv_head(x)).mean((2, 3))
+
+
+def _drawn_model(model: network.EfficientNet, seed: int) -> EfficientNet:
+    """Build timm's EfficientNet of a section, with weights drawn by `seed`."""
+    # timm draws from torch's generator, which is given back as it was: nothing of ours draws from
+    # there, but a program that calls this may.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(key("weights", seed) >> 1)
+        timms = _timm_model(model)
+    # timm, like the authors, draws the classifier's between -1 and 1 over the root of the classes.
+    # With ten classes the first loss is then 5 instead of 2.3, and SGD never recovers.
+    with torch.no_grad():
+        timms.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
+    return timms
 
 
 def _timm_model(model: network.EfficientNet) -> EfficientNet:

@@ -177,7 +177,10 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
         scale = (variance + self.proxy_eps).rsqrt()
         shift = -mean * scale
         z = super().forward(x)
-        return torch.addcmul(shift.view(-1, 1, 1), z, scale.view(-1, 1, 1)).to(z.dtype)
+        # A number of each channel for all of its pixels: [C, 1, 1].
+        shift = shift.view(-1, 1, 1)
+        scale = scale.view(-1, 1, 1)
+        return torch.addcmul(shift, z, scale).to(z.dtype)
 
     def moments(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return mean and variance of each channel's proxy after SiLU, [C] each, float32."""

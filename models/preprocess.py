@@ -39,7 +39,8 @@ class Preprocess(nn.Module):
     ) -> Preprocess:
         """Move with the model to a device, but keep float32 constants: the cast comes later."""
         # torch gives the function only: an empty tensor shows which dtype it makes.
-        self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.scale.device)).dtype
+        example = torch.empty(0, dtype=self.dtype, device=self.scale.device)
+        self.dtype = function(example).dtype
         scale = self.scale
         shift = self.shift
         super()._apply(function)

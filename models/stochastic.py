@@ -181,7 +181,8 @@ class _Plan(NamedTuple):
         halves = torch.from_numpy(np.stack([low_bits, high_bits]).astype(np.int64))
         if torch.cuda.is_available():
             halves = halves.pin_memory()  # else the copy would wait for the device
-        low, high = halves.to(self.layer.device, non_blocking=True).index_select(2, self.layer)
+        halves = halves.to(self.layer.device, non_blocking=True)
+        low, high = halves.index_select(2, self.layer)
         # bits32 of recipe/randomness.py, of a key for each element.
         bits = mix32((mix32(low ^ self.counter) + high) & MASK32)
         return torch.where(bits >= self.threshold, self.scale, 0.0)

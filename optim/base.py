@@ -55,7 +55,7 @@ class HasSlots(torch.optim.Optimizer):
     numbers: Sequence[str] = ()
 
     @classmethod
-    def of(cls, section: Any, groups: list) -> HasSlots:
+    def of(cls, section: Any, groups: List[Dict[str, Any]]) -> HasSlots:
         """Return an optimizer with the section's numbers.
 
         Args:
@@ -74,7 +74,7 @@ class HasSlots(torch.optim.Optimizer):
         parameters: Mapping[str, nn.Parameter],
         skipped: Set[str],
         hidden: Mapping[str, int],
-    ) -> List[dict]:
+    ) -> List[Dict[str, Any]]:
         """Return two parameter groups: all others, and the skipped ones; either may be empty.
 
         Args:
@@ -97,7 +97,7 @@ class HasSlots(torch.optim.Optimizer):
         ]
 
     @staticmethod
-    def options(section: Any, skipped: bool) -> dict:
+    def options(section: Any, skipped: bool) -> Dict[str, Any]:
         """Return the options of the group of skipped parameters, or of the others.
 
         Args:

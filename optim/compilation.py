@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -14,7 +14,7 @@ from common.errors import first_line
 from common.text import printable
 from optim import lars_update, rounding
 from optim.lars_update import StepConstants, StepRows, SumConstants, SumRows
-from optim.layout import Buffers, Run, in_parts
+from optim.layout import Buffers, Pass, Run, in_parts
 from optim.rounding import Noise, RoundConstants, RoundRows
 
 _SOURCE = Path(__file__).parent / "kernels" / "update.cpp"
@@ -121,13 +121,13 @@ class _Compiled:
     def __init__(self, library: ctypes.CDLL):
         self._library = library
         # By the function of plain torch whose results a pass has.
-        self._passes: Dict[Callable[[Any, Any], Any], Callable[[Any, Any], Any]] = {
+        self._passes: Dict[Pass, Pass] = {
             lars_update.sum_rows: self._sum_rows,
             lars_update.step_rows: self._step_rows,
             rounding.round_rows: self._round_rows,
         }
 
-    def __call__(self, function: Callable[[Any, Any], Any], rows: Any, constants: Any) -> Any:
+    def __call__(self, function: Pass, rows: Any, constants: Any) -> Any:
         return self._passes[function](rows, constants)
 
     def _sum_rows(self, rows: SumRows, constants: SumConstants) -> Tuple[torch.Tensor, ...]:

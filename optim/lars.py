@@ -143,7 +143,7 @@ class LARS(HasSlots):
             self.trust_ratios[weight] = clamped(after.ratio)
 
     @staticmethod
-    def options(section: Lars, skipped: bool) -> dict:
+    def options(section: Lars, skipped: bool) -> Dict[str, Any]:
         """Return the options of HasSlots; `skipped` parameters have a rate of their own."""
         options = HasSlots.options(section, skipped)
         # Without a ratio a step is as long as the gradient, which wants another rate.

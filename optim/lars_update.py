@@ -279,7 +279,8 @@ class Rules:
             ratio = self.coefficient * weight / (direction + self.eps)
             ratio = torch.where((weight > 0) & (direction > 0), ratio, self.coefficient)
         else:
-            ratio = self.coefficient * weight / (direction + self.decay * weight + self.eps)
+            below = direction + self.decay * weight + self.eps
+            ratio = self.coefficient * weight / below
             ratio = torch.where((weight > 0) & (direction > 0), ratio, 1.0)
         return clamped(torch.where(self.adapt, ratio, 1.0))
 
@@ -337,9 +338,10 @@ def sum_rows(rows: SumRows, constants: SumConstants) -> Tuple[torch.Tensor, ...]
     """
     g, w, *direction = terms(rows, constants)
     # g - g is 0, or NaN where g is infinite or NaN: finiteness for no further read of memory.
-    sums = [(g * g).sum(1), (w * w).sum(1), (g - g).sum(1)]
-    sums += [(u * u).sum(1) for u in direction]
-    return tuple(sums)
+    gradient = (g * g).sum(1)
+    weight = (w * w).sum(1)
+    wrong = (g - g).sum(1)
+    return (gradient, weight, wrong, *((u * u).sum(1) for u in direction))
 
 
 def terms(rows: SumRows, constants: SumConstants) -> List[torch.Tensor]:
@@ -353,7 +355,8 @@ def terms(rows: SumRows, constants: SumConstants) -> List[torch.Tensor]:
     w = rows.weight.float()
     if rows.momentum is None or rows.decay is None:
         return [g, w]
-    return [g, w, rows.momentum.float() * mu + g * (1 - mu) + rows.decay * w]
+    average = rows.momentum.float() * mu + g * (1 - mu)
+    return [g, w, average + rows.decay * w]
 
 
 class StepRows(NamedTuple):

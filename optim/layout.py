@@ -9,9 +9,11 @@ import torch
 ROW = 64  # elements; each parameter begins with a row of its own
 _CHUNK = 1 << 17  # elements computed at a time on a CPU: what is made of them stays in its caches
 
-# Runs a pass: calls it with rows, a NamedTuple of tensors [rows, ...] of which some may be None,
-# and with what is the same for all rows. Returns what the pass does, [rows] each.
-Run = Callable[[Callable[[Any, Any], Any], Any, Any], Any]
+# A pass over the memory. It is called with rows, a NamedTuple of tensors [rows, ...] of which some
+# may be None, and with what is the same for all rows, and returns tensors [rows] or None.
+Pass = Callable[[Any, Any], Any]
+# Runs a pass, which is called with parts of the rows or with all; returns what the pass does.
+Run = Callable[[Pass, Any, Any], Any]
 
 
 class Layout:
@@ -112,7 +114,7 @@ def in_rows(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(-1, ROW)
 
 
-def in_parts(function: Callable[[Any, Any], Any], rows: Any, constants: Any) -> Any:
+def in_parts(function: Pass, rows: Any, constants: Any) -> Any:
     """Run a pass of plain torch: on a CPU in parts that fit into caches, elsewhere in one.
 
     Args:
@@ -128,7 +130,8 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, constants: Any) -> 
     size = _CHUNK // ROW if rows[0].device.type == "cpu" else count
     results = []
     for start in range(0, count, size):
-        part = [None if tensor is None else tensor[start : start + size] for tensor in rows]
+        place = slice(start, start + size)
+        part = [None if tensor is None else tensor[place] for tensor in rows]
         results.append(function(rows._make(part), constants))
     # Sums are of single rows, so their bits do not depend on where parts end.
     if isinstance(results[0], tuple):

@@ -35,6 +35,22 @@ SMALLEST_NORM = 1e-7  # matrices of a smaller norm are not scaled up to 1
 RMS = 0.2  # root mean square of a step's elements at rate 1, about that of AdamW's steps
 
 
+class AdamWNumbers(NamedTuple):
+    """Numbers of AdamW's steps within Muon.
+
+    lr_scale: factor on Muon's rate.
+    betas: decays of the averages of gradients and of their squares.
+    eps: added to the divisor of the steps.
+    """
+
+    lr_scale: float = 1.0
+    betas: Tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+
+_ADAMW = AdamWNumbers()
+
+
 @OPTIMIZERS.implements(optimization.Muon)
 class Muon(HasSlots):
     """Momentum whose matrices are made orthogonal, for the weights of hidden layers.
@@ -53,7 +69,7 @@ class Muon(HasSlots):
     the norm of the whole is the largest norm of its blocks, and the steepest descent under that
     norm is that of each block.
 
-    All other parameters take AdamW's steps, at `adamw_lr_scale` times the rate: biases,
+    All other parameters take AdamW's steps, at `adamw.lr_scale` times the rate: biases,
     normalisations, the first and the last layer, depthwise convolutions
     (`optim.factory.hidden_layers`). `exp_avg` is m for both kinds of parameters; `exp_avg_sq` of a
     matrix is not used.
@@ -77,9 +93,7 @@ class Muon(HasSlots):
         nesterov: bool = True,
         ns_steps: int = 5,
         weight_decay: float = 0.1,
-        adamw_lr_scale: float = 1.0,
-        betas: Tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        adamw: AdamWNumbers = _ADAMW,
     ):
         """
         Args:
@@ -91,21 +105,17 @@ class Muon(HasSlots):
             nesterov: look one step ahead along the average.
             ns_steps: Newton-Schulz steps.
             weight_decay: of both kinds of parameters, times the rate.
-            adamw_lr_scale: factor on the rate of the parameters that AdamW steps.
-            betas: decays of AdamW's averages of gradients and of their squares.
-            eps: added to the divisor of AdamW's steps.
+            adamw: of the parameters that are no matrices.
         """
         defaults = {"lr": lr, "weight_decay": weight_decay, "matrices": 0}
         super().__init__(params, defaults)
         self._momentum = momentum
         self._nesterov = nesterov
         self._ns_steps = ns_steps
-        self._adamw_lr_scale = adamw_lr_scale
-        self._betas = betas
-        self._eps = eps
+        self._adamw = adamw
 
     @classmethod
-    def of(cls, section: optimization.Muon, groups: list) -> Muon:
+    def of(cls, section: optimization.Muon, groups: List[Dict[str, Any]]) -> Muon:
         """Return Muon with the numbers of `section`."""
         return cls(
             groups,
@@ -113,9 +123,11 @@ class Muon(HasSlots):
             momentum=section.momentum,
             nesterov=section.nesterov,
             ns_steps=section.ns_steps,
-            adamw_lr_scale=section.adamw_lr_scale,
-            betas=(section.beta1, section.beta2),
-            eps=section.eps,
+            adamw=AdamWNumbers(
+                lr_scale=section.adamw_lr_scale,
+                betas=(section.beta1, section.beta2),
+                eps=section.eps,
+            ),
         )
 
     @classmethod
@@ -125,7 +137,7 @@ class Muon(HasSlots):
         parameters: Mapping[str, nn.Parameter],
         skipped: Set[str],
         hidden: Mapping[str, int],
-    ) -> List[dict]:
+    ) -> List[Dict[str, Any]]:
         """Return the groups of HasSlots, and one for the hidden layers of each number of matrices.
 
         Args:
@@ -150,6 +162,7 @@ class Muon(HasSlots):
 
     def at_step(self, index: int) -> None:
         """Set the count of each parameter, for AdamW's steps, to `index`."""
+        # Also of matrices, which do not use it: the group need not be asked.
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(float(index))
@@ -225,11 +238,11 @@ class Muon(HasSlots):
             state_steps=[state["step"] for state in states],
             foreach=group.get("foreach"),
             amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=group["lr"] * self._adamw_lr_scale,
+            beta1=self._adamw.betas[0],
+            beta2=self._adamw.betas[1],
+            lr=group["lr"] * self._adamw.lr_scale,
             weight_decay=group["weight_decay"],
-            eps=self._eps,
+            eps=self._adamw.eps,
             maximize=False,
         )
 
@@ -262,7 +275,8 @@ def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     turned = matrices.size(1) > matrices.size(2)
     wide = matrices.mT if turned else matrices
     # float64 has the squares of all float32 numbers.
-    norms = wide.double().square().sum((1, 2), keepdim=True).sqrt()
+    squares = wide.double().square()
+    norms = squares.sum((1, 2), keepdim=True).sqrt()
     # No singular value is above the Frobenius norm: all are now in [0, 1], where p lifts them.
     x = (wide / norms.clamp(min=SMALLEST_NORM)).to(matrices.dtype)
     a, b, c = COEFFICIENTS

@@ -64,11 +64,13 @@ class OptimizerUpdate:
         self._model = target.model
         self._gradients = layout.views(buffers.gradients)
 
-        # The module's own parameters are the scratch where they are float32, and no state that a
-        # step without a finite gradient would spoil.
+        # Step in the state itself where the host may skip a step that would spoil it.
         same = buffers.weights is buffers.working
         single = buffers.working.dtype == torch.float32
         self._in_place = same and single and layout.device.type == "cpu"
+
+        # Float32 weights: the module's own parameters where they are that, and no state that a step
+        # without a finite gradient would spoil; else scratch.
         self._weights = buffers.working
         masters = target.parameters
         if not self._in_place and (same or not single):
@@ -77,6 +79,7 @@ class OptimizerUpdate:
             masters = {name: nn.Parameter(view) for name, view in zip(layout.names, views)}
         self._masters = list(masters.values())
 
+        # The optimizer, and its state of each parameter, float32 whatever the slots' dtype is.
         self.optimizer = create_optimizer(masters)
         self._slots = buffers.slots
         if not self._in_place:
@@ -178,7 +181,8 @@ class OptimizerUpdate:
     def _norm(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the norm of a buffer over the whole model, float64 []."""
         # torch's norms in few launches; the ones that float32 cannot hold are made again.
-        squares = torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square()
+        norms = torch._foreach_norm(self._layout.views(flat))
+        squares = torch.stack(norms).double().square()
         rows = in_rows(flat)
-        squares = repaired([squares], self._layout, lambda place: (rows[place],))[0]
+        (squares,) = repaired([squares], self._layout, lambda place: (rows[place],))
         return self._model.norm(squares)

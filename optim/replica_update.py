@@ -49,7 +49,8 @@ class Sketch:
         self._part = max(1, _PART // buckets) * buckets
         count = -(-_SIGNS // self._part) * self._part
         numbers = torch.arange(count, device=device)
-        self._signs = (bits32(key("sketch"), numbers) & 1).float().mul_(2).sub_(1)
+        bits = bits32(key("sketch"), numbers) & 1
+        self._signs = bits.float().mul_(2).sub_(1)
 
     def __call__(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the sketches of the vectors in a buffer, float32 [vectors, buckets].
@@ -65,7 +66,8 @@ class Sketch:
                 for part in flat[start : start + count].split(self._part):
                     if place + len(part) > len(self._signs):
                         place = 0
-                    self._add(sketch, part * self._signs[place : place + len(part)])
+                    signs = self._signs[place : place + len(part)]
+                    self._add(sketch, part * signs)
                     # Each part begins with the first bucket.
                     place += -(-len(part) // self.buckets) * self.buckets
         return sketches
@@ -262,7 +264,8 @@ class ReplicaUpdate:
 
     def _rate(self) -> torch.Tensor:
         """Return learning rate times trust ratio, float32 [rows, 1]."""
-        return self._layout.spread(clamped(self.lr * self._rules.lr_scale * self._ratio))
+        rates = clamped(self.lr * self._rules.lr_scale * self._ratio)
+        return self._layout.spread(rates)
 
     def _momentum(self, density: float) -> torch.Tensor:
         """Return nu of each parameter, float64."""
@@ -311,7 +314,8 @@ class ReplicaUpdate:
         """Return sums of squares by parameter, float64, of a buffer as [rows, ROW]."""
         # In float32, and again in float64 only where that may be wrong: see norms.py.
         sums = self._layout.sums(in_parts(_squares, _ValueRows(rows), None))
-        return repaired([sums], self._layout, lambda place: (rows[place].float(),))[0]
+        (squares,) = repaired([sums], self._layout, lambda place: (rows[place].float(),))
+        return squares
 
 
 class _MomentumFactors(NamedTuple):

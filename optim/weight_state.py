@@ -205,13 +205,18 @@ class WeightState:
 
         The gradients are those of the last step, after the exchange.
         """
+        # One parameter after the other is slow on a GPU, but this only explains an update that
+        # failed.
         names = []
         for name, view in zip(self._parameters, self.gradients.views):
             if not view.isfinite().all():
                 names.append(name)
         return names
 
-    def state_dict(self, flat: Optional[torch.Tensor] = None) -> dict:
+    def state_dict(
+        self,
+        flat: Optional[torch.Tensor] = None,
+    ) -> Dict[str, Dict[str, torch.Tensor]]:
         """Return {"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU.
 
         Args:
@@ -226,7 +231,7 @@ class WeightState:
             buffers["weights"] = flat.to(self.flat.dtype)
         return {key: self.by_name(buffer) for key, buffer in buffers.items()}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a state: exactly if the dtypes agree, else rounded to nearest.
 
         Args:
@@ -327,11 +332,13 @@ class WeightState:
         Args:
             flat: laid out as `self.flat` is.
         """
+        # Copies even on a CPU: these are for files, and the buffers change with the next update.
         views = self._layout.views(flat)
         return {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, views)}
 
     def own(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """Return a whole model's `tensors` without those of parameters of other processes."""
+        # By what others have, not by what this process has: an unknown name is to stay, an error.
         others = set(self._model) - set(self._parameters)
         return {name: tensor for name, tensor in tensors.items() if name not in others}
 

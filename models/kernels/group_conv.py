@@ -276,7 +276,9 @@ class _Launches:
     def partial(self, like: torch.Tensor, wanted: bool) -> torch.Tensor:
         """Make memory for statistics of parts of the output, [2, N, C, chunks], if `wanted`."""
         lines, columns = self.part
-        chunks = triton.cdiv(self.out_size[0], lines) * triton.cdiv(self.out_size[1], columns)
+        blocks = triton.cdiv(self.out_size[0], lines)
+        tiles = triton.cdiv(self.out_size[1], columns)
+        chunks = blocks * tiles
         shape = (2, self.images, self.channels, chunks) if wanted else (0,)
         return torch.empty(shape, dtype=torch.float32, device=like.device)
 

@@ -120,8 +120,8 @@ class Tiles:
         # Neighbours in memory are loaded together: channels of a pixel, or pixels of a channel.
         channels_power = triton.next_power_of_2(self.channels)
         if self.channels_last:
-            self.rows = min(_ROWS, key=lambda rows: triton.cdiv(self.channels, rows) * rows)
-            self.rows = min(self.rows, channels_power)
+            rows = min(_ROWS, key=lambda rows: triton.cdiv(self.channels, rows) * rows)
+            self.rows = min(rows, channels_power)
             contiguous = self.channels
         else:
             self.rows = min(channels_power, max(1, _SUMMED.tile // self._pixels_power))
@@ -312,7 +312,8 @@ def _like_output(*arguments: Any) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return tensors like the results of `_output`."""
     inputs = _Inputs(*arguments)
     x = inputs.x
-    moments = torch.empty((2, len(x), inputs.groups), dtype=torch.float32, device=x.device)
+    shape = (2, len(x), inputs.groups)
+    moments = torch.empty(shape, dtype=torch.float32, device=x.device)
     return torch.empty_like(in_place_layout(x)), moments
 
 
@@ -397,17 +398,7 @@ def _gradients(*arguments: Any) -> _Gradients:
     x = in_place_layout(inputs.x)
     weight = inputs.weight
     tiles = Tiles(x, inputs.groups)
-    # Tensors and constants that both kernels over strips take.
-    shared = {
-        "x": x,
-        "dy": inputs.dy.contiguous(memory_format=tiles.memory_format),
-        "weight": weight,
-        "bias": inputs.bias,
-        "mean": inputs.moments[0],
-        "scale": inputs.moments[1],
-        "kept": inputs.kept,
-        "SILU": inputs.apply_act,
-    }
+    shared = _shared_arguments(inputs, x, tiles)
 
     # Sums over strips, then over images and over groups.
     sums = tiles.sums(2)
@@ -422,21 +413,32 @@ def _gradients(*arguments: Any) -> _Gradients:
     copy = x.new_empty(0)
     if by_group is not None:
         dx = torch.empty_like(x)
-        dresidual = None
-        if inputs.copied:
-            copy = torch.empty_like(x)
-            dresidual = copy
+        copy = torch.empty_like(x) if inputs.copied else copy
         tiles.map(
             kernels.input_gradient,
             **shared,
             shifts=by_group[0],
             scales=by_group[1],
             dx=dx,
-            dresidual=dresidual,
+            dresidual=copy if inputs.copied else None,
         )
     if dbias is None:
         dbias = torch.empty_like(weight)
     return dx, dweight, dbias, copy
+
+
+def _shared_arguments(inputs: _GradientInputs, x: torch.Tensor, tiles: Tiles) -> Dict[str, Any]:
+    """Return the tensors and constants that both kernels over strips of `x` take."""
+    return {
+        "x": x,
+        "dy": inputs.dy.contiguous(memory_format=tiles.memory_format),
+        "weight": inputs.weight,
+        "bias": inputs.bias,
+        "mean": inputs.moments[0],
+        "scale": inputs.moments[1],
+        "kept": inputs.kept,
+        "SILU": inputs.apply_act,
+    }
 
 
 class _Settings(NamedTuple):

@@ -344,6 +344,7 @@ def _gate_gradients(inputs: _GradientInputs, tiles: Tiles, sums: torch.Tensor) -
         sums: [5, N, C, chunks], from `kernels.sum_gradients`.
     """
     gates = inputs.gates
+    # Intermediate results are float32, whatever the layer's dtype is.
     result = _GateGradients(
         dexpanded=torch.empty_like(gates),
         dsqueezed=torch.empty_like(inputs.squeezed),
@@ -384,6 +385,7 @@ def _parameter_gradients(
         through: from `_gate_gradients`.
     """
     result = _ParameterGradients.empty(inputs)
+    # The kernel leaves out what it is given None for.
     written: Dict[str, Optional[torch.Tensor]] = result._asdict()
     if inputs.bias is None:
         written["dbias"] = None

@@ -131,8 +131,10 @@ def gate(
         known = channel < channels
         mean = merged(sums, channel, known, chunks, CHUNKS) / pixels
         tl.store(pooled + image * channels + channel, mean, mask=known)
+        # [RANK, BLOCK]
         mask = known_hidden[:, None] & known[None, :]
-        weights = load(hidden_by_channels(reduce, hidden, channel, channels), mask)
+        pointers = hidden_by_channels(reduce, hidden, channel, channels)
+        weights = load(pointers, mask)
         total += tl.sum(weights * mean[None, :], 1)
     tl.store(squeezed + image * rank + hidden, total, mask=known_hidden)
 
@@ -141,8 +143,10 @@ def gate(
     for first in range(0, channels, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         known = channel < channels
+        # [BLOCK, RANK]
         mask = known[:, None] & known_hidden[None, :]
-        weights = load(channels_by_hidden(expand, channel, hidden, rank), mask)
+        pointers = channels_by_hidden(expand, channel, hidden, rank)
+        weights = load(pointers, mask)
         z = tl.sum(weights * total[None, :], 1)
         z += load(expand_bias + channel, known)
         tl.store(gates + image * channels + channel, sigmoid(z), mask=known)
@@ -257,11 +261,13 @@ def sum_gradients(
         slopes_along += slope * centred
 
     # Normalised values are differences times the scale, which is applied to their sums.
+    gradient_scales = tl.sum(gradients_along, 1) * norm.scale
+    slope_scales = tl.sum(slopes_along, 1) * norm.scale
     store_numbers(sums, strip, tl.sum(activations, 1))
     store_numbers(sums + stride, strip, tl.sum(gradients, 1))
-    store_numbers(sums + 2 * stride, strip, tl.sum(gradients_along, 1) * norm.scale)
+    store_numbers(sums + 2 * stride, strip, gradient_scales)
     store_numbers(sums + 3 * stride, strip, tl.sum(slopes, 1))
-    store_numbers(sums + 4 * stride, strip, tl.sum(slopes_along, 1) * norm.scale)
+    store_numbers(sums + 4 * stride, strip, slope_scales)
 
 
 @triton.jit
@@ -307,8 +313,10 @@ def gate_gradients(
         gradient = merged(sums, channel, known, chunks, CHUNKS)
         gradient = gradient * channel_gate * (1 - channel_gate)
         tl.store(dexpanded + place, gradient, mask=known)
+        # [BLOCK, RANK]
         mask = known[:, None] & known_hidden[None, :]
-        weights = load(channels_by_hidden(expand, channel, hidden, rank), mask)
+        pointers = channels_by_hidden(expand, channel, hidden, rank)
+        weights = load(pointers, mask)
         total += tl.sum(weights * gradient[:, None], 0)
 
     # Through SiLU, whose input was stored.
@@ -326,8 +334,10 @@ def gate_gradients(
         for first in range(group * size, (group + 1) * size, BLOCK):
             channel = first + tl.arange(0, BLOCK)
             known = channel < (group + 1) * size
+            # [RANK, BLOCK]
             mask = known_hidden[:, None] & known[None, :]
-            weights = load(hidden_by_channels(reduce, hidden, channel, channels), mask)
+            pointers = hidden_by_channels(reduce, hidden, channel, channels)
+            weights = load(pointers, mask)
             gradient = tl.sum(weights * total[:, None], 0) / pixels
             place = image * channels + channel
             tl.store(dpooled + place, gradient, mask=known)
@@ -342,6 +352,7 @@ def gate_gradients(
             channel_weight = load(weight + channel, known)
             group_shift += tl.sum(shift * channel_weight, 0)
             group_along += tl.sum(along * channel_weight, 0)
+        # [2, N, groups]
         tl.store(by_group + image * groups + group, group_shift)
         tl.store(by_group + (images + image) * groups + group, group_along)
 
@@ -397,10 +408,11 @@ def parameter_gradients(
         place = image[:, None] * rank + hidden[None, :]
         z = load(squeezed + place, mask)
         gradient = load(dsqueezed + place, mask)
-        # "ieee": tensor cores would round the factors to 10 bits (TF32).
         expand_biases += tl.sum(expanded, 0)
         reduce_biases += tl.sum(gradient, 0)
-        expands = tl.dot(tl.trans(expanded), z * sigmoid(z), expands, input_precision="ieee")
+        # "ieee": tensor cores would round the factors to 10 bits (TF32).
+        activation = z * sigmoid(z)
+        expands = tl.dot(tl.trans(expanded), activation, expands, input_precision="ieee")
         reduces = tl.dot(tl.trans(gradient), means, reduces, input_precision="ieee")
 
     # Store, in the parameters' dtype, which is the same for all of a layer.

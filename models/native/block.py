@@ -199,8 +199,10 @@ def _excite(y: torch.Tensor, norm: Norm, squeeze: _Squeeze) -> Tuple[torch.Tenso
     # Gates depend on all pixels, so the activations are stored, and gated in place when they are
     # known.
     excited, pooled = library.activated_and_pooled(y, norm)
-    reduced = torch.addmm(squeeze.reduce_bias, pooled, squeeze.reduce.flatten(1).t())
-    logits = torch.addmm(squeeze.expand_bias, F.silu(reduced), squeeze.expand.flatten(1).t())
+    reduce = squeeze.reduce.flatten(1)  # [rank, C]
+    expand = squeeze.expand.flatten(1)  # [C, rank]
+    reduced = torch.addmm(squeeze.reduce_bias, pooled, reduce.t())
+    logits = torch.addmm(squeeze.expand_bias, F.silu(reduced), expand.t())
     gate = logits.sigmoid_()
     library.multiply_(excited, gate)
     return excited, _Squeezed(pooled, reduced, gate)
@@ -222,26 +224,45 @@ def _excite_gradients(
         What y's gradient is computed from; and gradients of weight and bias of the normalisation
         and of the parameters in `squeeze`, in this order.
     """
-    pooled, reduced, gate = squeezed
     sums = library.gradient_sums(GATED, y, norm, dy=dy)
-
-    # Back through the two small layers, from the gates to the means over pixels.
-    dlogits = sums[0] * gate * (1 - gate)
-    sigmoid = reduced.sigmoid()
-    dreduced = dlogits @ squeeze.expand.flatten(1) * sigmoid * (1 + reduced * (1 - sigmoid))
-    dpooled = dreduced @ squeeze.reduce.flatten(1)
+    dpooled, dsqueeze = _gate_gradients(squeeze, squeezed, dgate=sums[0])
     pixels = y.shape[1] * y.shape[2]
-    gates = Gate(gate, pooled=dpooled.div_(pixels))
+    gates = Gate(squeezed.gate, pooled=dpooled.div_(pixels))
 
-    # Then all that reaches the normalisation is known.
+    # Now all that reaches the normalisation is known.
     dweight, dbias, by_group = library.merged_gradients(GATED, y, norm, sums, gate=gates)
+    return Behind(y, norm, gates, by_group), (dweight, dbias, *dsqueeze)
+
+
+def _gate_gradients(
+    squeeze: _Squeeze,
+    squeezed: _Squeezed,
+    dgate: torch.Tensor,
+) -> Tuple[torch.Tensor, _Squeeze]:
+    """Go back through the two small layers, from the gates to the means over pixels.
+
+    Args:
+        squeeze: the parameters.
+        squeezed: from `_excite`.
+        dgate: [N, C], gradient of the gates.
+
+    Returns:
+        Gradients of the means, [N, C], and of the parameters.
+    """
+    pooled, reduced, gate = squeezed
+    dlogits = dgate * gate * (1 - gate)
+    # SiLU's slope, s (1 + z (1 - s)).
+    sigmoid = reduced.sigmoid()
+    dactivated = dlogits @ squeeze.expand.flatten(1)
+    dreduced = dactivated * sigmoid * (1 + reduced * (1 - sigmoid))
+    dpooled = dreduced @ squeeze.reduce.flatten(1)
     dsqueeze = _Squeeze(
         reduce=(dreduced.t() @ pooled).view_as(squeeze.reduce),
         reduce_bias=dreduced.sum(0),
         expand=(dlogits.t() @ F.silu(reduced)).view_as(squeeze.expand),
         expand_bias=dlogits.sum(0),
     )
-    return Behind(y, norm, gates, by_group), (dweight, dbias, *dsqueeze)
+    return dpooled, dsqueeze
 
 
 # ---- Functions with gradients.

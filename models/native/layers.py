@@ -32,6 +32,7 @@ class Pointwise(nn.Conv2d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the convolution of `x`."""
+        # Pixels are rows of a matrix, [N x H x W, C], without a copy if x is channels-last.
         y = F.linear(pixels_last(x), self.weight.flatten(1), self.bias)
         return channels_first(y)
 
@@ -143,6 +144,7 @@ class _GroupNormAct(torch.autograd.Function):
         """Return the layer's output for `x`."""
         x = pixels_last(x)
         norm = Norm(library.group_moments(x, settings.groups, settings.eps), weight, bias)
+        # x alone is as large as the output: normalised values are computed again.
         ctx.save_for_backward(x, kept, *norm)
         ctx.form = PLAIN if settings.silu else LINEAR
         if residual is not None:

@@ -190,6 +190,7 @@ def group_moments(x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
 
     Source: Wu and He, 1803.08494; merged from strips of pixels as in Chan, Golub and LeVeque, 1983.
     """
+    # The caller makes the memory: C++ allocates none that torch would not know of.
     moments = torch.empty(len(x), groups, 2)
     _library().group_moments_of(
         _shape(x, groups),
@@ -519,6 +520,7 @@ def _incoming(
     gate: Optional[Gate] = None,
 ) -> Any:
     """Return a pointer to the `Incoming`."""
+    # Fields that are not given are NULL: nothing of that kind reaches the normalisation.
     incoming = _Incoming(dy=_address(dy), kept=_address(kept))
     if gate is not None:
         incoming.gate = _address(gate.gate)

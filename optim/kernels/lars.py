@@ -185,16 +185,20 @@ def _add_squares(
     program = tl.program_id(0)
     rows = tl.load(firsts + program) + tl.arange(0, ROWS)
     mask = (rows < tl.load(ends + program))[:, None]
-    places = rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
+    lanes = tl.arange(0, LANES)[None, :]
+    places = rows.to(tl.int64)[:, None] * LANES + lanes
+    g = tl.load(gradients + places, mask=mask, other=0.0)
+    g *= tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
 
     # Store a sum of each kind. The second form's direction is not the gradient.
     tl.store(partial + program, _squares(g))
     tl.store(partial + programs + program, _squares(w))
     if MOMENTUM_FORM:
-        m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU + g * (1 - MU)
-        u = m + tl.load(decays + tl.load(owners + program)) * w
+        m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32)
+        average = m * MU + g * (1 - MU)
+        decay = tl.load(decays + tl.load(owners + program))
+        u = average + decay * w
         tl.store(partial + 2 * programs + program, _squares(u))
     else:
         tl.store(partial + 2 * programs + program, 0.0)
@@ -256,7 +260,8 @@ def _none_wrong(
 ):
     """Store whether no parameter has a sum `wrong` that is NaN."""
     parameter = tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(wrong + parameter, mask=parameter < parameters, other=0.0), 0)
+    sums = tl.load(wrong + parameter, mask=parameter < parameters, other=0.0)
+    total = tl.sum(sums, 0)
     # NaN is the one number that is not equal to itself.
     tl.store(finite, total == total)
 
@@ -347,12 +352,15 @@ def _step(
     lanes = tl.arange(0, LANES)[None, :]
     places = rows.to(tl.int64)[:, None] * LANES + lanes
     mask = within[:, None]
-    g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
+    g = tl.load(gradients + places, mask=mask, other=0.0)
+    g *= tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
-    m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU
+    m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32)
+    m *= MU
 
     # The parameter's rate: made in float64, and at most float32's largest number.
-    rate = lr * tl.load(lr_scales + owner) * tl.load(ratios + owner)
+    ratio = tl.load(ratios + owner)
+    rate = lr * tl.load(lr_scales + owner) * ratio
     rate = tl.minimum(rate, _LARGEST).to(tl.float32)
     decay = tl.load(decays + owner)
 
