@@ -114,7 +114,7 @@ def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
     # A file may have a single number, of shape (), under these names.
     stem_channels = (shapes.get("conv_stem.weight") or (0,))[0]
     head_channels = (shapes.get("conv_head.weight") or (0,))[0]
-    # B0 and B1 differ in depth alone: neither number would do by itself.
+    # By both: B0 and B1 have one width.
     for scale in network.SCALES.values():
         width = scale["width"]
         depth = scale["depth"]

@@ -95,7 +95,7 @@ class Draws:
         """
         draw = key("model", self.seed, self.step, self.micro_batch, name)
         counter = np.arange(count, dtype=np.uint64)
-        # An integer threshold: a comparison in floating point would differ between devices.
+        # Integers are compared, so that all devices decide alike.
         kept = bits32(draw, counter) >= int(rate * 2**32)
         mask = torch.from_numpy(kept.astype(np.float32) / (1 - rate))
         return mask.to(like.device, like.dtype, non_blocking=True)

@@ -125,7 +125,7 @@ def in_parts(function: Pass, rows: Any, constants: Any) -> Any:
     Returns:
         What the pass returns: None, [rows], or a tuple of these.
     """
-    # A GPU's caches hold no more of it, and each part would cost a launch for each operation.
+    # On a GPU each operation on a part would be another launch.
     count = len(rows[0])
     size = _CHUNK // ROW if rows[0].device.type == "cpu" else count
     results = []

@@ -147,8 +147,7 @@ def _excited(
         se: squeeze and excitation behind that.
     """
     squeeze = _Squeeze.of(se)
-    # Convolutions of other groups are torch's: what they make is a tensor, and so is what they are
-    # given.
+    # torch's convolutions, of other groups, read and write whole tensors.
     if not isinstance(conv, GroupConv2d):
         y = conv(x if before is None else before(x))
         return _ExcitedNorm.apply(y, _settings(norm), norm.weight, norm.bias, *squeeze)

@@ -190,7 +190,6 @@ def group_moments(x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
 
     Source: Wu and He, 1803.08494; merged from strips of pixels as in Chan, Golub and LeVeque, 1983.
     """
-    # The caller makes the memory: C++ allocates none that torch would not know of.
     moments = torch.empty(len(x), groups, 2)
     _library().group_moments_of(
         _shape(x, groups),

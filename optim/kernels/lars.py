@@ -75,7 +75,7 @@ class TritonLarsUpdate(LarsUpdate):
             LANES=ROW,
         )
         gradient, weight, direction, wrong = self._merged(partial)
-        # A kernel, because torch's test would be three launches for one bit.
+        # One launch, where operations of torch would be several for one bit.
         finite = torch.empty((), dtype=torch.bool, device=wrong.device)
         _none_wrong[(1,)](wrong, finite, len(wrong), triton.next_power_of_2(len(wrong)))
         return Sums(gradient, weight, direction if by_momentum else None, finite)
