@@ -80,6 +80,7 @@ def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
         measured: what each process has measured.
     """
     medians = {}
+    # The median: a process beside which other work runs does not move it.
     for name, cost in measured[0].items():
         forward = statistics.median(costs[name].forward for costs in measured)
         backward = statistics.median(costs[name].backward for costs in measured)

@@ -212,5 +212,6 @@ def norm_parameters(model: nn.Module) -> List[str]:
     names = []
     for prefix, module in model.named_modules():
         if isinstance(module, NORMS):
-            names += [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            for name, _ in module.named_parameters(recurse=False):
+                names.append(f"{prefix}.{name}")
     return names

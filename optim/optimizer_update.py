@@ -75,8 +75,9 @@ class OptimizerUpdate:
         masters = target.parameters
         if not self._in_place and (same or not single):
             self._weights = layout.zeros(torch.float32)
-            views = layout.views(self._weights)
-            masters = {name: nn.Parameter(view) for name, view in zip(layout.names, views)}
+            masters = {}
+            for name, view in zip(layout.names, layout.views(self._weights)):
+                masters[name] = nn.Parameter(view)
         self._masters = list(masters.values())
 
         # The optimizer, and its state of each parameter, float32 whatever the slots' dtype is.

@@ -82,7 +82,8 @@ class RoundingBits:
             assert start % ROW == 0, f"{name} begins at {start}, within a row"
             low = _signed(key("rounding", name) & 0xFFFFFFFF)
             rows = -(-count // ROW)
-            mixed = _mix_(torch.arange(rows, dtype=torch.int32, device=device).bitwise_xor_(low))
+            numbers = torch.arange(rows, dtype=torch.int32, device=device)
+            mixed = _mix_(numbers.bitwise_xor_(low))
             self.rows[start // ROW :][:rows, 0] = mixed
         lanes = torch.arange(ROW, dtype=torch.int32, device=device)
         self.lanes = lanes.mul_(_signed(_GOLDEN))

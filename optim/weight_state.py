@@ -121,7 +121,8 @@ class WeightState:
         """
         slots = {}
         for name, slot in self.optimizer.slots.items():
-            slots[name] = self._layout.zeros(dtype if slot.half else torch.float32, slot.initial)
+            slot_dtype = dtype if slot.half else torch.float32
+            slots[name] = self._layout.zeros(slot_dtype, slot.initial)
         weights = working if dtype == working.dtype else working.to(dtype)
         return Buffers(self.gradients.flat, weights, working, slots)
 

@@ -441,8 +441,10 @@ class _SqueezedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         """Return gradients from that of the output, `dy`."""
-        _, _, bias, *_ = ctx.saved_tensors
-        dx, dweight, dbias, *dsqueeze = _gradients(dy, *ctx.saved_tensors, ctx.groups)
+        # Read once: a block that is recomputed gives them away only once.
+        saved = ctx.saved_tensors
+        dx, dweight, dbias, *dsqueeze = _gradients(dy, *saved, ctx.groups)
+        bias = saved[2]
         return dx, dweight, None if bias is None else dbias, *dsqueeze, None, None
 
 

@@ -390,7 +390,8 @@ def convolution(
     # NULL for a normalisation that there is not, before or behind; memory for moments is only where
     # they are wanted.
     packed = _packed(weight, backward=False)
-    y = x.new_empty(len(x), geometry.out_height, geometry.out_width, x.shape[-1])
+    shape = (len(x), geometry.out_height, geometry.out_width, x.shape[-1])
+    y = x.new_empty(shape)
     moments = torch.empty(len(x), groups, 2) if groups else None
     _library().convolution_of(
         _convolution(x, geometry),
