@@ -1,4 +1,4 @@
-"""What our kernels, for GPUs and for CPUs, ask of timm's blocks and of their convolutions."""
+"""Properties of timm's blocks and convolutions that our kernels, for GPUs and CPUs, depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's gradients are added up: one flat float32 buffer, in the recipe's order."""
+"""The sum of a step's gradients: one flat float32 buffer, added up in the recipe's order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Gradients:
     def show(self) -> None:
         """Have autograd add into the buffer; not for the tree order.
 
-        Needed where somebody has set the parameters' gradients to None.
+        Needed after the parameters' gradients were set to None.
         """
         self._show(self._parameters, self.views)
 

@@ -1,4 +1,4 @@
-"""What the kernels of a block's layers do for each other.
+"""timm's blocks with fused layers that save each other passes over the memory.
 
 - The residual is added in the kernels of the last normalisation, together with stochastic depth,
   and its gradient in the matrix product of the expansion. Of tensors like the block's output,

@@ -83,7 +83,7 @@ class FusedGroupNormAct(GroupNormAct):
             x: [N, C, H, W].
             kept: [N], or None.
             residual: of x's shape, dtype and layout, or None.
-            copied: whether the residual's gradient is a tensor that nobody else has.
+            copied: whether the residual's gradient is a copy, which its reader may overwrite.
         """
         settings = _Settings(self.num_groups, self.eps, self.apply_act, copied)
         return _GroupNormAct.apply(x, self.weight, self.bias, kept, residual, settings)

@@ -1,12 +1,12 @@
-"""What the kernels in `group_norm_kernels.py` and `squeeze_kernels.py` are made of.
+"""Functions that the kernels in `group_norm_kernels.py` and `squeeze_kernels.py` are made of.
 
 A program computes a strip: some channels by some pixels of one image. It takes the strip's tiles,
 [ROWS, COLUMNS], channels by pixels, one after the other, in either layout. All arithmetic is
 float32.
 
-What belongs together is a NamedTuple, as Triton has no other records whose interface is public. It
-takes tensors only: a constant that is stored in one is no constant any more. Tried with Triton 3.6
-and 3.8; without this the kernels would not compile (tests/test_gpu_compiler.py).
+Values that belong together are a NamedTuple, as Triton has no other records whose interface is
+public. It takes tensors only: a constant that is stored in one is no constant any more. Tried with
+Triton 3.6 and 3.8; tests/test_gpu_path.py compiles the kernels.
 """
 
 import math

@@ -276,7 +276,7 @@ class _Expansion(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         """Return the convolution of `x`, and `x`."""
-        # Without a residual nobody reads the second: its gradient is None then, not zeros.
+        # Without a residual the second result is not read: its gradient is None then, not zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         wide = F.linear(pixels_last(x), weight.flatten(1))
