@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Container, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Container, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 
 class BlockCost(NamedTuple):
@@ -41,6 +41,7 @@ class Cut(NamedTuple):
     @property
     def imbalance(self) -> float:
         """Share by which the slowest stage takes longer than the mean of all: 0 for an even cut."""
+        # A model without convolutions has no multiply-adds: nothing is uneven then.
         mean = math.fsum(self.seconds) / len(self.seconds)
         return max(self.seconds) / mean - 1 if mean else 0.0
 
@@ -62,7 +63,7 @@ class Cut(NamedTuple):
             f"split [{', '.join(self.cuts)}] ({origin}): stages take {shares} % of the time, "
             f"{100 * self.imbalance:.1f} % from even; memory {megabytes} MB"
         )
-        if self.fits:
+        if self.memory is None or self.fits:
             return line
         return f"{line}: no cut fits into {self.memory / 1e6:,.0f} MB, this one needs least"
 
@@ -82,8 +83,26 @@ class _StageCost(NamedTuple):
     bytes: int
 
 
+class _Phases(NamedTuple):
+    """Seconds of each block in the two phases of a step."""
+
+    forward: List[float]
+    backward: List[float]
+
+
+class _Activations(NamedTuple):
+    """Bytes of each block's activations.
+
+    kept: for each micro batch in flight.
+    transient: once, while the block is recomputed.
+    """
+
+    kept: List[int]
+    transient: List[int]
+
+
 def balance(
-    costs: Dict[str, BlockCost],
+    costs: Mapping[str, BlockCost],
     stages: int,
     *,
     in_flight: Sequence[int],
@@ -125,23 +144,10 @@ def balance(
     if stages > able:
         raise ValueError(f"{stages} stages are more than the {able} blocks that have parameters")
 
-    # The fastest of the cuts that fit; if none does, the one that needs least memory.
     spans = _span_costs(costs, in_flight, recompute, bytes_per_parameter)
-    allowed = spans
-    if memory is not None:
-        allowed = {span: cost for span, cost in spans.items() if cost.bytes <= memory}
-    edges = _best_edges(allowed, stages, len(names), order=("seconds", "bytes"))
-    if edges is None:
-        edges = _best_edges(spans, stages, len(names), order=("bytes", "seconds"))
-        allowed = spans
-    assert edges is not None  # there are enough blocks with parameters
-
+    edges, allowed = _fastest_edges(spans, stages, len(names), memory)
     if phases:
-        forward = [cost.forward for cost in costs.values()]
-        both = [_seconds(name, cost, recompute) for name, cost in costs.items()]
-        # What is computed again is computed in the backward phase.
-        backward = [whole - once for whole, once in zip(both, forward)]
-        edges = _move_edges(edges, forward, backward, allowed)
+        edges = _move_edges(edges, _phase_seconds(costs, recompute), allowed)
 
     chosen = [spans[span] for span in _spans(edges)]
     return Cut(
@@ -152,8 +158,12 @@ def balance(
     )
 
 
-def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
+def split_names(names: Sequence[str], cuts: Sequence[str]) -> List[List[str]]:
     """Return `names` as consecutive lists, a new one opening at each name in `cuts`.
+
+    Args:
+        names: of blocks, in running order.
+        cuts: the blocks that open the lists after the first.
 
     Raises:
         ValueError: a cut is no block, is the first block, or is out of order.
@@ -161,9 +171,12 @@ def split_names(names: Sequence[str], cuts: Sequence[str]) -> list:
     for cut in cuts:
         if cut not in names:
             raise ValueError(f"{cut} is not a block; the blocks are {', '.join(names)}")
+    # A cut that is out of order, or given twice, leaves an empty slice between two edges.
     positions = [list(names).index(cut) for cut in cuts]
     edges = [0, *positions, len(names)]
-    stages = [list(names[start:end]) for start, end in zip(edges, edges[1:])]
+    stages = []
+    for start, end in zip(edges, edges[1:]):
+        stages.append(list(names[start:end]))
     if not all(stages):
         given = ", ".join(cuts)
         raise ValueError(
@@ -178,8 +191,17 @@ def _seconds(name: str, cost: BlockCost, recompute: Container[str]) -> float:
     return cost.forward * forward_passes + cost.backward
 
 
+def _phase_seconds(costs: Mapping[str, BlockCost], recompute: Container[str]) -> _Phases:
+    """Return seconds of each block in the forward and in the backward phase of a step."""
+    forward = [cost.forward for cost in costs.values()]
+    both = [_seconds(name, cost, recompute) for name, cost in costs.items()]
+    # A block that is recomputed is so in the backward phase.
+    backward = [whole - once for whole, once in zip(both, forward)]
+    return _Phases(forward, backward)
+
+
 def _span_costs(
-    costs: Dict[str, BlockCost],
+    costs: Mapping[str, BlockCost],
     in_flight: Sequence[int],
     recompute: Container[str],
     bytes_per_parameter: float,
@@ -190,8 +212,27 @@ def _span_costs(
     """
     seconds = [_seconds(name, cost, recompute) for name, cost in costs.items()]
     parameters = [cost.parameters for cost in costs.values()]
-    # Bytes of each block for each micro batch in flight, and those that are there once, while it is
-    # recomputed.
+    activations = _activation_bytes(costs, recompute)
+
+    spans = {}
+    for first, end in itertools.combinations(range(len(costs) + 1), 2):
+        blocks = slice(first, end)
+        # Each stage has an optimizer, and there is none of no parameters.
+        if not any(parameters[blocks]):
+            continue
+        span_seconds = math.fsum(seconds[blocks])
+        state = round(bytes_per_parameter * sum(parameters[blocks]))
+        # Blocks are recomputed one after the other: the largest needs its memory, once.
+        once = state + max(activations.transient[blocks])
+        in_each = sum(activations.kept[blocks])
+        for stage, micro_batches in enumerate(in_flight):
+            span_bytes = micro_batches * in_each + once
+            spans[_Span(stage, first, end)] = _StageCost(span_seconds, span_bytes)
+    return spans
+
+
+def _activation_bytes(costs: Mapping[str, BlockCost], recompute: Container[str]) -> _Activations:
+    """Return the bytes of each block's activations. Arguments as of `balance`."""
     kept = []
     transient = []
     input_bytes = 0  # the first block's are images, which are there anyway
@@ -199,19 +240,36 @@ def _span_costs(
         kept.append(input_bytes if name in recompute else cost.saved)
         transient.append(cost.saved if name in recompute else 0)
         input_bytes = cost.output
+    return _Activations(kept, transient)
 
-    spans = {}
-    for first, end in itertools.combinations(range(len(costs) + 1), 2):
-        blocks = slice(first, end)
-        if not any(parameters[blocks]):
-            continue
-        span_seconds = math.fsum(seconds[blocks])
-        state = round(bytes_per_parameter * sum(parameters[blocks]))
-        once = state + max(transient[blocks])
-        for stage, micro_batches in enumerate(in_flight):
-            span_bytes = micro_batches * sum(kept[blocks]) + once
-            spans[_Span(stage, first, end)] = _StageCost(span_seconds, span_bytes)
-    return spans
+
+def _fastest_edges(
+    spans: Dict[_Span, _StageCost],
+    stages: int,
+    blocks: int,
+    memory: Optional[int],
+) -> Tuple[List[int], Dict[_Span, _StageCost]]:
+    """Return the edges of the fastest cut that fits, or if none does of the one that needs least.
+
+    Args:
+        spans: the stages that a cut may have.
+        stages: their number.
+        blocks: their number.
+        memory: bytes of a device; None is enough for any cut.
+
+    Returns:
+        The edges 0, ..., `blocks`, and the stages among which they were chosen.
+    """
+    fitting = spans
+    if memory is not None:
+        fitting = _at_most(spans, "bytes", memory)
+    edges = _best_edges(fitting, stages, blocks, order=("seconds", "bytes"))
+    if edges is not None:
+        return edges, fitting
+    # A cut that does not fit is of use, too: it says how much memory is missing.
+    edges = _best_edges(spans, stages, blocks, order=("bytes", "seconds"))
+    assert edges is not None  # there are enough blocks with parameters
+    return edges, spans
 
 
 def _spans(edges: Sequence[int]) -> List[_Span]:
@@ -243,6 +301,7 @@ def _best_edges(
     for kind in order:
         # (stages so far, block behind them) -> (largest cost up to there, edges so far)
         best = {(0, 0): (-math.inf, [0])}
+        # Sorted by stage: all ways to a place are known before one goes on from it.
         for span, cost in sorted(spans.items()):
             if (span.stage, span.first) not in best:
                 continue
@@ -253,39 +312,48 @@ def _best_edges(
         if (stages, blocks) not in best:
             return None
         limit, edges = best[stages, blocks]
-        spans = {span: cost for span, cost in spans.items() if getattr(cost, kind) <= limit}
+        spans = _at_most(spans, kind, limit)
     return edges
 
 
-def _move_edges(
-    edges: List[int], forward: Sequence[float], backward: Sequence[float], allowed: Container[_Span]
-) -> List[int]:
-    """Move edges by one or two blocks as long as that makes a step of two phases faster.
+def _at_most(
+    spans: Dict[_Span, _StageCost],
+    kind: str,
+    limit: float,
+) -> Dict[_Span, _StageCost]:
+    """Return the stages whose cost of a `kind`, a field of `_StageCost`, is at most `limit`."""
+    return {span: cost for span, cost in spans.items() if getattr(cost, kind) <= limit}
 
-    It takes as long as the slowest forward and the slowest backward pass of a stage.
+
+def _move_edges(edges: List[int], seconds: _Phases, allowed: Container[_Span]) -> List[int]:
+    """Move edges by one or two blocks as long as that makes a step of two phases faster.
 
     Args:
         edges: numbers of blocks, 0 and that behind the last among them.
-        forward, backward: seconds of each block.
+        seconds: of each block.
         allowed: the stages that the cut may have.
     """
-
-    def slowness(edges: Sequence[int]) -> float:
-        """Return seconds of both phases of the cut at `edges`."""
-        stages = [slice(span.first, span.end) for span in _spans(edges)]
-        slowest_forward = max(math.fsum(forward[stage]) for stage in stages)
-        slowest_backward = max(math.fsum(backward[stage]) for stage in stages)
-        return slowest_forward + slowest_backward
-
+    # Ends: the time falls with every round, and there are finitely many cuts.
     while True:
         best = edges
         for moved in _neighbours(edges):
             possible = all(span in allowed for span in _spans(moved))
-            if possible and slowness(moved) < slowness(best):
+            if possible and _step_seconds(moved, seconds) < _step_seconds(best, seconds):
                 best = moved
         if best is edges:
             return edges
         edges = best
+
+
+def _step_seconds(edges: Sequence[int], seconds: _Phases) -> float:
+    """Return how long a step of two phases takes with the cut at `edges`.
+
+    It is as long as the slowest forward and the slowest backward pass of a stage.
+    """
+    stages = [slice(span.first, span.end) for span in _spans(edges)]
+    slowest_forward = max(math.fsum(seconds.forward[stage]) for stage in stages)
+    slowest_backward = max(math.fsum(seconds.backward[stage]) for stage in stages)
+    return slowest_forward + slowest_backward
 
 
 def _neighbours(edges: List[int]) -> Iterator[List[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Dict, Iterable, Sequence, Tuple, Type
+from typing import Any, ClassVar, Dict, Iterable, List, Sequence, Tuple, Type
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class BlockList(nn.Module):
 
     def __init__(self, blocks: Iterable[Tuple[str, nn.Module]]):
         super().__init__()
-        self.names = []
+        self.names: List[str] = []
         for name, block in blocks:
             *path, last = name.split(".")
             # An empty module for each component before the last; blocks may share it.
@@ -34,7 +34,7 @@ class BlockList(nn.Module):
             for component in path:
                 if component not in parent._modules:
                     parent.add_module(component, nn.Module())
-                parent = parent._modules[component]
+                parent = parent.get_submodule(component)
             parent.add_module(last, block)
             self.names.append(name)
 
@@ -48,6 +48,7 @@ class BlockList(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the last block makes of `x`, the first block's input."""
+        # By name and not by `children`: modules nest, and a `patch` may replace a block.
         for name in self.names:
             x = self.get_submodule(name)(x)
         return x

@@ -1,4 +1,4 @@
-"""What our kernels, for GPUs and for CPUs, ask of timm's blocks and of their convolutions."""
+"""Properties of timm's blocks and convolutions that our kernels, for GPUs and CPUs, depend on."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ def kept(block: nn.Module, x: torch.Tensor) -> Optional[torch.Tensor]:
         block: timm's.
         x: its input, [N, C, H, W].
     """
+    # timm's own stochastic depth, and the identity where there is none, draw no masks of ours.
     return block.drop_path.current(x) if isinstance(block.drop_path, DropPath) else None
 
 
 def squeezes(block: nn.Module) -> bool:
-    """Return whether `block` goes from its normalisation to timm's squeeze and excitation."""
+    """Return whether `block` goes from its normalisation to timm's squeeze and excitation.
+
+    Args:
+        block: timm's.
+    """
+    # Types, not isinstance: a subclass may compute something else than our kernels do.
     se = block.se
     return (
         type(se) is SqueezeExcite
@@ -55,7 +61,7 @@ def geometry(
         return out_size, [kernel // 2] * 2
     padding = []
     for side, out_side in zip(size, out_size):
-        # The total is the least; its odd one goes to the end.
+        # The total is the least that the output needs; its odd one goes to the end.
         total = max((out_side - 1) * stride + kernel - side, 0)
         padding.append(total // 2)
     return out_size, padding

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import statistics
 import time
-from typing import Dict, Iterator, NamedTuple, Sequence
+from typing import Dict, Iterator, List, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -61,7 +61,10 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
     blocks = {name: model.block(name) for name in model.names}
     with torch.enable_grad():
         sizes = _measure_sizes(blocks, images)
-        rounds = [_measure_seconds(blocks, images) for _ in range(repetitions)]
+        rounds = []
+        for _ in range(repetitions):
+            rounds.append(_measure_seconds(blocks, images))
+    # The minimum: others' work on the machine only ever adds time.
     costs = {}
     for name in blocks:
         forward = min(seconds[name].forward for seconds in rounds)
@@ -77,6 +80,7 @@ def median(measured: Sequence[Dict[str, BlockCost]]) -> Dict[str, BlockCost]:
         measured: what each process has measured.
     """
     medians = {}
+    # The median: a process beside which other work runs does not move it.
     for name, cost in measured[0].items():
         forward = statistics.median(costs[name].forward for costs in measured)
         backward = statistics.median(costs[name].backward for costs in measured)
@@ -96,6 +100,7 @@ def _measure_sizes(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[s
             output=output.numel() * output.element_size(),
             parameters=sum(parameter.numel() for parameter in block.parameters()),
         )
+        # As a stage would get it: without the graph of the blocks before.
         x = output.detach().requires_grad_(output.requires_grad)
     return sizes
 
@@ -103,29 +108,16 @@ def _measure_sizes(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[s
 def _measure_seconds(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict[str, _Seconds]:
     """Time each block's forward and backward pass. No `.grad` is touched."""
     forward = dict.fromkeys(blocks, 0.0)
-    backward = dict.fromkeys(blocks, 0.0)
-    # Forward, micro batch after micro batch. Each block has an input of its own, where its backward
-    # pass ends.
     passes = []
     for _ in range(_IN_TURN):
-        x = images
-        for name, block in blocks.items():
-            started = _now(x.device)
-            output = block(x)
-            forward[name] += _now(x.device) - started
-            passes.append(_Pass(name, block, x, output))
-            x = output.detach().requires_grad_(output.requires_grad)
-    # Backward, the last first; what a pass has saved is freed after it.
+        passes += _time_forward(blocks, images, forward)
+
+    # The last first; what a pass has saved is freed after it.
+    backward = dict.fromkeys(blocks, 0.0)
     while passes:
         last = passes.pop()
-        if not last.output.requires_grad:
-            continue
-        inputs = [last.input, *last.block.parameters()]
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        gradient = last.output.detach()  # any values of a likely size
-        started = _now(last.input.device)
-        torch.autograd.grad(last.output, wanted, gradient, allow_unused=True)
-        backward[last.name] += _now(last.input.device) - started
+        backward[last.name] += _time_backward(last)
+
     seconds = {}
     for name in blocks:
         seconds[name] = _Seconds(
@@ -133,6 +125,37 @@ def _measure_seconds(blocks: Dict[str, nn.Module], images: torch.Tensor) -> Dict
             backward=backward[name] / _IN_TURN,
         )
     return seconds
+
+
+def _time_forward(
+    blocks: Dict[str, nn.Module],
+    images: torch.Tensor,
+    seconds: Dict[str, float],
+) -> List[_Pass]:
+    """Send a micro batch forward, add up each block's `seconds`, and return the passes in order."""
+    passes = []
+    x = images
+    for name, block in blocks.items():
+        started = _now(x.device)
+        output = block(x)
+        seconds[name] += _now(x.device) - started
+        passes.append(_Pass(name, block, x, output))
+        # Each block has an input of its own, where its backward pass ends.
+        x = output.detach().requires_grad_(output.requires_grad)
+    return passes
+
+
+def _time_backward(forward: _Pass) -> float:
+    """Return seconds of a block's backward pass after its `forward` one."""
+    # Preprocessing has nothing to train and no gradient.
+    if not forward.output.requires_grad:
+        return 0.0
+    inputs = [forward.input, *forward.block.parameters()]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    gradient = forward.output.detach()  # any values of a likely size
+    started = _now(forward.input.device)
+    torch.autograd.grad(forward.output, wanted, gradient, allow_unused=True)
+    return _now(forward.input.device) - started
 
 
 def _now(device: torch.device) -> float:
@@ -149,6 +172,7 @@ def saved_bytes(block: nn.Module) -> Iterator[Dict[int, int]]:
     Args:
         block: whose parameters and buffers are left out.
     """
+    # By storage, because views of one tensor, saved twice, take its memory once.
     sizes: Dict[int, int] = {}
     alive = [*block.parameters(), *block.buffers()]
     own_storages = {tensor.untyped_storage()._cdata for tensor in alive}

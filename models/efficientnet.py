@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 from timm.models._efficientnet_builder import decode_arch_def, round_channels
@@ -45,21 +45,19 @@ class EfficientNetFamily(Family):
         Raises:
             ConfigError: channels do not divide into a norm's groups.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(key("weights", seed) >> 1)
-            timms = _timm_model(model)
-        with torch.no_grad():
-            # timm, like the authors, draws them between -1 and 1 over the root of the classes. With
-            # ten classes the first loss is then 5 instead of 2.3, and SGD never recovers.
-            timms.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
-
+        timms = _drawn_model(model, seed)
         draws = Draws(seed)
-        blocks = [("preprocess", Preprocess(model.mean, model.std)), ("stem", _Stem(timms))]
-        for stage_number, stage in enumerate(timms.blocks):
-            for number, block in enumerate(stage):
+        blocks: List[Tuple[str, nn.Module]] = [
+            ("preprocess", Preprocess(model.mean, model.std)),
+            ("stem", _Stem(timms)),
+        ]
+        # timm's containers, torch's Sequential, yield their modules in running order.
+        for stage_number, stage in enumerate(timms.blocks.children()):
+            for number, block in enumerate(stage.children()):
                 name = f"blocks.{stage_number}.{number}"
                 _use_our_drop_path(block, name, draws)
                 blocks.append((name, block))
+        assert model.dropout is not None  # the name gives it where the recipe does not
         dropout = Dropout(model.dropout, "head", draws, per_row=timms.num_features)
         blocks.append(("head", Head(timms, dropout)))
         result = BlockList(blocks)
@@ -83,12 +81,17 @@ class EfficientNetFamily(Family):
             no such model, and none where the weights are of no EfficientNet.
         """
         known = {timm_name(name): shape for name, shape in shapes.items()}
-        expansion = known.get("blocks.1.0.conv_pw.weight")
-        convolution = known.get("blocks.1.0.conv_dw.weight")
+        # The first block with an expansion. Under these names a file may have anything.
+        expansion = known.get("blocks.1.0.conv_pw.weight", ())
+        convolution = known.get("blocks.1.0.conv_dw.weight", ())
         for shape in (expansion, convolution):
-            if shape is None or len(shape) != 4 or 0 in shape:
+            if len(shape) != 4 or 0 in shape:
                 return {}
-        keys = {"group_size": convolution[1], "expansion": expansion[0] // expansion[1]}
+        # Weights are [out, in / groups, height, width].
+        keys: Dict[str, Any] = {
+            "group_size": convolution[1],
+            "expansion": expansion[0] // expansion[1],
+        }
         if any(name.endswith("running_mean") for name in known):
             keys["norm"] = "batch"
         return {**_scale_of(known), **keys}
@@ -111,6 +114,7 @@ def _scale_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, float]:
     # A file may have a single number, of shape (), under these names.
     stem_channels = (shapes.get("conv_stem.weight") or (0,))[0]
     head_channels = (shapes.get("conv_head.weight") or (0,))[0]
+    # By both: B0 and B1 have one width.
     for scale in network.SCALES.values():
         width = scale["width"]
         depth = scale["depth"]
@@ -171,10 +175,25 @@ class Head(nn.Module):
         return self.bn2(self.conv_head(x)).mean((2, 3))
 
 
+def _drawn_model(model: network.EfficientNet, seed: int) -> EfficientNet:
+    """Build timm's EfficientNet of a section, with weights drawn by `seed`."""
+    # timm draws from torch's generator, which is given back as it was: nothing of ours draws from
+    # there, but a program that calls this may.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(key("weights", seed) >> 1)
+        timms = _timm_model(model)
+    # timm, like the authors, draws the classifier's between -1 and 1 over the root of the classes.
+    # With ten classes the first loss is then 5 instead of 2.3, and SGD never recovers.
+    with torch.no_grad():
+        timms.classifier.weight.mul_(min(1.0, model.classes / 1000) ** 0.5)
+    return timms
+
+
 def _timm_model(model: network.EfficientNet) -> EfficientNet:
     """Build timm's EfficientNet of a section, with our normalisation layers."""
     rounded = functools.partial(round_channels, multiplier=model.width, divisor=CHANNEL_DIVISOR)
     stages = decode_arch_def([[stage.describe(model.expansion)] for stage in STAGES], model.depth)
+
     # Each block has its own group size: timm takes one for all, and refuses channels that it does
     # not divide.
     channels = rounded(STEM_CHANNELS)

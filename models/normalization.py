@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Tuple
+from typing import Callable, List, Tuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 # Points at which a proxy's moments are taken: exact to 1e-10 where weight x (1 + proxy_scale) is 1,
 # to 1e-4 where it is 3.
 _NODES = 32
+
+T = TypeVar("T", bound="_FullPrecisionBuffers")
 
 
 class GroupNormAct(nn.GroupNorm):
@@ -43,7 +45,7 @@ class GroupNormAct(nn.GroupNorm):
         super().__init__(groups, channels, eps=eps)
         self.apply_act = apply_act
         if not shift:
-            self.bias = None
+            self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised and activated `x`, [N, C, H, W]."""
@@ -57,10 +59,15 @@ class _FullPrecisionBuffers(nn.Module):
     In a float64 model they are float64.
     """
 
-    def _apply(self, function, recurse=True):
-        before = dict(self._buffers)
+    def _apply(
+        self: T,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
+    ) -> T:
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(function)
-        for name, buffer in self._buffers.items():
+        # From what was there before: a way through half precision would lose digits.
+        for name, buffer in self.named_buffers(recurse=False):
             if buffer.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = before[name].to(buffer.device, torch.float32)
         return self
@@ -82,6 +89,9 @@ class BatchNormAct(_FullPrecisionBuffers):
     Source: Ioffe and Szegedy, 1502.03167.
     """
 
+    running_mean: torch.Tensor  # [C], float32
+    running_var: torch.Tensor  # [C], float32
+
     def __init__(self, channels: int, eps: float, momentum: float, apply_act: bool = True):
         super().__init__()
         self.eps = eps
@@ -99,6 +109,8 @@ class BatchNormAct(_FullPrecisionBuffers):
         Raises:
             ValueError: torch's, for one value per channel in training: it would have no variance.
         """
+        # Scale and bias in the statistics' dtype: batch_norm takes them together, also for
+        # half-precision input.
         weight = self.weight.to(self.running_mean.dtype)
         bias = self.bias.to(self.running_mean.dtype)
         mean = self.running_mean
@@ -146,11 +158,15 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
     to 1 %; and division by the standard deviation also in the network's head.
     """
 
+    nodes: torch.Tensor  # [nodes], where a standard normal variable is taken
+    shares: torch.Tensor  # [nodes], weights of the quadrature; they sum up to 1
+
     def __init__(self, channels: int, groups: int, eps: float, proxy_eps: float):
         super().__init__(channels, groups, eps)
         self.proxy_eps = proxy_eps
         self.proxy_shift = nn.Parameter(torch.zeros(channels))
         self.proxy_scale = nn.Parameter(torch.zeros(channels))
+        # Constants, so they are not in the state dict: a file of weights does not depend on them.
         nodes, shares = np.polynomial.hermite_e.hermegauss(_NODES)
         shares = shares / shares.sum()
         self.register_buffer("nodes", torch.tensor(nodes.tolist()), persistent=False)
@@ -162,7 +178,10 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
         scale = (variance + self.proxy_eps).rsqrt()
         shift = -mean * scale
         z = super().forward(x)
-        return torch.addcmul(shift.view(-1, 1, 1), z, scale.view(-1, 1, 1)).to(z.dtype)
+        # A number of each channel for all of its pixels: [C, 1, 1].
+        shift = shift.view(-1, 1, 1)
+        scale = scale.view(-1, 1, 1)
+        return torch.addcmul(shift, z, scale).to(z.dtype)
 
     def moments(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Return mean and variance of each channel's proxy after SiLU, [C] each, float32."""
@@ -181,6 +200,7 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
+    # In place only where no gradient needs what SiLU is given.
     return F.silu(x, inplace=not torch.is_grad_enabled())
 
 
@@ -202,5 +222,6 @@ def norm_parameters(model: nn.Module) -> List[str]:
     names = []
     for prefix, module in model.named_modules():
         if isinstance(module, NORMS):
-            names += [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            for name, _ in module.named_parameters(recurse=False):
+                names.append(f"{prefix}.{name}")
     return names

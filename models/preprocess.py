@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import nn
@@ -19,18 +19,28 @@ class Preprocess(nn.Module):
             dict.
     """
 
+    scale: torch.Tensor  # [3, 1, 1], float32
+    shift: torch.Tensor  # [3, 1, 1], float32
+
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.dtype = torch.float32
         self.memory_format = torch.contiguous_format
+        # (image / 255 - mean) / std as image * scale + shift: a multiplication and an addition.
         scale = [1 / (255 * s) for s in std]
         shift = [-m / s for m, s in zip(mean, std)]
         self.register_buffer("scale", torch.tensor(scale).view(3, 1, 1), persistent=False)
         self.register_buffer("shift", torch.tensor(shift).view(3, 1, 1), persistent=False)
 
-    def _apply(self, function, recurse=True):
+    def _apply(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,
+    ) -> Preprocess:
         """Move with the model to a device, but keep float32 constants: the cast comes later."""
-        self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.scale.device)).dtype
+        # torch gives the function only: an empty tensor shows which dtype it makes.
+        example = torch.empty(0, dtype=self.dtype, device=self.scale.device)
+        self.dtype = function(example).dtype
         scale = self.scale
         shift = self.shift
         super()._apply(function)

@@ -6,7 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, NamedTuple
+from typing import Any, Callable, Dict, NamedTuple, Tuple
 
 from models.balance import BlockCost
 from recipe.config import Model
@@ -91,7 +91,7 @@ def training_flops(model: Model, image_size: int) -> float:
         model: section of the recipe.
         image_size: pixels a side.
     """
-    multiply_adds = sum(block.multiply_adds for block in blocks(model, image_size).values())
+    multiply_adds = sum(shape.multiply_adds for shape in blocks(model, image_size).values())
     return 3 * 2 * multiply_adds
 
 
@@ -108,17 +108,17 @@ def costs(model: Model, image_size: int, micro: int, itemsize: int) -> Dict[str,
         Block's name -> cost, in running order: multiply-adds, without normalisations and
         activations, and bytes.
     """
-    found = {}
+    costs_by_block = {}
     for name, shape in blocks(model, image_size).items():
         forward = micro * shape.multiply_adds
-        found[name] = BlockCost(
+        costs_by_block[name] = BlockCost(
             forward=forward,
             backward=forward * _BACKWARD,
             saved=micro * shape.saved * itemsize + 4 * shape.saved_once,
             output=micro * shape.output * itemsize,
             parameters=shape.parameters,
         )
-    return found
+    return costs_by_block
 
 
 def groups_of(channels: int, group_size: int) -> int:
@@ -135,44 +135,102 @@ def groups_of(channels: int, group_size: int) -> int:
 @SHAPES.implements(EfficientNet)
 def _efficientnet(model: EfficientNet, image_size: int) -> Dict[str, BlockShape]:
     """Return the blocks of models/efficientnet.py as numbers: see `blocks`."""
-    found = {
-        "preprocess": BlockShape(
-            multiply_adds=0,
-            parameters=0,
-            vectors=0,
-            saved=0,
-            output=3 * image_size**2,
-        )
-    }
+    width, depth = _multipliers(model)
+    preprocess = BlockShape(
+        multiply_adds=0,
+        parameters=0,
+        vectors=0,
+        saved=0,
+        output=3 * image_size**2,
+    )
+    channels = _divisible(STEM_CHANNELS * width)
+    stem = _stem(model, channels, image_size)
+    shapes = {"preprocess": preprocess, "stem": stem.shape}
 
-    stem = _Layers(model)
-    channels = _divisible(STEM_CHANNELS * model.width)
-    size = stem.convolution(3, channels, image_size, kernel=3, stride=2)
-    stem.normalisation(channels, size)
-    found["stem"] = stem.block(channels, size)
-
+    size = stem.size
     for number, stage in enumerate(STAGES):
-        out_channels = _divisible(stage.channels * model.width)
-        for repeat in range(math.ceil(stage.repeats * model.depth)):
-            stride = stage.stride if repeat == 0 else 1
-            layers = _Layers(model)
+        out_channels = _divisible(stage.channels * width)
+        for repeat in range(math.ceil(stage.repeats * depth)):
+            # The first block of a stage changes size and channels, the others add to their input.
+            row = stage if repeat == 0 else stage._replace(stride=1)
             # The very first block drops nothing: rates rise from 0.
-            if model.drop_path and channels == out_channels and stride == 1 and len(found) > 2:
-                layers.saved += 1  # the factor of the image
-            size = layers.inverted_bottleneck(stage, channels, out_channels, size, stride)
+            drops = bool(model.drop_path) and len(shapes) > 2
+            block = _block(model, row, _Activation(channels, size), out_channels, drops)
+            shapes[f"blocks.{number}.{repeat}"] = block.shape
+            size = block.size
             channels = out_channels
-            found[f"blocks.{number}.{repeat}"] = layers.block(channels, size)
 
-    head = _Layers(model)
-    features = _divisible(HEAD_CHANNELS * model.width)
-    head.convolution(channels, features, size)
-    head.normalisation(features, size)
-    head.convolution(features, model.classes, 1)  # the classifier, behind a mean over the pixels
-    head.vectors += model.classes
+    shapes["head"] = _head(model, channels, size)
+    return shapes
+
+
+def _multipliers(model: EfficientNet) -> Tuple[float, float]:
+    """Return width and depth of a `model`, multipliers of channels and blocks.
+
+    Its name gives them where the recipe does not, so a section that was read has both.
+    """
+    assert model.width is not None and model.depth is not None
+    return model.width, model.depth
+
+
+class _Activation(NamedTuple):
+    """An activation of an image, [channels, size, size]."""
+
+    channels: int
+    size: int
+
+
+class _Sized(NamedTuple):
+    """A block, and pixels a side of its output."""
+
+    shape: BlockShape
+    size: int
+
+
+def _stem(model: EfficientNet, channels: int, image_size: int) -> _Sized:
+    """Return the stem as numbers, with so many `channels`."""
+    layers = _Layers(model)
+    size = layers.convolution(3, channels, image_size, kernel=3, stride=2)
+    layers.normalisation(channels, size)
+    return _Sized(layers.block(channels, size), size)
+
+
+def _block(
+    model: EfficientNet,
+    stage: Stage,
+    activation: _Activation,
+    out_channels: int,
+    drops: bool,
+) -> _Sized:
+    """Return a block of a stage as numbers.
+
+    Args:
+        model: section of the recipe.
+        stage: its row of the table, with the stride of this block.
+        activation: the input.
+        out_channels: of the output.
+        drops: whether stochastic depth drops it, if it has a branch to drop.
+    """
+    layers = _Layers(model)
+    has_residual = activation.channels == out_channels and stage.stride == 1
+    if drops and has_residual:
+        layers.saved += 1  # the factor of the image
+    size = layers.inverted_bottleneck(stage, activation, out_channels)
+    return _Sized(layers.block(out_channels, size), size)
+
+
+def _head(model: EfficientNet, channels: int, size: int) -> BlockShape:
+    """Return the head as numbers: convolution, mean over the pixels, dropout and classifier."""
+    layers = _Layers(model)
+    features = _divisible(HEAD_CHANNELS * _multipliers(model)[0])
+    layers.convolution(channels, features, size)
+    layers.normalisation(features, size)
+    # A linear layer of a vector counts as a convolution of one pixel.
+    layers.convolution(features, model.classes, 1)
+    layers.vectors += model.classes
     if model.dropout:
-        head.saved += features  # the factors
-    found["head"] = head.block(model.classes, 1)
-    return found
+        layers.saved += features  # the factors
+    return layers.block(model.classes, 1)
 
 
 @SHAPES.implements(Timm)
@@ -185,6 +243,7 @@ def _timm(model: Timm, image_size: int) -> Dict[str, BlockShape]:
 
 def _divisible(value: float) -> int:
     """Return the nearest multiple of 8 that is not below nine tenths of `value`."""
+    # The rule of timm's `make_divisible`: parameters are to agree with those of its models.
     nearest = int(value + CHANNEL_DIVISOR / 2) // CHANNEL_DIVISOR * CHANNEL_DIVISOR
     result = max(CHANNEL_DIVISOR, nearest)
     return result + CHANNEL_DIVISOR if result < 0.9 * value else result
@@ -208,37 +267,37 @@ class _Layers:
     def inverted_bottleneck(
         self,
         stage: Stage,
-        channels: int,
+        activation: _Activation,
         out_channels: int,
-        size: int,
-        stride: int,
     ) -> int:
         """Add timm's block of a row of the table.
 
         Args:
-            stage: the row.
-            channels, out_channels: of input and output.
-            size: pixels a side of the input.
-            stride: of the spatial convolution.
+            stage: the row; its stride is that of the block's spatial convolution.
+            activation: the input.
+            out_channels: of the output.
 
         Returns:
             Pixels a side of the output.
         """
+        channels, size = activation
         expansion = 1 if stage.separable else self._model.expansion
         expanded = _divisible(channels * expansion)
         if not stage.separable:
             self.convolution(channels, expanded, size)
             self.normalisation(expanded, size)
-        groups = groups_of(expanded, self._model.group_size)
+
         size = self.convolution(
             expanded,
             expanded,
             size,
             kernel=stage.kernel,
-            stride=stride,
-            groups=groups,
+            stride=stage.stride,
+            groups=groups_of(expanded, self._model.group_size),
         )
         self.normalisation(expanded, size)
+
+        # SQUEEZE is of the block's input, which the expansion has multiplied.
         self.squeeze(expanded, round(expanded * SQUEEZE / expansion), size)
         self.convolution(expanded, out_channels, size)
         self.normalisation(out_channels, size, activated=False)
@@ -292,6 +351,8 @@ class _Layers:
         if proxy:
             self.saved += elements
             self.saved_once += _PROXY * channels
+
+        # Statistics are of the whole micro batch, or of each image.
         if model.norm == "batch":
             self.saved_once += _STATISTICS * channels
         else:

@@ -51,13 +51,7 @@ class Draws:
         if like.device.type not in _ON_DEVICE:
             return self.keep_mask(layer.name, layer.rate, rows * layer.per_row, like)
 
-        # A micro batch of another size, dtype or device, or a new layer, has another plan.
-        kind = _Kind(rows, like.dtype, like.device)
-        plan = self._plan
-        if plan is None or plan.kind != kind or (layer.name, layer.rate) not in plan.starts:
-            plan = _Plan.of(kind, self.layers)
-            self._plan = plan
-            self._ahead = _Ahead()
+        plan = self._plan_for(layer, _Kind(rows, like.dtype, like.device))
 
         # The first mask that is asked for in AHEAD micro batches draws all masks of all of them.
         number, place = divmod(self.micro_batch, AHEAD)
@@ -65,6 +59,19 @@ class Draws:
             self._ahead = _Ahead(self.step, number, plan.draw(self._keys(number)))
         start = plan.starts[layer.name, layer.rate]
         return self._ahead.masks[place, start : start + rows * layer.per_row]
+
+    def _plan_for(self, layer: _Dropping, kind: _Kind) -> _Plan:
+        """Return the plan of all masks, made anew where it is not one of this layer and kind.
+
+        That is a micro batch of another size, dtype or device, or a layer that is new.
+        """
+        plan = self._plan
+        if plan is None or plan.kind != kind or (layer.name, layer.rate) not in plan.starts:
+            plan = _Plan.of(kind, self.layers)
+            self._plan = plan
+            # Masks that were drawn by the plan before lie otherwise.
+            self._ahead = _Ahead()
+        return plan
 
     def _keys(self, number: int) -> List[List[int]]:
         """Return keys of draws, [AHEAD][layers], for the micro batches from AHEAD x `number` on."""
@@ -88,6 +95,7 @@ class Draws:
         """
         draw = key("model", self.seed, self.step, self.micro_batch, name)
         counter = np.arange(count, dtype=np.uint64)
+        # Integers are compared, so that all devices decide alike.
         kept = bits32(draw, counter) >= int(rate * 2**32)
         mask = torch.from_numpy(kept.astype(np.float32) / (1 - rate))
         return mask.to(like.device, like.dtype, non_blocking=True)
@@ -130,28 +138,29 @@ class _Plan(NamedTuple):
     def of(cls, kind: _Kind, layers: Sequence[_Dropping]) -> _Plan:
         """Plan the masks of `layers`, in their order, for micro batches of one `kind`."""
         # Where each layer's mask begins. Its length is rounded up.
-        counts = []
-        starts = {}
+        counts: List[int] = []
+        starts: Dict[Tuple[str, float], int] = {}
         for layer in layers:
             starts[layer.name, layer.rate] = sum(counts)
             blocks = -(-kind.rows * layer.per_row // _ALIGNED)
             counts.append(blocks * _ALIGNED)
+
+        # Numbers of each layer, as `Draws.keep_mask` has them.
         counters = [np.arange(count) for count in counts]
         thresholds = [int(layer.rate * 2**32) for layer in layers]
         scales = [np.float32(1) / np.float32(1 - layer.rate) for layer in layers]
 
-        # From a number of each layer to one of each of its elements.
-        layer = torch.from_numpy(np.repeat(range(len(layers)), counts))
-        counter = torch.from_numpy(np.concatenate(counters))
-        threshold = torch.from_numpy(np.repeat(thresholds, counts))
-        scale = torch.from_numpy(np.repeat(scales, counts))
+        def of_elements(numbers: Sequence[float]) -> torch.Tensor:
+            """Return the number of its layer for each element, from `numbers` of the layers."""
+            return torch.from_numpy(np.repeat(numbers, counts)).to(kind.device)
+
         return cls(
             kind=kind,
             starts=starts,
-            layer=layer.to(kind.device),
-            counter=counter.to(kind.device),
-            threshold=threshold.to(kind.device),
-            scale=scale.to(kind.device, kind.dtype),
+            layer=of_elements(range(len(layers))),
+            counter=torch.from_numpy(np.concatenate(counters)).to(kind.device),
+            threshold=of_elements(thresholds),
+            scale=of_elements(scales).to(kind.dtype),
         )
 
     def draw(self, keys: List[List[int]]) -> torch.Tensor:
@@ -168,11 +177,12 @@ class _Plan(NamedTuple):
         wide = np.array(keys, np.uint64)
         low_bits = wide & np.uint64(MASK32)
         high_bits = wide >> np.uint64(32)
-        halves = np.stack([low_bits, high_bits])
-        halves = torch.from_numpy(halves.astype(np.int64))
+        # [2, micro batches, layers]
+        halves = torch.from_numpy(np.stack([low_bits, high_bits]).astype(np.int64))
         if torch.cuda.is_available():
             halves = halves.pin_memory()  # else the copy would wait for the device
-        low, high = halves.to(self.layer.device, non_blocking=True).index_select(2, self.layer)
+        halves = halves.to(self.layer.device, non_blocking=True)
+        low, high = halves.index_select(2, self.layer)
         # bits32 of recipe/randomness.py, of a key for each element.
         bits = mix32((mix32(low ^ self.counter) + high) & MASK32)
         return torch.where(bits >= self.threshold, self.scale, 0.0)
@@ -203,7 +213,8 @@ class _Dropping(nn.Module):
 
     def current(self, x: torch.Tensor) -> Optional[torch.Tensor]:
         """Return the mask for `x`, [N x per_row]; None where nothing is dropped."""
-        if self.mask is not None:  # first: compiled, layers of all rates are then one program
+        # The mask first, not training and rate: compiled, layers of all rates are then one program.
+        if self.mask is not None:
             return self.mask
         return self.draw(len(x), x) if self.training and self.rate else None
 
@@ -212,6 +223,7 @@ class _Dropping(nn.Module):
         mask = self.current(x)
         if mask is None:
             return x
+        # [N, per_row] for a vector of each image, [N, 1, 1, 1] for an image.
         ones = [1] * (x.dim() - 2)
         return x * mask.view(len(x), self.per_row, *ones)
 

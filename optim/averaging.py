@@ -31,7 +31,8 @@ class WeightAverage:
         self.tensors: List[torch.Tensor] = []
         for source in sources:
             self.tensors.append(torch.zeros_like(source, dtype=torch.float32))
-        self.count = torch.zeros((), dtype=torch.int64, device=self.tensors[0].device)
+        device = self.tensors[0].device
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def add(
@@ -46,10 +47,14 @@ class WeightAverage:
             counts: bool or int64 [], how many times the weights count. 0 leaves the average as it
                 is: the update was skipped. None is 1.
         """
-        times = torch.ones_like(self.count) if counts is None else counts.to(torch.int64)
+        if counts is None:
+            times = torch.ones_like(self.count)
+        else:
+            times = counts.to(torch.int64)
         self.count = self.count + times
         # 1 for the first, (1 - decay) in the long run; 0 where nothing counts, and lerp then
         # changes no bit.
+        # In float64: with a decay near 1 float32 would have few digits of 1 - decay^count.
         new = 1 - self._decay ** times.double()
         all_of_them = 1 - self._decay ** self.count.clamp(min=1).double()
         share = (new / all_of_them).float()

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Set, Type
+from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Type
 
+import torch
 from torch import nn
 
+from optim.layout import Run
+from optim.norms import Norms
 from optim.optimizer_update import OptimizerUpdate, Target
+from recipe import optimization
 from recipe.kinds import Registry
-from recipe.optimization import Optimizer, Slot
+from recipe.optimization import Slot
 
 OPTIMIZERS: Registry[Type[HasSlots]] = Registry("an optimizer")
 
 
-class HasSlots:
-    """Mixed into the torch optimizer that implements a section's class, before it.
+class Update(Protocol):
+    """Makes updates of a `Target`: see `WeightState.prepare` and `WeightState.apply`.
+
+    run: runs its passes; may be replaced.
+    """
+
+    run: Run
+
+    def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
+        """Prepare an update: divide the gradients by `divisor`, and return whether all are finite.
+
+        Args:
+            divisor: float32 [].
+        """
+
+    def apply(self, index: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
+        """Make the update that was prepared.
+
+        Args:
+            index: of the update, from 0.
+            lr: learning rate.
+            finite: bool [], whether anything may change.
+            measure: return norms.
+        """
+
+
+class HasSlots(torch.optim.Optimizer):
+    """Base of optimizers, before the library's class whose step it is.
 
     slots: by name, the tensors that the optimizer keeps in `state[parameter]`; `factory.create`
         sets the section's.
@@ -25,14 +55,17 @@ class HasSlots:
     numbers: Sequence[str] = ()
 
     @classmethod
-    def of(cls, section: Any, groups: list) -> HasSlots:
+    def of(cls, section: Any, groups: List[Dict[str, Any]]) -> HasSlots:
         """Return an optimizer with the section's numbers.
 
         Args:
             section: of the recipe.
             groups: parameter groups with their `options`.
         """
-        return cls(groups, lr=0.0, **{key: getattr(section, key) for key in cls.numbers})
+        # The library's constructor takes them, but that of torch's base class, which types know,
+        # takes other arguments.
+        create: Callable[..., HasSlots] = cls
+        return create(groups, lr=0.0, **{key: getattr(section, key) for key in cls.numbers})
 
     @classmethod
     def groups(
@@ -41,7 +74,7 @@ class HasSlots:
         parameters: Mapping[str, nn.Parameter],
         skipped: Set[str],
         hidden: Mapping[str, int],
-    ) -> List[dict]:
+    ) -> List[Dict[str, Any]]:
         """Return two parameter groups: all others, and the skipped ones; either may be empty.
 
         Args:
@@ -64,7 +97,7 @@ class HasSlots:
         ]
 
     @staticmethod
-    def options(section: Any, skipped: bool) -> dict:
+    def options(section: Any, skipped: bool) -> Dict[str, Any]:
         """Return the options of the group of skipped parameters, or of the others.
 
         Args:
@@ -87,7 +120,7 @@ class HasSlots:
         self,
         target: Target,
         create: Callable[[Dict[str, nn.Parameter]], HasSlots],
-    ) -> Any:
+    ) -> Update:
         """Return the update that a WeightState makes with this optimizer.
 
         Args:
@@ -100,6 +133,7 @@ class HasSlots:
 def all_slots() -> Dict[str, Slot]:
     """Return the slots of every kind of optimizer by name."""
     slots: Dict[str, Slot] = {}
-    for kind in Optimizer.kinds.values():
+    for kind in optimization.Optimizer.kinds.values():
+        assert issubclass(kind, optimization.Optimizer)  # only its subclasses register there
         slots.update(kind.all_slots)
     return slots

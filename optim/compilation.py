@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from pathlib import Path
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -14,8 +14,8 @@ from common.errors import first_line
 from common.text import printable
 from optim import lars_update, rounding
 from optim.lars_update import StepConstants, StepRows, SumConstants, SumRows
-from optim.layout import Buffers, Run, in_parts
-from optim.rounding import RoundConstants, RoundRows
+from optim.layout import Buffers, Pass, Run, in_parts
+from optim.rounding import Noise, RoundConstants, RoundRows
 
 _SOURCE = Path(__file__).parent / "kernels" / "update.cpp"
 _FLAGS = (
@@ -25,7 +25,7 @@ _FLAGS = (
     "-fopenmp",
     "-shared",
     "-fPIC",
-    # The bits of plain torch.
+    # The bits of plain torch, which multiplies and adds in two operations, each of them rounded.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -36,7 +36,7 @@ _UNCOMPILED = "engine.compile: the update runs uncompiled"
 _GRADIENT, _MOMENTUM, _NESTEROV = range(3)
 _WORKING = {None: 0, torch.float32: 1, torch.bfloat16: 2}
 # Shifts to the bits of a random word, in rounding.h.
-_SHIFTS = {rounding.upper: 19, rounding.lower: 0}
+_SHIFTS: Dict[Noise, int] = {rounding.upper: 19, rounding.lower: 0}
 
 
 def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
@@ -120,19 +120,21 @@ class _Compiled:
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
-        self._passes = {
+        # By the function of plain torch whose results a pass has.
+        self._passes: Dict[Pass, Pass] = {
             lars_update.sum_rows: self._sum_rows,
             lars_update.step_rows: self._step_rows,
             rounding.round_rows: self._round_rows,
         }
 
-    def __call__(self, function: Callable[[Any, Any], Any], rows: Any, constants: Any) -> Any:
+    def __call__(self, function: Pass, rows: Any, constants: Any) -> Any:
         return self._passes[function](rows, constants)
 
     def _sum_rows(self, rows: SumRows, constants: SumConstants) -> Tuple[torch.Tensor, ...]:
         """Make the pass `sum_rows` of lars_update.py."""
         by_momentum = rows.momentum is not None
         sums = torch.empty(4 if by_momentum else 3, len(rows.gradient))
+        # ctypes takes a scale [] as a number: reading it is free, as it lies on the CPU.
         arguments = _SumPass(
             rows=len(rows.gradient),
             threads=torch.get_num_threads(),
@@ -152,17 +154,14 @@ class _Compiled:
     def _step_rows(self, rows: StepRows, constants: StepConstants) -> torch.Tensor:
         """Make the pass `step_rows` of lars_update.py."""
         assert constants.keep is None, "on a CPU an update is skipped without a mask"
-        form = _GRADIENT
-        if constants.by_momentum:
-            form = _MOMENTUM
-        elif constants.nesterov:
-            form = _NESTEROV
         sums = torch.empty(len(rows.gradient))
+        # NULL stands for what there is not: bits of a float32 state, copies of weights that are
+        # the module's own.
         arguments = _StepPass(
             rows=len(rows.gradient),
             threads=torch.get_num_threads(),
             half=rows.weight.dtype == torch.float16,
-            form=form,
+            form=_step_form(constants),
             working=_WORKING[None if rows.working is None else rows.working.dtype],
             gradients=_address(rows.gradient),
             weights=_address(rows.weight),
@@ -191,6 +190,13 @@ class _Compiled:
             shift=_SHIFTS[constants.noise],
         )
         self._library.round_rows(ctypes.byref(arguments))
+
+
+def _step_form(constants: StepConstants) -> int:
+    """Return the `Form` of update.cpp of a step."""
+    if constants.by_momentum:
+        return _MOMENTUM
+    return _NESTEROV if constants.nesterov else _GRADIENT
 
 
 def _address(tensor: Optional[torch.Tensor]) -> Optional[int]:

@@ -47,6 +47,7 @@ def create(
     skipped = skipped_names(section, parameters, norm_parameters)
     groups = kind.groups(section, parameters, skipped, hidden)
     optimizer = kind.of(section, [group for group in groups if group["params"]])
+    # The section's and not the class's: some slots are kept for some numbers only, as momentum is.
     optimizer.slots = section.slots
     return optimizer
 
@@ -63,6 +64,7 @@ def skipped_names(
         parameters: names of all.
         norm_parameters: names of those of normalisation layers.
     """
+    # A norm's bias counts as a bias, so "norm" leaves it alone.
     names = set(parameters)
     biases = {name for name in names if name.split(".")[-1] == "bias"}
     skipped: Set[str] = set()
@@ -88,10 +90,12 @@ def hidden_layers(model: nn.Module) -> Dict[str, int]:
         convolution, else 1.
     """
     layers = {}
+    # Vectors are no layers: a bias behind the last weight must not make that weight a hidden one.
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             layers[name] = parameter
     hidden = {}
+    # Without the first and the last one, which Muon's author steps by AdamW, too.
     for name in list(layers)[1:-1]:
         module = model.get_submodule(name.rpartition(".")[0])
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1

@@ -1,4 +1,4 @@
-"""Where a step's gradients are added up: one flat float32 buffer, in the recipe's order."""
+"""The sum of a step's gradients: one flat float32 buffer, added up in the recipe's order."""
 
 from __future__ import annotations
 
@@ -45,12 +45,19 @@ class Gradients:
                 of `parameters`.
         """
         self._parameters = list(parameters.values())
+
+        # How a micro batch's gradients arrive: autograd adds them into the buffer, or they come as
+        # tensors, which are gathered first where a launch for each of them would cost more.
         one_by_one = layout.device.type in _ONE_BY_ONE
         self._added_by_autograd = one_by_one and self._parameters[0].dtype == torch.float32
         self._arrivals = None if one_by_one else _Arrivals(self._parameters, layout)
+
         self.flat = layout.zeros(torch.float32)
         self.views = layout.views(self.flat)
         self.sums = [self.flat]
+
+        # In tree order: a tree for each part, because a process with several parts of a pipeline
+        # gets their gradients at different times.
         self._parts: List[_Part] = []
         if leaves is not None:
             for names in parts:
@@ -81,7 +88,7 @@ class Gradients:
     def show(self) -> None:
         """Have autograd add into the buffer; not for the tree order.
 
-        Needed where somebody has set the parameters' gradients to None.
+        Needed after the parameters' gradients were set to None.
         """
         self._show(self._parameters, self.views)
 
@@ -96,6 +103,7 @@ class Gradients:
         elif self._arrivals is not None and self._arrivals.complete:
             self.flat.add_(self._arrivals.take())
         else:
+            # A CPU; or an exchange that begins within the backward pass has collected some already.
             for number in range(len(self._parameters)):
                 self.collect(number)
 
@@ -104,6 +112,7 @@ class Gradients:
         if not self._added_by_autograd:
             part.take()
         part.tree.add()
+        # After the last leaf of the last sum nothing is opened: no micro batch follows.
         if not part.tree.complete or part.finish():
             self._open(part)
 
@@ -141,7 +150,8 @@ class _Arrivals:
 
     def take(self) -> torch.Tensor:
         """Move the gradients into the buffer, [length], which is valid until the next call."""
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = [_gradient(parameter) for parameter in self._parameters]
+        # The buffer is made once the first gradients show in which strides autograd leaves them.
         if not self._places:
             self._flat = self._layout.zeros(gradients[0].dtype)
             # Torch copies one by one where strides differ, also those of dimensions of size 1.
@@ -153,6 +163,13 @@ class _Arrivals:
         for parameter in self._parameters:
             parameter.grad = None
         return self._flat
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient that a backward pass has left in the parameter."""
+    gradient = parameter.grad
+    assert gradient is not None, "the backward pass reaches all parameters of a part at once"
+    return gradient
 
 
 class _Part:
@@ -193,7 +210,7 @@ class _Part:
             self._leaf.copy_(self._arrivals.take())
             return
         for parameter, view in zip(self.parameters, self.views):
-            view.copy_(parameter.grad)
+            view.copy_(_gradient(parameter))
             parameter.grad = None
 
     def finish(self) -> bool:
@@ -227,6 +244,7 @@ class TreeSum:
         Args:
             leaves: their number, at least 1: floor(log2(leaves)) + 1 buffers are enough.
         """
+        # The buffers of the sum before serve again: a step allocates nothing after the first.
         self._free += self._sums
         self._sums = []
         self._additions = deque(additions_by_leaf(leaves))
@@ -246,6 +264,8 @@ class TreeSum:
 
     def add(self) -> None:
         """Add the last leaf to the tree."""
+        # Subtrees that this leaf completes. They depend on the number of leaves alone, and so do
+        # the bits of the sum.
         for _ in range(self._additions.popleft()):
             newer = self._sums.pop()
             self._sums[-1].add_(newer)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Type
+from typing import Any, Callable, Dict, Iterable, NoReturn, Optional, Type, overload
 
 import torch
-from torch.optim import Optimizer
 
 from optim import lars_formula
 from optim.base import OPTIMIZERS, HasSlots
@@ -18,7 +17,7 @@ from recipe.optimization import Lars
 
 
 @OPTIMIZERS.implements(Lars)
-class LARS(HasSlots, Optimizer):
+class LARS(HasSlots):
     """Momentum SGD whose step for each tensor is proportional to the tensor's norm.
 
     With eta = `trust_coefficient`, mu = `momentum`, wd = `weight_decay`:
@@ -71,6 +70,8 @@ class LARS(HasSlots, Optimizer):
         """
         assert trust in ("gradient", "momentum"), trust
         assert trust == "gradient" or not nesterov, "the second form has no Nesterov momentum"
+        # The form is the same for all groups, since an update makes one pass over all of them;
+        # whatever else `skip` or a user may set for some parameters is an option of a group.
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -85,14 +86,20 @@ class LARS(HasSlots, Optimizer):
         self.trust = trust
         self.trust_ratios: Dict[torch.Tensor, torch.Tensor] = {}
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> NoReturn: ...
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Optional[Callable[[], float]] = None) -> None:
         """Update all parameters that have gradients, without waiting for the device.
 
         For loops without a WeightState, which has a faster update of its own.
 
         Args:
-            closure: None.
+            closure: None. torch's interface has it, for optimizers that evaluate the loss again.
         """
         assert closure is None
         for group in self.param_groups:
@@ -108,18 +115,25 @@ class LARS(HasSlots, Optimizer):
             lr = group["lr"] * group["lr_scale"]
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._step(weight, lr, settings)
+                    self._step(weight, weight.grad, lr, settings)
 
-    def _step(self, weight: torch.Tensor, lr: float, settings: Hyperparameters) -> None:
+    def _step(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        lr: float,
+        settings: Hyperparameters,
+    ) -> None:
         """Update one parameter and its momentum."""
         state = self.state[weight]
+        # Float32 whatever the weight's dtype: half precision would lose small steps in the sum.
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight, dtype=torch.float32)
         momentum = state["momentum_buffer"]
         after = lars_formula.updated(
             weight.float(),
             momentum,
-            weight.grad.float(),
+            gradient.float(),
             lr=lr,
             settings=settings,
         )
@@ -129,9 +143,10 @@ class LARS(HasSlots, Optimizer):
             self.trust_ratios[weight] = clamped(after.ratio)
 
     @staticmethod
-    def options(section: Lars, skipped: bool) -> dict:
+    def options(section: Lars, skipped: bool) -> Dict[str, Any]:
         """Return the options of HasSlots; `skipped` parameters have a rate of their own."""
         options = HasSlots.options(section, skipped)
+        # Without a ratio a step is as long as the gradient, which wants another rate.
         if skipped:
             options["adapt"] = False
             options["lr_scale"] = section.skip_lr_scale
@@ -148,6 +163,8 @@ def update_class(device: torch.device) -> Type[LarsUpdate]:
     Args:
         device: of the weights.
     """
+    # ROCm's GPUs are of type "cuda", too; Triton's code here is NVIDIA's. Imported here, because
+    # importing Triton fails on machines without it.
     if device.type == "cuda" and torch.version.hip is None:
         with contextlib.suppress(ImportError):
             from optim.kernels.lars import TritonLarsUpdate

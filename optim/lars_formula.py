@@ -77,12 +77,15 @@ def _updated_by_gradient(
     if settings.adapt:
         weight_norm = norm(w)
         gradient_norm = norm(g)
+        # A weight that starts at 0 would never move at a ratio of 0, and 0 / 0 is NaN: both take
+        # the plain rate, as in the published code.
         positive = (weight_norm > 0) & (gradient_norm > 0)
         below = gradient_norm + settings.eps + decay * weight_norm
         ratio = torch.where(positive, settings.trust_coefficient * weight_norm / below, 1.0)
         step = (g + decay * w) * clamped(lr * ratio, w.dtype)
     else:
         step = g * lr
+    # The rate is inside the momentum: a change of the rate reaches the steps only gradually.
     m = mu * m + step
     subtracted = mu * m + step if settings.nesterov else m
     return Updated(w - subtracted, m, ratio)
@@ -102,9 +105,11 @@ def _updated_by_momentum(
     if not settings.adapt:
         # Plain momentum is a sum of gradients, the average is 1 - mu times as long.
         return Updated(w - m * (lr / (1 - mu)), m, None)
+    # Weight decay joins the direction, not the average: the average stays one of gradients alone.
     u = m + settings.weight_decay * w
     weight_norm = norm(w)
     direction_norm = norm(u)
     positive = (weight_norm > 0) & (direction_norm > 0)
     ratio = torch.where(positive, eta * weight_norm / (direction_norm + settings.eps), eta)
+    # The rate is outside the average, so its change acts at once.
     return Updated(w - u * clamped(lr * ratio, w.dtype), m, ratio)

@@ -7,7 +7,7 @@ scale and accumulation. See LARS for the formulas, lars_formula.py for the refer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch.optim import Optimizer
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
 
 
 class LarsUpdate:
-    """Steps as `lars` does, from the state to the state; its own step is not called.
+    """Steps as `lars` does, from the state to the state; `LARS.step` is not called.
 
     The first pass adds up squares, from which the trust ratios follow; the second makes the step,
     rounds and stores it, and renews the module's parameters. With `trust="momentum"` and a clipped
@@ -77,17 +77,17 @@ class LarsUpdate:
             index, lr, finite, measure: see WeightState.apply, also for the result.
         """
         scale, sums = self._prepared
-        gradient = sums.gradient
-        direction = sums.direction
-        # The limit is on the norm of the whole model's gradient.
-        gradient_norm = self._model.norm(gradient) if measure or self._clip_norm else None
-        if self._clip_norm:
+        gradient_norm: Optional[torch.Tensor] = None
+        if measure or self._clip_norm:
+            gradient_norm = self._model.norm(sums.gradient)
+        if self._clip_norm and gradient_norm is not None:
+            # The limit is on the norm of the whole model's gradient.
             clip = clip_factor(self._clip_norm, gradient_norm)
-            scale = scale * clip
-            gradient = gradient * clip.double().square()
-            if direction is not None:
-                direction = self._sums(scale).direction
-        ratios = self._ratios(sums.weight, gradient if direction is None else direction)
+            scale, sums = self._clipped(scale, sums, clip)
+
+        direction = sums.gradient if sums.direction is None else sums.direction
+        ratios = self._ratios(sums.weight, direction)
+
         # Reading `finite` saves a CPU the mask; another device would have to be waited for.
         if not self.host_may_read:
             subtracted = self._step(index, scale, lr, ratios, keep=finite, measure=measure)
@@ -95,8 +95,10 @@ class LarsUpdate:
             subtracted = self._step(index, scale, lr, ratios, keep=None, measure=measure)
         else:
             subtracted = torch.full_like(sums.weight, float("nan"))
+
         if not measure:
             return None
+        assert gradient_norm is not None and subtracted is not None  # they are measured
         return Norms(
             gradient=gradient_norm.float(),
             weight=self._model.norm(sums.weight).float(),
@@ -104,30 +106,52 @@ class LarsUpdate:
             trust=self._model.ratios(self._rules.named(ratios)),
         )
 
+    def _clipped(
+        self,
+        scale: torch.Tensor,
+        sums: Sums,
+        clip: torch.Tensor,
+    ) -> Tuple[torch.Tensor, Sums]:
+        """Return the scale and the sums of the gradients times `clip`, float32 []."""
+        scale = scale * clip
+        # A sum of squares scales by the square, but the momentum's direction is no multiple of the
+        # gradient: its sum takes another pass.
+        gradient = sums.gradient * clip.double().square()
+        direction = sums.direction
+        if direction is not None:
+            direction = self._sums(scale).direction
+        return scale, sums._replace(gradient=gradient, direction=direction)
+
     def _sums(self, scale: torch.Tensor) -> Sums:
         """Make the first pass."""
         rows = self._sum_rows()
         constants = SumConstants(scale, self._rules.mu)
         gradient, weight, wrong, *direction = self.run(sum_rows, rows, constants)
+        # One NaN, of any row, reaches the sum of all.
         finite = torch.isfinite(self._layout.sums(wrong).sum())
 
         def squared(place: slice) -> List[torch.Tensor]:
             """Return what was squared at a `place`, some rows."""
-            part = [None if tensor is None else tensor[place] for tensor in rows]
-            return terms(SumRows(*part), constants)
+            return terms(rows.part(place), constants)
 
-        sums = [self._layout.sums(each) for each in (gradient, weight, *direction)]
+        sums = [self._layout.sums(squares) for squares in (gradient, weight, *direction)]
         gradient, weight, *direction = repaired(sums, self._layout, squared)
         return Sums(gradient, weight, direction[0] if direction else None, finite)
 
     def _sum_rows(self) -> SumRows:
         """Return the rows that the first pass reads."""
-        momentum = decay = None
+        # The published form's direction is the gradient: its momentum need not be read.
+        momentum = None
+        decay = None
         if self._rules.by_momentum:
             momentum = in_rows(self._buffers.slots["momentum_buffer"])
             decay = self._decay
-        gradients = in_rows(self._buffers.gradients)
-        return SumRows(gradients, in_rows(self._buffers.weights), momentum, decay)
+        return SumRows(
+            gradient=in_rows(self._buffers.gradients),
+            weight=in_rows(self._buffers.weights),
+            momentum=momentum,
+            decay=decay,
+        )
 
     def _ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
         """Return the trust ratios: see Rules.ratios."""
@@ -180,6 +204,9 @@ class LarsUpdate:
         return self._layout.sums(squares) if measure else None
 
 
+_Options = Mapping[str, Any]  # of one of torch's parameter groups
+
+
 class Rules:
     """Hyperparameters of a LARS by parameter, and the trust ratios that follow. SGD has no ratios.
 
@@ -193,7 +220,7 @@ class Rules:
     def __init__(
         self,
         optimizer: Optimizer,
-        parameters: Dict[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
         device: torch.device,
     ):
         """
@@ -202,33 +229,41 @@ class Rules:
             parameters: of the optimizer, by name.
             device: of the results.
         """
-        self.by_momentum = getattr(optimizer, "trust", "gradient") == "momentum"
-        self.mu = optimizer.defaults["momentum"]
-        self.nesterov = optimizer.defaults["nesterov"]
-        group_of = {}
+        self.by_momentum: bool = getattr(optimizer, "trust", "gradient") == "momentum"
+        self.mu: float = optimizer.defaults["momentum"]
+        self.nesterov: bool = optimizer.defaults["nesterov"]
+        groups = self._groups(optimizer, parameters)
+
+        # Which parameters have a ratio. SGD's groups have no `adapt`.
+        adapt = [bool(group.get("adapt", False)) for group in groups]
+        self.adapted = {name: number for number, name in enumerate(parameters) if adapt[number]}
+        self.adapt = torch.tensor(adapt, device=device)
+
+        # Where LARS does not adapt it does not decay; SGD, which never adapts, does.
+        decays = _column(groups, "weight_decay", 0.0, device)
+        self.decay = (decays * _column(groups, "adapt", True, device)).float()
+        self.coefficient = _column(groups, "trust_coefficient", 0.0, device)
+        self.eps = _column(groups, "eps", 0.0, device)
+
+        # The momentum of the second form is an average: plain momentum, which is a sum, is so many
+        # times as long.
+        plain = 1 / (1 - self.mu) if self.by_momentum else 1.0
+        scale = _column(groups, "lr_scale", 1.0, device)
+        self.lr_scale = torch.where(self.adapt, scale, scale * plain)
+
+    def _groups(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+    ) -> List[_Options]:
+        """Return the options of the group of each parameter, after checking their momentum."""
+        group_of: Dict[int, _Options] = {}
         for group in optimizer.param_groups:
             same = group["momentum"] == self.mu and group["nesterov"] == self.nesterov
             assert same, "one momentum for all parameters"
             for parameter in group["params"]:
                 group_of[id(parameter)] = group
-        groups = [group_of[id(parameter)] for parameter in parameters.values()]
-
-        def column(key: str, default: float) -> torch.Tensor:
-            """Return the value of `key` for each parameter, float64 [parameters]."""
-            values = [group.get(key, default) for group in groups]
-            return torch.tensor(values, dtype=torch.float64, device=device)
-
-        adapt = [group.get("adapt", False) for group in groups]
-        self.adapted = {name: number for number, name in enumerate(parameters) if adapt[number]}
-        self.adapt = torch.tensor(adapt, device=device)
-        self.decay = (column("weight_decay", 0.0) * column("adapt", True)).float()
-        self.coefficient = column("trust_coefficient", 0.0)
-        self.eps = column("eps", 0.0)
-        # The momentum of the second form is an average: plain momentum, which is a sum, is so many
-        # times as long.
-        plain = 1 / (1 - self.mu) if self.by_momentum else 1.0
-        scale = column("lr_scale", 1.0)
-        self.lr_scale = torch.where(self.adapt, scale, scale * plain)
+        return [group_of[id(parameter)] for parameter in parameters.values()]
 
     def ratios(self, weight: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
         """Return the trust ratios, float32 [parameters], 1 where there is none.
@@ -239,13 +274,14 @@ class Rules:
         """
         weight = weight.sqrt()
         direction = direction.sqrt()
+        # Where a norm is 0 the two forms have other ratios: see LARS.
         if self.by_momentum:
             ratio = self.coefficient * weight / (direction + self.eps)
-            without_norm = self.coefficient
+            ratio = torch.where((weight > 0) & (direction > 0), ratio, self.coefficient)
         else:
-            ratio = self.coefficient * weight / (direction + self.decay * weight + self.eps)
-            without_norm = 1.0
-        ratio = torch.where((weight > 0) & (direction > 0), ratio, without_norm)
+            below = direction + self.decay * weight + self.eps
+            ratio = self.coefficient * weight / below
+            ratio = torch.where((weight > 0) & (direction > 0), ratio, 1.0)
         return clamped(torch.where(self.adapt, ratio, 1.0))
 
     def named(self, ratios: torch.Tensor) -> Dict[str, torch.Tensor]:
@@ -253,13 +289,33 @@ class Rules:
         return {name: ratios[number] for name, number in self.adapted.items()}
 
 
-class SumRows(NamedTuple):
-    """Rows of `sum_rows`. momentum, decay: None where the direction is the gradient."""
+def _column(
+    groups: List[_Options],
+    key: str,
+    default: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the value of `key` for each parameter, float64 [parameters]."""
+    values = [group.get(key, default) for group in groups]
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
-    gradient: torch.Tensor
-    weight: torch.Tensor
-    momentum: Optional[torch.Tensor]
-    decay: Optional[torch.Tensor]
+
+class SumRows(NamedTuple):
+    """Rows of `sum_rows`. momentum, decay: both None where the direction is the gradient."""
+
+    gradient: torch.Tensor  # [rows, ROW]
+    weight: torch.Tensor  # [rows, ROW]
+    momentum: Optional[torch.Tensor]  # [rows, ROW]
+    decay: Optional[torch.Tensor]  # [rows, 1]
+
+    def part(self, place: slice) -> SumRows:
+        """Return the rows at a `place`."""
+        return SumRows(
+            gradient=self.gradient[place],
+            weight=self.weight[place],
+            momentum=None if self.momentum is None else self.momentum[place],
+            decay=None if self.decay is None else self.decay[place],
+        )
 
 
 class SumConstants(NamedTuple):
@@ -281,9 +337,11 @@ def sum_rows(rows: SumRows, constants: SumConstants) -> Tuple[torch.Tensor, ...]
         momentum of u^2, u = mu m + (1 - mu) g + decay w.
     """
     g, w, *direction = terms(rows, constants)
-    sums = [(g * g).sum(1), (w * w).sum(1), (g - g).sum(1)]
-    sums += [(u * u).sum(1) for u in direction]
-    return tuple(sums)
+    # g - g is 0, or NaN where g is infinite or NaN: finiteness for no further read of memory.
+    gradient = (g * g).sum(1)
+    weight = (w * w).sum(1)
+    wrong = (g - g).sum(1)
+    return (gradient, weight, wrong, *((u * u).sum(1) for u in direction))
 
 
 def terms(rows: SumRows, constants: SumConstants) -> List[torch.Tensor]:
@@ -295,9 +353,10 @@ def terms(rows: SumRows, constants: SumConstants) -> List[torch.Tensor]:
     mu = constants.mu
     g = rows.gradient * constants.scale
     w = rows.weight.float()
-    if rows.momentum is None:
+    if rows.momentum is None or rows.decay is None:
         return [g, w]
-    return [g, w, rows.momentum.float() * mu + g * (1 - mu) + rows.decay * w]
+    average = rows.momentum.float() * mu + g * (1 - mu)
+    return [g, w, average + rows.decay * w]
 
 
 class StepRows(NamedTuple):
@@ -308,13 +367,13 @@ class StepRows(NamedTuple):
     bits: of a RoundingBits, for stochastic rounding of a float16 state; None: to nearest.
     """
 
-    gradient: torch.Tensor
-    weight: torch.Tensor
-    momentum: torch.Tensor
-    working: Optional[torch.Tensor]
-    rate: torch.Tensor
-    decay: torch.Tensor
-    bits: Optional[torch.Tensor]
+    gradient: torch.Tensor  # [rows, ROW]
+    weight: torch.Tensor  # [rows, ROW]
+    momentum: torch.Tensor  # [rows, ROW]
+    working: Optional[torch.Tensor]  # [rows, ROW]
+    rate: torch.Tensor  # [rows, 1]
+    decay: torch.Tensor  # [rows, 1]
+    bits: Optional[torch.Tensor]  # int32 [rows, 1]
 
 
 class StepConstants(NamedTuple):
@@ -350,6 +409,7 @@ def step_rows(rows: StepRows, constants: StepConstants) -> torch.Tensor:
     Returns:
         Sums over each row of squares of what was subtracted, [rows].
     """
+    # In the order of operations of update.cpp, which makes the same bits.
     mu = constants.mu
     g = rows.gradient * constants.scale
     w = rows.weight.float()
@@ -362,11 +422,13 @@ def step_rows(rows: StepRows, constants: StepConstants) -> torch.Tensor:
         m = m + added
         subtracted = m * mu + added if constants.nesterov else m
     w = w - subtracted
+
     # Rounded before they are written: the module's parameters are copies of what is stored.
     if rows.bits is None:
         w = w.to(rows.weight.dtype)
         m = m.to(rows.momentum.dtype)
     else:
+        assert constants.lanes is not None  # of the same RoundingBits as rows.bits
         words = random_bits(rows.bits, constants.lanes, constants.draw)
         w = rounded(w, upper(words))
         m = rounded(m, lower(words))

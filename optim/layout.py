@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Tuple
 
 import torch
 
 ROW = 64  # elements; each parameter begins with a row of its own
 _CHUNK = 1 << 17  # elements computed at a time on a CPU: what is made of them stays in its caches
 
-# Runs a pass: calls it with rows, a NamedTuple of tensors [rows, ...] of which some may be None,
-# and with what is the same for all rows. Returns what the pass does, [rows] each.
-Run = Callable[[Callable[[Any, Any], Any], Any, Any], Any]
+# A pass over the memory. It is called with rows, a NamedTuple of tensors [rows, ...] of which some
+# may be None, and with what is the same for all rows, and returns tensors [rows] or None.
+Pass = Callable[[Any, Any], Any]
+# Runs a pass, which is called with parts of the rows or with all; returns what the pass does.
+Run = Callable[[Pass, Any, Any], Any]
 
 
 class Layout:
@@ -32,9 +34,11 @@ class Layout:
         """
         self.names = list(parameters)
         self.device = next(iter(parameters.values())).device
-        self.places = {}
+        self.places: Dict[str, Tuple[int, int]] = {}
         self.rows: List[slice] = []
-        self._shapes = []
+        self._shapes: List[Tuple[int, ...]] = []
+
+        # Parameters lie in their order, each rounded up to whole rows.
         first = 0
         for name, parameter in parameters.items():
             count = -(-parameter.numel() // ROW)
@@ -43,9 +47,11 @@ class Layout:
             self._shapes.append(tuple(parameter.shape))
             first += count
         self.length = first * ROW
+
+        # For `sums` and `spread`, which go between parameters and rows: number of rows of each
+        # parameter, [parameters], and parameter of each row, [rows].
         counts = [rows.stop - rows.start for rows in self.rows]
         self._counts = torch.tensor(counts, device=self.device)
-        # The parameter of each row.
         self._owners = torch.repeat_interleave(self._counts, output_size=first)
 
     def zeros(self, dtype: torch.dtype, value: float = 0.0) -> torch.Tensor:
@@ -68,6 +74,7 @@ class Layout:
         Returns:
             float64 [parameters].
         """
+        # Not index_add_, whose order on a GPU changes from run to run.
         return torch.segment_reduce(values.double(), "sum", lengths=self._counts, unsafe=True)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
@@ -107,7 +114,7 @@ def in_rows(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(-1, ROW)
 
 
-def in_parts(function: Callable[[Any, Any], Any], rows: Any, constants: Any) -> Any:
+def in_parts(function: Pass, rows: Any, constants: Any) -> Any:
     """Run a pass of plain torch: on a CPU in parts that fit into caches, elsewhere in one.
 
     Args:
@@ -118,12 +125,15 @@ def in_parts(function: Callable[[Any, Any], Any], rows: Any, constants: Any) -> 
     Returns:
         What the pass returns: None, [rows], or a tuple of these.
     """
+    # On a GPU each operation on a part would be another launch.
     count = len(rows[0])
     size = _CHUNK // ROW if rows[0].device.type == "cpu" else count
     results = []
     for start in range(0, count, size):
-        part = [None if tensor is None else tensor[start : start + size] for tensor in rows]
+        place = slice(start, start + size)
+        part = [None if tensor is None else tensor[place] for tensor in rows]
         results.append(function(rows._make(part), constants))
+    # Sums are of single rows, so their bits do not depend on where parts end.
     if isinstance(results[0], tuple):
         return tuple(torch.cat(parts) for parts in zip(*results))
     if results[0] is None:

@@ -8,6 +8,8 @@ where rounding noise of 3e-8 and more would become steps.
 
 from __future__ import annotations
 
+from typing import Any, Dict, List
+
 import timm.optim
 import torch
 
@@ -23,6 +25,7 @@ class _CountsByParameter(HasSlots):
 
     def at_step(self, index: int) -> None:
         """Set the count of each parameter to `index`."""
+        # A tensor on the CPU, as the libraries keep it: reading it does not wait for a GPU.
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(float(index))
@@ -71,8 +74,10 @@ class Lamb(HasSlots, timm.optim.Lamb):
     """
 
     @classmethod
-    def of(cls, section: optimization.Lamb, groups: list) -> Lamb:
+    def of(cls, section: optimization.Lamb, groups: List[Dict[str, Any]]) -> Lamb:
         """Return LAMB with the numbers of `section`."""
+        # max_grad_norm None: timm would clip by the norm of this stage's gradient, where
+        # `optimizer.clip_norm` means that of the whole model.
         return cls(
             groups,
             lr=0.0,
@@ -83,8 +88,10 @@ class Lamb(HasSlots, timm.optim.Lamb):
         )
 
     @staticmethod
-    def options(section: optimization.Lamb, skipped: bool) -> dict:
+    def options(section: optimization.Lamb, skipped: bool) -> Dict[str, Any]:
         """Return the options of HasSlots; `skipped` parameters have no ratio."""
+        # Without always_adapt timm leaves out the ratio where there is no weight decay; a recipe
+        # without weight decay still wants the ratio for all others.
         return {**HasSlots.options(section, skipped), "always_adapt": not skipped}
 
     def at_step(self, index: int) -> None:
@@ -106,6 +113,6 @@ class AdamW(_CountsByParameter, torch.optim.AdamW):
     """
 
     @classmethod
-    def of(cls, section: optimization.AdamW, groups: list) -> AdamW:
+    def of(cls, section: optimization.AdamW, groups: List[Dict[str, Any]]) -> AdamW:
         """Return AdamW with the numbers of `section`."""
         return cls(groups, lr=0.0, betas=(section.beta1, section.beta2), eps=section.eps)

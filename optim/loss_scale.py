@@ -8,6 +8,7 @@ import torch
 
 # Finite steps before a dynamic scale doubles, as in torch.amp.GradScaler.
 _GROWTH_INTERVAL = 2000
+# Bounds of a dynamic scale. They keep a run whose steps all fail, or none, from 0 and infinity.
 _SMALLEST = 2.0**-14
 _LARGEST = 2.0**24
 _STATE = ("scale", "_finite_steps", "skipped", "skipped_in_row")

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    overload,
+)
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from optim.base import OPTIMIZERS, HasSlots
@@ -21,8 +35,24 @@ SMALLEST_NORM = 1e-7  # matrices of a smaller norm are not scaled up to 1
 RMS = 0.2  # root mean square of a step's elements at rate 1, about that of AdamW's steps
 
 
+class AdamWNumbers(NamedTuple):
+    """Numbers of AdamW's steps within Muon.
+
+    lr_scale: factor on Muon's rate.
+    betas: decays of the averages of gradients and of their squares.
+    eps: added to the divisor of the steps.
+    """
+
+    lr_scale: float = 1.0
+    betas: Tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+
+_ADAMW = AdamWNumbers()
+
+
 @OPTIMIZERS.implements(optimization.Muon)
-class Muon(HasSlots, Optimizer):
+class Muon(HasSlots):
     """Momentum whose matrices are made orthogonal, for the weights of hidden layers.
 
     With mu = `momentum`, wd = `weight_decay` and a weight as a matrix [rows, columns]:
@@ -39,7 +69,7 @@ class Muon(HasSlots, Optimizer):
     the norm of the whole is the largest norm of its blocks, and the steepest descent under that
     norm is that of each block.
 
-    All other parameters take AdamW's steps, at `adamw_lr_scale` times the rate: biases,
+    All other parameters take AdamW's steps, at `adamw.lr_scale` times the rate: biases,
     normalisations, the first and the last layer, depthwise convolutions
     (`optim.factory.hidden_layers`). `exp_avg` is m for both kinds of parameters; `exp_avg_sq` of a
     matrix is not used.
@@ -63,9 +93,7 @@ class Muon(HasSlots, Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         weight_decay: float = 0.1,
-        adamw_lr_scale: float = 1.0,
-        betas: Tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        adamw: AdamWNumbers = _ADAMW,
     ):
         """
         Args:
@@ -77,21 +105,17 @@ class Muon(HasSlots, Optimizer):
             nesterov: look one step ahead along the average.
             ns_steps: Newton-Schulz steps.
             weight_decay: of both kinds of parameters, times the rate.
-            adamw_lr_scale: factor on the rate of the parameters that AdamW steps.
-            betas: decays of AdamW's averages of gradients and of their squares.
-            eps: added to the divisor of AdamW's steps.
+            adamw: of the parameters that are no matrices.
         """
         defaults = {"lr": lr, "weight_decay": weight_decay, "matrices": 0}
         super().__init__(params, defaults)
         self._momentum = momentum
         self._nesterov = nesterov
         self._ns_steps = ns_steps
-        self._adamw_lr_scale = adamw_lr_scale
-        self._betas = betas
-        self._eps = eps
+        self._adamw = adamw
 
     @classmethod
-    def of(cls, section: optimization.Muon, groups: list) -> Muon:
+    def of(cls, section: optimization.Muon, groups: List[Dict[str, Any]]) -> Muon:
         """Return Muon with the numbers of `section`."""
         return cls(
             groups,
@@ -99,9 +123,11 @@ class Muon(HasSlots, Optimizer):
             momentum=section.momentum,
             nesterov=section.nesterov,
             ns_steps=section.ns_steps,
-            adamw_lr_scale=section.adamw_lr_scale,
-            betas=(section.beta1, section.beta2),
-            eps=section.eps,
+            adamw=AdamWNumbers(
+                lr_scale=section.adamw_lr_scale,
+                betas=(section.beta1, section.beta2),
+                eps=section.eps,
+            ),
         )
 
     @classmethod
@@ -111,7 +137,7 @@ class Muon(HasSlots, Optimizer):
         parameters: Mapping[str, nn.Parameter],
         skipped: Set[str],
         hidden: Mapping[str, int],
-    ) -> List[dict]:
+    ) -> List[Dict[str, Any]]:
         """Return the groups of HasSlots, and one for the hidden layers of each number of matrices.
 
         Args:
@@ -120,6 +146,7 @@ class Muon(HasSlots, Optimizer):
             skipped: names of parameters without weight decay and adaptation: see HasSlots.
             hidden: number of matrices of each hidden layer, by name.
         """
+        # Layers with the same number of matrices share a group, whose option that number is.
         matrices: Dict[int, List[nn.Parameter]] = {}
         others: Dict[str, nn.Parameter] = {}
         for name, parameter in parameters.items():
@@ -135,35 +162,46 @@ class Muon(HasSlots, Optimizer):
 
     def at_step(self, index: int) -> None:
         """Set the count of each parameter, for AdamW's steps, to `index`."""
+        # Also of matrices, which do not use it: the group need not be asked.
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(float(index))
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> NoReturn: ...
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Optional[Callable[[], float]] = None) -> None:
         """Update all parameters that have gradients, without waiting for the device.
 
         Gradients are read and never written.
 
         Args:
-            closure: None.
+            closure: None. torch's interface has it, for optimizers that evaluate the loss again.
         """
         assert closure is None
         for group in self.param_groups:
-            parameters = [each for each in group["params"] if each.grad is not None]
-            if not parameters:
+            trained = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    trained.append(_Trained(parameter, parameter.grad))
+            if not trained:
                 continue
-            self._create_state(parameters)
+            self._create_state(trained)
             if not group["matrices"]:
-                self._step_by_adamw(group, parameters)
+                self._step_by_adamw(group, trained)
                 continue
-            with _one_thread(parameters[0].device):
-                for weight in parameters:
-                    self._step_matrices(group, weight)
+            # One thread, so that all replicas get the same bits: see the class.
+            with _one_thread(trained[0].parameter.device):
+                for layer in trained:
+                    self._step_matrices(group, layer)
 
-    def _create_state(self, parameters: List[nn.Parameter]) -> None:
+    def _create_state(self, trained: Sequence[_Trained]) -> None:
         """Begin the state of parameters that have none; WeightState gives them theirs."""
-        for parameter in parameters:
+        for parameter, _ in trained:
             state = self.state[parameter]
             if "step" not in state:
                 state["step"] = torch.tensor(0.0)
@@ -171,38 +209,49 @@ class Muon(HasSlots, Optimizer):
                 if slot not in state:
                     state[slot] = torch.zeros_like(parameter)
 
-    def _step_matrices(self, group: dict, weight: nn.Parameter) -> None:
+    def _step_matrices(self, group: Mapping[str, Any], layer: _Trained) -> None:
         """Step a weight of a hidden layer, which is so many matrices."""
-        gradient = weight.grad
+        weight, gradient = layer
         average = self.state[weight]["exp_avg"]
         average.lerp_(gradient, 1 - self._momentum)
         direction = gradient.lerp(average, self._momentum) if self._nesterov else average
+
+        # [matrices, rows, columns]: groups of a convolution are consecutive output channels.
         rows = len(weight) // group["matrices"]
         matrices = direction.reshape(group["matrices"], rows, -1)
         step = orthogonalized(matrices, self._ns_steps).reshape(weight.shape)
+
+        # The decay comes first: it is of the weights before the step, as in AdamW.
         factor = RMS * max(matrices.shape[1:]) ** 0.5
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(step, alpha=-group["lr"] * factor)
 
-    def _step_by_adamw(self, group: dict, parameters: List[nn.Parameter]) -> None:
+    def _step_by_adamw(self, group: Mapping[str, Any], trained: Sequence[_Trained]) -> None:
         """Step parameters that are no matrices of hidden layers."""
-        states = [self.state[parameter] for parameter in parameters]
+        states = [self.state[parameter] for parameter, _ in trained]
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
+            [parameter for parameter, _ in trained],
+            [gradient for _, gradient in trained],
             exp_avgs=[state["exp_avg"] for state in states],
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[],
             state_steps=[state["step"] for state in states],
             foreach=group.get("foreach"),
             amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=group["lr"] * self._adamw_lr_scale,
+            beta1=self._adamw.betas[0],
+            beta2=self._adamw.betas[1],
+            lr=group["lr"] * self._adamw.lr_scale,
             weight_decay=group["weight_decay"],
-            eps=self._eps,
+            eps=self._adamw.eps,
             maximize=False,
         )
+
+
+class _Trained(NamedTuple):
+    """A parameter that has a gradient, and this gradient, of the same shape."""
+
+    parameter: nn.Parameter
+    gradient: torch.Tensor
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
@@ -226,10 +275,14 @@ def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     turned = matrices.size(1) > matrices.size(2)
     wide = matrices.mT if turned else matrices
     # float64 has the squares of all float32 numbers.
-    norms = wide.double().square().sum((1, 2), keepdim=True).sqrt()
+    squares = wide.double().square()
+    norms = squares.sum((1, 2), keepdim=True).sqrt()
+    # No singular value is above the Frobenius norm: all are now in [0, 1], where p lifts them.
     x = (wide / norms.clamp(min=SMALLEST_NORM)).to(matrices.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(steps):
+        # a x + (b G + c G^2) x with G = x x^T: the odd polynomial p acts on the singular values
+        # alone, without a decomposition.
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)

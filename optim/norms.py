@@ -52,10 +52,12 @@ def repaired(
         values: given some rows of the layout, what was squared for each of the sums, float32
             [rows, ROW].
     """
-    wrong = [spoiled(each) for each in sums]
+    wrong = [spoiled(squares) for squares in sums]
+    # To know which sums are wrong, the host would have to wait for a GPU: all are made again there.
     if not host_may_read(layout.device):
-        exact = [layout.sums(_row_sums(each)) for each in values(slice(None))]
+        exact = [layout.sums(_row_sums(rows)) for rows in values(slice(None))]
         return [torch.where(*choice) for choice in zip(wrong, exact, sums)]
+    # On a CPU this is a rare parameter, so reading it once more does not show.
     affected = torch.stack(wrong).any(0).nonzero().flatten().tolist()
     for parameter in affected:
         squared = values(layout.rows[parameter])
@@ -92,6 +94,8 @@ def clip_factor(limit: float, length: torch.Tensor) -> torch.Tensor:
         length: norm of the gradient, float64 []. It may be more than a float32 holds.
     """
     factor = (limit / length.float()).clamp(max=1.0)
+    # A norm beyond float32 is infinite there, and the factor 0; divided in float64 it is a small
+    # number, as float32 has them down to 1e-45.
     return torch.where(length > LARGEST, (limit / length).float(), factor)
 
 
@@ -125,45 +129,47 @@ class WholeModel:
 
     def __init__(
         self,
-        own: Sequence[str],
+        stage: Sequence[str],
         model: Sequence[str],
         sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]],
         device: torch.device,
     ):
         """
         Args:
-            own: names of this process's parameters.
+            stage: names of this process's parameters.
             model: names of all parameters.
             sum_over_stages: as in WeightState.
             device: of the values.
         """
-        self._own = own
+        self._stage = stage
         self._model = model
         self._sum_over_stages = sum_over_stages
         self._device = device
         numbers = {name: number for number, name in enumerate(model)}
-        self._own_numbers = [numbers[name] for name in own]
+        self._stage_numbers = [numbers[name] for name in stage]
 
     def norm(self, squares: torch.Tensor) -> torch.Tensor:
         """Return the Euclidean norm of the whole model, float64 []; stages do not change a bit.
 
         Args:
-            squares: sums of squares by own parameter, float64.
+            squares: sums of squares by parameter of this stage, float64.
         """
         return self._of_all(squares).sum().sqrt()
 
-    def ratios(self, own: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    def ratios(self, of_stage: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """Return the trust ratios of the whole model by name, float32 [].
 
         Args:
-            own: those of own parameters that have one.
+            of_stage: those of this stage's parameters that have one.
         """
-        if len(self._own) == len(self._model):
-            return own
+        if len(self._stage) == len(self._model):
+            return of_stage
+        # Names are known everywhere, but not which parameters have a ratio: one tensor with a
+        # number for each parameter is all that stages need to send each other.
         absent = torch.full((), -1.0, device=self._device)  # a ratio is never negative
-        own_ratios = torch.stack([own.get(name, absent) for name in self._own])
+        stage_ratios = torch.stack([of_stage.get(name, absent) for name in self._stage])
         # The sum over stages leaves 0 where no stage has a ratio. A ratio that is NaN is not 0.
-        shifted = self._of_all(own_ratios.double() + 1)
+        shifted = self._of_all(stage_ratios.double() + 1)
         ratios = {}
         for number, name in enumerate(self._model):
             if shifted[number] != 0:
@@ -171,10 +177,12 @@ class WholeModel:
         return ratios
 
     def _of_all(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a value for each parameter of the model, float64, from those of own parameters."""
-        if len(self._own) == len(self._model):
+        """Return a value for each parameter of the model, float64, from those of this stage's."""
+        if len(self._stage) == len(self._model):
             return values
+        # Each parameter is of one stage, so a sum over stages adds zeros to a number: bits stay,
+        # and the order of the model is that of an undivided one.
         whole = torch.zeros(len(self._model), dtype=torch.float64, device=self._device)
-        whole[self._own_numbers] = values
+        whole[self._stage_numbers] = values
         assert self._sum_over_stages is not None, "other stages have parameters, too"
         return self._sum_over_stages(whole)

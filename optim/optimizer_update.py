@@ -63,24 +63,34 @@ class OptimizerUpdate:
         self._clip_norm = target.clip_norm
         self._model = target.model
         self._gradients = layout.views(buffers.gradients)
-        # The module's own parameters are the scratch where they are float32, and no state that a
-        # step without a finite gradient would spoil.
+
+        # Step in the state itself where the host may skip a step that would spoil it.
         same = buffers.weights is buffers.working
         single = buffers.working.dtype == torch.float32
         self._in_place = same and single and layout.device.type == "cpu"
+
+        # Float32 weights: the module's own parameters where they are that, and no state that a step
+        # without a finite gradient would spoil; else scratch.
         self._weights = buffers.working
         masters = target.parameters
         if not self._in_place and (same or not single):
             self._weights = layout.zeros(torch.float32)
-            views = layout.views(self._weights)
-            masters = {name: nn.Parameter(view) for name, view in zip(layout.names, views)}
+            masters = {}
+            for name, view in zip(layout.names, layout.views(self._weights)):
+                masters[name] = nn.Parameter(view)
         self._masters = list(masters.values())
+
+        # The optimizer, and its state of each parameter, float32 whatever the slots' dtype is.
         self.optimizer = create_optimizer(masters)
         self._slots = buffers.slots
         if not self._in_place:
             self._slots = {name: layout.zeros(torch.float32) for name in buffers.slots}
+        self._give_slots()
+
+    def _give_slots(self) -> None:
+        """Make the optimizer's state of each parameter views of the slots' buffers."""
         for slot, buffer in self._slots.items():
-            for master, view in zip(self._masters, layout.views(buffer)):
+            for master, view in zip(self._masters, self._layout.views(buffer)):
                 self.optimizer.state[master][slot] = view
 
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
@@ -96,31 +106,46 @@ class OptimizerUpdate:
             index, lr, finite, measure: see WeightState.apply, also for the result.
         """
         gradients = self._buffers.gradients
-        before = self._buffers.weights.to(torch.float32, copy=True) if measure else None
+        before: Optional[torch.Tensor] = None
+        if measure:
+            before = self._buffers.weights.to(torch.float32, copy=True)
+
         # Before the step: some optimizers write into the gradients.
-        gradient_norm = self._norm(gradients) if measure or self._clip_norm else None
-        if self._clip_norm:
+        gradient_norm: Optional[torch.Tensor] = None
+        if measure or self._clip_norm:
+            gradient_norm = self._norm(gradients)
+        if self._clip_norm and gradient_norm is not None:
             gradients.mul_(clip_factor(self._clip_norm, gradient_norm))
+
+        # In place nothing can be taken back, so there the host reads `finite`; scratch memory may
+        # become NaN, since its result is stored under a mask.
         if not self._in_place or finite:
             self._step(index, lr)
+
         # Before the result is stored: the difference is what the optimizer subtracted.
         norms = None
-        if measure:
+        if gradient_norm is not None and before is not None:
             norms = Norms(
                 gradient=gradient_norm.float(),
                 weight=self._norm(before).float(),
                 update=self._norm(self._weights - before).float(),
                 trust={},
             )
+
         if not self._in_place:
-            self._store(self._buffers.weights, self._weights, index, "weight", finite=finite)
-            for slot, buffer in self._buffers.slots.items():
-                self._store(buffer, self._slots[slot], index, slot, finite=finite)
-            self._buffers.refresh()
+            self._store_all(index, finite)
         return norms
+
+    def _store_all(self, index: int, finite: torch.Tensor) -> None:
+        """Write scratch into weights and slots, where `finite`, and renew the module's weights."""
+        self._store(self._buffers.weights, self._weights, index, "weight", finite=finite)
+        for slot, buffer in self._buffers.slots.items():
+            self._store(buffer, self._slots[slot], index, slot, finite=finite)
+        self._buffers.refresh()
 
     def _step(self, index: int, lr: float) -> None:
         """Make the optimizer's step, from the state into scratch."""
+        # The state is the truth, and scratch may hold the result of a step that was not stored.
         if not self._in_place:
             self._weights.copy_(self._buffers.weights)
             for slot, buffer in self._buffers.slots.items():
@@ -156,7 +181,9 @@ class OptimizerUpdate:
 
     def _norm(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the norm of a buffer over the whole model, float64 []."""
-        squares = torch.stack(torch._foreach_norm(self._layout.views(flat))).double().square()
+        # torch's norms in few launches; the ones that float32 cannot hold are made again.
+        norms = torch._foreach_norm(self._layout.views(flat))
+        squares = torch.stack(norms).double().square()
         rows = in_rows(flat)
-        squares = repaired([squares], self._layout, lambda place: (rows[place],))[0]
+        (squares,) = repaired([squares], self._layout, lambda place: (rows[place],))
         return self._model.norm(squares)

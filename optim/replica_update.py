@@ -44,10 +44,13 @@ class Sketch:
         """
         self._vectors = vectors
         self.buckets = buckets
+        # Whole rounds of all buckets, so that a part begins with the first bucket; and a table of
+        # whole parts, so that no part reaches beyond it.
         self._part = max(1, _PART // buckets) * buckets
         count = -(-_SIGNS // self._part) * self._part
         numbers = torch.arange(count, device=device)
-        self._signs = (bits32(key("sketch"), numbers) & 1).float().mul_(2).sub_(1)
+        bits = bits32(key("sketch"), numbers) & 1
+        self._signs = bits.float().mul_(2).sub_(1)
 
     def __call__(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the sketches of the vectors in a buffer, float32 [vectors, buckets].
@@ -63,7 +66,8 @@ class Sketch:
                 for part in flat[start : start + count].split(self._part):
                     if place + len(part) > len(self._signs):
                         place = 0
-                    self._add(sketch, part * self._signs[place : place + len(part)])
+                    signs = self._signs[place : place + len(part)]
+                    self._add(sketch, part * signs)
                     # Each part begins with the first bucket.
                     place += -(-len(part) // self.buckets) * self.buckets
         return sketches
@@ -132,13 +136,16 @@ class ReplicaUpdate:
         self._weights = in_rows(target.buffers.weights)
         self._clip_norm = clip_norm
         self._add_up = add_up
-        self._alone = replicas == 1
+        self._single = replicas == 1
+
         groups = self._sketched_groups()
         # The squares of a group stand at its first parameter.
         self._firsts = [group[0] for group in groups]
         places = list(self._layout.places.values())
         vectors = [[places[number] for number in group] for group in groups]
         self._sketch = Sketch(vectors, buckets, self._layout.device)
+
+        # Each replica adds its part of the decay: all together decay once.
         self._decay = self._layout.spread(rules.decay / replicas)
         never_waits = [name in whole for name in self._layout.names]
         self._whole = torch.tensor(never_waits, device=self._layout.device)
@@ -149,6 +156,7 @@ class ReplicaUpdate:
         """Return the parameters of each sketch: one with a trust ratio, or all that have none."""
         adapted = list(self._rules.adapted.values())
         others = [number for number in range(len(self._layout.names)) if number not in adapted]
+        # Without a ratio only the norm of the whole gradient is asked for, so one sketch will do.
         groups = [[number] for number in adapted]
         if others:
             groups.append(others)
@@ -173,43 +181,76 @@ class ReplicaUpdate:
             finite: bool [], whether all gradients are finite: if not, nothing changes.
             density: share of the residual's values that is sent after it.
         """
-        rules = self._rules
         scale = self._clipped_scale(gradient, divisor)
-        # Momentum; where nothing may change the velocity is multiplied by 1.
+        # Where nothing may change the velocity is multiplied by 1, and 0 is added to the rest.
         moves = finite.float()
         momentum = self._momentum(density)
-        mu = self._layout.spread(torch.where(finite, momentum, 1.0).float())
-        share = self._layout.spread((1 - momentum).float())
-        weight_squares = self._sums_of_squares(self._weights)
+        factors = _MomentumFactors(
+            mu=self._layout.spread(torch.where(finite, momentum, 1.0).float()),
+            share=self._layout.spread((1 - momentum).float()),
+        )
         rows = in_rows(gradient)
-        velocity = in_rows(self.velocity)
-        if rules.by_momentum:
-            # The direction takes the place of the gradient; its ratio is known after the momentum.
-            average = _AverageRows(
-                gradient=rows,
-                velocity=velocity,
-                weight=self._weights,
-                decay=self._decay,
-                share=share,
-                mu=mu,
-            )
-            in_parts(_average, average, scale)
-            self._ratio = rules.ratios(weight_squares, self._mean_squares(gradient))
-            in_rows(residual).addcmul_(rows, self._rate() * moves)
-        else:
-            self._ratio = rules.ratios(weight_squares, self._squares)
-            rate = self._rate() * moves
-            rate *= share / (1 - rules.mu)
-            sums = _AccumulateRows(
-                residual=in_rows(residual),
-                gradient=rows,
-                velocity=velocity,
-                weight=self._weights,
-                decay=self._decay,
-                rate=rate,
-                mu=mu,
-            )
-            in_parts(_accumulate, sums, _AccumulateConstants(rules.nesterov, scale, moves))
+        add = self._add_average if self._rules.by_momentum else self._add_accumulated
+        add(in_rows(residual), rows, factors, scale, moves)
+
+    def _add_average(
+        self,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        factors: _MomentumFactors,
+        scale: torch.Tensor,
+        moves: torch.Tensor,
+    ) -> None:
+        """Make the update of the second form: its ratio is known after the momentum.
+
+        Args:
+            residual: float32 [rows, ROW], is added to.
+            gradient: float32 [rows, ROW]; the direction takes its place.
+            factors: of the momentum.
+            scale: of the gradient, float32 [].
+            moves: 1, or 0 where nothing may change, float32 [].
+        """
+        weight_squares = self._sums_of_squares(self._weights)
+        average = _AverageRows(
+            gradient=gradient,
+            velocity=in_rows(self.velocity),
+            weight=self._weights,
+            decay=self._decay,
+            share=factors.share,
+            mu=factors.mu,
+        )
+        in_parts(_average, average, scale)
+        self._ratio = self._rules.ratios(weight_squares, self._mean_squares(gradient.flatten()))
+        residual.addcmul_(gradient, self._rate() * moves)
+
+    def _add_accumulated(
+        self,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        factors: _MomentumFactors,
+        scale: torch.Tensor,
+        moves: torch.Tensor,
+    ) -> None:
+        """Make the update of the first form: its ratio is that of the gradient, its rate inside.
+
+        Args:
+            residual, gradient, factors, scale, moves: see `_add_average`; the gradient stays.
+        """
+        rules = self._rules
+        self._ratio = rules.ratios(self._sums_of_squares(self._weights), self._squares)
+        rate = self._rate() * moves
+        # With less momentum than mu, steps grow so that a gradient moves the weights as far.
+        rate *= factors.share / (1 - rules.mu)
+        rows = _AccumulateRows(
+            residual=residual,
+            gradient=gradient,
+            velocity=in_rows(self.velocity),
+            weight=self._weights,
+            decay=self._decay,
+            rate=rate,
+            mu=factors.mu,
+        )
+        in_parts(_accumulate, rows, _AccumulateConstants(rules.nesterov, scale, moves))
 
     def _clipped_scale(self, gradient: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
         """Return the factor on the gradient, [], after taking the squares of the mean gradient."""
@@ -223,10 +264,13 @@ class ReplicaUpdate:
 
     def _rate(self) -> torch.Tensor:
         """Return learning rate times trust ratio, float32 [rows, 1]."""
-        return self._layout.spread(clamped(self.lr * self._rules.lr_scale * self._ratio))
+        rates = clamped(self.lr * self._rules.lr_scale * self._ratio)
+        return self._layout.spread(rates)
 
     def _momentum(self, density: float) -> torch.Tensor:
         """Return nu of each parameter, float64."""
+        # Updates that a gradient is late: by momentum mu alone, by waiting alone, and what of the
+        # first is left for momentum.
         mu = self._rules.mu
         nesterov = self._rules.nesterov
         lateness = (mu * mu if nesterov else mu) / (1 - mu)
@@ -257,7 +301,7 @@ class ReplicaUpdate:
 
         The first of the parameters without a ratio has the sum of all of them.
         """
-        if self._alone:
+        if self._single:
             return self._sums_of_squares(in_rows(vector))
         sketches = self._sketch(vector)
         self._add_up(sketches)
@@ -268,8 +312,17 @@ class ReplicaUpdate:
 
     def _sums_of_squares(self, rows: torch.Tensor) -> torch.Tensor:
         """Return sums of squares by parameter, float64, of a buffer as [rows, ROW]."""
+        # In float32, and again in float64 only where that may be wrong: see norms.py.
         sums = self._layout.sums(in_parts(_squares, _ValueRows(rows), None))
-        return repaired([sums], self._layout, lambda place: (rows[place].float(),))[0]
+        (squares,) = repaired([sums], self._layout, lambda place: (rows[place].float(),))
+        return squares
+
+
+class _MomentumFactors(NamedTuple):
+    """Factors on the velocity, `mu`, and on what is added to it, `share`: float32 [rows, 1]."""
+
+    mu: torch.Tensor
+    share: torch.Tensor
 
 
 class _ValueRows(NamedTuple):

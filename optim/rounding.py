@@ -48,6 +48,7 @@ def lower(words: torch.Tensor) -> torch.Tensor:
     return words & _CUT
 
 
+# LARS rounds two numbers of an element in an update; one random word has enough bits for both.
 _SHARING: Dict[str, Noise] = {"weight": upper, "momentum_buffer": lower}
 
 
@@ -75,11 +76,14 @@ class RoundingBits:
         """
         self._seed = seed
         self.rows = torch.zeros(length // ROW, 1, dtype=torch.int32, device=device)
+        # A row is numbered within its parameter, and the name is mixed in: where the parameter lies
+        # in a buffer, which depends on the stages, has no part in it.
         for name, (start, count) in places.items():
             assert start % ROW == 0, f"{name} begins at {start}, within a row"
             low = _signed(key("rounding", name) & 0xFFFFFFFF)
             rows = -(-count // ROW)
-            mixed = _mix_(torch.arange(rows, dtype=torch.int32, device=device).bitwise_xor_(low))
+            numbers = torch.arange(rows, dtype=torch.int32, device=device)
+            mixed = _mix_(numbers.bitwise_xor_(low))
             self.rows[start // ROW :][:rows, 0] = mixed
         lanes = torch.arange(ROW, dtype=torch.int32, device=device)
         self.lanes = lanes.mul_(_signed(_GOLDEN))
@@ -94,8 +98,8 @@ class RoundingBits:
         Returns:
             What `random_bits` adds to all rows, a signed 32-bit number; and `upper` or `lower`.
         """
-        words = () if slot in _SHARING else (slot,)
-        draw = _signed(key("rounding", self._seed, index, *words) >> 32)
+        separate = () if slot in _SHARING else (slot,)
+        draw = _signed(key("rounding", self._seed, index, *separate) >> 32)
         return draw, _SHARING.get(slot, upper)
 
 
@@ -134,6 +138,7 @@ def rounded(source: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     # A NaN with all bits set, as GPUs make them, must not carry into the sign.
     cut = (magnitude + moved).view(torch.int32).clamp_max_(_NAN)
     cut.add_(noise).bitwise_and_(~_CUT)
+    # Exact: both are multiples of float16's spacing, and what remains fits into its mantissa.
     magnitude = cut.view(torch.float32).sub_(moved)
     result = magnitude.view(torch.int32) | (bits & _SIGN)
     return result.view(torch.float32).to(torch.float16)
@@ -161,6 +166,7 @@ def round_stochastically(
             for the device.
         run: runs the pass.
     """
+    # A CPU need not wait for `keep`, so it skips the pass instead of masking it.
     on_cpu = source.device.type == "cpu"
     if on_cpu and not keep:
         return
@@ -200,6 +206,7 @@ def write(target: torch.Tensor, values: torch.Tensor, keep: Optional[torch.Tenso
         values: of its shape.
         keep: bool [], where False it keeps its values; None is True.
     """
+    # A mask, where a branch would make the host wait for the device.
     if keep is not None:
         values = torch.where(keep, values.to(target.dtype), target)
     target.copy_(values)
@@ -207,6 +214,7 @@ def write(target: torch.Tensor, values: torch.Tensor, keep: Optional[torch.Tenso
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
     """Apply `mix32` of recipe/randomness.py in place to int32."""
+    # Torch has no uint32 to compute with: int32 products have the same low bits, shifts need care.
     for shift, multiplier in ((16, 0x7FEB352D), (15, _signed(0x846CA68B))):
         x.bitwise_xor_(_logical_right_shift(x, shift)).mul_(multiplier)
     return x.bitwise_xor_(_logical_right_shift(x, 16))

@@ -37,6 +37,7 @@ def curve(section: Schedule, peak: float, lengths: Lengths) -> Rate:
 
     def rate(step: int) -> float:
         """Return the rate of a `step`."""
+        # Step 0 has rate 0. Without a warm-up no step is below its length: none is divided by 0.
         if step < lengths.warmup:
             return peak * step / lengths.warmup
         return after(step)
@@ -124,6 +125,7 @@ def _decay(
 
     def rate(step: int) -> float:
         """Return the rate of a `step`."""
+        # A run that goes on beyond its length keeps the final rate.
         done = min(1.0, (step - lengths.warmup) / steps)
         return final + (peak - final) * left(done)
 

@@ -9,12 +9,23 @@ the weights persist in that dtype; and float32 gradients.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import nn
 
-from optim.base import HasSlots, all_slots
+from optim.base import HasSlots, Update, all_slots
 from optim.compilation import compiled
 from optim.gradients import Gradients
 from optim.lars_update import Rules
@@ -67,44 +78,70 @@ class WeightState:
         self._parameters = dict(parameters)
         self._model = list(model or self._parameters)
         self._layout = Layout(self._parameters)
+
+        # The order matters: gradients and optimizer are of parameters that lie in the buffer.
         working = self._move_parameters()
         leaves, parts = tree or (None, ())
         self.gradients = Gradients(self._parameters, self._layout, leaves, parts)
         self.optimizer = create_optimizer(self._parameters)
-        # What persists; the weights are the working copy itself where the dtypes are the same.
-        slots = {}
-        for name, slot in self.optimizer.slots.items():
-            slots[name] = self._layout.zeros(dtype if slot.half else torch.float32, slot.initial)
-        weights = working if dtype == working.dtype else working.to(dtype)
-        self._buffers = Buffers(self.gradients.flat, weights, working, slots)
-        # The update of all that.
-        device = self._layout.device
+
+        self._buffers = self._create_buffers(working, dtype)
         self._bits: Optional[RoundingBits] = None
         if dtype == torch.float16 and rounding == "stochastic":
-            self._bits = RoundingBits(self._layout.places, self._layout.length, seed, device)
+            self._bits = self._create_bits(seed)
         self._target = Target(
             parameters=self._parameters,
             layout=self._layout,
             buffers=self._buffers,
             bits=self._bits,
             clip_norm=clip_norm,
-            model=WholeModel(self._layout.names, self._model, sum_over_stages, device),
+            model=self._whole_model(sum_over_stages),
         )
-        self._update = self.optimizer.create_update(self._target, create_optimizer)
+
+        self._update: Update = self.optimizer.create_update(self._target, create_optimizer)
         self.notes: Tuple[str, ...] = ()
-        if compile and device.type == "cpu":
-            self._update.run, note = compiled(self._buffers, self._bits is not None)
-            self.notes = (note,)
+        if compile and self._layout.device.type == "cpu":
+            self._compile()
         self.refresh()
 
     def _move_parameters(self) -> torch.Tensor:
         """Make the parameters views of a flat buffer of their dtype; return the buffer."""
         compute = next(iter(self._parameters.values())).dtype
         working = self._layout.zeros(compute)
+        # By `data`: the parameters stay the same objects, which the module and others hold.
         for parameter, view in zip(self._parameters.values(), self._layout.views(working)):
             view.copy_(parameter.data)
             parameter.data = view
         return working
+
+    def _create_buffers(self, working: torch.Tensor, dtype: torch.dtype) -> Buffers:
+        """Create what persists in `dtype`, around the `working` copy.
+
+        The weights are the working copy itself where the dtypes are the same.
+        """
+        slots = {}
+        for name, slot in self.optimizer.slots.items():
+            slot_dtype = dtype if slot.half else torch.float32
+            slots[name] = self._layout.zeros(slot_dtype, slot.initial)
+        weights = working if dtype == working.dtype else working.to(dtype)
+        return Buffers(self.gradients.flat, weights, working, slots)
+
+    def _create_bits(self, seed: int) -> RoundingBits:
+        """Create the random bits by which float16 weights and slots are rounded."""
+        layout = self._layout
+        return RoundingBits(layout.places, layout.length, seed, layout.device)
+
+    def _whole_model(
+        self,
+        sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]],
+    ) -> WholeModel:
+        """Return what gathers norms and ratios over the stages of the model."""
+        return WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
+
+    def _compile(self) -> None:
+        """Have the update's passes run compiled, and note whether they do."""
+        self._update.run, note = compiled(self._buffers, self._bits is not None)
+        self.notes = (note,)
 
     @torch.no_grad()
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
@@ -169,13 +206,18 @@ class WeightState:
 
         The gradients are those of the last step, after the exchange.
         """
+        # One parameter after the other is slow on a GPU, but this only explains an update that
+        # failed.
         names = []
         for name, view in zip(self._parameters, self.gradients.views):
             if not view.isfinite().all():
                 names.append(name)
         return names
 
-    def state_dict(self, flat: Optional[torch.Tensor] = None) -> dict:
+    def state_dict(
+        self,
+        flat: Optional[torch.Tensor] = None,
+    ) -> Dict[str, Dict[str, torch.Tensor]]:
         """Return {"weights": {name: tensor}, slot: {name: tensor}, ...} on the CPU.
 
         Args:
@@ -185,11 +227,12 @@ class WeightState:
             Tensors of the state's dtypes.
         """
         buffers = self.own_state()
+        # Averaged weights are float32 in another buffer; files hold them as they hold weights.
         if flat is not None:
             buffers["weights"] = flat.to(self.flat.dtype)
         return {key: self.by_name(buffer) for key, buffer in buffers.items()}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a state: exactly if the dtypes agree, else rounded to nearest.
 
         Args:
@@ -202,6 +245,7 @@ class WeightState:
         buffers = self.own_state()
         kind = type(self.optimizer).__name__
         faults = [f"{key} is missing" for key in buffers if key not in state]
+        # Keys that no optimizer has are other things of a checkpoint: the caller's.
         for key in all_slots():
             if key in state and key not in buffers:
                 faults.append(f"{key} belongs to another optimizer than {kind}")
@@ -235,12 +279,13 @@ class WeightState:
             flat: the weights, laid out as `self.flat` is.
         """
         working = self._buffers.working
-        own = working.clone()
+        # A copy, since these may be the persistent weights themselves.
+        trained = working.clone()
         try:
             working.copy_(flat)
             yield
         finally:
-            working.copy_(own)
+            working.copy_(trained)
 
     def own_state(self) -> Dict[str, torch.Tensor]:
         """Return all that an update changes by name: [length] each, laid out as `flat`.
@@ -288,11 +333,13 @@ class WeightState:
         Args:
             flat: laid out as `self.flat` is.
         """
+        # Copies even on a CPU: these are for files, and the buffers change with the next update.
         views = self._layout.views(flat)
         return {name: view.to("cpu", copy=True) for name, view in zip(self._parameters, views)}
 
     def own(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """Return a whole model's `tensors` without those of parameters of other processes."""
+        # By what others have, not by what this process has: an unknown name is to stay, an error.
         others = set(self._model) - set(self._parameters)
         return {name: tensor for name, tensor in tensors.items() if name not in others}
 
@@ -309,20 +356,21 @@ class WeightState:
         self._check(tensors)
         self._fill(flat, tensors)
 
-    def _fill(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
+    def _fill(self, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the tensors into their parts of a buffer."""
         for name, view in zip(self._parameters, self._layout.views(flat)):
             if name in tensors:
                 view.copy_(tensors[name])
 
-    def _check(self, tensors: Dict[str, torch.Tensor]) -> None:
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise ValueError if these are not a tensor for each parameter, in its shape."""
+        # A dict and not a set: the first fault in the order of the model is the one to name.
         for name in {**self._parameters, **tensors}:
             if name not in tensors:
                 raise ValueError(f"{name} is missing")
             if name not in self._parameters:
                 raise ValueError(f"{name} is unknown")
             expected = list(self._parameters[name].shape)
-            found = list(tensors[name].shape)
-            if expected != found:
-                raise ValueError(f"{name} is {found}, the model's is {expected}")
+            shape = list(tensors[name].shape)
+            if expected != shape:
+                raise ValueError(f"{name} is {shape}, the model's is {expected}")

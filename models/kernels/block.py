@@ -1,4 +1,4 @@
-"""What the kernels of a block's layers do for each other.
+"""timm's blocks with fused layers that save each other passes over the memory.
 
 - The residual is added in the kernels of the last normalisation, together with stochastic depth,
   and its gradient in the matrix product of the expansion. Of tensors like the block's output,
@@ -43,6 +43,7 @@ def replaces(module: nn.Module) -> bool:
 def fuse(block: nn.Module) -> nn.Module:
     """Return `block` with the same layers under the same names."""
     assert replaces(block), f"no kernels for {type(block).__name__}"
+    # A copy with another class: its layers are the same objects, under the same names.
     block = copy.copy(block)
     block.__class__ = _Inverted if isinstance(block, InvertedResidual) else _Separable
     return block
@@ -50,6 +51,8 @@ def fuse(block: nn.Module) -> nn.Module:
 
 class _Separable(DepthwiseSeparableConv):
     """timm's block without expansion."""
+
+    aa: nn.Module  # timm's type admits None, but there is an identity instead
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for `x`, [N, C, H, W]."""
@@ -62,6 +65,8 @@ class _Separable(DepthwiseSeparableConv):
 
 class _Inverted(InvertedResidual):
     """timm's block with an expansion."""
+
+    aa: nn.Module  # see _Separable
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for `x`, [N, C, H, W]."""
@@ -83,8 +88,8 @@ class _Inverted(InvertedResidual):
 class _Expansion(torch.autograd.Function):
     """x by a convolution of 1 x 1, and x.
 
-    Its gradient is added up within the matrix product, which writes to that of the second result:
-    nobody else may have it.
+    Its gradient is added up within the matrix product. The gradient of the second result must not
+    be shared, because it is overwritten in place.
     """
 
     @staticmethod
@@ -98,6 +103,7 @@ class _Expansion(torch.autograd.Function):
     def backward(ctx, dy, dx):
         """Return gradients from that of the convolution, `dy`; that of x is added to `dx`."""
         x, weight = ctx.saved_tensors
+        # torch's kernel for the weights' gradient; x's is made below, with the sum in it.
         _, dweight, _ = torch.ops.aten.convolution_backward(
             dy,
             x,

@@ -51,7 +51,8 @@ def replaces(module: nn.Module) -> bool:
 
     It is a Conv2d that is padded by half its kernel, or timm's Conv2dSame.
     """
-    if type(module) not in (nn.Conv2d, Conv2dSame):
+    # Types, not isinstance: a subclass may compute something else than our kernels do.
+    if not isinstance(module, nn.Conv2d) or type(module) not in (nn.Conv2d, Conv2dSame):
         return False
     kernel = module.kernel_size
     padding = 0 if isinstance(module, Conv2dSame) else kernel[0] // 2
@@ -75,14 +76,20 @@ class FusedGroupConv2d(nn.Conv2d):
 
     float16, bfloat16 or float32; input, weights and output have one dtype. Output in x's memory
     format; other layouts become contiguous. Gradients are not differentiable again.
+
+    pads_same: padded as TensorFlow does, else by half the kernel.
     """
+
+    pads_same: bool
 
     @classmethod
     def of(cls, conv: nn.Conv2d) -> FusedGroupConv2d:
         """Return a layer with the Parameter and settings of `conv`."""
         assert replaces(conv), f"no kernels for {conv}"
+        # A copy with another class: hooks and whatever users have set stay, and no weight is drawn.
         fused = copy.copy(conv)
         fused.__class__ = cls
+        assert isinstance(fused, cls)
         fused.pads_same = isinstance(conv, Conv2dSame)
         return fused
 
@@ -109,7 +116,14 @@ class FusedGroupConv2d(nn.Conv2d):
 fuse = FusedGroupConv2d.of
 
 
-def _like_output(x, weight, stride, pads_same, statistics):
+def _like_output(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: int,
+    pads_same: bool,
+    statistics: bool,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tensors like the results of `_output`."""
     launches = _Launches(x, weight, stride, pads_same)
     y = launches.empty(x, launches.out_size)
     return y, launches.packed(weight), launches.partial(x, statistics)
@@ -119,7 +133,13 @@ def _like_output(x, weight, stride, pads_same, statistics):
     "(Tensor x, Tensor weight, int stride, bool pads_same, bool statistics) -> (Tensor, Tensor, Tensor)",
     _like_output,
 )
-def _output(x, weight, stride: int, pads_same: bool, statistics: bool):
+def _output(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: int,
+    pads_same: bool,
+    statistics: bool,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the layer's output, the packed weights, and its statistics, or an empty tensor."""
     x = x.contiguous(memory_format=_format(x))
     launches = _Launches(x, weight, stride, pads_same)
@@ -128,7 +148,17 @@ def _output(x, weight, stride: int, pads_same: bool, statistics: bool):
     return launches.output(x, packed, partial), packed, partial
 
 
-def _like_gradients(dy, x, weight, packed, stride, pads_same, x_wanted, weight_wanted):
+def _like_gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    stride: int,
+    pads_same: bool,
+    x_wanted: bool,
+    weight_wanted: bool,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors like the results of `_gradients`."""
     launches = _Launches(x, weight, stride, pads_same)
     dx = launches.empty(x, launches.size) if x_wanted else x.new_empty(0)
     dweight = launches.like_weight(weight) if weight_wanted else weight.new_empty(0)
@@ -141,15 +171,15 @@ def _like_gradients(dy, x, weight, packed, stride, pads_same, x_wanted, weight_w
     _like_gradients,
 )
 def _gradients(
-    dy,
-    x,
-    weight,
-    packed,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    packed: torch.Tensor,
     stride: int,
     pads_same: bool,
     x_wanted: bool,
     weight_wanted: bool,
-):
+) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of x and of the weights; empty unless wanted."""
     launches = _Launches(x, weight, stride, pads_same)
     x = x.contiguous(memory_format=launches.format)
@@ -169,6 +199,7 @@ class _GroupConv(torch.autograd.Function):
         assert known, f"input {x.dtype}, weights {weight.dtype}"
         y, packed, partial = _output(x, weight, stride, pads_same, statistics)
         ctx.save_for_backward(x, weight, packed)
+        # The normalisation's gradient goes through its input, not through these statistics of it.
         ctx.mark_non_differentiable(partial)
         ctx.stride = stride
         ctx.pads_same = pads_same
@@ -208,6 +239,14 @@ class _Area(NamedTuple):
     columns: int  # of a program
 
 
+class _Parts(NamedTuple):
+    """How blocks of lines are divided into parts, each of which is added up by itself."""
+
+    blocks: int  # of all images
+    blocks_each: int  # of a part, but for the last
+    parts: int
+
+
 class _Launches:
     """The kernels of one call. Grids have one dimension: CUDA's others end at 65,535."""
 
@@ -237,7 +276,9 @@ class _Launches:
     def partial(self, like: torch.Tensor, wanted: bool) -> torch.Tensor:
         """Make memory for statistics of parts of the output, [2, N, C, chunks], if `wanted`."""
         lines, columns = self.part
-        chunks = triton.cdiv(self.out_size[0], lines) * triton.cdiv(self.out_size[1], columns)
+        blocks = triton.cdiv(self.out_size[0], lines)
+        tiles = triton.cdiv(self.out_size[1], columns)
+        chunks = blocks * tiles
         shape = (2, self.images, self.channels, chunks) if wanted else (0,)
         return torch.empty(shape, dtype=torch.float32, device=like.device)
 
@@ -291,21 +332,7 @@ class _Launches:
         lines are `stride` apart, and it computes those between them, too.
         """
         dx = self.empty(dy, self.size)
-        # Of every `stride` lines and columns, padding among them, those that hold one of x.
-        size = []
-        for side, padding in zip(self.size, self.padding):
-            last = side - 1 + padding
-            size.append(last // self.stride - padding // self.stride + 1)
-
-        lines = max(1, self.lines // self.stride)
-        columns = self._columns(size[1])
-        channels_last = self.format is torch.channels_last
-        if self.stride == 2 and self.kernel == 5 and not channels_last:
-            lines = 1  # with two, registers are spilled
-        if self.stride == 2 and self.kernel == 3 and channels_last and lines > 1:
-            columns = max(_COLUMNS)  # with 16, registers are spilled
-        area = _Area(size, lines, columns)
-
+        area = self._input_gradient_area()
         if self.stride == 1:
             self._run(
                 kernels.output,
@@ -321,17 +348,59 @@ class _Launches:
             self._run(kernels.strided_input_gradient, area, dy=dy, weight=packed, dx=dx)
         return dx
 
+    def _input_gradient_area(self) -> _Area:
+        """Return how the input's gradient is divided among programs."""
+        # Of every `stride` lines and columns, padding among them, those that hold one of x.
+        size = []
+        for side, padding in zip(self.size, self.padding):
+            last = side - 1 + padding
+            size.append(last // self.stride - padding // self.stride + 1)
+
+        # A program computes stride^2 as many pixels as it has columns and lines, in registers.
+        lines = max(1, self.lines // self.stride)
+        columns = self._columns(size[1])
+        channels_last = self.format is torch.channels_last
+        if self.stride == 2 and self.kernel == 5 and not channels_last:
+            lines = 1  # with two, registers are spilled
+        if self.stride == 2 and self.kernel == 3 and channels_last and lines > 1:
+            columns = max(_COLUMNS)  # with 16, registers are spilled
+        return _Area(size, lines, columns)
+
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         """Compute the weights' gradient.
 
         A program adds up one column of the kernel, over a part of the pixels.
         """
+        lines = self._summed_lines()
+        division = self._parts(lines)
+        shape = (division.parts, self.groups, self.kernel, self.kernel, self.group, self.group)
+        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+        self._run(
+            kernels.weight_gradient,
+            _Area(self.out_size, lines, _SUMMED_COLUMNS),
+            programs=division.parts * self.kernel,
+            x=x,
+            dy=dy,
+            sums=sums,
+            all_blocks=division.blocks,
+            blocks_each=division.blocks_each,
+        )
+        return self._added(sums, x.dtype)
+
+    def _summed_lines(self) -> int:
+        """Return lines of the output that are added to the weights' gradient at a time."""
         # Of the numbers that are fast those with which no register is spilled.
         lines = 2 if self.format is torch.contiguous_format else 3
         if lines == 3 and self.stride == 2 and self.kernel == 3:
             lines = 4 if self.pack == 4 else 2
-        lines = min(self.lines, lines)
+        return min(self.lines, lines)
 
+    def _parts(self, lines: int) -> _Parts:
+        """Divide all images' pixels among programs that add up the weights' gradient.
+
+        Args:
+            lines: of a block.
+        """
         # As many parts as there are warps, but none with too few tiles; all of them alike but for
         # the last.
         blocks = self.images * triton.cdiv(self.out_size[0], lines)
@@ -339,21 +408,7 @@ class _Launches:
         wanted_parts = round(_WARPS / (self.groups * self.kernel))
         most_parts = max(1, min(wanted_parts, tiles // _LEAST_TILES, blocks))
         blocks_each = triton.cdiv(blocks, most_parts)
-        parts = triton.cdiv(blocks, blocks_each)
-
-        shape = (parts, self.groups, self.kernel, self.kernel, self.group, self.group)
-        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-        self._run(
-            kernels.weight_gradient,
-            _Area(self.out_size, lines, _SUMMED_COLUMNS),
-            programs=parts * self.kernel,
-            x=x,
-            dy=dy,
-            sums=sums,
-            all_blocks=blocks,
-            blocks_each=blocks_each,
-        )
-        return self._added(sums, x.dtype)
+        return _Parts(blocks, blocks_each, parts=triton.cdiv(blocks, blocks_each))
 
     def _added(self, sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return sums over parts, laid out as the weights.
@@ -363,6 +418,7 @@ class _Launches:
             dtype: of the result, [C, C / groups, k, k].
         """
         result = self.like_weight(sums, dtype)
+        # The first that takes all parts at once, or the one that takes most.
         enough = [tile for tile in _ADDED if tile[0] >= len(sums)]
         parts, elements = enough[0] if enough else _ADDED[-1]
         kernels.add_parts[(triton.cdiv(result.numel(), elements),)](
@@ -384,7 +440,13 @@ class _Launches:
             return min(_COLUMNS)
         return min(_COLUMNS, key=lambda columns: triton.cdiv(width, columns) * columns)
 
-    def _run(self, kernel, area: _Area, programs: Optional[int] = None, **arguments: Any) -> None:
+    def _run(
+        self,
+        kernel: triton.JITFunction,
+        area: _Area,
+        programs: Optional[int] = None,
+        **arguments: Any,
+    ) -> None:
         """Launch a kernel over `area`.
 
         Args:

@@ -61,14 +61,15 @@ def output(
     out_width,
     top,  # lines of padding before the image
     left,  # columns of padding before the image
-    # Constants.
+    # Constants of a program: it computes LINES by PIXELS of y.
     LINES: tl.constexpr,
-    PIXELS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KERNEL: tl.constexpr,
+    PIXELS: tl.constexpr,  # columns
+    GROUPS: tl.constexpr,  # a warp each
+    # Constants of the convolution.
+    GROUP: tl.constexpr,  # channels of a group
+    KERNEL: tl.constexpr,  # k
     STRIDE: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,  # layout of x and y
     REVERSED: tl.constexpr,
 ):
     """Compute y for some groups, PIXELS columns and LINES lines.
@@ -78,11 +79,14 @@ def output(
     REVERSED: the kernel is taken from its last point to its first and its matrices are transposed,
     as the gradient of the input of a convolution with stride 1 wants.
     """
+    # The program's tiles of y: LINES of them, one under the other.
     program = _program(channels, GROUPS, GROUP)
     tile = _tile(program.number, tiles, blocks)
     column = tile.tile * PIXELS + tl.arange(0, PIXELS)
     row = tile.block * LINES
-    # Lines of x that the lines of y reach, and their first columns.
+
+    # Lines of x that the lines of y reach, and their first columns. They may begin in the padding,
+    # before the tensor: such pixels are masked.
     x_sizes = _Images(channels, height, width)
     first_row = row * STRIDE - top
     first_column = column * STRIDE - left
@@ -97,6 +101,7 @@ def output(
     row_step, column_step = _steps(x_sizes, CHANNELS_LAST)
     extents = _extents(x_sizes, first_row, (LINES - 1) * STRIDE + KERNEL)
     sums = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * LINES
+
     # The product wants [in, out]. Loading that takes fewer instructions than transposing what was
     # loaded if x is channels-last, and more if it is not; with stride 2 it would spill registers.
     loaded: tl.constexpr = CHANNELS_LAST and STRIDE == 1
@@ -104,15 +109,16 @@ def output(
     step: tl.constexpr = -GROUP * GROUP if REVERSED else GROUP * GROUP
     if REVERSED:
         matrix += (KERNEL * KERNEL - 1) * GROUP * GROUP
+
     # Column after column of the kernel: its matrices and the lines are loaded, then all lines of y
     # are served.
     for kx in range(KERNEL):
-        weights = ()
+        weights: tl.tuple = ()
         for ky in tl.static_range(KERNEL):
             point_weights = tl.load(matrix + step * (ky * KERNEL))
             weights += (point_weights if loaded or REVERSED else tl.trans(point_weights, 0, 2, 1),)
         lines = _load(at, first_column + kx, row_step, extents)
-        totals = ()
+        totals: tl.tuple = ()
         for line in tl.static_range(LINES):
             total = sums[line]
             for ky in tl.static_range(KERNEL):
@@ -122,6 +128,8 @@ def output(
         sums = totals
         at += column_step
         matrix += step
+
+    # Where the lines of y are.
     y_sizes = _Images(channels, out_height, out_width)
     at = y + _places(
         y_sizes,
@@ -133,12 +141,13 @@ def output(
     )
     row_step, _ = _steps(y_sizes, CHANNELS_LAST)
     extents = _extents(y_sizes, row, LINES)
-    # The result, and its statistics if they are wanted.
     for line in tl.static_range(LINES):
         _store(at, sums[line], column, extents[line])
         at += row_step
+
+    # Statistics of what was stored, while it is in registers: from sums of differences from the
+    # first line's mean, and of their squares. A large mean then takes no digits.
     if means is not None:
-        # From sums of differences from the first line's mean, and of their squares.
         inside = tl.minimum(PIXELS, out_width - tile.tile * PIXELS)
         first_line = _stored(sums[0], 0.0, column, extents[0], y)
         origin = tl.sum(first_line, 1) * (1.0 / inside)
@@ -148,10 +157,12 @@ def output(
             centred = _stored(sums[line], origin[:, None, :], column, extents[line], y)
             total += centred
             squared += centred * centred
+        # From the origin to the mean of the tile, which at an edge has fewer pixels.
         count = inside * tl.minimum(LINES, out_height - row)
         shift = tl.sum(total, 1) * (1.0 / count)
         channel_place = tile.image.to(tl.int64) * channels + program.channel
         place = channel_place * (blocks * tiles) + tile.block * tiles + tile.tile
+        # Rounding may leave less than 0 where all values are alike.
         squared_sum = tl.sum(squared, 1) - shift * shift * count
         tl.store(means + place, origin + shift)
         tl.store(squares + place, tl.maximum(squared_sum, 0.0))
@@ -174,7 +185,7 @@ def strided_input_gradient(
     out_width,
     top,
     left,
-    # Constants.
+    # Constants: see output. LINES and PIXELS are of one phase of lines and of columns.
     LINES: tl.constexpr,
     PIXELS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -189,11 +200,13 @@ def strided_input_gradient(
     whole: with r + top = STRIDE m + phase and ky = STRIDE tap + phase it is m - tap. So all phases
     read the same lines of dy.
     """
+    # m of the docstring, for lines and for columns; the first are those that hold a pixel of x.
     TAPS: tl.constexpr = (KERNEL + STRIDE - 1) // STRIDE
     program = _program(channels, GROUPS, GROUP)
     tile = _tile(program.number, tiles, blocks)
     column = left // STRIDE + tile.tile * PIXELS + tl.arange(0, PIXELS)
     row = top // STRIDE + tile.block * LINES
+
     # Lines of dy that reach the lines of dx, and their first columns.
     y_sizes = _Images(channels, out_height, out_width)
     first_row = row - (TAPS - 1)
@@ -208,12 +221,13 @@ def strided_input_gradient(
     )
     row_step, column_step = _steps(y_sizes, CHANNELS_LAST)
     extents = _extents(y_sizes, first_row, LINES + TAPS - 1)
-    # Lines by phases of lines by phases of columns.
+
+    # Lines by phases of lines by phases of columns: a tuple has one dimension.
     sums = (tl.zeros((GROUPS, PIXELS, GROUP), tl.float32),) * (LINES * STRIDE * STRIDE)
     matrix = _matrix(weight, program.group, KERNEL, GROUP, TRANSPOSED=False)
     for step in tl.static_range(TAPS):
         # Columns of the kernel whose tap is the last but `step`, one for each phase.
-        weights = ()
+        weights: tl.tuple = ()
         for ky in tl.static_range(KERNEL):
             for phase in tl.static_range(STRIDE):
                 if (TAPS - 1 - step) * STRIDE + phase < KERNEL:
@@ -221,8 +235,9 @@ def strided_input_gradient(
                     weights += (tl.load(matrix + shift),)
                 else:  # not used: beyond the kernel
                     weights += (0,)
+        # dy through these columns; every line of it serves all lines and phases that it reaches.
         lines = _load(at, first_column + step, row_step, extents)
-        totals = ()
+        totals: tl.tuple = ()
         for line in tl.static_range(LINES):
             for above in tl.static_range(STRIDE):
                 for before in tl.static_range(STRIDE):
@@ -239,6 +254,8 @@ def strided_input_gradient(
                     totals += (total,)
         sums = totals
         at += column_step
+
+    # Back to lines and columns of x. Neighbouring columns are sums of other phases.
     x_sizes = _Images(channels, height, width)
     row = row * STRIDE - top
     column = column * STRIDE - left
@@ -277,7 +294,7 @@ def weight_gradient(
     left,
     all_blocks,  # of all images
     blocks_each,  # of a part
-    # Constants.
+    # Constants: see output.
     LINES: tl.constexpr,
     PIXELS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -291,12 +308,16 @@ def weight_gradient(
     A round's tiles are loaded before those of the round before are multiplied: a warp has little
     else to do while it waits for them.
     """
+    # The program's column of the kernel, and its tiles. Programs of the columns run together: they
+    # read the same pixels.
     program = _program(channels, GROUPS, GROUP)
     kx = (program.number % KERNEL).to(tl.int32)
     part = (program.number // KERNEL).to(tl.int32)
     first = part * blocks_each * tiles
     end = tl.minimum(part * blocks_each + blocks_each, all_blocks) * tiles
     sizes = (blocks, tiles, channels, height, width, out_height, out_width, top, left)
+
+    # A product for each line of the kernel, [out, in] for each group.
     products = (tl.zeros((GROUPS, GROUP, GROUP), tl.float32),) * KERNEL
     gradients, lines = _round(
         x,
@@ -311,6 +332,7 @@ def weight_gradient(
         STRIDE=STRIDE,
         CHANNELS_LAST=CHANNELS_LAST,
     )
+    # The last round loads its own tile again, as there is no next one.
     for number in range(first, end):
         next_gradients, next_lines = _round(
             x,
@@ -325,7 +347,7 @@ def weight_gradient(
             STRIDE=STRIDE,
             CHANNELS_LAST=CHANNELS_LAST,
         )
-        totals = ()
+        totals: tl.tuple = ()
         for ky in tl.static_range(KERNEL):
             total = products[ky]
             for line in tl.static_range(LINES):
@@ -335,6 +357,8 @@ def weight_gradient(
         products = totals
         gradients = next_gradients
         lines = next_lines
+
+    # Each part has memory of its own, and add_parts adds them up: atomics would add in any order.
     part_sums = sums + part.to(tl.int64) * channels * GROUP * KERNEL * KERNEL
     at = _matrix(part_sums, program.group, KERNEL, GROUP, TRANSPOSED=False)
     for ky in tl.static_range(KERNEL):
@@ -351,12 +375,13 @@ def add_parts(
     elements,  # of the gradient
     # Constants.
     PARTS: tl.constexpr,  # at a time
-    ELEMENTS: tl.constexpr,
-    POINTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
+    ELEMENTS: tl.constexpr,  # of a program
+    POINTS: tl.constexpr,  # of the kernel, k^2
+    GROUP: tl.constexpr,  # channels of a group
+    CHANNELS_LAST: tl.constexpr,  # layout of the gradient
 ):
     """Add up ELEMENTS of the weights' gradient; sums are read in their order."""
+    # PARTS at a time, each lane some of them in order, and the lanes last.
     place = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     known = place < elements
     part = tl.arange(0, PARTS)
@@ -366,6 +391,7 @@ def add_parts(
         mask = (first + part < parts)[:, None] & known[None, :]
         totals += tl.load(at, mask=mask, other=0.0)
         at += PARTS * elements
+
     # Where an element goes: its numbers in [groups, POINTS, out, in].
     inner = place % GROUP
     outer = place // GROUP % GROUP
@@ -398,6 +424,7 @@ def _program(channels, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def _tile(number, tiles, blocks):
     """Return the _Tile of which `number`, uint32, is the number among all images' tiles."""
+    # Unsigned: a GPU divides signed numbers by more instructions.
     tiles = tiles.to(tl.uint32)
     blocks = blocks.to(tl.uint32)
     block = number // tiles
@@ -435,7 +462,7 @@ def _extents(images, row, LINES: tl.constexpr):
 
     images: sizes.
     """
-    extents = ()
+    extents: tl.tuple = ()
     for line in tl.static_range(LINES):
         inside = (row + line >= 0) & (row + line < images.height)
         extents += (tl.where(inside, images.width, 0),)
@@ -462,12 +489,15 @@ def _matrix(weight, group, KERNEL: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED
 
 @triton.jit
 def _round(
-    x,
-    dy,
-    number,  # of the tile
+    # Tensors.
+    x,  # [N, C, height, width]
+    dy,  # [N, C, out_height, out_width]
+    # Which tiles.
+    number,  # of the tile among all images'
     kx,  # the column of the kernel
     channel,  # [GROUPS, GROUP]
-    sizes,  # the kernel's, in their order
+    sizes,  # those of weight_gradient, from `blocks` to `left`
+    # Constants: see output.
     LINES: tl.constexpr,
     PIXELS: tl.constexpr,
     KERNEL: tl.constexpr,
@@ -479,6 +509,8 @@ def _round(
     tile = _tile(number.to(tl.uint32), tiles, blocks)
     column = tile.tile * PIXELS + tl.arange(0, PIXELS)
     row = tile.block * LINES
+
+    # Lines of dy.
     y_sizes = _Images(channels, out_height, out_width)
     y_step, _ = _steps(y_sizes, CHANNELS_LAST)
     at = dy + _places(
@@ -490,6 +522,8 @@ def _round(
         CHANNELS_LAST=CHANNELS_LAST,
     )
     gradients = _load(at, column, y_step, _extents(y_sizes, row, LINES))
+
+    # The lines of x under them, through one column of the kernel.
     x_sizes = _Images(channels, height, width)
     x_step, _ = _steps(x_sizes, CHANNELS_LAST)
     row = row * STRIDE - top
@@ -509,6 +543,7 @@ def _round(
 @triton.jit
 def _inside(column, extent):
     """Return whether columns, [PIXELS], are in a line of so many columns."""
+    # One comparison for both ends: a negative column is a large unsigned number.
     return column.to(tl.uint32) < extent.to(tl.uint32)
 
 
@@ -518,7 +553,7 @@ def _load(at, column, row_step, extents):
 
     All are under way before the first is needed.
     """
-    lines = ()
+    lines: tl.tuple = ()
     for line in tl.static_range(len(extents)):
         mask = _inside(column, extents[line])[None, :, None]
         lines += (tl.load(at, mask=mask, other=0.0),)
@@ -536,5 +571,6 @@ def _store(at, values, column, extent):
 @triton.jit
 def _stored(values, less, column, extent, y):
     """Return the values as y has them, less those of `less`; 0 outside the image."""
+    # Rounded to y's dtype first: the statistics are to be those of what the next layer reads.
     values = values.to(y.dtype.element_ty).to(tl.float32) - less
     return tl.where(_inside(column, extent)[None, :, None], values, 0.0)

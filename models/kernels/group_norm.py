@@ -8,7 +8,7 @@ in `group_norm_kernels.py`.
 from __future__ import annotations
 
 import copy as copying
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import triton
@@ -59,8 +59,10 @@ class FusedGroupNormAct(GroupNormAct):
     def of(cls, norm: GroupNormAct) -> FusedGroupNormAct:
         """Return a layer with the Parameters, buffers and settings of `norm`."""
         assert replaces(norm), f"no kernels for {type(norm).__name__}"
+        # A copy with another class: it shares Parameters and buffers, and keeps hooks.
         fused = copying.copy(norm)
         fused.__class__ = _FusedProxyNormAct if isinstance(norm, ProxyNormAct) else cls
+        assert isinstance(fused, FusedGroupNormAct)
         return fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,7 @@ class FusedGroupNormAct(GroupNormAct):
             x: [N, C, H, W].
             kept: [N], or None.
             residual: of x's shape, dtype and layout, or None.
-            copied: whether the residual's gradient is a tensor that nobody else has.
+            copied: whether the residual's gradient is a copy, which its reader may overwrite.
         """
         settings = _Settings(self.num_groups, self.eps, self.apply_act, copied)
         return _GroupNormAct.apply(x, self.weight, self.bias, kept, residual, settings)
@@ -115,16 +117,19 @@ class Tiles:
         self.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         self.memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
 
+        # Neighbours in memory are loaded together: channels of a pixel, or pixels of a channel.
         channels_power = triton.next_power_of_2(self.channels)
         if self.channels_last:
-            self.rows = min(_ROWS, key=lambda rows: triton.cdiv(self.channels, rows) * rows)
-            self.rows = min(self.rows, channels_power)
+            rows = min(_ROWS, key=lambda rows: triton.cdiv(self.channels, rows) * rows)
+            self.rows = min(rows, channels_power)
             contiguous = self.channels
         else:
             self.rows = min(channels_power, max(1, _SUMMED.tile // self._pixels_power))
             contiguous = self.pixels
         self.strip = self._strip(_SUMMED)
         self.chunks = triton.cdiv(self.pixels, self.strip)
+        # The largest power of two that divides it; 8 numbers of half precision are 16 bytes, the
+        # most that a thread of a GPU loads at once.
         self.aligned = min(contiguous & -contiguous, 8)
 
     @property
@@ -144,21 +149,31 @@ class Tiles:
         """Make memory for two numbers of each image and group: [2, N, groups], float32."""
         return torch.empty((2, self.images, self.groups), dtype=torch.float32, device=self.device)
 
-    def sum(self, kernel, **arguments) -> None:
-        """Launch a `kernel` that adds up what is in a strip.
+    def sum(self, kernel: triton.JITFunction, **arguments: Any) -> None:
+        """Launch a kernel that adds up what is in a strip.
 
-        Other arguments: the kernel's own, without sizes.
+        Args:
+            kernel: of group_norm_kernels.py or squeeze_kernels.py.
+            **arguments: the kernel's tensors, strides and own constants; not what `_run` gives it.
         """
         self._run(kernel, _SUMMED, arguments)
 
-    def map(self, kernel, **arguments) -> None:
-        """Launch a `kernel` that writes a tensor like x.
+    def map(self, kernel: triton.JITFunction, **arguments: Any) -> None:
+        """Launch a kernel that writes a tensor like x.
 
-        Other arguments: the kernel's own, without sizes.
+        Args:
+            kernel: of group_norm_kernels.py or squeeze_kernels.py.
+            **arguments: the kernel's tensors, strides and own constants; not what `_run` gives it.
         """
         self._run(kernel, _MAPPED, arguments)
 
-    def _run(self, kernel, sizes: _Sizes, arguments: Dict[str, Any]) -> None:
+    def _run(
+        self,
+        kernel: triton.JITFunction,
+        sizes: _Sizes,
+        arguments: Dict[str, Any],
+    ) -> None:
+        """Launch a kernel with a program for each strip, and give it sizes and constants."""
         strip = self._strip(sizes)
         columns = min(strip, sizes.tile // self.rows)
         blocks = triton.cdiv(self.channels, self.rows)
@@ -195,7 +210,11 @@ def statistics(x: torch.Tensor, tiles: Tiles, eps: float) -> torch.Tensor:
 
 
 def merge_statistics(
-    partial: torch.Tensor, tiles: Tiles, eps: float, size: Tuple[int, int], part: Tuple[int, int]
+    partial: torch.Tensor,
+    tiles: Tiles,
+    eps: float,
+    size: Sequence[int],
+    part: Tuple[int, int],
 ) -> torch.Tensor:
     """Merge the moments of parts of an image to those of its groups.
 
@@ -210,6 +229,8 @@ def merge_statistics(
     Returns:
         [2, N, groups], float32: mean, and one over the standard deviation.
     """
+    # A program for each group of each image. It merges as many parts at a time as there are, within
+    # what its registers hold.
     result = tiles.of_groups()
     kernels.merge_statistics[(tiles.images * tiles.groups,)](
         means=partial[0],
@@ -274,8 +295,25 @@ def in_place_layout(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
 
 
-def _like_output(x, weight, bias, kept, residual, groups, eps, apply_act):
-    moments = torch.empty((2, len(x), groups), dtype=torch.float32, device=x.device)
+class _Inputs(NamedTuple):
+    """Arguments of the operator `_output`, in the order of its schema."""
+
+    x: torch.Tensor  # [N, C, H, W]
+    weight: torch.Tensor  # [C]
+    bias: Optional[torch.Tensor]  # [C]
+    kept: Optional[torch.Tensor]  # [N]
+    residual: Optional[torch.Tensor]  # like x
+    groups: int
+    eps: float
+    apply_act: bool
+
+
+def _like_output(*arguments: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors like the results of `_output`."""
+    inputs = _Inputs(*arguments)
+    x = inputs.x
+    shape = (2, len(x), inputs.groups)
+    moments = torch.empty(shape, dtype=torch.float32, device=x.device)
     return torch.empty_like(in_place_layout(x)), moments
 
 
@@ -284,33 +322,64 @@ def _like_output(x, weight, bias, kept, residual, groups, eps, apply_act):
     "int groups, float eps, bool apply_act) -> (Tensor, Tensor)",
     _like_output,
 )
-def _output(x, weight, bias, kept, residual, groups: int, eps: float, apply_act: bool):
-    """Return the layer's output, and its groups' moments: [2, N, groups]."""
-    x = in_place_layout(x)
+def _output(*arguments: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the layer's output, and its groups' moments: [2, N, groups].
+
+    Arguments: see `_Inputs`.
+    """
+    inputs = _Inputs(*arguments)
+    x = in_place_layout(inputs.x)
     y = torch.empty_like(x)
-    tiles = Tiles(x, groups)
+    tiles = Tiles(x, inputs.groups)
+    residual = inputs.residual
     if residual is not None:
         residual = residual.contiguous(memory_format=tiles.memory_format)
-    moments = statistics(x, tiles, eps)
+    moments = statistics(x, tiles, inputs.eps)
     tiles.map(
         kernels.normalise,
         x=x,
         y=y,
-        weight=weight,
-        bias=bias,
+        weight=inputs.weight,
+        bias=inputs.bias,
         mean=moments[0],
         scale=moments[1],
-        kept=kept,
+        kept=inputs.kept,
         residual=residual,
-        SILU=apply_act,
+        SILU=inputs.apply_act,
     )
     return y, moments
 
 
-def _like_gradients(dy, x, weight, bias, kept, moments, groups, apply_act, wanted, copied):
-    dx = torch.empty_like(in_place_layout(x)) if wanted else x.new_empty(0)
-    copy = torch.empty_like(in_place_layout(x)) if wanted and copied else x.new_empty(0)
-    dbias = torch.empty_like(weight if bias is None else bias)
+class _GradientInputs(NamedTuple):
+    """Arguments of the operator `_gradients`, in the order of its schema."""
+
+    dy: torch.Tensor  # like x
+    x: torch.Tensor  # [N, C, H, W]
+    weight: torch.Tensor  # [C]
+    bias: Optional[torch.Tensor]  # [C]
+    kept: Optional[torch.Tensor]  # [N]
+    moments: torch.Tensor  # [2, N, groups]
+    groups: int
+    apply_act: bool
+    wanted: bool  # x's gradient
+    copied: bool  # a copy of dy, with x's gradient
+
+
+_Gradients = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _like_gradients(*arguments: Any) -> _Gradients:
+    """Return tensors like the results of `_gradients`."""
+    inputs = _GradientInputs(*arguments)
+    x = inputs.x
+    weight = inputs.weight
+    dx = x.new_empty(0)
+    copy = x.new_empty(0)
+    if inputs.wanted:
+        dx = torch.empty_like(in_place_layout(x))
+        if inputs.copied:
+            copy = torch.empty_like(dx)
+    dbias = torch.empty_like(weight if inputs.bias is None else inputs.bias)
     return dx, torch.empty_like(weight), dbias, copy
 
 
@@ -319,63 +388,57 @@ def _like_gradients(dy, x, weight, bias, kept, moments, groups, apply_act, wante
     "int groups, bool apply_act, bool wanted, bool copied) -> (Tensor, Tensor, Tensor, Tensor)",
     _like_gradients,
 )
-def _gradients(
-    dy,
-    x,
-    weight,
-    bias,
-    kept,
-    moments,
-    groups: int,
-    apply_act: bool,
-    wanted: bool,
-    copied: bool,
-):
+def _gradients(*arguments: Any) -> _Gradients:
     """Return gradients of x, empty unless it is wanted, of weight and of bias, and a copy of dy.
 
     That of the bias is undefined where there is none. The copy is empty unless it and x's gradient
-    are wanted.
+    are wanted. Arguments: see `_GradientInputs`.
     """
-    x = in_place_layout(x)
-    tiles = Tiles(x, groups)
-    normalised = {
-        "x": x,
-        "dy": dy.contiguous(memory_format=tiles.memory_format),
-        "weight": weight,
-        "bias": bias,
-        "mean": moments[0],
-        "scale": moments[1],
-        "kept": kept,
-        "SILU": apply_act,
-    }
+    inputs = _GradientInputs(*arguments)
+    x = in_place_layout(inputs.x)
+    weight = inputs.weight
+    tiles = Tiles(x, inputs.groups)
+    shared = _shared_arguments(inputs, x, tiles)
+
     # Sums over strips, then over images and over groups.
     sums = tiles.sums(2)
-    tiles.sum(kernels.sum_gradients, **normalised, sums=sums, stride=sums.stride(0))
+    tiles.sum(kernels.sum_gradients, **shared, sums=sums, stride=sums.stride(0))
     dweight = torch.empty_like(weight)
-    dbias = None if bias is None else torch.empty_like(bias)
-    by_group = tiles.of_groups() if wanted else None
+    dbias = None if inputs.bias is None else torch.empty_like(inputs.bias)
+    by_group = tiles.of_groups() if inputs.wanted else None
     _merge_gradients(sums, tiles, weight, by_group=by_group, dweight=dweight, dbias=dbias)
 
-    # The input's gradient. An operator returns tensors only: empty or undefined ones for None.
+    # An operator returns tensors only: empty or undefined ones for None.
     dx = x.new_empty(0)
     copy = x.new_empty(0)
-    if wanted:
+    if by_group is not None:
         dx = torch.empty_like(x)
-        dresidual = None
-        if copied:
-            copy = torch.empty_like(x)
-            dresidual = copy
+        copy = torch.empty_like(x) if inputs.copied else copy
         tiles.map(
             kernels.input_gradient,
-            **normalised,
+            **shared,
             shifts=by_group[0],
             scales=by_group[1],
             dx=dx,
-            dresidual=dresidual,
+            dresidual=copy if inputs.copied else None,
         )
     if dbias is None:
         dbias = torch.empty_like(weight)
     return dx, dweight, dbias, copy
+
+
+def _shared_arguments(inputs: _GradientInputs, x: torch.Tensor, tiles: Tiles) -> Dict[str, Any]:
+    """Return the tensors and constants that both kernels over strips of `x` take."""
+    return {
+        "x": x,
+        "dy": inputs.dy.contiguous(memory_format=tiles.memory_format),
+        "weight": inputs.weight,
+        "bias": inputs.bias,
+        "mean": inputs.moments[0],
+        "scale": inputs.moments[1],
+        "kept": inputs.kept,
+        "SILU": inputs.apply_act,
+    }
 
 
 class _Settings(NamedTuple):
@@ -394,7 +457,7 @@ class _GroupNormAct(torch.autograd.Function):
     def forward(ctx, x, weight, bias, kept, residual, settings: _Settings):
         """Return the layer's output for `x`."""
         assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
-        y, moments = _output(
+        inputs = _Inputs(
             x=x,
             weight=weight,
             bias=bias,
@@ -404,6 +467,8 @@ class _GroupNormAct(torch.autograd.Function):
             eps=settings.eps,
             apply_act=settings.apply_act,
         )
+        y, moments = _output(*inputs)
+        # Only x is as large as the output: what lies between is computed again.
         ctx.save_for_backward(x, weight, bias, kept, moments)
         ctx.settings = settings
         return y
@@ -415,7 +480,7 @@ class _GroupNormAct(torch.autograd.Function):
         x, weight, bias, kept, moments = ctx.saved_tensors
         copied = ctx.settings.copied
         wanted = ctx.needs_input_grad[0]
-        dx, dweight, dbias, copy = _gradients(
+        inputs = _GradientInputs(
             dy=dy,
             x=x,
             weight=weight,
@@ -427,6 +492,9 @@ class _GroupNormAct(torch.autograd.Function):
             wanted=wanted,
             copied=copied,
         )
+        dx, dweight, dbias, copy = _gradients(*inputs)
+
+        # The residual's gradient is dy. A copy is made by the kernel, which reads dy anyway.
         dresidual = None
         if ctx.needs_input_grad[4]:
             dresidual = dy

@@ -56,10 +56,13 @@ def tile_statistics(
         ROWS=ROWS,
         PIXELS=STEPS * COLUMNS,
     )
+    # The origin: each channel's mean in the first tile, [ROWS].
     count = strip.end - strip.first_pixel
     tile = tile_at(strip, strip.first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
     tile_pixels = tl.minimum(COLUMNS, count)
     origin = tl.sum(load_tile(x, tile), 1) / tile_pixels
+
+    # All tiles, the first again. What is masked was loaded as 0, which is not the origin.
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     products = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
@@ -68,7 +71,8 @@ def tile_statistics(
         centred = tl.where(tile.mask, centred, 0.0)
         sums += centred
         products += centred * centred
-    # From the origin to the mean.
+
+    # From the origin to the mean. Rounding may leave less than 0 where all values are alike.
     shift = tl.sum(sums, 1) / count
     squared = tl.sum(products, 1) - shift * shift * count
     store_numbers(means, strip, origin + shift)
@@ -78,6 +82,7 @@ def tile_statistics(
 @triton.jit
 def values_of(part, height, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
     """Return how many pixels a `part` of an image has: LINES by COLUMNS, less at the edges."""
+    # Parts are numbered channel after channel, and within a channel line after line.
     tiles = tl.cdiv(width, COLUMNS)
     chunks = tl.cdiv(height, LINES) * tiles
     chunk = part % chunks
@@ -94,11 +99,11 @@ def merge_statistics(
     squares,  # like means: sums of squared differences from them
     mean,  # [N, groups], written
     scale,  # [N, groups], written: one over the standard deviation
-    # Sizes.
+    # Sizes, and a number.
     size,  # channels of a group
     height,
     width,
-    eps,
+    eps,  # added to the variance
     # Constants.
     LINES: tl.constexpr,  # of a part of an image
     COLUMNS: tl.constexpr,  # of a part of an image
@@ -113,6 +118,7 @@ def merge_statistics(
     means += group * parts
     squares += group * parts
     elements = 1.0 * size * height * width
+
     # Differences from any of the means keep the digits that a large mean would take.
     origin = tl.load(means)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -123,6 +129,7 @@ def merge_statistics(
         centred = load(means + part, known) - origin
         sums += tl.where(known, count * centred, 0.0)
     from_origin = tl.sum(sums, 0) / elements
+
     # Now that the mean is known: squared differences from it.
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, BLOCK):
@@ -133,6 +140,8 @@ def merge_statistics(
         squared = load(squares + part, known)
         squared += count * centred * centred
         sums += tl.where(known, squared, 0.0)
+
+    # The biased variance, as normalisations use it.
     variance = tl.sum(sums, 0) / elements
     tl.store(mean + group, origin + from_origin)
     tl.store(scale + group, tl.rsqrt(variance + eps))
@@ -176,6 +185,8 @@ def normalise(
     # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     image_kept = image_factor(kept, strip.image)
+
+    # All that follows the statistics at once, rounded once, as it is stored.
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
         centred = load_tile(x, tile) - norm.mean
@@ -199,6 +210,7 @@ def gradient_of(gradient, z, image_kept, SILU: tl.constexpr):
     gradient: of the layer's output. z: what SiLU is given. image_kept: what the image's branch is
     multiplied by, or None.
     """
+    # In the opposite order of the forward pass.
     if image_kept is not None:
         gradient *= image_kept
     if SILU:
@@ -246,6 +258,8 @@ def sum_gradients(
     # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     image_kept = image_factor(kept, strip.image)
+
+    # Each place of a tile adds up for itself; places are added last.
     shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
     scales = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
@@ -255,6 +269,8 @@ def sum_gradients(
         gradient = gradient_of(load_tile(dy, tile), z, image_kept, SILU)
         shifts += gradient
         scales += gradient * centred
+
+    # The factor that all differences of a channel have in common is applied to their sum.
     store_numbers(sums, strip, tl.sum(shifts, 1))
     store_numbers(sums + stride, strip, tl.sum(scales, 1) * norm.scale)
 
@@ -294,6 +310,7 @@ def merge_gradients(
             place = (image * channels + program) * chunks + part % chunks
             shifts += load(sums + place, part < parts)
             scales += load(sums + stride + place, part < parts)
+        # In the parameters' dtype, as gradients are.
         total = tl.sum(scales, 0)
         tl.store(dweight + program, total.to(dweight.dtype.element_ty))
         if dbias is not None:
@@ -312,6 +329,7 @@ def merge_gradients(
             channel_weight = load(weight + part // chunks, known)
             shifts += channel_weight * load(sums + part, known)
             scales += channel_weight * load(sums + stride + part, known)
+        # Where mean and scale of the group are in their tensors, too.
         tl.store(by_group + group, tl.sum(shifts, 0))
         tl.store(by_group + images * groups + group, tl.sum(scales, 0))
 
@@ -355,6 +373,8 @@ def input_gradient(
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     image_kept = image_factor(kept, strip.image)
     less, less_along = subtrahends_of(strip, norm, shifts, scales, 1.0 * size * pixels)
+
+    # The normalisation's gradient: what SiLU's input gets, less what mean and deviation take of it.
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
         centred = load_tile(x, tile) - norm.mean

@@ -27,11 +27,13 @@ def operator(schema: str, shapes: Callable) -> Callable[[Callable], Callable]:
 
     def decorate(function: Callable) -> Callable:
         """Return what calls `function`, or its operator."""
+        # Named after file and function: two files may have functions of one name.
         file = function.__module__.rpartition(".")[2]
         name = f"{_NAMESPACE}::{file}{function.__name__}"
         compiled = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         compiled.register_fake(shapes)
 
+        # Compilers read this condition as true, and only the call of the operator.
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling():

@@ -48,6 +48,7 @@ def replaces(module: nn.Module) -> bool:
 def fuse(block: nn.Module) -> nn.Module:
     """Return `block` with the same parameters by name; its normalisation does what its `se` did."""
     assert replaces(block), f"no kernels for {type(block).__name__}"
+    # Copies, so that the given block stays as it is; Parameters are shared.
     name = NORMS[type(block)]
     block = copy.copy(block)
     block._modules = dict(block._modules)
@@ -69,7 +70,12 @@ class _Squeezed(SqueezeExcite):
 
 
 class SqueezingGroupNormAct(FusedGroupNormAct):
-    """GroupNormAct, and the squeeze and excitation behind it."""
+    """GroupNormAct, and the squeeze and excitation behind it.
+
+    squeeze: holds the latter's parameters.
+    """
+
+    squeeze: SqueezeExcite
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`, [N, C, H, W], normalised, activated and gated."""
@@ -93,31 +99,53 @@ class SqueezingGroupNormAct(FusedGroupNormAct):
         reduce = self.squeeze.conv_reduce
         expand = self.squeeze.conv_expand
         layers = (reduce.weight, reduce.bias, expand.weight, expand.bias)
-        settings = _Settings(*part, self.num_groups, self.eps)
+        settings = _Settings(*part, groups=self.num_groups, eps=self.eps)
         return _SqueezedNorm.apply(x, self.weight, self.bias, *layers, partial, settings)
 
 
-def _like_output(
-    x,
-    weight,
-    bias,
-    reduce,
-    reduce_bias,
-    expand,
-    expand_bias,
-    partial,
-    lines,
-    columns,
-    groups,
-    eps,
-):
+class _Inputs(NamedTuple):
+    """Arguments of the operator `_output`, in the order of its schema."""
+
+    x: torch.Tensor  # [N, C, H, W]
+    # Of the normalisation.
+    weight: torch.Tensor  # [C]
+    bias: Optional[torch.Tensor]  # [C]
+    # Of squeeze and excitation.
+    reduce: torch.Tensor  # [rank, C, 1, 1]
+    reduce_bias: torch.Tensor  # [rank]
+    expand: torch.Tensor  # [C, rank, 1, 1]
+    expand_bias: torch.Tensor  # [C]
+    # Statistics of parts of x's planes, lines by columns each.
+    partial: Optional[torch.Tensor]  # [2, N, C, chunks]
+    lines: int
+    columns: int
+    groups: int
+    eps: float
+
+
+class _Gates(NamedTuple):
+    """An image's way to its gates, float32: see squeeze_kernels.py."""
+
+    pooled: torch.Tensor  # [N, C]
+    squeezed: torch.Tensor  # [N, rank]
+    gates: torch.Tensor  # [N, C]
+
+
+_Outputs = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _like_output(*arguments: Any) -> _Outputs:
+    """Return tensors like the results of `_output`."""
+    inputs = _Inputs(*arguments)
+    x = inputs.x
     images, channels = x.shape[:2]
-    rank = len(reduce)
+    rank = len(inputs.reduce)
 
     def small(*shape: int) -> torch.Tensor:
+        """Return a float32 tensor of a `shape`."""
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    moments = small(2, images, groups)
+    moments = small(2, images, inputs.groups)
     y = torch.empty_like(in_place_layout(x))
     return y, moments, small(images, channels), small(images, rank), small(images, channels)
 
@@ -128,82 +156,129 @@ def _like_output(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _like_output,
 )
-def _output(
-    x,
-    weight,
-    bias,
-    reduce,
-    reduce_bias,
-    expand,
-    expand_bias,
-    partial,
-    lines,
-    columns,
-    groups,
-    eps,
-):
+def _output(*arguments: Any) -> _Outputs:
     """Return the layer's output and what its gradients need.
 
-    That is moments of groups, [2, N, groups], and what squeeze_kernels.py calls pooled, [N, C],
-    squeezed, [N, rank], and gates, [N, C].
+    That is moments of groups, [2, N, groups], and `_Gates`. Arguments: see `_Inputs`.
     """
-    x = in_place_layout(x)
+    inputs = _Inputs(*arguments)
+    x = in_place_layout(inputs.x)
     y = torch.empty_like(x)
-    tiles = Tiles(x, groups)
-    if partial is None:
-        moments = statistics(x, tiles, eps)
+    tiles = Tiles(x, inputs.groups)
+    # The convolution before may have taken statistics of what it wrote: x is read once less then.
+    if inputs.partial is None:
+        moments = statistics(x, tiles, inputs.eps)
     else:
-        moments = merge_statistics(partial, tiles, eps, size=x.shape[2:], part=(lines, columns))
-    normalised = {"x": x, "weight": weight, "bias": bias, "mean": moments[0], "scale": moments[1]}
+        part = (inputs.lines, inputs.columns)
+        moments = merge_statistics(
+            inputs.partial,
+            tiles,
+            inputs.eps,
+            size=x.shape[2:],
+            part=part,
+        )
+    shared = {
+        "x": x,
+        "weight": inputs.weight,
+        "bias": inputs.bias,
+        "mean": moments[0],
+        "scale": moments[1],
+    }
 
     # Sums of activations over strips, and from them the gates.
     sums = tiles.sums(1)
-    tiles.sum(kernels.sum_activations, **normalised, sums=sums)
+    tiles.sum(kernels.sum_activations, **shared, sums=sums)
+    gates = _gate(inputs, tiles, sums)
+
+    # Activations are computed again: storing them would be another pass over the memory.
+    tiles.map(kernels.excite, **shared, gates=gates.gates, y=y)
+    return (y, moments, *gates)
+
+
+def _gate(inputs: _Inputs, tiles: Tiles, sums: torch.Tensor) -> _Gates:
+    """Compute the gates of each image.
+
+    Args:
+        inputs: of the layer.
+        tiles: of x.
+        sums: [1, N, C, chunks], float32, of activations over strips.
+    """
+    rank = len(inputs.reduce)
     pooled = torch.empty_like(sums[0, :, :, 0])
-    gates = torch.empty_like(pooled)
-    squeezed = torch.empty((tiles.images, len(reduce)), dtype=torch.float32, device=x.device)
+    result = _Gates(
+        pooled=pooled,
+        squeezed=torch.empty((tiles.images, rank), dtype=torch.float32, device=sums.device),
+        gates=torch.empty_like(pooled),
+    )
     kernels.gate[(tiles.images,)](
         sums=sums,
-        reduce=reduce,
-        reduce_bias=reduce_bias,
-        expand=expand,
-        expand_bias=expand_bias,
-        pooled=pooled,
-        squeezed=squeezed,
-        gates=gates,
+        reduce=inputs.reduce,
+        reduce_bias=inputs.reduce_bias,
+        expand=inputs.expand,
+        expand_bias=inputs.expand_bias,
+        **result._asdict(),
         channels=tiles.channels,
         pixels=tiles.pixels,
         chunks=tiles.chunks,
-        rank=len(reduce),
-        **_blocks(tiles, reduce),
+        rank=rank,
+        **_blocks(tiles, inputs.reduce),
     )
-
-    tiles.map(kernels.excite, **normalised, gates=gates, y=y)
-    return y, moments, pooled, squeezed, gates
+    return result
 
 
-def _like_gradients(
-    dy,
-    x,
-    weight,
-    bias,
-    reduce,
-    expand,
-    moments,
-    pooled,
-    squeezed,
-    gates,
-    groups,
-):
-    return (
-        torch.empty_like(in_place_layout(x)),
-        torch.empty_like(weight),
-        torch.empty_like(weight if bias is None else bias),
-        torch.empty_like(reduce),
-        reduce.new_empty(len(reduce)),
-        torch.empty_like(expand),
-        expand.new_empty(len(expand)),
-    )
+class _GradientInputs(NamedTuple):
+    """Arguments of the operator `_gradients`, in the order of its schema: see `_Inputs`, `_Gates`.
+
+    moments: [2, N, groups].
+    """
+
+    dy: torch.Tensor  # like x
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: Optional[torch.Tensor]
+    reduce: torch.Tensor
+    expand: torch.Tensor
+    moments: torch.Tensor
+    pooled: torch.Tensor
+    squeezed: torch.Tensor
+    gates: torch.Tensor
+    groups: int
+
+
+class _ParameterGradients(NamedTuple):
+    """Gradients of all parameters, each like the parameter.
+
+    That of a bias that there is not is undefined.
+    """
+
+    dweight: torch.Tensor
+    dbias: torch.Tensor
+    dreduce: torch.Tensor
+    dreduce_bias: torch.Tensor
+    dexpand: torch.Tensor
+    dexpand_bias: torch.Tensor
+
+    @classmethod
+    def empty(cls, inputs: _GradientInputs) -> _ParameterGradients:
+        """Make memory for the gradients of the layer with these `inputs`."""
+        weight = inputs.weight
+        reduce = inputs.reduce
+        expand = inputs.expand
+        return cls(
+            dweight=torch.empty_like(weight),
+            dbias=torch.empty_like(weight if inputs.bias is None else inputs.bias),
+            dreduce=torch.empty_like(reduce),
+            dreduce_bias=reduce.new_empty(len(reduce)),
+            dexpand=torch.empty_like(expand),
+            dexpand_bias=expand.new_empty(len(expand)),
+        )
+
+
+def _like_gradients(*arguments: Any) -> Tuple[torch.Tensor, ...]:
+    """Return tensors like the results of `_gradients`."""
+    inputs = _GradientInputs(*arguments)
+    dx = torch.empty_like(in_place_layout(inputs.x))
+    return (dx, *_ParameterGradients.empty(inputs))
 
 
 @operator(
@@ -212,110 +287,128 @@ def _like_gradients(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _like_gradients,
 )
-def _gradients(
-    dy,
-    x,
-    weight,
-    bias,
-    reduce,
-    expand,
-    moments,
-    pooled,
-    squeezed,
-    gates,
-    groups: int,
-):
+def _gradients(*arguments: Any) -> Tuple[torch.Tensor, ...]:
     """Return gradients of x and of all parameters, in their order.
 
-    That of the bias is undefined where there is none.
+    Arguments: see `_GradientInputs`. Results: see `_ParameterGradients`.
     """
-    x = in_place_layout(x)
-    tiles = Tiles(x, groups)
-    normalised = {
+    inputs = _GradientInputs(*arguments)
+    x = in_place_layout(inputs.x)
+    tiles = Tiles(x, inputs.groups)
+    # Tensors that both kernels over strips take.
+    shared = {
         "x": x,
-        "weight": weight,
-        "bias": bias,
-        "mean": moments[0],
-        "scale": moments[1],
-        "dy": dy.contiguous(memory_format=tiles.memory_format),
+        "weight": inputs.weight,
+        "bias": inputs.bias,
+        "mean": inputs.moments[0],
+        "scale": inputs.moments[1],
+        "dy": inputs.dy.contiguous(memory_format=tiles.memory_format),
     }
-    sums = tiles.sums(5)
-    tiles.sum(kernels.sum_gradients, **normalised, sums=sums, stride=sums.stride(0))
 
-    # Back through the gates.
-    dexpanded = torch.empty_like(gates)
-    dsqueezed = torch.empty_like(squeezed)
-    dpooled = torch.empty_like(gates)
-    by_channel = torch.empty((2, *gates.shape), device=x.device)
-    by_group = tiles.of_groups()
+    # A pass over x and dy adds up all that gates, parameters and groups need of them.
+    sums = tiles.sums(5)
+    tiles.sum(kernels.sum_gradients, **shared, sums=sums, stride=sums.stride(0))
+    through = _gate_gradients(inputs, tiles, sums)
+    gradients = _parameter_gradients(inputs, tiles, through)
+
+    # Another pass computes the input's gradient: now it is known what the groups subtract.
+    dx = torch.empty_like(x)
+    tiles.map(
+        kernels.input_gradient,
+        **shared,
+        gates=inputs.gates,
+        dpooled=through.dpooled,
+        shifts=through.by_group[0],
+        scales=through.by_group[1],
+        dx=dx,
+    )
+    return (dx, *gradients)
+
+
+class _GateGradients(NamedTuple):
+    """Results of `kernels.gate_gradients`, float32."""
+
+    dexpanded: torch.Tensor  # [N, C]: gradient of what `expand` makes
+    dsqueezed: torch.Tensor  # [N, rank]: gradient of what `reduce` makes
+    dpooled: torch.Tensor  # [N, C]: gradient of a pixel's share in what is pooled
+    by_channel: torch.Tensor  # [2, N, C]: each image's share in the gradients of bias and weight
+    by_group: torch.Tensor  # [2, N, groups]: their sums over a group times its weights
+
+
+def _gate_gradients(inputs: _GradientInputs, tiles: Tiles, sums: torch.Tensor) -> _GateGradients:
+    """Go back through the gates of each image, to its groups.
+
+    Args:
+        inputs: of the layer's gradients.
+        tiles: of x.
+        sums: [5, N, C, chunks], from `kernels.sum_gradients`.
+    """
+    gates = inputs.gates
+    # Intermediate results are float32, whatever the layer's dtype is.
+    result = _GateGradients(
+        dexpanded=torch.empty_like(gates),
+        dsqueezed=torch.empty_like(inputs.squeezed),
+        dpooled=torch.empty_like(gates),
+        by_channel=torch.empty((2, *gates.shape), device=gates.device),
+        by_group=tiles.of_groups(),
+    )
     kernels.gate_gradients[(tiles.images,)](
         sums=sums,
-        weight=weight,
-        reduce=reduce,
-        expand=expand,
-        squeezed=squeezed,
+        weight=inputs.weight,
+        reduce=inputs.reduce,
+        expand=inputs.expand,
+        squeezed=inputs.squeezed,
         gates=gates,
-        dexpanded=dexpanded,
-        dsqueezed=dsqueezed,
-        dpooled=dpooled,
-        by_channel=by_channel,
-        by_group=by_group,
+        **result._asdict(),
         stride=sums.stride(0),
         images=tiles.images,
         size=tiles.size,
         channels=tiles.channels,
         pixels=tiles.pixels,
         chunks=tiles.chunks,
-        rank=len(reduce),
-        **_blocks(tiles, reduce),
+        rank=len(inputs.reduce),
+        **_blocks(tiles, inputs.reduce),
     )
+    return result
 
-    # Of the parameters.
-    dweight = torch.empty_like(weight)
-    dbias = None if bias is None else torch.empty_like(bias)
-    dreduce = torch.empty_like(reduce)
-    dreduce_bias = reduce.new_empty(len(reduce))
-    dexpand = torch.empty_like(expand)
-    dexpand_bias = expand.new_empty(len(expand))
+
+def _parameter_gradients(
+    inputs: _GradientInputs,
+    tiles: Tiles,
+    through: _GateGradients,
+) -> _ParameterGradients:
+    """Add up the gradients of all parameters over images.
+
+    Args:
+        inputs: of the layer's gradients.
+        tiles: of x.
+        through: from `_gate_gradients`.
+    """
+    result = _ParameterGradients.empty(inputs)
+    # The kernel leaves out what it is given None for.
+    written: Dict[str, Optional[torch.Tensor]] = result._asdict()
+    if inputs.bias is None:
+        written["dbias"] = None
     kernels.parameter_gradients[(triton.cdiv(tiles.channels, _SUMMED),)](
-        by_channel=by_channel,
-        dexpanded=dexpanded,
-        dsqueezed=dsqueezed,
-        pooled=pooled,
-        squeezed=squeezed,
-        dweight=dweight,
-        dbias=dbias,
-        dreduce=dreduce,
-        dreduce_bias=dreduce_bias,
-        dexpand=dexpand,
-        dexpand_bias=dexpand_bias,
+        by_channel=through.by_channel,
+        dexpanded=through.dexpanded,
+        dsqueezed=through.dsqueezed,
+        pooled=inputs.pooled,
+        squeezed=inputs.squeezed,
+        **written,
         images=tiles.images,
         channels=tiles.channels,
-        rank=len(reduce),
-        RANK=_rank(reduce),
+        rank=len(inputs.reduce),
+        RANK=_rank(inputs.reduce),
         BLOCK=_SUMMED,
         IMAGES=_SUMMED,
         num_warps=4,
     )
-
-    # Of the input.
-    dx = torch.empty_like(x)
-    tiles.map(
-        kernels.input_gradient,
-        **normalised,
-        gates=gates,
-        dpooled=dpooled,
-        shifts=by_group[0],
-        scales=by_group[1],
-        dx=dx,
-    )
-    if dbias is None:
-        dbias = torch.empty_like(weight)
-    return dx, dweight, dbias, dreduce, dreduce_bias, dexpand, dexpand_bias
+    return result
 
 
 class _Settings(NamedTuple):
-    """Arguments of `_SqueezedNorm` that are no tensors. lines, columns: of a part of a plane."""
+    """Last arguments of `_output`, which are no tensors. lines, columns: of a part of a plane."""
 
     lines: int
     columns: int
@@ -330,35 +423,17 @@ class _SqueezedNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weight,
-        bias,
-        reduce,
-        reduce_bias,
-        expand,
-        expand_bias,
-        partial,
-        settings: _Settings,
-    ):
-        """Return the layer's output for `x`."""
+    def forward(ctx, x, *rest):
+        """Return the layer's output for `x`.
+
+        rest: weight, bias, those of squeeze and excitation, partial, and the _Settings.
+        """
         assert x.dtype in DTYPES, f"no kernels for {x.dtype}"
-        y, moments, pooled, squeezed, gates = _output(
-            x=x,
-            weight=weight,
-            bias=bias,
-            reduce=reduce,
-            reduce_bias=reduce_bias,
-            expand=expand,
-            expand_bias=expand_bias,
-            partial=partial,
-            lines=settings.lines,
-            columns=settings.columns,
-            groups=settings.groups,
-            eps=settings.eps,
-        )
-        ctx.save_for_backward(x, weight, bias, reduce, expand, moments, pooled, squeezed, gates)
+        *parameters, partial, settings = rest
+        weight, bias, reduce, _, expand, _ = parameters
+        y, moments, *gates = _output(x, *parameters, partial, *settings)
+        # Biases of squeeze and excitation have no part in other gradients.
+        ctx.save_for_backward(x, weight, bias, reduce, expand, moments, *gates)
         ctx.groups = settings.groups
         return y
 
@@ -366,20 +441,10 @@ class _SqueezedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         """Return gradients from that of the output, `dy`."""
-        x, weight, bias, reduce, expand, moments, pooled, squeezed, gates = ctx.saved_tensors
-        dx, dweight, dbias, *dsqueeze = _gradients(
-            dy=dy,
-            x=x,
-            weight=weight,
-            bias=bias,
-            reduce=reduce,
-            expand=expand,
-            moments=moments,
-            pooled=pooled,
-            squeezed=squeezed,
-            gates=gates,
-            groups=ctx.groups,
-        )
+        # Read once: a block that is recomputed gives them away only once.
+        saved = ctx.saved_tensors
+        dx, dweight, dbias, *dsqueeze = _gradients(dy, *saved, ctx.groups)
+        bias = saved[2]
         return dx, dweight, None if bias is None else dbias, *dsqueeze, None, None
 
 

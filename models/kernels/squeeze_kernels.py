@@ -61,6 +61,8 @@ def sum_activations(
     )
     # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+
+    # What is outside the strip was loaded as 0, whose activation is another number.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
@@ -74,6 +76,7 @@ def sum_activations(
 @triton.jit
 def merged(sums, channel, known, chunks, CHUNKS: tl.constexpr):
     """Return sums over the channels' chunks, CHUNKS at a time. sums: of one image, [C, chunks]."""
+    # In an order that depends on the shape alone: the bits repeat.
     total = tl.zeros([channel.shape[0], CHUNKS], tl.float32)
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
@@ -111,15 +114,16 @@ def gate(
     chunks,
     rank,
     # Constants.
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    RANK: tl.constexpr,  # at least `rank`
+    BLOCK: tl.constexpr,  # channels at a time
+    CHUNKS: tl.constexpr,  # chunks at a time
 ):
     """Compute an image's gates from the sums of its activations."""
     image = tl.program_id(0)
     hidden = tl.arange(0, RANK)
     known_hidden = hidden < rank
     sums += image.to(tl.int64) * channels * chunks
+
     # Means over pixels, and their product with `reduce`, block after block of channels.
     total = load(reduce_bias + hidden, known_hidden)
     for first in range(0, channels, BLOCK):
@@ -127,17 +131,22 @@ def gate(
         known = channel < channels
         mean = merged(sums, channel, known, chunks, CHUNKS) / pixels
         tl.store(pooled + image * channels + channel, mean, mask=known)
+        # [RANK, BLOCK]
         mask = known_hidden[:, None] & known[None, :]
-        weights = load(hidden_by_channels(reduce, hidden, channel, channels), mask)
+        pointers = hidden_by_channels(reduce, hidden, channel, channels)
+        weights = load(pointers, mask)
         total += tl.sum(weights * mean[None, :], 1)
     tl.store(squeezed + image * rank + hidden, total, mask=known_hidden)
-    # The product with `expand`.
+
+    # The product with `expand`, of what is still in registers.
     total *= sigmoid(total)
     for first in range(0, channels, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         known = channel < channels
+        # [BLOCK, RANK]
         mask = known[:, None] & known_hidden[None, :]
-        weights = load(channels_by_hidden(expand, channel, hidden, rank), mask)
+        pointers = channels_by_hidden(expand, channel, hidden, rank)
+        weights = load(pointers, mask)
         z = tl.sum(weights * total[None, :], 1)
         z += load(expand_bias + channel, known)
         tl.store(gates + image * channels + channel, sigmoid(z), mask=known)
@@ -177,6 +186,8 @@ def excite(
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     gates += strip.image * channels
     channel_gate = load(gates + strip.channel, strip.known)[:, None]
+
+    # The activations are computed again, with their gates.
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
         centred = load_tile(x, tile) - norm.mean
@@ -225,6 +236,10 @@ def sum_gradients(
     )
     # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+
+    # Two kinds of gradient reach an activation: dy times its gate, and its share in the mean from
+    # which the gates are made. Neither factor is known yet, but both are the same for all pixels of
+    # a channel: so the sums of their multiples are enough.
     activations = tl.zeros([ROWS, COLUMNS], tl.float32)
     gradients = tl.zeros([ROWS, COLUMNS], tl.float32)
     gradients_along = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -237,17 +252,22 @@ def sum_gradients(
         z = centred * norm.factor + norm.shift
         share = sigmoid(z)
         activation = z * share
+        # dy is 0 outside the strip, the slope is not.
         slope = tl.where(tile.mask, silu_slope(share, activation), 0.0)
         activations += gradient * activation
         gradients += gradient * slope
         gradients_along += gradient * slope * centred
         slopes += slope
         slopes_along += slope * centred
+
+    # Normalised values are differences times the scale, which is applied to their sums.
+    gradient_scales = tl.sum(gradients_along, 1) * norm.scale
+    slope_scales = tl.sum(slopes_along, 1) * norm.scale
     store_numbers(sums, strip, tl.sum(activations, 1))
     store_numbers(sums + stride, strip, tl.sum(gradients, 1))
-    store_numbers(sums + 2 * stride, strip, tl.sum(gradients_along, 1) * norm.scale)
+    store_numbers(sums + 2 * stride, strip, gradient_scales)
     store_numbers(sums + 3 * stride, strip, tl.sum(slopes, 1))
-    store_numbers(sums + 4 * stride, strip, tl.sum(slopes_along, 1) * norm.scale)
+    store_numbers(sums + 4 * stride, strip, slope_scales)
 
 
 @triton.jit
@@ -273,15 +293,16 @@ def gate_gradients(
     chunks,
     rank,
     # Constants.
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    RANK: tl.constexpr,  # at least `rank`
+    BLOCK: tl.constexpr,  # channels at a time
+    CHUNKS: tl.constexpr,  # chunks at a time
 ):
     """Go back through an image's gates, to its groups."""
     image = tl.program_id(0)
     hidden = tl.arange(0, RANK)
     known_hidden = hidden < rank
     sums += image.to(tl.int64) * channels * chunks
+
     # From the gates to what `reduce` makes.
     total = tl.zeros([RANK], tl.float32)
     for first in range(0, channels, BLOCK):
@@ -292,14 +313,20 @@ def gate_gradients(
         gradient = merged(sums, channel, known, chunks, CHUNKS)
         gradient = gradient * channel_gate * (1 - channel_gate)
         tl.store(dexpanded + place, gradient, mask=known)
+        # [BLOCK, RANK]
         mask = known[:, None] & known_hidden[None, :]
-        weights = load(channels_by_hidden(expand, channel, hidden, rank), mask)
+        pointers = channels_by_hidden(expand, channel, hidden, rank)
+        weights = load(pointers, mask)
         total += tl.sum(weights * gradient[:, None], 0)
+
+    # Through SiLU, whose input was stored.
     z = load(squeezed + image * rank + hidden, known_hidden)
     share = sigmoid(z)
     total *= silu_slope(share, z * share)
     tl.store(dsqueezed + image * rank + hidden, total, mask=known_hidden)
+
     # From there to the means over pixels, and with these to all that reaches the normalisation.
+    # Group after group, as each one's sum is over its channels alone.
     groups = channels // size
     for group in range(0, groups):
         group_shift = 0.0
@@ -307,8 +334,10 @@ def gate_gradients(
         for first in range(group * size, (group + 1) * size, BLOCK):
             channel = first + tl.arange(0, BLOCK)
             known = channel < (group + 1) * size
+            # [RANK, BLOCK]
             mask = known_hidden[:, None] & known[None, :]
-            weights = load(hidden_by_channels(reduce, hidden, channel, channels), mask)
+            pointers = hidden_by_channels(reduce, hidden, channel, channels)
+            weights = load(pointers, mask)
             gradient = tl.sum(weights * total[:, None], 0) / pixels
             place = image * channels + channel
             tl.store(dpooled + place, gradient, mask=known)
@@ -323,6 +352,7 @@ def gate_gradients(
             channel_weight = load(weight + channel, known)
             group_shift += tl.sum(shift * channel_weight, 0)
             group_along += tl.sum(along * channel_weight, 0)
+        # [2, N, groups]
         tl.store(by_group + image * groups + group, group_shift)
         tl.store(by_group + (images + image) * groups + group, group_along)
 
@@ -347,11 +377,12 @@ def parameter_gradients(
     channels,
     rank,
     # Constants.
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IMAGES: tl.constexpr,  # at a time
+    RANK: tl.constexpr,  # at least `rank`
+    BLOCK: tl.constexpr,  # channels of a program
+    IMAGES: tl.constexpr,  # images at a time
 ):
     """Add up gradients over images, of BLOCK channels; the first program adds dreduce_bias."""
+    # A program adds over all images, so nothing is left to merge, and the order is fixed.
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     hidden = tl.arange(0, RANK)
     known = channel < channels
@@ -362,6 +393,7 @@ def parameter_gradients(
     reduce_biases = tl.zeros([RANK], tl.float32)
     expands = tl.zeros([BLOCK, RANK], tl.float32)
     reduces = tl.zeros([RANK, BLOCK], tl.float32)
+
     for first in range(0, images, IMAGES):
         image = first + tl.arange(0, IMAGES)
         # Of channels, [IMAGES, BLOCK].
@@ -378,8 +410,12 @@ def parameter_gradients(
         gradient = load(dsqueezed + place, mask)
         expand_biases += tl.sum(expanded, 0)
         reduce_biases += tl.sum(gradient, 0)
-        expands = tl.dot(tl.trans(expanded), z * sigmoid(z), expands, input_precision="ieee")
+        # "ieee": tensor cores would round the factors to 10 bits (TF32).
+        activation = z * sigmoid(z)
+        expands = tl.dot(tl.trans(expanded), activation, expands, input_precision="ieee")
         reduces = tl.dot(tl.trans(gradient), means, reduces, input_precision="ieee")
+
+    # Store, in the parameters' dtype, which is the same for all of a layer.
     kind = dweight.dtype.element_ty
     tl.store(dweight + channel, scales.to(kind), mask=known)
     if dbias is not None:
@@ -391,6 +427,7 @@ def parameter_gradients(
     mask = known_hidden[:, None] & known[None, :]
     pointers = hidden_by_channels(dreduce, hidden, channel, channels)
     tl.store(pointers, reduces.to(kind), mask=mask)
+    # All programs have added this one, because the product needs what it is added from.
     if tl.program_id(0) == 0:
         tl.store(dreduce_bias + hidden, reduce_biases.to(kind), mask=known_hidden)
 
@@ -438,6 +475,8 @@ def input_gradient(
     place = strip.image * channels + strip.channel
     channel_gate = load(gates + place, strip.known)[:, None]
     channel_dpooled = load(dpooled + place, strip.known)[:, None]
+
+    # From what reaches the activations to the input, as in group_norm's kernel.
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
         tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
         centred = load_tile(x, tile) - norm.mean

@@ -1,12 +1,12 @@
-"""What the kernels in `group_norm_kernels.py` and `squeeze_kernels.py` are made of.
+"""Functions that the kernels in `group_norm_kernels.py` and `squeeze_kernels.py` are made of.
 
 A program computes a strip: some channels by some pixels of one image. It takes the strip's tiles,
 [ROWS, COLUMNS], channels by pixels, one after the other, in either layout. All arithmetic is
 float32.
 
-What belongs together is a NamedTuple, as Triton has no other records whose interface is public. It
-takes tensors only: a constant that is stored in one is no constant any more. Tried with Triton 3.6
-and 3.8; without this the kernels would not compile (tests/test_gpu_compiler.py).
+Values that belong together are a NamedTuple, as Triton has no other records whose interface is
+public. It takes tensors only: a constant that is stored in one is no constant any more. Tried with
+Triton 3.6 and 3.8; tests/test_gpu_path.py compiles the kernels.
 """
 
 import math
@@ -90,14 +90,15 @@ def image_factor(kept, image):
 
 @triton.jit
 def strip_of(
-    # Sizes of the images.
+    # Sizes of an image.
     channels,
     pixels,
-    # Constants.
+    # Constants of the layout.
     CHANNELS_LAST: tl.constexpr,
     ALIGNED: tl.constexpr,  # a factor of the contiguous size
-    ROWS: tl.constexpr,
-    PIXELS: tl.constexpr,  # of a whole strip
+    # Constants of a strip.
+    ROWS: tl.constexpr,  # channels
+    PIXELS: tl.constexpr,
 ):
     """Return the program's Strip. ALIGNED: of `channels`, or of `pixels` if they are contiguous."""
     # The compiler is to know the contiguous size's factor: else it would load, and store, each
@@ -106,16 +107,21 @@ def strip_of(
         channels = channels // ALIGNED * ALIGNED
     else:
         pixels = pixels // ALIGNED * ALIGNED
+
+    # Which block of channels, which chunk of pixels, and of which image. Neighbours in memory run
+    # together, so that a line of the cache is read once.
     chunks = tl.cdiv(pixels, PIXELS)
     blocks = tl.cdiv(channels, ROWS)
     program = tl.program_id(0)
-    if CHANNELS_LAST:  # neighbours in memory run together
+    if CHANNELS_LAST:
         block = program % blocks
         chunk = program // blocks % chunks
     else:
         block = program // chunks % blocks
         chunk = program % chunks
+    # The image in 64 bits, since all of its products are: a tensor may have 2^31 elements.
     image = (program // chunks // blocks).to(tl.int64)
+
     first_pixel = chunk * PIXELS
     channel = block * ROWS + tl.arange(0, ROWS)
     return Strip(
@@ -140,6 +146,7 @@ def tile_at(
     COLUMNS: tl.constexpr,
 ):
     """Return the strip's Tile that begins at `first_pixel`."""
+    # Only the start needs 64 bits: a tile's elements are within one image.
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     if CHANNELS_LAST:
@@ -160,6 +167,8 @@ def coefficients_of(strip, size, moments, weight, bias):
     size: channels of a group. moments: mean, and one over the standard deviation, [N, groups] each.
     weight, bias: [C]; bias or None.
     """
+    # Loaded by channel, though channels of a group have the same: a strip's channels may belong to
+    # several groups.
     group = strip.image * (strip.channels // size) + strip.channel // size
     mean = load(moments[0] + group, strip.known)
     scale = load(moments[1] + group, strip.known)
@@ -187,6 +196,8 @@ def subtrahends_of(strip, norm, shifts, scales, elements):
     shifts, scales: sums over each group, [N, groups], of that gradient times the weight, and of
     that times the normalised values. elements: of a group.
     """
+    # With c = x - mean, s = 1 / deviation, and g the gradient before the activation times the
+    # weight: dx = s (g - mean(g) - c s mean(g c s)), with means over the elements of a group.
     shift = load(shifts + norm.group, strip.known) / elements
     along = load(scales + norm.group, strip.known) / elements
     shift = shift * norm.scale
@@ -225,4 +236,5 @@ def sigmoid(z):
 @triton.jit
 def silu_slope(share, activation):
     """Return the derivative of SiLU at z. share: sigmoid(z). activation: z times that."""
+    # s + z s (1 - s), from two products that the activation has made already.
     return share + (activation - activation * share)

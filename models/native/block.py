@@ -41,6 +41,8 @@ from models.stochastic import DropPath
 class NativeSeparable(DepthwiseSeparableConv):
     """timm's block of group convolution, squeeze and excitation, and projection."""
 
+    se: SqueezeExcite
+
     @staticmethod
     def replaces(module: nn.Module) -> bool:
         """Return whether the class may become that of the `module`, with layers that are ours."""
@@ -59,6 +61,8 @@ class NativeSeparable(DepthwiseSeparableConv):
 
 class NativeInverted(InvertedResidual):
     """timm's block of expansion, group convolution, squeeze and excitation, and projection."""
+
+    se: SqueezeExcite
 
     @staticmethod
     def replaces(module: nn.Module) -> bool:
@@ -142,15 +146,13 @@ def _excited(
         norm: the normalisation behind it.
         se: squeeze and excitation behind that.
     """
-    squeeze = _Squeeze(
-        reduce=se.conv_reduce.weight,
-        reduce_bias=se.conv_reduce.bias,
-        expand=se.conv_expand.weight,
-        expand_bias=se.conv_expand.bias,
-    )
+    squeeze = _Squeeze.of(se)
+    # torch's convolutions, of other groups, read and write whole tensors.
     if not isinstance(conv, GroupConv2d):
         y = conv(x if before is None else before(x))
         return _ExcitedNorm.apply(y, _settings(norm), norm.weight, norm.bias, *squeeze)
+
+    # Ours normalises and activates its input as it reads it, and takes statistics of its output.
     settings = _ConvSettings(
         geometry=conv.geometry(x.shape[2], x.shape[3]),
         before=None if before is None else _settings(before),
@@ -173,6 +175,15 @@ class _Squeeze(NamedTuple):
     expand: torch.Tensor
     expand_bias: torch.Tensor
 
+    @classmethod
+    def of(cls, se: SqueezeExcite) -> _Squeeze:
+        """Return the parameters of `se`, timm's layer."""
+        reduce = se.conv_reduce
+        expand = se.conv_expand
+        # timm's two convolutions always have them.
+        assert reduce.bias is not None and expand.bias is not None
+        return cls(reduce.weight, reduce.bias, expand.weight, expand.bias)
+
 
 class _Squeezed(NamedTuple):
     """Means over pixels, [N, C], what `reduce` makes of them, [N, rank], and the gates, [N, C]."""
@@ -184,9 +195,13 @@ class _Squeezed(NamedTuple):
 
 def _excite(y: torch.Tensor, norm: Norm, squeeze: _Squeeze) -> Tuple[torch.Tensor, _Squeezed]:
     """Return y, [N, H, W, C], normalised, activated and gated, and what its gradients need."""
+    # Gates depend on all pixels, so the activations are stored, and gated in place when they are
+    # known.
     excited, pooled = library.activated_and_pooled(y, norm)
-    reduced = torch.addmm(squeeze.reduce_bias, pooled, squeeze.reduce.flatten(1).t())
-    logits = torch.addmm(squeeze.expand_bias, F.silu(reduced), squeeze.expand.flatten(1).t())
+    reduce = squeeze.reduce.flatten(1)  # [rank, C]
+    expand = squeeze.expand.flatten(1)  # [C, rank]
+    reduced = torch.addmm(squeeze.reduce_bias, pooled, reduce.t())
+    logits = torch.addmm(squeeze.expand_bias, F.silu(reduced), expand.t())
     gate = logits.sigmoid_()
     library.multiply_(excited, gate)
     return excited, _Squeezed(pooled, reduced, gate)
@@ -195,7 +210,7 @@ def _excite(y: torch.Tensor, norm: Norm, squeeze: _Squeeze) -> Tuple[torch.Tenso
 def _excite_gradients(
     y: torch.Tensor, norm: Norm, squeeze: _Squeeze, squeezed: _Squeezed, dy: torch.Tensor
 ) -> Tuple[Behind, Tuple[Optional[torch.Tensor], ...]]:
-    """Compute the gradients of `_excite`, but for that of y, which whoever reads it computes.
+    """Compute the gradients of `_excite`, but for that of y: its reader computes it on the way.
 
     Args:
         y: [N, H, W, C].
@@ -208,24 +223,45 @@ def _excite_gradients(
         What y's gradient is computed from; and gradients of weight and bias of the normalisation
         and of the parameters in `squeeze`, in this order.
     """
-    pooled, reduced, gate = squeezed
     sums = library.gradient_sums(GATED, y, norm, dy=dy)
-    # Back through the two small layers, from the gates to the means over pixels.
-    dlogits = sums[0] * gate * (1 - gate)
-    sigmoid = reduced.sigmoid()
-    dreduced = dlogits @ squeeze.expand.flatten(1) * sigmoid * (1 + reduced * (1 - sigmoid))
-    dpooled = dreduced @ squeeze.reduce.flatten(1)
+    dpooled, dsqueeze = _gate_gradients(squeeze, squeezed, dgate=sums[0])
     pixels = y.shape[1] * y.shape[2]
-    gates = Gate(gate, pooled=dpooled.div_(pixels))
-    # Then all that reaches the normalisation is known.
+    gates = Gate(squeezed.gate, pooled=dpooled.div_(pixels))
+
+    # Now all that reaches the normalisation is known.
     dweight, dbias, by_group = library.merged_gradients(GATED, y, norm, sums, gate=gates)
+    return Behind(y, norm, gates, by_group), (dweight, dbias, *dsqueeze)
+
+
+def _gate_gradients(
+    squeeze: _Squeeze,
+    squeezed: _Squeezed,
+    dgate: torch.Tensor,
+) -> Tuple[torch.Tensor, _Squeeze]:
+    """Go back through the two small layers, from the gates to the means over pixels.
+
+    Args:
+        squeeze: the parameters.
+        squeezed: from `_excite`.
+        dgate: [N, C], gradient of the gates.
+
+    Returns:
+        Gradients of the means, [N, C], and of the parameters.
+    """
+    pooled, reduced, gate = squeezed
+    dlogits = dgate * gate * (1 - gate)
+    # SiLU's slope, s (1 + z (1 - s)).
+    sigmoid = reduced.sigmoid()
+    dactivated = dlogits @ squeeze.expand.flatten(1)
+    dreduced = dactivated * sigmoid * (1 + reduced * (1 - sigmoid))
+    dpooled = dreduced @ squeeze.reduce.flatten(1)
     dsqueeze = _Squeeze(
         reduce=(dreduced.t() @ pooled).view_as(squeeze.reduce),
         reduce_bias=dreduced.sum(0),
         expand=(dlogits.t() @ F.silu(reduced)).view_as(squeeze.expand),
         expand_bias=dlogits.sum(0),
     )
-    return Behind(y, norm, gates, by_group), (dweight, dbias, *dsqueeze)
+    return dpooled, dsqueeze
 
 
 # ---- Functions with gradients.
@@ -240,6 +276,7 @@ class _Expansion(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         """Return the convolution of `x`, and `x`."""
+        # Without a residual the second result is not read: its gradient is None then, not zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         wide = F.linear(pixels_last(x), weight.flatten(1))
@@ -318,8 +355,11 @@ class _ExcitedConv(torch.autograd.Function):
             groups=settings.behind.groups,
             eps=settings.behind.eps,
         )
+        assert moments is not None  # there are groups
         norm = Norm(moments, weight, bias)
         excited, squeezed = _excite(y, norm, _Squeeze(*squeeze))
+        # x and y, as wide as the expansion; the third such tensor is the result. The input's own
+        # normalised values are computed again.
         ctx.geometry = settings.geometry
         before_tensors = before or (None, None, None)
         ctx.save_for_backward(x, conv, y, *before_tensors, *norm, *squeeze, *squeezed)
@@ -347,6 +387,7 @@ class _ExcitedConv(torch.autograd.Function):
         dweight_before = None
         dbias_before = None
         if before is not None:
+            assert sums is not None  # with a normalisation before
             # dx is the gradient before the activation: what is left is a normalisation without one.
             merged = library.merged_gradients(PLAIN, x, before, sums)
             dweight_before, dbias_before, by_group = merged

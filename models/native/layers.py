@@ -23,7 +23,8 @@ class Pointwise(nn.Conv2d):
     def replaces(module: nn.Module) -> bool:
         """Return whether the class may become that of the `module`."""
         return (
-            type(module) in (nn.Conv2d, Conv2dSame)
+            isinstance(module, nn.Conv2d)
+            and type(module) in (nn.Conv2d, Conv2dSame)  # a subclass may compute something else
             and module.kernel_size == module.stride == (1, 1)
             and module.padding == (0, 0)
             and module.groups == 1
@@ -31,6 +32,7 @@ class Pointwise(nn.Conv2d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the convolution of `x`."""
+        # Pixels are rows of a matrix, [N x H x W, C], without a copy if x is channels-last.
         y = F.linear(pixels_last(x), self.weight.flatten(1), self.bias)
         return channels_first(y)
 
@@ -88,7 +90,8 @@ class GroupConv2d(nn.Conv2d):
 
         It is a Conv2d that is padded by half its kernel, or a Conv2dSame.
         """
-        if type(module) not in (nn.Conv2d, Conv2dSame):
+        # Types, not isinstance: a subclass may compute something else.
+        if not isinstance(module, nn.Conv2d) or type(module) not in (nn.Conv2d, Conv2dSame):
             return False
         kernel = module.kernel_size[0]
         padding = 0 if isinstance(module, Conv2dSame) else kernel // 2
@@ -141,6 +144,7 @@ class _GroupNormAct(torch.autograd.Function):
         """Return the layer's output for `x`."""
         x = pixels_last(x)
         norm = Norm(library.group_moments(x, settings.groups, settings.eps), weight, bias)
+        # x alone is as large as the output: normalised values are computed again.
         ctx.save_for_backward(x, kept, *norm)
         ctx.form = PLAIN if settings.silu else LINEAR
         if residual is not None:
@@ -154,6 +158,7 @@ class _GroupNormAct(torch.autograd.Function):
         """Return gradients from that of the output, `dy`."""
         x, kept, *norm = ctx.saved_tensors
         norm = Norm(*norm)
+        # The addition comes last: the residual's gradient is that of the output, unchanged.
         dresidual = dy if ctx.needs_input_grad[4] else None
         dy = pixels_last(dy)
         if ctx.form == PLAIN:

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 
@@ -28,6 +28,8 @@ PLAIN, LINEAR, POOLED, GATED = range(4)
 _SUMS = {PLAIN: 2, LINEAR: 2, POOLED: 2, GATED: 5}
 
 _SOURCE = Path(__file__).parent / "library.cpp"
+# Without -ffast-math, which would take NaN and infinity for impossible: a loss that is not finite
+# must reach the check of gradients. Multiplying and adding in one rounds less, in a fixed way.
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -53,16 +55,17 @@ _FUNCTIONS = (
 )
 
 
-# The structs of normalization.h and convolution.h.
+# The structs of normalization.h and convolution.h. A field that is left out is 0, or NULL, which
+# stands for None.
 _THREADS = ("threads", ctypes.c_int)
 
 
-def _integers(*names: str) -> list:
+def _integers(*names: str) -> List[Tuple[str, Type[ctypes.c_int64]]]:
     """Return fields of 64 bits."""
     return [(name, ctypes.c_int64) for name in names]
 
 
-def _pointers(*names: str) -> list:
+def _pointers(*names: str) -> List[Tuple[str, Type[ctypes.c_void_p]]]:
     """Return fields that point to float32."""
     return [(name, ctypes.c_void_p) for name in names]
 
@@ -145,6 +148,8 @@ def fault() -> str:
     try:
         _library()
     except OSError as error:
+        # A folder or a compiler that cannot be used has a name; a library that cannot be loaded has
+        # a message of the loader's.
         if error.filename:
             return printable(f"{error.filename}: {error.strerror}")
         return printable(first_line(error))
@@ -382,8 +387,11 @@ def convolution(
     Returns:
         [N, out_height, out_width, C]; and its moments, [N, groups, 2], or None.
     """
+    # NULL for a normalisation that there is not, before or behind; memory for moments is only where
+    # they are wanted.
     packed = _packed(weight, backward=False)
-    y = x.new_empty(len(x), geometry.out_height, geometry.out_width, x.shape[-1])
+    shape = (len(x), geometry.out_height, geometry.out_width, x.shape[-1])
+    y = x.new_empty(shape)
     moments = torch.empty(len(x), groups, 2) if groups else None
     _library().convolution_of(
         _convolution(x, geometry),
@@ -423,6 +431,7 @@ def convolution_gradients(
     """
     one_sided = before is not None and behind is None
     assert not one_sided, "with a normalisation before the convolution there is one behind it"
+    # C++ writes the weights' gradient as [C, 16, k, k], whatever the layout of the weights is.
     packed = _packed(weight, backward=True)
     dx = torch.empty_like(x)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -447,6 +456,7 @@ def convolution_gradients(
 
 def _packed(weight: torch.Tensor, backward: bool) -> torch.Tensor:
     """Return weights, [C, 16, k, k], as the convolution reads them, or as its gradient does."""
+    # Packed in each pass: weights change with every update, and are few beside the activations.
     weight = weight.contiguous()
     packed = torch.empty_like(weight)
     sizes = _Convolution(
@@ -510,6 +520,7 @@ def _incoming(
     gate: Optional[Gate] = None,
 ) -> Any:
     """Return a pointer to the `Incoming`."""
+    # Fields that are not given are NULL: nothing of that kind reaches the normalisation.
     incoming = _Incoming(dy=_address(dy), kept=_address(kept))
     if gate is not None:
         incoming.gate = _address(gate.gate)
@@ -519,6 +530,7 @@ def _incoming(
 
 def _address(tensor: Optional[torch.Tensor]) -> Optional[ctypes.c_void_p]:
     """Return where a contiguous float32 tensor lies; None for None."""
+    # C++ reads memory without strides: another layout would give wrong numbers, not an error.
     if tensor is None:
         return None
     plain = tensor.dtype == torch.float32 and tensor.is_contiguous()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import List
+from typing import List, Protocol, Type
 
 import torch
 from torch import nn
 
 from models.base import BlockList
+from models.preprocess import Preprocess
+
+
+class _Replacement(Protocol):
+    """A class that may become that of a layer."""
+
+    @staticmethod
+    def replaces(module: nn.Module) -> bool:
+        """Return whether it may become that of the `module`."""
 
 
 def patch(model: BlockList) -> List[str]:
@@ -24,12 +33,17 @@ def patch(model: BlockList) -> List[str]:
     Returns:
         Names of the layers that were turned.
     """
+    # Loaded only where a model is patched.
     from models.native import block, layers
 
     # Blocks last: they take layers that are ours already.
-    norms = [layers.NativeGroupNormAct, layers.NativeProxyNormAct]
+    norms: List[Type[layers.NativeGroupNormAct]] = [
+        layers.NativeGroupNormAct,
+        layers.NativeProxyNormAct,
+    ]
     blocks = [block.NativeSeparable, block.NativeInverted, block.NativeHead]
-    kinds = [layers.Pointwise, layers.GroupConv2d, *norms, *blocks]
+    kinds: List[Type[_Replacement]] = [layers.Pointwise, layers.GroupConv2d, *norms, *blocks]
+    # Nothing is changed before this is known: a model is either left alone or patched whole.
     for module in model.modules():
         torchs = isinstance(module, nn.GroupNorm) and not isinstance(module, tuple(norms))
         if torchs and not any(norm.replaces(module) for norm in norms):
@@ -40,6 +54,9 @@ def patch(model: BlockList) -> List[str]:
             if kind.replaces(module):
                 module.__class__ = kind
                 replaced.append(name)
+    # The first layers then make channels-last activations, and all others go on with that.
     if replaced:
-        model.block("preprocess").memory_format = torch.channels_last
+        preprocess = model.block("preprocess")
+        assert isinstance(preprocess, Preprocess)  # see Family.build
+        preprocess.memory_format = torch.channels_last
     return replaced

@@ -7,7 +7,7 @@ by parameter in a fixed order, without atomics: a step repeats to the bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 import triton
@@ -39,9 +39,10 @@ class TritonLarsUpdate(LarsUpdate):
             lars, target: see LarsUpdate.
         """
         super().__init__(lars, target)
-        # Of each program: number of the parameter, first row, row behind the parameter's last.
-        programs = []
-        firsts = []  # first program of each parameter, and the number of programs
+        # Of each program: number of the parameter, first row, row behind the parameter's last. A
+        # program has rows of one parameter only, so what it adds up is one parameter's.
+        programs: List[Tuple[int, int, int]] = []
+        firsts: List[int] = []  # first program of each parameter, and the number of programs
         for owner, rows in enumerate(self._layout.rows):
             firsts.append(len(programs))
             for first in range(rows.start, rows.stop, _ROWS):
@@ -54,6 +55,7 @@ class TritonLarsUpdate(LarsUpdate):
         self._firsts = torch.tensor(firsts, dtype=torch.int32, device=device)
 
     def _sums(self, scale: torch.Tensor) -> Sums:
+        # Squares over the rows of each program, then over the programs of each parameter.
         by_momentum = self._rules.by_momentum
         partial = torch.empty(_SUMS, self._count, dtype=torch.float64, device=scale.device)
         _add_squares[(self._count,)](
@@ -73,6 +75,7 @@ class TritonLarsUpdate(LarsUpdate):
             LANES=ROW,
         )
         gradient, weight, direction, wrong = self._merged(partial)
+        # One launch, where operations of torch would be several for one bit.
         finite = torch.empty((), dtype=torch.bool, device=wrong.device)
         _none_wrong[(1,)](wrong, finite, len(wrong), triton.next_power_of_2(len(wrong)))
         return Sums(gradient, weight, direction if by_momentum else None, finite)
@@ -106,6 +109,7 @@ class TritonLarsUpdate(LarsUpdate):
         rules = self._rules
         buffers = self._buffers
         bits = self._bits
+        # One kernel for both: it always reads a mask, and always stores sums, which are few.
         if keep is None:
             keep = torch.ones((), dtype=torch.bool, device=scale.device)
         partial = torch.empty(1, self._count, device=scale.device)
@@ -154,39 +158,47 @@ class TritonLarsUpdate(LarsUpdate):
 
 @triton.jit
 def _add_squares(
-    # Buffers, [length].
-    gradients,
-    weights,
-    momenta,
-    # Of each parameter, [parameters].
-    decays,
-    # On the gradients, [].
-    scale,
-    # Of each program, [programs]: parameter, first row, the row behind the parameter's last.
-    owners,
-    firsts,
-    ends,
-    # Sums, float64 [4, programs], written: of g^2, w^2, u^2; NaN where a gradient is not finite.
-    partial,
+    # Buffers.
+    gradients,  # float32 [length]
+    weights,  # [length]
+    momenta,  # [length]
+    # Of each parameter, and the factor on all gradients.
+    decays,  # float32 [parameters]
+    scale,  # float32 []
+    # Of each program.
+    owners,  # int32 [programs]: number of the parameter
+    firsts,  # int32 [programs]: first row
+    ends,  # int32 [programs]: the row behind the parameter's last
+    # Sums of g^2, of w^2 and of u^2; 0, or NaN where a gradient is not finite.
+    partial,  # float64 [4, programs], written
+    # Sizes.
     programs,
     # Constants.
     MU: tl.constexpr,
     MOMENTUM_FORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    LANES: tl.constexpr,  # elements of a row
 ):
     """Make the pass `sum_rows` of optim/lars_update.py."""
+    # Read rows of one parameter, [ROWS, LANES]. Places have 64 bits: buffers may be longer than
+    # 2^31 elements. Rows of the next parameter, which a last program would reach, are masked.
     program = tl.program_id(0)
     rows = tl.load(firsts + program) + tl.arange(0, ROWS)
     mask = (rows < tl.load(ends + program))[:, None]
-    places = rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
+    lanes = tl.arange(0, LANES)[None, :]
+    places = rows.to(tl.int64)[:, None] * LANES + lanes
+    g = tl.load(gradients + places, mask=mask, other=0.0)
+    g *= tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
+
+    # Store a sum of each kind. The second form's direction is not the gradient.
     tl.store(partial + program, _squares(g))
     tl.store(partial + programs + program, _squares(w))
     if MOMENTUM_FORM:
-        m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU + g * (1 - MU)
-        u = m + tl.load(decays + tl.load(owners + program)) * w
+        m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32)
+        average = m * MU + g * (1 - MU)
+        decay = tl.load(decays + tl.load(owners + program))
+        u = average + decay * w
         tl.store(partial + 2 * programs + program, _squares(u))
     else:
         tl.store(partial + 2 * programs + program, 0.0)
@@ -200,6 +212,7 @@ def _squares(values):
     The rule is that of optim/norms.py.
     """
     total = _total(values * values).to(tl.float64)
+    # In float64 only where float32 may be wrong, as it takes longer. NaN is neither: it stays.
     if (total < _SMALLEST) | (total > _LARGEST):
         exact = values.to(tl.float64)
         total = _total(exact * exact)
@@ -208,56 +221,78 @@ def _squares(values):
 
 @triton.jit
 def _merge(
-    partial,  # sums of programs, [sums, programs]
-    firsts,  # first program of each parameter, and the number of programs, [parameters + 1]
+    # Tensors.
+    partial,  # [sums, programs]
+    firsts,  # int32 [parameters + 1]: first program of each parameter, and the number of programs
     out,  # float64 [sums, parameters], written
+    # Sizes.
     programs,
     parameters,
-    BLOCK: tl.constexpr,
+    # Constants.
+    BLOCK: tl.constexpr,  # programs at a time
 ):
     """Add up one of the sums of one parameter over its programs, in a fixed order."""
-    which = tl.program_id(0) // parameters
+    # Which sum, of which parameter, and the programs that have added parts of it.
+    number = tl.program_id(0) // parameters
     owner = tl.program_id(0) % parameters
     first = tl.load(firsts + owner)
     end = tl.load(firsts + owner + 1)
+
+    # A lane adds every BLOCK-th one, and lanes are added last: an order that depends on shapes
+    # alone.
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(first, end, BLOCK):
         program = start + tl.arange(0, BLOCK)
-        sums = tl.load(partial + which * programs + program, mask=program < end, other=0.0)
+        sums = tl.load(partial + number * programs + program, mask=program < end, other=0.0)
         total += sums.to(tl.float64)
     tl.store(out + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit
-def _none_wrong(wrong, finite, parameters, BLOCK: tl.constexpr):
+def _none_wrong(
+    # Tensors.
+    wrong,  # float64 [parameters]: 0 or NaN
+    finite,  # bool [], written
+    # Sizes.
+    parameters,
+    # Constants.
+    BLOCK: tl.constexpr,  # a power of two, not less than `parameters`
+):
     """Store whether no parameter has a sum `wrong` that is NaN."""
     parameter = tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(wrong + parameter, mask=parameter < parameters, other=0.0), 0)
+    sums = tl.load(wrong + parameter, mask=parameter < parameters, other=0.0)
+    total = tl.sum(sums, 0)
+    # NaN is the one number that is not equal to itself.
     tl.store(finite, total == total)
 
 
 @triton.jit
 def _trust_ratios(
-    # Sums of squares, float64 [parameters].
-    weights,
-    directions,
-    # Of each parameter, [parameters].
-    adapted,
-    coefficients,
-    eps,
-    decays,
-    # float32 [parameters], written.
-    ratios,
+    # Sums of squares.
+    weights,  # float64 [parameters]
+    directions,  # float64 [parameters]
+    # Hyperparameters.
+    adapted,  # bool [parameters]: whether there is a ratio
+    coefficients,  # float64 [parameters]
+    eps,  # float64 [parameters]
+    decays,  # float32 [parameters]
+    # The result.
+    ratios,  # float32 [parameters], written
+    # Sizes.
     parameters,
     # Constants.
     MOMENTUM_FORM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # parameters of a program
 ):
     """Make `Rules.ratios` of optim/lars_update.py."""
     parameter = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = parameter < parameters
+
+    # Norms. Lanes without a parameter compute with 1, which neither divides by 0 nor is NaN.
     weight = tl.sqrt(tl.load(weights + parameter, mask=mask, other=1.0))
     direction = tl.sqrt(tl.load(directions + parameter, mask=mask, other=1.0))
+
+    # What divides, and the ratio without norms, which the two forms define in other ways.
     coefficient = tl.load(coefficients + parameter, mask=mask, other=1.0)
     below = direction + tl.load(eps + parameter, mask=mask, other=1.0)
     if MOMENTUM_FORM:
@@ -265,6 +300,8 @@ def _trust_ratios(
     else:
         below += tl.load(decays + parameter, mask=mask, other=0.0) * weight
         without_norm = tl.full((BLOCK,), 1.0, tl.float64)
+
+    # The ratio, at most float32's largest number: infinity times a gradient of 0 would be NaN.
     positive = (weight > 0) & (direction > 0)
     ratio = coefficient * weight / tl.where(positive, below, 1.0)
     ratio = tl.where(positive, ratio, without_norm)
@@ -275,39 +312,39 @@ def _trust_ratios(
 
 @triton.jit(do_not_specialize=["lr", "draw"])  # they change from update to update
 def _step(
-    # Buffers, [length]; weights, momenta and, with COPIED, working are written.
-    gradients,
-    weights,
-    momenta,
-    working,
-    # Of each parameter, [parameters], but lr.
-    ratios,
-    lr,
-    lr_scales,
-    decays,
-    # On the gradients, [], and whether anything may change, bool [].
-    scale,
-    keep,
-    # Random bits with STOCHASTIC: int32 [rows], and the draw of the update.
-    bit_rows,
-    draw,
-    # Of each program, [programs]: parameter, first row, the row behind the parameter's last.
-    owners,
-    firsts,
-    ends,
-    # Sums of squares of what is subtracted, float32 [programs], written.
-    partial,
+    # Buffers.
+    gradients,  # float32 [length]
+    weights,  # [length], written
+    momenta,  # [length], written
+    working,  # [length], written with COPIED: the module's parameters
+    # Of the rates.
+    ratios,  # float32 [parameters]
+    lr,  # a number
+    lr_scales,  # float64 [parameters]
+    decays,  # float32 [parameters]
+    # Of all gradients.
+    scale,  # float32 []
+    keep,  # bool []: whether anything may change
+    # Random bits with STOCHASTIC.
+    bit_rows,  # int32 [rows]; else None
+    draw,  # of the update, int32
+    # Of each program.
+    owners,  # int32 [programs]: number of the parameter
+    firsts,  # int32 [programs]: first row
+    ends,  # int32 [programs]: the row behind the parameter's last
+    # Sums of squares of what is subtracted.
+    partial,  # float32 [programs], written
     # Constants.
     MU: tl.constexpr,
     MOMENTUM_FORM: tl.constexpr,
     NESTEROV: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     COPIED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    LANES: tl.constexpr,  # elements of a row
 ):
     """Make the pass `step_rows` of optim/lars_update.py."""
-    # Read rows of one parameter.
+    # Read rows of one parameter, [ROWS, LANES], as _add_squares does.
     program = tl.program_id(0)
     owner = tl.load(owners + program)
     rows = tl.load(firsts + program) + tl.arange(0, ROWS)
@@ -315,13 +352,19 @@ def _step(
     lanes = tl.arange(0, LANES)[None, :]
     places = rows.to(tl.int64)[:, None] * LANES + lanes
     mask = within[:, None]
-    g = tl.load(gradients + places, mask=mask, other=0.0) * tl.load(scale)
+    g = tl.load(gradients + places, mask=mask, other=0.0)
+    g *= tl.load(scale)
     w = tl.load(weights + places, mask=mask, other=0.0).to(tl.float32)
-    m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32) * MU
-    rate = lr * tl.load(lr_scales + owner) * tl.load(ratios + owner)
+    m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32)
+    m *= MU
+
+    # The parameter's rate: made in float64, and at most float32's largest number.
+    ratio = tl.load(ratios + owner)
+    rate = lr * tl.load(lr_scales + owner) * ratio
     rate = tl.minimum(rate, _LARGEST).to(tl.float32)
     decay = tl.load(decays + owner)
-    # Step.
+
+    # Step: see LARS for the three forms.
     if MOMENTUM_FORM:
         m += g * (1 - MU)
         subtracted = (m + decay * w) * rate
@@ -333,12 +376,16 @@ def _step(
             subtracted = m * MU + added
     tl.store(partial + program, _total(subtracted * subtracted))
     w = w - subtracted
-    # Round, and write; the module's parameters are copies of what is stored.
+
+    # Round: one random word has the bits of a weight at its top, those of a momentum at its bottom.
     if STOCHASTIC:
         bits = tl.load(bit_rows + rows, mask=within, other=0)[:, None]
         words = _random_bits(bits, lanes, draw)
         w = _rounded(w, words >> 19)
         m = _rounded(m, words & 0x1FFF)
+
+    # Write. The module's parameters are copies of what is stored, rounding among it: a run that
+    # resumes from the weights must compute with the same ones.
     written = mask & (tl.load(keep) != 0)
     stored = w.to(weights.dtype.element_ty)
     tl.store(weights + places, stored, mask=written)
