@@ -12,7 +12,7 @@ import torch
 
 from common.errors import ConfigError
 from engines.devices import memory_of
-from engines.stage import blocks_to_recompute, image_size
+from engines.stage import blocks_to_recompute
 from models import balance, costs, shapes
 from models.balance import split_names
 from models.base import BlockList
@@ -21,6 +21,7 @@ from parallel.topology import Topology
 from recipe.distribution import Parallel
 from recipe.division import Batch
 from recipe.network import Model
+from recipe.settled import image_size
 
 # Working copy, gradient, and float32 scratch of weight and momentum; half weights add 4.
 _BYTES_PER_PARAMETER = 16

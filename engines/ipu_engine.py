@@ -35,7 +35,6 @@ from engines.ipu_input import (
 )
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_model
-from engines.stage import image_size
 from models.base import BlockList
 from models.normalization import norm_parameters
 from optim import factory
@@ -51,6 +50,7 @@ from recipe.ipu import optimizers, options, poprun
 from recipe.ipu.optimizers import Name
 from recipe.ipu.options import Chain, Setting
 from recipe.ipu.rules import compute_dtype
+from recipe.settled import image_size
 
 # Matrix products on a Mk2 IPU, by Graphcore's data sheet; a Bow IPU is clocked 1.4 times as fast.
 _PEAK_FLOPS = {torch.float16: 250e12, torch.float32: 62.5e12}

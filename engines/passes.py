@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from engines.model_part import ModelPart
-from engines.stage import boundaries, image_size
+from engines.stage import boundaries
 from models.families import build
 from parallel.processes import Processes
 from parallel.work import Boundary, WholeModel
 from recipe.distribution import Parallel
 from recipe.network import Model
+from recipe.settled import image_size
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline

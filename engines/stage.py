@@ -31,7 +31,6 @@ from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.stochastic import RANDOM_LAYERS, Draws
 from parallel.work import Boundary
-from recipe.network import Model
 
 # Programs that one block may have: for each size of images, with a backward pass to come and
 # without.
@@ -259,12 +258,6 @@ def boundaries(
             x = model.part(names)(x)
             shapes.append(Boundary(tuple(sent(x, memory_format).shape), dtype))
     return shapes
-
-
-def image_size(section: Model) -> int:
-    """Return the pixels a side of the images that the model of a `section` is made for."""
-    assert section.image_size is not None, "checked recipes have one"
-    return section.image_size
 
 
 def blocks_to_recompute(names: Sequence[str], recompute: Recompute) -> FrozenSet[str]:

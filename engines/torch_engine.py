@@ -20,7 +20,7 @@ from engines.exchange import GradientExchange, UpdateSections, create_weights
 from engines.listeners import Listeners, StepListener
 from engines.measured_shares import MeasuredShares
 from engines.passes import Passes, Rows
-from engines.stage import compile_stages, image_size
+from engines.stage import compile_stages
 from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
 from engines.training_work import TrainingWork
@@ -33,6 +33,7 @@ from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
+from recipe.settled import image_size
 from recipe.shares import subtrees
 
 

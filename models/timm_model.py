@@ -26,6 +26,7 @@ from models.shapes import BlockShape
 from models.stochastic import Draws, Dropout, DropPath
 from recipe import network, timm_models
 from recipe.randomness import key
+from recipe.settled import image_size
 
 # Blocks of several of timm's modules; a block of one module has that module's name.
 OPENING = "opening"
@@ -60,7 +61,8 @@ class TimmFamily(Family):
             model = _create(section)
         draws = Draws(seed)
         _make_exact(model, section, draws)
-        blocks = [("preprocess", Preprocess(section.mean, section.std))]
+        blocks: List[Tuple[str, nn.Module]] = []
+        blocks.append(("preprocess", Preprocess(section.mean, section.std)))
         blocks += _cut(model, _plan(section))
         result = BlockList(blocks)
         result.draws = draws
@@ -77,24 +79,28 @@ class TimmFamily(Family):
         return timm_models.architecture(section.architecture).classifier
 
 
-def shapes(section: network.Timm, image_size: int) -> Dict[str, BlockShape]:
+def shapes(section: network.Timm, pixels: int) -> Dict[str, BlockShape]:
     """Return the blocks of a model as numbers: see `models.shapes.blocks`.
 
     Operations are counted by torch, saved elements by what autograd asks to keep, on a device
     without memory.
+
+    Args:
+        section: of the model.
+        pixels: a side of the images.
 
     Raises:
         ConfigError: see `TimmFamily.build`; or the model does not take images of this size.
     """
     with torch.device("meta"):
         model = TimmFamily.build(section, seed=0)
-    x = torch.empty(_TRACED_IMAGES, 3, image_size, image_size, device="meta")
-    numbers = {"preprocess": BlockShape(0, 0, 0, 0, output=3 * image_size**2)}
+    x = torch.empty(_TRACED_IMAGES, 3, pixels, pixels, device="meta")
+    numbers = {"preprocess": BlockShape(0, 0, 0, 0, output=3 * pixels**2)}
     for name in model.names[1:]:
         try:
             numbers[name], x = _count(model.block(name), x)
         except Exception as error:  # timm's models fail in many ways where a size does not fit
-            raise _wrong_size(section, image_size, error) from None
+            raise _wrong_size(section, pixels, error) from None
     return numbers
 
 
@@ -104,7 +110,7 @@ def _create(section: network.Timm) -> nn.Module:
     if section.drop_path:
         options["drop_path_rate"] = section.drop_path
     if timm_models.architecture(section.architecture).is_fixed:
-        options["img_size"] = section.image_size
+        options["img_size"] = image_size(section)
     try:
         # Some models have dropout by default, others have no such option.
         try:
@@ -119,14 +125,14 @@ def _create(section: network.Timm) -> nn.Module:
         fault = f"timm's {section.architecture} has no stochastic depth; use model.drop_path=0"
         raise ConfigError(f"model.drop_path {section.drop_path:g}: {fault}") from None
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise _wrong_size(section, section.image_size, error) from None
+        raise _wrong_size(section, image_size(section), error) from None
 
 
-def _wrong_size(section: network.Timm, image_size: int, error: Exception) -> ConfigError:
+def _wrong_size(section: network.Timm, pixels: int, error: Exception) -> ConfigError:
     made_for = timm_models.architecture(section.architecture).image_size
     fault = f"timm's {section.architecture} does not take it ({first_line(error)})"
     return ConfigError(
-        f"model.image_size {image_size}: {fault}; its own size is model.image_size={made_for}"
+        f"model.image_size {pixels}: {fault}; its own size is model.image_size={made_for}"
     )
 
 
@@ -139,10 +145,12 @@ class _BatchNorm(BatchNormAct):
     def __init__(self, norm: nn.BatchNorm2d, momentum: float):
         """Take over the parameters, statistics and layers of timm's `norm`."""
         super().__init__(norm.num_features, norm.eps, momentum, apply_act=False)
-        self.weight = norm.weight
-        self.bias = norm.bias
-        self.running_mean = norm.running_mean
-        self.running_var = norm.running_var
+        # The very tensors: timm has filled them.
+        self._parameters.update(norm._parameters)
+        self._buffers.update(
+            running_mean=norm._buffers["running_mean"],
+            running_var=norm._buffers["running_var"],
+        )
         self.drop = getattr(norm, "drop", nn.Identity())
         self.act = getattr(norm, "act", nn.Identity())
 
@@ -184,11 +192,12 @@ def _make_exact(model: nn.Module, section: network.Timm, draws: Draws) -> None:
             if isinstance(child, timm_drop.DropPath) and child.drop_prob:
                 setattr(parent, child_name, DropPath(child.drop_prob, name, draws))
             elif isinstance(child, nn.BatchNorm2d) and child.affine:
+                assert section.norm_momentum is not None  # filled in by the architecture
                 setattr(parent, child_name, _BatchNorm(child, section.norm_momentum))
     for module in model.modules():
         # A block that begins by changing its input would change what the block before it keeps.
-        if getattr(module, "inplace", False):
-            module.inplace = False
+        if vars(module).get("inplace"):
+            vars(module)["inplace"] = False
     if section.dropout:
         _drop_before_classifier(model, section, draws)
     for fault in _inexact(model):
@@ -284,9 +293,9 @@ def _plan(section: network.Timm) -> List[_Segment]:
         if graph is None:
             return []
         try:
-            tensors = _tensors(model, graph, section.image_size)
+            tensors = _tensors(model, graph, image_size(section))
         except Exception as error:  # timm's models fail in many ways where a size does not fit
-            raise _wrong_size(section, section.image_size, error) from None
+            raise _wrong_size(section, image_size(section), error) from None
     images = next(node for node in graph.nodes if node.op == "placeholder")
     segments = _joined(_segments(model, graph), images, tensors)
     return segments if len(segments) > 1 else []
@@ -342,7 +351,7 @@ def _segments(model: nn.Module, graph: fx.Graph) -> List[_Segment]:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if _calls_part(model, node):
-            segments.append(_Segment([node], node.target))
+            segments.append(_Segment([node], str(node.target)))
         elif segments and not segments[-1].part:
             segments[-1].nodes.append(node)
         else:
@@ -357,17 +366,18 @@ def _calls_part(model: nn.Module, node: fx.Node) -> bool:
     """
     if node.op != "call_module":
         return False
+    name = str(node.target)
     if len(node.args) != 1 or any(value is not None for value in node.kwargs.values()):
         return False
-    if node.target.rpartition(".")[2].isdigit():
+    if name.rpartition(".")[2].isdigit():
         return True
-    layers = model.get_submodule(node.target).children()
+    layers = model.get_submodule(name).children()
     return any(next(layer.parameters(), None) is not None for layer in layers)
 
 
-def _tensors(model: nn.Module, graph: fx.Graph, image_size: int) -> Set[str]:
+def _tensors(model: nn.Module, graph: fx.Graph, pixels: int) -> Set[str]:
     """Return the names of the nodes whose value is one tensor."""
-    images = torch.zeros(_TRACED_IMAGES, 3, image_size, image_size, device="meta")
+    images = torch.zeros(_TRACED_IMAGES, 3, pixels, pixels, device="meta")
     kinds = _Kinds(model, graph)
     with torch.no_grad():
         kinds.run(images)
@@ -380,7 +390,8 @@ def _joined(segments: List[_Segment], images: fx.Node, tensors: Set[str]) -> Lis
     for number, segment in enumerate(segments):
         for node in segment.nodes:
             segment_of[node] = number
-    crossed = [set() for _ in segments]  # by segment, the values that enter it or pass it by
+    # By segment, the values that enter it or pass it by.
+    crossed: List[Set[fx.Node]] = [set() for _ in segments]
     for node in (images, *segment_of):
         # A parameter that is read is no value that is passed on.
         last = max((segment_of.get(user, len(segments)) for user in node.users), default=-1)
@@ -390,10 +401,9 @@ def _joined(segments: List[_Segment], images: fx.Node, tensors: Set[str]) -> Lis
 
     joined = [segments[0]]
     for number in range(1, len(segments)):
-        values = crossed[number]
-        passed = next(iter(values)) if len(values) == 1 else None
-        is_last = passed is segments[number - 1].nodes[-1]
-        if is_last and passed.name in tensors and number not in shared:
+        passed = segments[number - 1].nodes[-1]
+        is_alone = crossed[number] == {passed}
+        if is_alone and passed.name in tensors and number not in shared:
             joined.append(segments[number])
         else:
             joined[-1] = _Segment([*joined[-1].nodes, *segments[number].nodes], "")

@@ -25,8 +25,8 @@ from models.base import BlockList
 from models.families import build, timm_name
 from recipe import loading
 from recipe.config import Data, Model, Recipe
+from recipe.settled import image_size
 from tools import output
-from tools.settled import image_size
 from training import classes, exported, progress, weights
 from training.classes import Known
 from training.weights import StoredWeights

@@ -27,6 +27,7 @@ from recipe.batch import Lengths
 from recipe.config import Recipe
 from recipe.distribution import Parallel
 from recipe.division import Batch
+from recipe.settled import image_size
 from tools.diagnosis import advice, images, links, splitting, steps
 from tools.diagnosis import machine as machines
 from tools.diagnosis.advice import Advice
@@ -37,7 +38,6 @@ from tools.diagnosis.steps import Setup
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
-from tools.settled import image_size
 from training import choices
 
 # Shares of the time that is given; the rest goes to links and to preparing engines.

@@ -24,8 +24,8 @@ from data.reader import Reader
 from data.transforms import Training
 from engines.devices import synchronize
 from recipe.config import Recipe
+from recipe.settled import image_size
 from tools.diagnosis.splitting import Spread, spread
-from tools.settled import image_size
 
 _REPETITION = 0.1  # seconds of images in each
 _FEWEST = 3  # repetitions of a measurement, beside the first

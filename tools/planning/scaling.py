@@ -13,10 +13,10 @@ from parallel.exchange import Gradient, Method
 from parallel.exchange import of as method_for
 from recipe.config import Parallel, Recipe
 from recipe.ipu.rules import pipelined
+from recipe.settled import micro_batch
 from recipe.shares import even, mean_sums
 from tools.planning.machine import Machine
 from tools.planning.workload import Workload
-from tools.settled import micro_batch
 
 REPLICAS = [2**power for power in range(13)]
 _FEW = 0.1  # below this share of a step, what is not computing is no limit

@@ -9,12 +9,12 @@ from parallel.exchange import variants
 from recipe.batch import Lengths, lengths, planned, settled, training_image_sizes
 from recipe.config import Recipe
 from recipe.division import Batch
+from recipe.settled import image_size
 from recipe.shares import mean_sums
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
 from tools.planning.workload import Widest, Workload
-from tools.settled import image_size
 
 STAGES = (1, 2, 4, 8)  # for which the widest model is found, as GPipe's paper does
 FILE_BYTES = 115_400  # of an average training image of ImageNet: 147.9 GB of 1,281,167 files

@@ -25,9 +25,9 @@ from engines.base import Engine
 from recipe import loading
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
+from recipe.settled import image_size, micro_batch
 from tools.reporting.run import Run
 from tools.reporting.sections import share
-from tools.settled import image_size, micro_batch
 from training import classes, scoring, weights
 from training.metrics import TOP
 from training.scoring import Scores
