@@ -32,6 +32,9 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     """Yield what is wrong, and the remedy, for each rule that the recipe breaks, in the order of
     this file.
     """
+    if recipe.model.image_size is None:
+        unset = f"model.image_size is null, but the name {recipe.model.name} has no size of its own"
+        yield f"{unset}; give the pixels a side, e.g. model.image_size=224"
     if recipe.batch.micro is None:
         yield from _automatic_micro_batch(recipe)
     if batch.micro == 1:

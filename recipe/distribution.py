@@ -1,9 +1,10 @@
 """The section `parallel`: how a model is cut and copied."""
 
-from typing import Any, Iterator, List, Literal, Optional, Union
+from typing import Any, Dict, Iterator, List, Literal, Optional, Union
 
 from pydantic import (
     Field,
+    JsonValue,
     ValidationError,
     ValidationInfo,
     field_serializer,
@@ -14,7 +15,8 @@ from pydantic import (
 from recipe.section import Section, or_auto
 
 _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
-_BLOCKS = {"type": "array", "items": {"type": "string"}}
+# JSON Schema of a list of blocks: pydantic's own would describe None, not the word auto.
+_BLOCKS: Dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
 _WORDS = {"split": "auto, counted", "recompute": "true, false"}
 
 
@@ -69,6 +71,8 @@ class Parallel(Section):
         try:
             return handler(None if value == "auto" else value)
         except ValidationError:
+            # One line in the place of pydantic's, which has one for each type of the union.
+            assert info.field_name is not None, "validators of fields know their field"
             raise ValueError(
                 f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}"
             ) from None
@@ -80,6 +84,7 @@ class Parallel(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_schedule(cls, values: Any) -> Any:
+        # The default depends on another key; settled here, config.yaml shows the number.
         if isinstance(values, dict) and values.get("schedule") == "interleaved":
             return {**values, "virtual_stages": values.get("virtual_stages") or _VIRTUAL_STAGES}
         return values

@@ -20,7 +20,8 @@ class Exchange(Kind):
 
     tag = "method"
     resets = False
-    # What a method of one's own says of itself where it differs; the defaults promise least.
+    # A method of one's own overrides those of the following that it does not fit. The defaults
+    # promise least: what they forbid is refused, not trained wrongly.
     # Whether a replica sends only a share of its gradient.
     sparse: ClassVar[bool] = False
     # Whether `density` says how much a replica sends.
@@ -51,8 +52,11 @@ class Exchange(Kind):
         return None
 
     def refused_by(self, method: str) -> Dict[str, Any]:
-        """Return the keys that have to change before `method` is taken, with the values that it
-        accepts.
+        """Return the keys that have to change before another method takes the section, with the
+        values that it accepts.
+
+        Args:
+            method: name of the other method.
         """
         other = self.kinds[method]
         defaults = self.defaults()
@@ -76,6 +80,9 @@ class Exchange(Kind):
         gradient.
         """
         return False
+
+    # Keys that only some methods have are asked for here with a default: engines and plans need not
+    # know which methods there are.
 
     @property
     def in_tree(self) -> bool:
@@ -147,7 +154,7 @@ class Half(Exchange):
     """type of the values that travel"""
 
 
-class _Selecting(Exchange):
+class Selecting(Exchange):
     """Keys of the methods that send the largest values of a vector and keep the rest for later
     steps.
     """
@@ -177,7 +184,7 @@ class _Selecting(Exchange):
         return self.compress == "update"
 
 
-class Sparse(_Selecting):
+class Sparse(Selecting):
     """Base of the methods that send a share of a gradient."""
 
     sparse: ClassVar[bool] = True
@@ -192,12 +199,19 @@ class Sparse(_Selecting):
         return f"int{self.bits}" if self.bits else self.wire
 
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:
-        """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the
+        """Return the share of a gradient's values that a replica sends in an update; 1 in the
         first `dense_steps`.
+
+        Args:
+            step: of the run, from 0.
+            steps_per_epoch: None only without a `density_warmup`.
         """
         if step < self.dense_steps:
             return 1.0
-        epoch = step // steps_per_epoch if self.density_warmup else 0
+        if not self.density_warmup:
+            return self.density
+        assert steps_per_epoch is not None, "density_warmup has a density for each epoch"
+        epoch = step // steps_per_epoch
         return self.density_warmup[epoch] if epoch < len(self.density_warmup) else self.density
 
 
@@ -281,7 +295,7 @@ class NoExchange(Exchange):
     method: Literal["none"] = "none"
 
 
-class Auto(_Merging, _Selecting):
+class Auto(_Merging, Selecting):
     """Measures the links at the start of a run and takes the method that is predicted to be
     fastest, of those that were measured to keep accuracy.
     """

@@ -14,7 +14,7 @@ from recipe import torchvision_sets
 from recipe.class_folders import class_folders
 from recipe.kinds import Kind
 from recipe.section import PathText, check_pairs
-from recipe.torchvision_sets import SETS
+from recipe.torchvision_sets import SETS, SetName
 
 _UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
@@ -29,8 +29,6 @@ class Data(Kind):
     files: ClassVar[bool] = False
     # Whether images are decoded when they are read.
     encoded: ClassVar[bool] = False
-    # Numbers of classes that a model can learn.
-    possible_classes: ClassVar[range] = range(2, 2**31)
 
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = "torch"
@@ -98,6 +96,11 @@ class Data(Kind):
         return None  # every key is ignored, so that one override changes the images of a recipe
 
     @property
+    def possible_classes(self) -> range:
+        """Numbers of classes that a model of these images may have."""
+        return range(2, 2**31)
+
+    @property
     def place(self) -> str:
         """Folder, URL or name of the images."""
         return getattr(self, "root", None) or self.source
@@ -137,6 +140,7 @@ class Data(Kind):
         """
         if len(self.possible_classes) == 1:
             return self.possible_classes[0]
+        # Drawn images have any number of classes; stored ones override this and count.
         raise ConfigError(
             f"model.classes auto: data.source={self.source} has as many as you like; give a number"
         )
@@ -183,12 +187,17 @@ class Files(Stored):
             return _UNKNOWN_CLASSES
         try:
             classes = self._classes_in(split_folder(self, "train"))
+        # The last three: a manifest that is no JSON, or has another form.
         except (DataError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.classes auto: {error}") from None
         if classes < 2:
             few = count(classes, "class", "classes")
             raise ConfigError(f"model.classes auto: {self.root}: {few}; a model needs two")
         return classes
+
+    def _classes_in(self, folder: str) -> int:
+        """Return the number of classes of the images in a folder, or behind a URL."""
+        raise NotImplementedError
 
 
 class Folder(Files):
@@ -217,17 +226,19 @@ class Shards(Files):
 class Digits(Data):
     """The 1,797 digits that come along."""
 
-    possible_classes: ClassVar[range] = range(10, 11)
     source: Literal["digits"] = "digits"
 
+    @property
+    def possible_classes(self) -> range:
+        return range(10, 11)
+
     def images(self, split: str) -> Optional[int]:
-        return 1437 if split == "train" else 360
+        return 1437 if split == "train" else 360  # as data/digits.py divides them
 
 
 class Glyphs(Data):
     """Glyphs that are drawn when they are needed."""
 
-    possible_classes: ClassVar[range] = range(2, 1001)
     source: Literal["glyphs"] = "glyphs"
     train_images: int = Field(10_000, gt=0, le=2**31, description="training images to draw")
     validation_images: int = Field(2_000, gt=0, le=2**31, description="validation images to draw")
@@ -235,12 +246,16 @@ class Glyphs(Data):
     glyph_difficulty: float = Field(0.5, ge=0, le=1)
     """from centred black glyphs (0) to distorted ones in colour among clutter (1)"""
 
+    @property
+    def possible_classes(self) -> range:
+        return range(2, 1001)
+
 
 class Torchvision(Stored):
     """A data set of torchvision that it holds in memory, such as CIFAR10."""
 
     source: Literal["torchvision"] = "torchvision"
-    dataset: Optional[Literal[tuple(SETS)]] = None
+    dataset: Optional[SetName] = None
     """name of a data set: a class of torchvision, such as FashionMNIST"""
     download: bool = False
     """download the files of a data set of torchvision that are missing"""
@@ -254,8 +269,12 @@ class Torchvision(Stored):
         classes = SETS[self.named()].classes
         return range(classes, classes + 1)
 
-    def named(self) -> str:
-        """Return the name of the data set. Raises ConfigError where the recipe has none."""
+    def named(self) -> SetName:
+        """Return the name of the data set.
+
+        Raises:
+            ConfigError: the recipe has none.
+        """
         if self.dataset is None:
             raise ConfigError(
                 f"data.dataset is not set; name a data set of torchvision: {', '.join(SETS)}"

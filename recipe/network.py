@@ -1,6 +1,6 @@
 """The section `model`: which network is trained; a class for each family of models."""
 
-from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple
+from typing import Any, Dict, Iterator, Literal, Optional, Tuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,9 +25,6 @@ SCALES: Dict[str, Dict[str, Any]] = {
 class Model(Kind):
     """The network; each family has keys of its own, and its names their sizes."""
 
-    # Whether it normalises with statistics of a micro batch, of which it keeps running ones.
-    batch_statistics: ClassVar[bool] = False
-
     name: str = Field("efficientnet_b4", description="family of models and size")
     image_size: Optional[int] = Field(None, ge=8, le=8192)
     """pixels a side in training and evaluation; null takes the name's"""
@@ -44,6 +41,11 @@ class Model(Kind):
     init_weights: Literal["trained", "step_average", "epoch_average", "ema"] = "trained"
     """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file
     of another program"""
+
+    @property
+    def batch_statistics(self) -> bool:
+        """True where layers normalise by statistics of a micro batch, and keep running ones."""
+        return False
 
     @field_validator("init_from")
     @classmethod
@@ -104,6 +106,7 @@ class EfficientNet(Model):
     def _scale_by_name(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        # Before the checks: a recipe then has numbers only, which config.yaml of a run stores.
         name = values.get("name", cls.default_name())
         scale = SCALES.get(str(name), {})
         sizes = {key: size for key, size in scale.items() if values.get(key) is None}

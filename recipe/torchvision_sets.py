@@ -6,7 +6,7 @@ Imports no torchvision, so that a recipe is checked and planned without it.
 import gzip
 import os
 import zlib
-from typing import Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, Literal, Mapping, NamedTuple, Optional, Tuple
 
 from common.errors import DataError
 from common.files import user_cache
@@ -22,8 +22,8 @@ class ImageSet(NamedTuple):
     """
 
     classes: int
-    images: Dict[str, int]
-    files: Dict[str, Tuple[str, ...]]
+    images: Mapping[str, int]
+    files: Mapping[str, Tuple[str, ...]]
     idx: bool = False
     package: Optional[Tuple[str, str]] = None
 
@@ -39,7 +39,9 @@ def _one_folder(name: str) -> Dict[str, Tuple[str, ...]]:
     return {"train": (name,), "validation": (name,)}
 
 
-SETS = {
+# The names of `SETS`, in the same order.
+SetName = Literal["FashionMNIST", "MNIST", "KMNIST", "CIFAR10", "CIFAR100", "SVHN", "STL10", "USPS"]
+SETS: Dict[str, ImageSet] = {
     "FashionMNIST": ImageSet(
         10,
         _MNIST_IMAGES,
@@ -99,8 +101,10 @@ def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
     for place in places:
         for folder in _folders(dataset, place):
             paths = [_existing(os.path.join(folder, name), known.idx) for name in names]
-            if None not in paths:
-                return tuple(paths)
+            existing = tuple(path for path in paths if path is not None)
+            # All in one folder: images of one download and labels of another would not fit.
+            if len(existing) == len(names):
+                return existing
     packed = " (or .gz)" if known.idx else ""
     if root is not None:
         remedy = "correct data.root, or set data.download=true"

@@ -32,7 +32,7 @@ def lines(
         device: its name, for the user.
     """
     model = recipe.model
-    assert model.image_size is not None, "checked recipes have one"
+    assert model.image_size is not None, "recipe/checks.py refuses null"
     blocks = shapes.blocks(model, model.image_size)
     parameters = sum(block.parameters for block in blocks.values())
     classes = count(model.classes, "class", "classes")

@@ -6,7 +6,7 @@ Facts are those of PopTorch 3.4 and PopART 3.4, named by file.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Tuple
 
 from common.errors import ConfigError
 from recipe.config import Recipe
@@ -56,7 +56,7 @@ class DeviceOptimizer(NamedTuple):
 
 FORMS: Registry[Callable[[Any, Precision], DeviceOptimizer]] = Registry("a form on IPUs")
 # (value, source) of arguments; those that are None are left out.
-_Options = Dict[str, Tuple[object, str]]
+_Options = Mapping[str, Tuple[object, str]]
 _Groups = Tuple[Group, Group]
 _FLOAT = Name("torch.float")
 _CONSTANT = ("betas", "eps", "momentum", "alpha")  # attributes that never change during a run
@@ -74,7 +74,7 @@ def optimizer(recipe: Recipe) -> DeviceOptimizer:
         ConfigError: PopTorch has none.
     """
     section = recipe.optimizer
-    with_form = [kind for kind, _ in FORMS.items()]
+    with_form = [kind for kind, _ in FORMS.items() if issubclass(kind, Optimizer)]
     if not isinstance(section, tuple(with_form)):
         names = ", ".join(kind.default_name() for kind in with_form)
         raise ConfigError(
@@ -107,11 +107,11 @@ def _state_type(precision: Precision) -> Name:
     return Name("torch.half") if precision.weights == "float16" else _FLOAT
 
 
-def _groups(section: Optimizer, **skipped: float) -> _Groups:
+def _groups(weight_decay: float, **skipped: float) -> _Groups:
     """Return the parameters with weight decay, and those without, which have the options `skipped`
     besides.
     """
-    decay = {"weight_decay": section.weight_decay}
+    decay = {"weight_decay": weight_decay}
     no_decay = {"weight_decay": 0.0, **skipped}
     return (
         Group(False, 1.0, decay, "optimizer.weight_decay"),
@@ -155,9 +155,8 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
         options={"weight_decay": 0.0, "max_weight_norm": 0.0},
         source="optimizer.skip, optimizer.skip_lr_scale",
     )
-    return _device_optimizer(
-        "LAMB", precision, {"momentum_buffer": "Accl1___"}, options, (trusted, skipped)
-    )
+    slots = {"momentum_buffer": "Accl1___"}
+    return _device_optimizer("LAMB", precision, slots, options, (trusted, skipped))
 
 
 def _check_lars(section: Lars) -> None:
@@ -189,7 +188,8 @@ def _lamb(section: Lamb, precision: Precision) -> DeviceOptimizer:
         _SECOND: _BOTH_CAST,
     }
     slots = {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"}
-    groups = _groups(section, max_weight_norm=0.0)
+    # A weight norm of at most 0 makes the trust ratio 1; see `_lars`.
+    groups = _groups(section.weight_decay, max_weight_norm=0.0)
     return _device_optimizer("LAMB", precision, slots, options, groups)
 
 
@@ -206,9 +206,8 @@ def _sgd(section: Sgd, precision: Precision) -> DeviceOptimizer:
         "use_combined_accum": (False, "always: accumulator and momentum apart"),
         "velocity_accum_type": (_state_type(precision), "precision.weights"),
     }
-    return _device_optimizer(
-        "SGD", precision, {"momentum_buffer": "Accl1___"}, options, _groups(section)
-    )
+    slots = {"momentum_buffer": "Accl1___"}
+    return _device_optimizer("SGD", precision, slots, options, _groups(section.weight_decay))
 
 
 @FORMS.implements(RmsProp)
@@ -225,4 +224,4 @@ def _rmsprop(section: RmsProp, precision: Precision) -> DeviceOptimizer:
         "use_tf_variant": (True, "optimizer.name"),
     }
     slots = {"square_avg": "Accl1___", "momentum_buffer": "Accl3___"}
-    return _device_optimizer("RMSprop", precision, slots, options, _groups(section))
+    return _device_optimizer("RMSprop", precision, slots, options, _groups(section.weight_decay))
