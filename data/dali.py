@@ -15,7 +15,7 @@ import torch
 
 from common.errors import DataError
 from data.base import Image, UnreadableImage
-from data.batches import MicroBatch, Request
+from data.batches import ReadBatch, Request
 from data.encoded import EncodedImage
 from data.reader import Reader
 from data.transforms import Frame
@@ -82,7 +82,7 @@ class DaliLoader:
         self._threads = threads
         self._device = device
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[ReadBatch]:
         """While DALI makes the images of one micro batch, those of the next are opened.
 
         Closing ends DALI's threads.
@@ -127,7 +127,7 @@ class DaliLoader:
         request: Request,
         opened: Iterator[_Opened],
         made: Iterator[Optional[torch.Tensor]],
-    ) -> MicroBatch:
+    ) -> ReadBatch:
         """Gather a micro batch.
 
         Args:
@@ -190,7 +190,7 @@ class _Dali:
 
     def _feed(self, name: str, dtype: type) -> None:
         """Feed a pair of numbers of each job."""
-        pairs = np.array([getattr(job, name) for job in self._jobs], dtype)
+        pairs: np.ndarray = np.array([getattr(job, name) for job in self._jobs], dtype)
         self._pipeline.feed_input(name, pairs)
 
     def finish(self) -> List[Optional[torch.Tensor]]:
@@ -234,24 +234,26 @@ class _Dali:
         )
         with pipeline:
             # Only the box is decoded.
-            encoded = fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True)
+            encoded = fn.external_source(
+                name="encoded", ndim=1, dtype=types.DALIDataType.UINT8, no_copy=True
+            )
             decoded = fn.decoders.image_slice(
                 encoded,
-                pair("anchor", types.INT32),
-                pair("shape", types.INT32),
+                pair("anchor", types.DALIDataType.INT32),
+                pair("shape", types.DALIDataType.INT32),
                 axis_names="HW",
                 device="mixed" if cuda else "cpu",
-                output_type=types.RGB,
+                output_type=types.DALIImageType.RGB,
                 adjust_orientation=False,
                 affine=False,  # threads of several ranks would all be bound to the same cores
             )
             # Of the box, the part from `first` to `last`; mirrored where these are swapped.
             resized = fn.resize(
                 decoded,
-                size=pair("size", types.FLOAT),
-                roi_start=pair("first", types.FLOAT),
-                roi_end=pair("last", types.FLOAT),
-                interp_type=types.INTERP_LINEAR,
+                size=pair("size", types.DALIDataType.FLOAT),
+                roi_start=pair("first", types.DALIDataType.FLOAT),
+                roi_end=pair("last", types.DALIDataType.FLOAT),
+                interp_type=types.DALIInterpType.INTERP_LINEAR,
                 antialias=True,
             )
             pipeline.set_outputs(resized)

@@ -178,9 +178,9 @@ def _tools(size: int) -> _Tools:
     folder = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
     large = []
     small = []
-    for font in FONTS:
+    for name in FONTS:
         # Into memory: forked workers would share the position in an open file.
-        with open(os.path.join(folder, f"{font}.ttf"), "rb") as file:
+        with open(os.path.join(folder, f"{name}.ttf"), "rb") as file:
             encoded = file.read()
         large.append(_font(encoded, size))
         small.append(_font(encoded, size // 2))
@@ -207,7 +207,7 @@ def _font(encoded: bytes, em: int) -> ImageFont.FreeTypeFont:
 
 def _upright(glyph: str, font: ImageFont.FreeTypeFont) -> Image.Image:
     """Return the coverage of a glyph as the font has it: "L" image of its size and a margin."""
-    left, top, right, bottom = font.getbbox(glyph)
+    left, top, right, bottom = (int(edge) for edge in font.getbbox(glyph))
     image = Image.new("L", (right - left + 2 * _MARGIN, bottom - top + 2 * _MARGIN))
     corner = (_MARGIN - left, _MARGIN - top)
     ImageDraw.Draw(image).text(corner, glyph, fill=255, font=font)
@@ -223,7 +223,9 @@ def _posed(
 ) -> Image.Image:
     """Return the coverage of the glyph in a random pose: "L" image of size x size."""
     upright = _upright(glyph, font)
-    left, top, right, bottom = upright.getbbox()
+    inked = upright.getbbox()
+    assert inked is not None, f"{glyph} has ink in every font"
+    left, top, right, bottom = inked
     # The pose; x and y are where the glyph's centre goes.
     share = stream.uniform(0.68 - 0.2 * difficulty, 0.72 + 0.1 * difficulty)
     angle = math.radians(20) * difficulty * stream.uniform(-1, 1)

@@ -50,8 +50,8 @@ class HuggingFaceSource(EncodedSource):
         self._numbers = np.argsort(table.labels, kind="stable")  # rows of the table
         self.labels = table.labels[self._numbers]
         digest = hashlib.sha256(repr(classes).encode())
-        digest.update(table.labels)
-        digest.update(_lengths(table))
+        digest.update(table.labels.data)
+        digest.update(_lengths(table).data)
         self.digest = digest.hexdigest()
 
     def name(self, index: int) -> str:

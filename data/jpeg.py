@@ -124,7 +124,7 @@ def _nvimgcodec(process: int, thread: int) -> Optional[tuple]:
     # It prints the files that it refuses; our errors name them.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
-        from nvidia import nvimgcodec
+        import nvidia.nvimgcodec as nvimgcodec
     except ImportError:  # it is made for Linux on x86-64
         return None
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]

@@ -15,7 +15,7 @@ import torch
 
 from data import damage
 from data.base import Source, UnreadableImage
-from data.batches import MicroBatch, Request
+from data.batches import MicroBatch, ReadBatch, Request
 from data.prefetch import Prefetcher
 from data.reader import Reader
 from data.transforms import Evaluation, Training
@@ -86,6 +86,7 @@ class TrainingBatches:
             share=range(global_batch // micro) if share is None else share,
         )
         reader = Reader(source, micro, Training(data, seed))
+        self._loader: Optional[Iterable[ReadBatch]]  # None once it is closed
         self._loader = _loader(reader, self._requests, data, device)
         self._ahead = _prefetched(self._loader, data, device)
 
@@ -105,6 +106,7 @@ class TrainingBatches:
             share: the replica's, of the micro batches of a step.
         """
         # The loader looks at its requests when it is iterated, which a new prefetcher does anew.
+        assert self._loader is not None, "closed batches have no shares"
         self._waited = self.waited()
         self._ahead.close()
         self._requests.steps = range(step, self._requests.steps.stop)
@@ -230,7 +232,7 @@ def _loader(
     requests: Iterable[Request],
     data: Data,
     device: torch.device,
-) -> Iterable[MicroBatch]:
+) -> Iterable[ReadBatch]:
     """Return what loads the requested micro batches, by the reader that the recipe names."""
     if data.reader == "dali":
         from data.dali import DaliLoader
@@ -239,7 +241,7 @@ def _loader(
     return Loader(reader, requests, data, forks=device.type != "cuda")
 
 
-def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) -> Prefetcher:
+def _prefetched(loader: Iterable[ReadBatch], data: Data, device: torch.device) -> Prefetcher:
     """Return an iterator that takes micro batches ahead, unless this process decodes.
 
     Two threads that compute would hinder each other.
@@ -250,7 +252,7 @@ def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) 
 
 
 def _delivered(
-    batches: Iterator[MicroBatch],
+    batches: Iterator[ReadBatch],
     data: Data,
 ) -> Generator[MicroBatch, None, None]:
     """Check what a loader gives, and give its labels and indices as tensors."""
@@ -261,10 +263,7 @@ def _delivered(
             # the training process.
             if batch.unreadable and data.bad_images == "error":
                 raise NotLeftOut(batch.unreadable[0])
-            yield batch._replace(
-                labels=torch.from_numpy(batch.labels),
-                indices=torch.from_numpy(batch.indices),
-            )
+            yield batch.with_tensors()
     except RuntimeError as error:  # from a worker, as a text
         if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
             raise shared_memory_is_full() from None

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Callable, Deque, Generator, Optional, Tuple, Union
+from typing import Callable, Deque, Generator, Iterator, Optional, Tuple, Union
 
 import torch
 
@@ -53,8 +53,10 @@ class Prefetcher:
         self._pending: Deque[tuple] = deque()  # pairs of marks, around each wait
         self._waited = 0.0
         move = _to_cuda(device) if device.type == "cuda" else _stay
+        self._ahead: Iterator[_Moved]
         # The end comes also if nobody closes it: a thread amid torch's code when the interpreter
         # ends would abort it.
+        self._end: Callable[[], object]
         if not depth:
             self._ahead = map(move, batches)
             self._end = weakref.finalize(self, batches.close)

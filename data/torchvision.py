@@ -156,11 +156,11 @@ def read_idx(path: str, dimensions: int) -> np.ndarray:
 def _unpacked(path: str) -> bytes:
     """Read up to _MOST_BYTES of a file, and one more of a longer one. Raises DataError."""
     try:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open_regular(path))
-            if path.endswith(".gz"):
-                file = stack.enter_context(gzip.open(file))
-            return file.read(_MOST_BYTES + 1)
+        with open_regular(path) as file:
+            if not path.endswith(".gz"):
+                return file.read(_MOST_BYTES + 1)
+            with gzip.open(file) as unpacked:
+                return unpacked.read(_MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(f"{path}: cannot be read ({reason}); get it anew") from None
@@ -250,6 +250,6 @@ def _alone(root: str) -> Iterator[None]:
 def _digest(images: np.ndarray, labels: np.ndarray, classes: Tuple[str, ...]) -> str:
     """Return the SHA-256 of images, labels and names of classes."""
     digest = hashlib.sha256(repr((images.shape, classes)).encode())
-    digest.update(images.reshape(-1))
-    digest.update(labels)
+    digest.update(images.reshape(-1).data)
+    digest.update(labels.data)
     return digest.hexdigest()

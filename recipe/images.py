@@ -250,6 +250,9 @@ class Glyphs(Data):
     def possible_classes(self) -> range:
         return range(2, 1001)
 
+    def images(self, split: str) -> int:
+        return self.train_images if split == "train" else self.validation_images
+
 
 class Torchvision(Stored):
     """A data set of torchvision that it holds in memory, such as CIFAR10."""
