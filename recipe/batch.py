@@ -157,6 +157,7 @@ def whole_pod(recipe: Recipe) -> Recipe:
     Raises:
         ConfigError: the stages of a replica do not divide the pod.
     """
+    # Who starts poprun, or names replicas, may want a part of the pod only.
     pod = recipe.ipu.pod
     stages = recipe.parallel.stages
     if (
@@ -180,6 +181,8 @@ def planned(recipe: Recipe) -> Batch:
     Raises:
         ConfigError: see `divide`; or poprun started what does not fit the recipe.
     """
+    # Other launchers give each rank its place, which training/run.py divides by; poprun's count of
+    # replicas is known to every process.
     launched = poprun.launched_by(os.environ) if recipe.run.device == "ipu" else None
     if launched is None:
         return divide(recipe)
@@ -225,6 +228,7 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
 
 def _too_few_images(recipe: Recipe, train_images: int) -> str:
     """Return the fault of fewer images than one global batch, with a batch that they would fill."""
+    # As a whole number of micro batches on each replica, so that the remedy is no fault itself.
     replicas = recipe.parallel.replicas or 1
     unit = (recipe.batch.micro or 1) * replicas
     fitting = train_images // unit * unit
@@ -253,6 +257,7 @@ def _check_warmup(recipe: Recipe) -> None:
     """Raise ConfigError for a warm-up as long as the run where that shows without the number of
     images.
     """
+    # Only lengths in the same unit compare; `lengths` compares all once images are counted.
     for unit in _UNITS:
         warmup = getattr(recipe.schedule, f"warmup_{unit}")
         length = getattr(recipe.run, unit)
@@ -285,7 +290,7 @@ def in_steps(
         return steps
     if images is not None:
         return -(-images // global_batch)
-    return round((epochs or 0) * per_epoch)
+    return round((epochs or 0) * per_epoch)  # an epoch need not be whole
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
@@ -388,6 +393,7 @@ def _changed_keys(name: str, section: Section) -> str:
     """Return the keys of a section that are not defaults, its kind first, without those described
     already.
     """
+    # The kind is printed also where it is the default: the other keys belong to it.
     keys = {}
     tag = getattr(section, "tag", None)
     if tag is not None:

@@ -107,6 +107,7 @@ class Parallel(Section):
     @property
     def least(self) -> int:
         """Micro batches of a step that each replica needs, on CPUs and GPUs."""
+        # 1F1B begins to send gradients back once every stage has a micro batch.
         return self.stages if self.schedule in ("1f1b", "interleaved") else 1
 
     def in_flight(self, accumulation: int) -> List[int]:

@@ -45,6 +45,7 @@ class Exchange(Kind):
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
+        # Only keys that change what is learned: a sweep over methods may leave all others in place.
         if key == "order" and value == "tree":
             return f"order tree promises equal bits, which method {cls.default_name()} rounds away; use dense"
         if key in _ONLY_SPARSE and value:
@@ -70,6 +71,7 @@ class Exchange(Kind):
             method: its name.
             changes: keys with other values.
         """
+        # Not by model_copy: the other section is checked, and gets defaults for its further keys.
         known = self.kinds[method].model_fields
         keys = {key: value for key, value in self if key in known}
         keys.update(changes, method=method)
@@ -179,6 +181,8 @@ class Selecting(Exchange):
     model (threshold)"""
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
+        # A linear optimizer makes of a gradient in parts what it would make of the whole, so parts
+        # of gradients may travel. With a delay the weights of the update's step are gone.
         if self.compress is None:
             return optimizer.replica_update and not optimizer.linear and not self.delay
         return self.compress == "update"
@@ -273,6 +277,7 @@ class Local(Exchange):
 
     @property
     def beside(self) -> float:
+        # Each fragment is exchanged once in local_steps, and may take `delay` of them.
         return min(1.0, self.delay * self.fragments / self.local_steps)
 
     def is_dense(self, step: int, steps_per_epoch: Optional[int]) -> bool:

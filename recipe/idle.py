@@ -81,6 +81,7 @@ def _of_other_kinds(recipe: Recipe, merged: Mapping[str, dict]) -> Iterator[Idle
             continue
         known = part.fields()
         tag = f"{section}.{part.tag}"
+        # Keys of no kind at all are unknown, which the schema refuses.
         for key in content:
             owners = [name for name, kind in part.kinds.items() if key in kind.fields()]
             if key in known or not owners:
@@ -100,6 +101,8 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _of_model(recipe: Recipe) -> Iterator[Idle]:
+    """Yield keys of layers that the model does not have, and of parameters that are not skipped."""
+    # With defaults: families and methods of somebody's own need not have these keys.
     model = recipe.model
     norm = getattr(model, "norm", None)
     if norm in ("group", "layer"):
@@ -111,6 +114,7 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _of_exchange(recipe: Recipe) -> Iterator[Idle]:
+    """Yield keys that only some methods read, or only beside another key."""
     exchange = recipe.exchange
     if not exchange.uses_density:
         yield Idle("exchange.density", "exchange.method", "give exchange.method=topk or gtopk")

@@ -156,6 +156,7 @@ def _settle_stages(parallel: Dict[str, Any]) -> None:
     """Replace `stages: auto` by the launcher's number, and a list of cuts for another number by
     auto.
     """
+    # Here, as the launcher's number is none of the schema: a stored recipe has a number.
     if parallel.get("stages") != "auto":
         return
     stages = stages_of_launcher(os.environ) or 1
@@ -173,6 +174,7 @@ def dump(recipe: Recipe) -> str:
 
 def _chain(path: Path) -> List[_Layer]:
     """Return the layers of a file and of those that it extends, the base first."""
+    # Remedies differ: the user typed the first name, a file of ours or theirs has the others.
     layers: List[_Layer] = []
     read: List[str] = []  # real paths, so that a circle is found whatever the links
     place = str(path)
@@ -241,14 +243,15 @@ def _merge(merged: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:
         # The name of timm's weights stands for keys of the model, over which those of the layer are
         # laid.
         weights = timm_weights.parse(content.get("init_from")) if section == "model" else None
-        given = {**timm_weights.keys(weights.name), **content} if weights else content
+        laid = {**timm_weights.keys(weights.name), **content} if weights else content
+        # A momentum of LARS, say, is none for SGD: only keys common to all kinds outlive a change.
         base = SECTIONS[section]
-        if issubclass(base, Kind) and base.changed(merged[section], given):
+        if issubclass(base, Kind) and base.changed(merged[section], laid):
             common = base.model_fields
             merged[section] = {
                 key: value for key, value in merged[section].items() if key in common
             }
-        merged[section].update(given)
+        merged[section].update(laid)
 
 
 def _unset_alternatives(lower: Dict[str, Any], section: str, content: Dict[str, Any]) -> None:
@@ -256,6 +259,8 @@ def _unset_alternatives(lower: Dict[str, Any], section: str, content: Dict[str, 
     gives two.
     """
     for group in ALTERNATIVES:
+        # run.epochs=2 over a recipe of steps means two epochs: the steps of lower layers go. Two in
+        # one layer would leave it to chance which counts.
         names = [name.split(".")[1] for name in group if name.startswith(f"{section}.")]
         named = [name for name in names if content.get(name) is not None]
         if len(named) > 1:

@@ -27,6 +27,7 @@ def halves(subtree: range) -> Tuple[range, range]:
     The error of a sum grows with the depth of the tree, ceil(log2(leaves)). Source: Higham, The
     accuracy of floating point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
     """
+    # Cutting even numbers in the middle makes the shares of 2, 4, 8 ... replicas whole subtrees.
     leaves = len(subtree)
     if leaves % 2 == 0:
         left = leaves // 2
@@ -46,6 +47,7 @@ def additions_by_leaf(leaves: int) -> Tuple[int, ...]:
     """Return for each of a tree's `leaves`, in order, how many sums are complete once it is added."""
     if leaves == 1:
         return (0,)
+    # The last leaf of the second half completes that half, and then the whole.
     first, second = halves(range(leaves))
     *before, last = (*additions_by_leaf(len(first)), *additions_by_leaf(len(second)))
     return (*before, last + 1)
@@ -73,6 +75,7 @@ def additions(parts: Sequence[range]) -> List[List[Tuple[int, int]]]:
     Returns:
         A list for each round of pairs (i, j): sum j is added to sum i.
     """
+    # A sum is named by the place of its leftmost part, into which the others are added.
     places: Dict[range, int] = {part: place for place, part in enumerate(parts)}
     rounds: List[List[Tuple[int, int]]] = []
 
@@ -142,8 +145,9 @@ def _fastest_counts(micro_batches: int, speeds: Sequence[float], least: int) -> 
     """Return how many micro batches each replica has if each goes to the replica that ends it
     first.
     """
+    # Greedy is optimal here: the time of a replica grows with each micro batch by the same amount.
     counts = [least] * len(speeds)
-    # Of one more micro batch on each.
+    # (time at which one more micro batch would be done, replica), for each replica.
     ends = [((least + 1) / speed, replica) for replica, speed in enumerate(speeds)]
     heapq.heapify(ends)
     for _ in range(micro_batches - sum(counts)):

@@ -32,6 +32,7 @@ def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
     Raises:
         ConfigError: the model is no EfficientNet-B0 to B7.
     """
+    # Called with what a file gives, before it is checked.
     if not isinstance(init_from, str) or not init_from.startswith(_PREFIX):
         return None
     name, _, file = init_from[len(_PREFIX) :].partition(":")
@@ -47,6 +48,7 @@ def expanded(init_from: str) -> str:
     """Return `model.init_from` with the home folder in the place of a leading `~`. Raises
     ValueError: no such user.
     """
+    # A name without a file has no ~, so that what follows the last colon may always be expanded.
     prefix, colon, file = (
         init_from.rpartition(":") if init_from.startswith(_PREFIX) else ("", "", init_from)
     )
@@ -61,6 +63,7 @@ def keys(name: str) -> Dict[str, Any]:
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name
+    # The keys of lower layers must not stay: a width of another size would not fit the file.
     keys = {"name": match["model"], **_UNGIVEN, **_ORIGINAL}
     if match["tf"] is not None:
         keys.update(norm_eps=1e-3, padding="same")

@@ -87,18 +87,19 @@ def _device_optimizer(
     name: str, precision: Precision, slots: Dict[str, str], options: _Options, groups: _Groups
 ) -> DeviceOptimizer:
     """Return an optimizer of poptorch.optim with the options that all of them have besides."""
-    given = {key: pair for key, pair in options.items() if pair[0] is not None}
-    constant = [key for key in given if key in _CONSTANT]
+    arguments = {key: pair for key, pair in options.items() if pair[0] is not None}
+    # Constants are compiled in: a dynamic loss scale must not be one.
+    constant = [key for key in arguments if key in _CONSTANT]
     if not precision.dynamic_loss_scale:
         constant.append("loss_scaling")
-    given["loss_scaling"] = (precision.loss_scale, "precision.loss_scale")
-    given["accum_type"] = (_FLOAT, "always: gradients add up in float32")
+    arguments["loss_scaling"] = (precision.loss_scale, "precision.loss_scale")
+    arguments["accum_type"] = (_FLOAT, "always: gradients add up in float32")
     return DeviceOptimizer(
         name=name,
-        options={key: value for key, (value, _) in given.items()},
+        options={key: value for key, (value, _) in arguments.items()},
         constant=tuple(constant),
         groups=groups,
-        sources={key: source for key, (_, source) in given.items()},
+        sources={key: source for key, (_, source) in arguments.items()},
         slots=slots,
     )
 
@@ -132,16 +133,20 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
     _check_lars(section)
     state = _state_type(precision)
     epsilon = 1.0 if state is _FLOAT else 2.0**-8
+    betas = (section.momentum, 1.0)
     options = {
-        "betas": (
-            (section.momentum, 1.0),
-            "optimizer.momentum; always: 1.0 keeps the second moment at 0",
-        ),
+        "betas": (betas, "optimizer.momentum; always: 1.0 keeps the second moment at 0"),
         "eps": (epsilon, "precision.weights"),
         "bias_correction": (False, "optimizer.name"),
         _FIRST: (state, "precision.weights"),
         _SECOND: _BOTH_CAST,
     }
+    slots = {"momentum_buffer": "Accl1___"}
+    return _device_optimizer("LAMB", precision, slots, options, _groups_of_lars(section, epsilon))
+
+
+def _groups_of_lars(section: Lars, epsilon: float) -> _Groups:
+    """Return the groups of parameters of `_lars`, with its E as `epsilon`."""
     trusted = Group(
         skipped=False,
         lr_scale=section.trust_coefficient,
@@ -155,12 +160,12 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
         options={"weight_decay": 0.0, "max_weight_norm": 0.0},
         source="optimizer.skip, optimizer.skip_lr_scale",
     )
-    slots = {"momentum_buffer": "Accl1___"}
-    return _device_optimizer("LAMB", precision, slots, options, (trusted, skipped))
+    return trusted, skipped
 
 
 def _check_lars(section: Lars) -> None:
     """Raise ConfigError for a form of LARS that LAMB cannot take."""
+    # The two forms step alike up to a factor, by which the remedy's coefficient is larger.
     if section.trust == "gradient":
         coefficient = f"{section.trust_coefficient * _SHORTER_STEP:.6g}"
         fault = "PopTorch has no LARS, and its LAMB divides by the momentum's norm"

@@ -22,6 +22,7 @@ def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, options.Settin
     Yields:
         "training" or "evaluation", and the setting.
     """
+    # All replicas in one process, unless poprun has started several.
     under_poprun = poprun.stages_of_launcher(os.environ) is not None
     for model, make in (
         ("training", options.training_settings),
@@ -72,8 +73,8 @@ def lines(recipe: Recipe, batch: Batch) -> List[str]:
     name = optimizers.optimizer(recipe).name
     for key, value, source in arguments_of_optimizer(recipe):
         text.append(f"optimizer  poptorch.optim.{name}({key}={value})  <- {source}")
-    for which, how, source in groups_of_optimizer(recipe):
-        text.append(f"optimizer  {which} parameters: {how}  <- {source}")
+    for parameters, stepping, source in groups_of_optimizer(recipe):
+        text.append(f"optimizer  {parameters} parameters: {stepping}  <- {source}")
     return text
 
 
