@@ -58,9 +58,9 @@ def _distinct(names: Sequence[str]) -> List[Tuple[str, int]]:
     seen: Dict[str, int] = {}
     numbered = []
     for name in names:
-        number = seen.get(name, 0)
-        numbered.append((name, number))
-        seen[name] = number + 1
+        equal_before = seen.get(name, 0)
+        numbered.append((name, equal_before))
+        seen[name] = equal_before + 1
     return numbered
 
 
@@ -91,8 +91,24 @@ def matched(source: Source, names: Sequence[str], know_all: bool = False) -> Sou
             f"{listed(source.classes)}; the model knows {listed(names)}; "
             "give images of those classes, under the same names"
         )
-    # The user learns of the differences that are no errors.
+    notes = _differences(labels, names, unknown)
+    # Without the indirection that `_Matched` puts before each image.
+    if tuple(names) == source.classes and not notes:
+        return source
+    lines = tuple(printable(f"{source.place}: {note}") for note in notes)
+    return _Matched(source, tuple(names), labels, lines)
+
+
+def _differences(labels: np.ndarray, names: Sequence[str], unknown: Sequence[str]) -> List[str]:
+    """Return notes on differences between a model's classes and the data's that are no errors.
+
+    Args:
+        labels: int64 [images], -1 for images of classes that the model does not know.
+        names: of the model's classes, by label.
+        unknown: names of the classes that it does not know.
+    """
     notes = []
+    is_left_out = labels < 0
     if unknown:
         left_out = f"{count(int(is_left_out.sum()), 'image')} of {_classes(unknown)}"
         notes.append(f"left out {left_out} that the model does not know: {listed(unknown)}")
@@ -100,10 +116,7 @@ def matched(source: Source, names: Sequence[str], know_all: bool = False) -> Sou
     absent = [name for name, images in zip(names, images_of_class) if not images]
     if absent:
         notes.append(f"has no images of {_classes(absent)}: {listed(absent)}")
-    if tuple(names) == source.classes and not notes:
-        return source
-    lines = tuple(printable(f"{source.place}: {note}") for note in notes)
-    return _Matched(source, tuple(names), labels, lines)
+    return notes
 
 
 def _classes(names: Sequence[str]) -> str:
@@ -154,6 +167,7 @@ class _Matched(Source):
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the other source's order of (`seed`, `epoch`), without what is left out."""
+        # Relative order stays, so the images of a shard are still read together.
         number_here = np.full(len(self._source), _ABSENT, dtype=np.int64)
         number_here[self._kept] = np.arange(len(self._kept))
         order = number_here[self._source.order(seed, epoch)]

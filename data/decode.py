@@ -114,6 +114,7 @@ def read_header(encoded: bytes, name: str) -> Header:
     Raises:
         UnreadableImage: see `decode`, as far as the header shows.
     """
+    # By content: names of files are often wrong, and the decoders do not read them either.
     if not encoded:
         raise UnreadableImage(f"{name}: the file is empty")
     if encoded.startswith(_JPEG_SIGNATURE):
@@ -130,6 +131,7 @@ def read_header(encoded: bytes, name: str) -> Header:
 
 def _check_limits(header: Header, name: str) -> None:
     """Raise UnreadableImage for a file that would take too much memory or time to decode."""
+    # Before anything is decoded: a file of a kilobyte can promise gigabytes, or hours.
     pixels = header.width * header.height
     size = f"{header.width} x {header.height} pixels"
     if not pixels:
@@ -218,6 +220,7 @@ def _jpeg_frame(encoded: bytes, frame: int, scan: int, orientation: int) -> Head
 
 def _jpeg_markers(encoded: bytes, position: int) -> Iterator[int]:
     """Yield codes of a JPEG's markers from a position on, in libjpeg's order, up to the end's."""
+    # Segments are skipped by their length, as what they contain may look like a marker.
     match = _JPEG_MARKER.search(encoded, position)
     while match is not None:
         position = match.end()

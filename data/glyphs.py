@@ -111,7 +111,7 @@ class GlyphsSource(Source):
         size = self._size
         difficulty = self._difficulty
         tools = _tools(size)
-        # What is seen: the glyph's pose and the colours.
+        # Pose and colours come first: the number of later draws varies, and must not change them.
         fonts = tools.fonts[: 1 + round(difficulty * (len(FONTS) - 1))]
         font = _one_of(fonts, stream)
         mask = _posed(GLYPHS[self.labels[index]], font, size, difficulty, stream)
@@ -120,6 +120,7 @@ class GlyphsSource(Source):
         far = _colour(stream, not light_on_dark, difficulty)
         ink = _colour(stream, light_on_dark, difficulty)
         # From the back to the front: ground, clutter behind the glyph, the glyph, lines before it.
+        # At most two of these are before it, so that a person can read it.
         image = Image.new("RGB", (size, size), near)
         if difficulty:
             angle = stream.uniform(0, 2 * math.pi)
@@ -188,15 +189,23 @@ def _tools(size: int) -> _Tools:
     for glyph in GLYPHS[:: len(GLYPHS) // _SCRAPS]:
         for font in small:
             scraps.append(_upright(glyph, font))
-    # The noise of an image is a part of this, from a random place on.
-    number_of_words = -(-6 * size * size // 4)  # of four bytes of noise
-    words = bits32(key("glyphs noise"), np.arange(number_of_words, dtype=np.int64))
     return _Tools(
         fonts=tuple(large),
         scraps=tuple(scraps),
         ramp=Image.linear_gradient("L"),
-        noise=words.astype("<u4").view(np.int8).astype(np.int16),
+        noise=_drawn_noise(size),
     )
+
+
+def _drawn_noise(size: int) -> np.ndarray:
+    """Return int16 in [-128, 128), for images of `size` pixels a side.
+
+    The noise of an image is a part of this, from a random place on: a draw for each pixel would
+    take longer than all the rest.
+    """
+    words = -(-6 * size * size // 4)  # of four bytes; 3 channels, twice
+    bits = bits32(key("glyphs noise"), np.arange(words, dtype=np.int64))
+    return bits.astype("<u4").view(np.int8).astype(np.int16)
 
 
 def _font(encoded: bytes, em: int) -> ImageFont.FreeTypeFont:
@@ -223,34 +232,61 @@ def _posed(
 ) -> Image.Image:
     """Return the coverage of the glyph in a random pose: "L" image of size x size."""
     upright = _upright(glyph, font)
-    inked = upright.getbbox()
-    assert inked is not None, f"{glyph} has ink in every font"
-    left, top, right, bottom = inked
-    # The pose; x and y are where the glyph's centre goes.
+    ink = upright.getbbox()
+    assert ink is not None, f"{glyph} has ink in every font"
+    return upright.transform(
+        (size, size),
+        Image.Transform.AFFINE,
+        _draw_pose(size, difficulty, stream).from_result(size, ink),
+        resample=Image.Resampling.BILINEAR,
+    )
+
+
+class _Pose(NamedTuple):
+    """Where a glyph is in an image, and how it is distorted: rotation x shear x stretch.
+
+    x and y are where its centre goes, in pixels.
+    """
+
+    share: float  # of the image's side that its longer side takes
+    angle: float  # radians
+    shear: float
+    stretch: float  # by which it is narrower, and as much higher
+    x: float
+    y: float
+
+    def from_result(self, size: int, ink: Tuple[int, int, int, int]) -> Tuple[float, ...]:
+        """Return the affine map from the image's pixels to those of the upright glyph.
+
+        Args:
+            size: pixels a side of the image.
+            ink: left, top, right and bottom edge of the upright glyph.
+        """
+        left, top, right, bottom = ink
+        # Pillow takes the inverse of the pose, about the centres of both.
+        scale = max(right - left, bottom - top) / (self.share * size)
+        cos = scale * math.cos(self.angle)
+        sin = scale * math.sin(self.angle)
+        a = (cos + self.shear * sin) / self.stretch
+        b = (sin - self.shear * cos) / self.stretch
+        c = (left + right) / 2 - a * self.x - b * self.y
+        d = -sin * self.stretch
+        e = cos * self.stretch
+        f = (top + bottom) / 2 - d * self.x - e * self.y
+        return a, b, c, d, e, f
+
+
+def _draw_pose(size: int, difficulty: float, stream: Stream) -> _Pose:
+    """Draw a pose for an image of `size` pixels a side."""
     share = stream.uniform(0.68 - 0.2 * difficulty, 0.72 + 0.1 * difficulty)
     angle = math.radians(20) * difficulty * stream.uniform(-1, 1)
     shear = 0.3 * difficulty * stream.uniform(-1, 1)
     stretch = math.exp(0.2 * difficulty * stream.uniform(-1, 1))
+    # A glyph that is not turned stays inside of the image.
     reach = min(0.02 + 0.13 * difficulty, (1 - share) / 2) * size
     x = size / 2 + reach * stream.uniform(-1, 1)
     y = size / 2 + reach * stream.uniform(-1, 1)
-    # Pillow takes the inverse of rotation x shear x stretch, about the centres of both: from the
-    # result to `upright`.
-    scale = max(right - left, bottom - top) / (share * size)
-    cos = scale * math.cos(angle)
-    sin = scale * math.sin(angle)
-    a = (cos + shear * sin) / stretch
-    b = (sin - shear * cos) / stretch
-    c = (left + right) / 2 - a * x - b * y
-    d = -sin * stretch
-    e = cos * stretch
-    f = (top + bottom) / 2 - d * x - e * y
-    return upright.transform(
-        (size, size),
-        Image.Transform.AFFINE,
-        (a, b, c, d, e, f),
-        resample=Image.Resampling.BILINEAR,
-    )
+    return _Pose(share, angle, shear, stretch, x=x, y=y)
 
 
 def _gradient(ramp: Image.Image, size: int, angle: float) -> Image.Image:
@@ -315,6 +351,7 @@ def _photographed(
     stream: Stream,
 ) -> torch.Tensor:
     """Blur an image and add noise: "RGB" of size x size to uint8 [3, size, size]."""
+    # Blur comes before noise, as in a camera, or it would take the noise away.
     radius = 0.02 * image.width * difficulty * stream.uniform()
     if radius > 0.05:  # less is not seen
         image = image.filter(ImageFilter.BoxBlur(radius))

@@ -71,6 +71,7 @@ class TrainingBatches:
             share: the replica's, of the micro batches of a step; None for all.
             device: where the images are wanted.
         """
+        # recipe/batch.py refuses both for a recipe, with the remedy.
         sizes = (len(source), global_batch, micro)
         assert global_batch % micro == 0 and len(source) >= global_batch, sizes
         self._data = data
@@ -187,6 +188,7 @@ class EvaluationBatches:
             order: of the images; None for that of the source.
         """
         assert 0 <= replica < replicas, (replica, replicas)
+        # A list, not a generator: it is iterated once for each evaluation.
         order = order or range(len(source))
         self._requests = []
         for number in evaluation_share(len(source), batch, replica, replicas):
@@ -223,6 +225,7 @@ def evaluation_share(images: int, batch: int, replica: int, replicas: int) -> ra
         replica: number of the replica.
         replicas: how many there are.
     """
+    # Rounded down at both ends: shares meet, and differ by one at most.
     total = -(-images // batch)
     return range(total * replica // replicas, total * (replica + 1) // replicas)
 

@@ -106,6 +106,7 @@ def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
     Returns:
         float32 [N, 3, H, W], from 0 to 255.
     """
+    # A copy is made in any case, so the box is pasted in place.
     mixed = _mixed_up(images.float(), plan)
     top, left, height, width = plan.box
     if height and width:
@@ -125,8 +126,8 @@ def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> t
     Returns:
         float32 [N, classes]; one-hot without a plan.
     """
-    numbers = torch.arange(classes, device=labels.device)
-    targets = (labels[:, None] == numbers).float()
+    labels_of_columns = torch.arange(classes, device=labels.device)
+    targets = (labels[:, None] == labels_of_columns).float()
     if plan is None:
         return targets
     targets = _mixed_up(targets, plan)
@@ -145,9 +146,10 @@ def _before(distance: int, rows: int, valid: int, device: torch.device) -> torch
 
     int64 [rows], one tensor for all callers.
     """
-    numbers = np.arange(rows)
-    numbers[:valid] = (numbers[:valid] - distance) % max(1, valid)
-    return sent(torch.from_numpy(numbers), device)
+    # Cached: it is the same for nearly every micro batch, and would be copied to a GPU each time.
+    partners = np.arange(rows)
+    partners[:valid] = (partners[:valid] - distance) % max(1, valid)
+    return sent(torch.from_numpy(partners), device)
 
 
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
@@ -155,6 +157,8 @@ def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
 
     NumPy 1.24 and 2.4 draw the same.
     """
+    # Philox is keyed, so that no state is shared. The larger share makes the row itself, not its
+    # partner, the main content.
     alpha = max(alpha, _SMALLEST_ALPHA)
     generator = np.random.Generator(np.random.Philox(key=draw))
     drawn = generator.beta(alpha, alpha, count)
@@ -183,6 +187,7 @@ def _edges(centre: float, side: float, pixels: int) -> Tuple[int, int]:
         side: of the box, likewise.
         pixels: of the image.
     """
+    # Rounding both edges, rather than one and a length, keeps a box at the border inside.
     half = side / 2
     centre = min(max(centre, half), 1 - half)
     first = round((centre - half) * pixels)

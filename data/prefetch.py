@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Callable, Deque, Generator, Iterator, Optional, Tuple, Union
+from typing import Callable, Deque, Generator, Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
 
@@ -57,23 +57,14 @@ class Prefetcher:
         # The end comes also if nobody closes it: a thread amid torch's code when the interpreter
         # ends would abort it.
         self._end: Callable[[], object]
-        if not depth:
+        if depth:
+            thread = _started(batches, move, depth)
+            # _take raises an error or StopIteration in the end, it never returns None.
+            self._ahead = iter(functools.partial(_take, thread.ready), None)
+            self._end = weakref.finalize(self, _close, thread)
+        else:
             self._ahead = map(move, batches)
             self._end = weakref.finalize(self, batches.close)
-            return
-        # Of moved batches; errors, and the end as StopIteration, come last.
-        ready: queue.Queue = queue.Queue(depth)
-        stop = threading.Event()
-        # It must not hold this object, or that would never be garbage.
-        thread = threading.Thread(
-            target=_fill,
-            args=(ready, stop, batches, move),
-            name="prefetch",
-            daemon=True,
-        )
-        thread.start()
-        self._ahead = iter(functools.partial(_take, ready), None)
-        self._end = weakref.finalize(self, _close, ready, stop, thread)
 
     def __iter__(self) -> "Prefetcher":
         return self
@@ -82,6 +73,8 @@ class Prefetcher:
         """Raises what `batches` raises, at the place where it was raised."""
         before = self._mark()
         batch, arrival = next(self._ahead)
+        # The host goes on: the computing stream waits for the copy, and its memory is kept until
+        # that stream is done with it.
         if arrival is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrival)
@@ -98,6 +91,7 @@ class Prefetcher:
         The first wait, which starts workers, is left out.
         """
         on_cpu = self._device.type != "cuda"
+        # On CUDA only waits whose second event has passed: asking for others would wait for them.
         while self._pending and (on_cpu or self._pending[0][1].query()):
             before, after = self._pending.popleft()
             if on_cpu:
@@ -145,6 +139,29 @@ def _to_cuda(device: torch.device) -> _Move:
     return move
 
 
+class _Thread(NamedTuple):
+    """A thread that moves batches into a queue, which ends with an error or StopIteration."""
+
+    ready: queue.Queue
+    stop: threading.Event
+    thread: threading.Thread
+
+
+def _started(batches: _Batches, move: _Move, depth: int) -> _Thread:
+    """Start a thread that moves up to `depth` batches ahead."""
+    ready: queue.Queue = queue.Queue(depth)
+    stop = threading.Event()
+    # It must not hold the prefetcher, or that would never be garbage.
+    thread = threading.Thread(
+        target=_fill,
+        args=(ready, stop, batches, move),
+        name="prefetch",
+        daemon=True,
+    )
+    thread.start()
+    return _Thread(ready, stop, thread)
+
+
 def _fill(
     ready: queue.Queue,
     stop: threading.Event,
@@ -176,8 +193,9 @@ def _take(ready: queue.Queue) -> _Moved:
         del entry
 
 
-def _close(ready: queue.Queue, stop: threading.Event, thread: threading.Thread) -> None:
+def _close(filling: _Thread) -> None:
     """End the thread that fills a queue, and empty it."""
+    ready, stop, thread = filling
     stop.set()
     end = time.monotonic() + _PATIENCE
     # The thread may be waiting for room, and an error that is never raised would keep its frames

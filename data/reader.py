@@ -111,6 +111,7 @@ class Reader(Dataset):
             read: indices of these images.
             unreadable: why others were left out.
         """
+        # Memory is not cleared when it is taken: padding would show images of before.
         valid = len(read)
         images[valid:] = 0
         labels = np.zeros(len(images), np.int64)

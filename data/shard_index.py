@@ -5,7 +5,7 @@ docs/shards.md, Format, describes them.
 
 import json
 import re
-from typing import Any, NamedTuple, Tuple
+from typing import Any, Mapping, NamedTuple, Tuple
 
 import numpy as np
 import safetensors
@@ -109,16 +109,9 @@ def decode_index(encoded: bytes, place: str) -> Index:
     """
     try:
         arrays = safetensors.numpy.load(encoded)
-        # The numbers and texts are in the file's head, whose length comes first: see safetensors,
-        # "Format".
-        head_length = int.from_bytes(encoded[:8], "little")
-        head = parse_json(encoded[8 : 8 + head_length])
-        shard = parse_json(head["__metadata__"]["shard"])
+        shard = _head(encoded)
         _check_format(shard["format"], f"{place}: index")
-        for name, kind in _ARRAYS.items():
-            array = arrays[name]
-            if array.dtype != kind or array.ndim != 1:
-                raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
+        _check_arrays(arrays)
         index = Index(
             offsets=arrays["offsets"],
             lengths=arrays["lengths"],
@@ -135,6 +128,24 @@ def decode_index(encoded: bytes, place: str) -> Index:
     except _DAMAGE as error:
         reason = str(error) or type(error).__name__
         raise DataError(f"{place}: damaged index ({reason}); make it anew: {_REMEDY}") from None
+
+
+def _head(encoded: bytes) -> Any:
+    """Return the numbers and texts of an index, which are in the head of its file.
+
+    The length of the head comes first: see safetensors, "Format".
+    """
+    length = int.from_bytes(encoded[:8], "little")
+    head = parse_json(encoded[8 : 8 + length])
+    return parse_json(head["__metadata__"]["shard"])
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise KeyError or ValueError for an array that is missing or of another kind."""
+    for name, kind in _ARRAYS.items():
+        array = arrays[name]
+        if array.dtype != kind or array.ndim != 1:
+            raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
 
 
 def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
@@ -174,6 +185,7 @@ def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return a `manifest` as it is stored: JSON, a shard a line."""
+    # The digest of a source is one of these bytes: another form would be other images.
     shards = ",\n".join(json.dumps(shard._asdict()) for shard in manifest.shards)
     head = json.dumps({"format": FORMAT, "classes": manifest.classes})
     return f'{head[:-1]}, "shards": [\n{shards}\n]}}\n'.encode()
@@ -213,7 +225,8 @@ def _checked_shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
     """Return a shard from the keys of a manifest. Raises ValueError, TypeError."""
     if not _SHARD_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a shard")
-    are_counts = all(type(number) is int and number > 0 for number in (bytes, images))
+    # By type: true and false are integers to isinstance.
+    are_counts = all(type(amount) is int and amount > 0 for amount in (bytes, images))
     if not are_counts or not isinstance(sha256, str):
         raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images, SHA-256 {sha256!r}")
     return Shard(name, bytes, images, sha256)

@@ -106,8 +106,8 @@ class ShardsSource(EncodedSource):
             return permutation(seed, epoch, size)
         # Shards in random order, the images of each in theirs.
         counts = np.diff(self._starts)
-        numbers = np.arange(len(counts), dtype=np.int64)
-        shards = np.argsort(bits32(key("order of shards", seed, epoch), numbers))
+        in_manifest = np.arange(len(counts), dtype=np.int64)
+        shards = np.argsort(bits32(key("order of shards", seed, epoch), in_manifest))
         counts = counts[shards]
         first_places = np.cumsum(counts) - counts
         places = np.arange(size, dtype=np.int64)
@@ -133,6 +133,7 @@ class ShardsSource(EncodedSource):
         """Return the bytes that a folder answered. Raises UnreadableImage."""
         if isinstance(answer, str):
             raise UnreadableImage(f"{self.name(index)}: {answer}")
+        # In another shard of this name something else lies at the place, which may even decode.
         if zlib.crc32(answer) != self._crc32[index]:
             fault = "not the bytes that the index has the checksum of"
             raise UnreadableImage(f"{self.name(index)}: {fault}")
@@ -142,6 +143,7 @@ class ShardsSource(EncodedSource):
 def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
     """Read the indexes of all shards, several at a time from a server. Raises DataError."""
     read = functools.partial(read_index, folder, classes=len(manifest.classes))
+    # Only a server makes its reader wait for each answer.
     at_once = 1 if isinstance(folder, LocalFolder) else _AT_ONCE
     with ThreadPoolExecutor(at_once) as threads:
         return list(threads.map(read, manifest.shards))

@@ -98,8 +98,8 @@ def _check_labels(content: Content) -> None:
     """Raise DataError for labels that do not fit images or classes."""
     images, labels, classes, place = content
     if not len(labels) or len(labels) != len(images):
-        numbers = f"{count(len(images), 'image')} and {count(len(labels), 'label')}"
-        raise DataError(f"{place}: {numbers}; get these files anew")
+        counts = f"{count(len(images), 'image')} and {count(len(labels), 'label')}"
+        raise DataError(f"{place}: {counts}; get these files anew")
     if not 0 <= labels.min() <= labels.max() < len(classes):
         span = f"labels from {labels.min()} to {labels.max()}, but {len(classes)} classes"
         raise DataError(f"{place}: {span}; get these files anew, or correct data.dataset")
@@ -110,6 +110,7 @@ def _open(data: Torchvision, classes: int, split: str) -> Source:
     dataset = data.named()
     paths = _locate(data, split)
     folder = os.path.dirname(paths[0])
+    # torchvision's reader takes neither packed files nor other folders than its own.
     if SETS[dataset].idx:
         images_path, labels_path = paths
         content = Content(
@@ -206,6 +207,7 @@ def _read(dataset: str, split: str, root: str, download: bool) -> Content:
 def _locate(data: Torchvision, split: str) -> Tuple[str, ...]:
     """Return the paths of a split's files, downloaded where the recipe allows. Raises DataError."""
     dataset = data.named()
+    # A download is the last resort: files of a package, or in another layout, are used as they are.
     try:
         return torchvision_sets.find(dataset, split, data.root)
     except DataError:

@@ -173,9 +173,11 @@ def _await_termination(parent: int, starter: int) -> None:
         parent: the training process.
         starter: the process that this one is a child of: the parent or its fork server.
     """
+    # All threads have these signals blocked, so that only this one takes them.
     while True:
         received = signal.sigtimedwait(_SIGNALS, _GLANCE)
         if received is None:
+            # An orphan is given another parent.
             if os.getppid() != starter:
                 os._exit(1)
         elif received.si_signo == signal.SIGTERM and received.si_pid == parent:

@@ -85,8 +85,7 @@ class BatchSection(Section):
         return "auto" if value is None else value
 
     def faults(self) -> Iterator[str]:
-        # `largest` belongs to `noise` alone: without a bound one noisy estimate could grow the batch
-        # to the whole epoch.
+        # `largest` belongs to `noise` alone: a list of batches ends by itself.
         largest = self.largest
         if self.schedule == "noise" and largest is None:
             yield "schedule noise needs largest, the bound of the batch; give both or neither"

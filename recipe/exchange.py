@@ -45,6 +45,7 @@ class Exchange(Kind):
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
+        """Return why the method refuses a `key` with this `value`: see `Kind.foreign`."""
         # Only keys that change what is learned: a sweep over methods may leave all others in place.
         if key == "order" and value == "tree":
             return f"order tree promises equal bits, which method {cls.default_name()} rounds away; use dense"
@@ -181,6 +182,7 @@ class Selecting(Exchange):
     model (threshold)"""
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
+        """Return whether `compress` is update, or would be by default with this `optimizer`."""
         # A linear optimizer makes of a gradient in parts what it would make of the whole, so parts
         # of gradients may travel. With a delay the weights of the update's step are gone.
         if self.compress is None:

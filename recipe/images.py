@@ -93,7 +93,8 @@ class Data(Kind):
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
-        return None  # every key is ignored, so that one override changes the images of a recipe
+        """Refuse no `key` of another source: one override changes the images of any recipe."""
+        return None
 
     @property
     def possible_classes(self) -> range:
@@ -138,9 +139,9 @@ class Data(Kind):
         Raises:
             ConfigError: they cannot be known.
         """
+        # Sources of files count theirs instead.
         if len(self.possible_classes) == 1:
             return self.possible_classes[0]
-        # Drawn images have any number of classes; stored ones override this and count.
         raise ConfigError(
             f"model.classes auto: data.source={self.source} has as many as you like; give a number"
         )
@@ -179,6 +180,7 @@ class Files(Stored):
     """the same, for evaluation; classes may be missing"""
 
     def located(self, split: str) -> Optional[str]:
+        """Return the folder of a `split`; None where it is a URL."""
         folder = split_folder(self, split)
         return None if "://" in folder else folder
 
@@ -233,7 +235,8 @@ class Digits(Data):
         return range(10, 11)
 
     def images(self, split: str) -> Optional[int]:
-        return 1437 if split == "train" else 360  # as data/digits.py divides them
+        """Return the images of a `split`: data/digits.py has every fifth of a class validate."""
+        return 1437 if split == "train" else 360
 
 
 class Glyphs(Data):
@@ -251,6 +254,7 @@ class Glyphs(Data):
         return range(2, 1001)
 
     def images(self, split: str) -> int:
+        """Return how many glyphs of a `split` are drawn."""
         return self.train_images if split == "train" else self.validation_images
 
 
@@ -285,12 +289,14 @@ class Torchvision(Stored):
         return self.dataset
 
     def located(self, split: str) -> Optional[str]:
+        """Return the first file of a `split`: see `Data.located`."""
         return torchvision_sets.find(self.named(), split, self.root)[0]
 
     def images(self, split: str) -> Optional[int]:
         """Return the images of a split, "train" or "validation": as many as are expected, else as
         the set has.
         """
+        # A number in the recipe is checked against the files, as for other sources.
         expected = super().images(split)
         if expected or self.dataset is None:
             return expected
@@ -325,9 +331,12 @@ class HuggingFace(Stored):
         return self.root or self.dataset or self.source
 
     def located(self, split: str) -> Optional[str]:
+        """Check that there is a folder of parquet files, if one is named; the rows of a `split` are
+        not counted here.
+        """
         if self.root is not None and not os.path.isdir(self.root):
             raise DataError(f"{self.root}: no such folder of parquet files; correct data.root")
-        return None  # nothing here counts the rows of parquet files
+        return None
 
     def count_classes(self) -> int:
         raise ConfigError(
@@ -349,6 +358,7 @@ def split_folder(data: Files, split: str) -> str:
         raise DataError(
             "data.root is not set; name the folder of the images: data.root=/path/to/images"
         )
+    # Faults from the outside in: the key to correct is another where root itself is missing.
     folder = split_place(data, split)
     if data.urls and "://" in data.root:
         return folder  # its manifest shows whether it is there
@@ -375,6 +385,7 @@ def split_place(data: Files, split: str) -> str:
 
 def below(root: str, name: str) -> str:
     """Return the folder `name` in the folder, or below the URL, `root`."""
+    # os.path.join would let an absolute name take the place of a URL.
     if "://" in root:
         return f"{root.rstrip('/')}/{name}"
     return os.path.join(root, name)

@@ -146,6 +146,7 @@ class Kind(OpenSection):
         """Return the keys in a file; of a section those of all kinds, as the first that has one
         describes it.
         """
+        # Described as in the section, not as by one kind: all kinds have this key.
         fields = super().fields()
         fields[cls.tag] = cls.section().model_fields[cls.tag]
         if cls.is_section():
@@ -181,6 +182,7 @@ class Kind(OpenSection):
             before: the section's keys of lower layers.
             after: those of the layer.
         """
+        # By class, not by name: several names can stand for one kind, as sizes of a model.
         old = before.get(cls.tag) or cls.default_name()
         new = after.get(cls.tag)
         if not cls.resets or new is None:
@@ -234,6 +236,7 @@ class Kind(OpenSection):
         fault = cls.foreign(key, value)
         if fault:
             raise ValueError(fault)
+        # An ignored key is checked all the same: a typing error must not wait for another override.
         for kind in cls.kinds.values():
             if key not in kind.model_fields:
                 continue
@@ -337,6 +340,7 @@ class Registry(Generic[T]):
         """
 
         def register(implementation: T) -> T:
+            """Register an `implementation`, and return it."""
             for section in sections:
                 known = self._implementations.setdefault(section, implementation)
                 if known is not implementation:

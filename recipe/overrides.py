@@ -55,7 +55,7 @@ def parse(text: str) -> Override:
         )
     options = _options_of(section, key)
     place = f"{COMMAND_LINE}: {name}"
-    # YAML would cut a text at " #", and read 1e3 or on as something else.
+    # YAML would cut a text at " #", and read 1e3 as a number.
     if options - {_NONE} == {str}:
         return Override(section, key, _text(value, place, nullable=_NONE in options))
     return Override(section, key, parse_value(value, place, plain_items=List[str] in options))

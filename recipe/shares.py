@@ -49,14 +49,16 @@ def additions_by_leaf(leaves: int) -> Tuple[int, ...]:
         return (0,)
     # The last leaf of the second half completes that half, and then the whole.
     first, second = halves(range(leaves))
-    *before, last = (*additions_by_leaf(len(first)), *additions_by_leaf(len(second)))
-    return (*before, last + 1)
+    counts = [*additions_by_leaf(len(first)), *additions_by_leaf(len(second))]
+    counts[-1] += 1
+    return tuple(counts)
 
 
 def subtrees(share: range, micro_batches: int) -> List[range]:
     """Return the largest subtrees of the tree of `micro_batches` leaves within a share, in order."""
 
     def within(subtree: range) -> Iterator[range]:
+        """Yield those within a `subtree`; its halves, where it is too large."""
         if subtree.start >= share.start and subtree.stop <= share.stop:
             yield subtree
         elif subtree.start < share.stop and subtree.stop > share.start:

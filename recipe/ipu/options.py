@@ -301,7 +301,7 @@ def _engine_options(recipe: Recipe) -> Setting:
         "target.deterministicWorkers": "portable",
         "opt.enableMultiAccessCopies": "false",
     }
-    # Setting the option twice would keep the second dictionary alone, so sources are joined, too.
+    # A single setting, so its reasons stand in one text.
     source = "always: replicas round alike; always: less memory, as published"
     if recipe.ipu.exchange_memory_target:
         options["opt.internalExchangeOptimisationTarget"] = recipe.ipu.exchange_memory_target
