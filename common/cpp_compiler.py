@@ -153,6 +153,7 @@ def _run(command: Sequence[str], messages: Path) -> bytes:
 
 
 def _wait(compiler: str, process: subprocess.Popen, messages: Path) -> None:
+    # A compiler that hangs, or prints without end, must not hold up or fill a machine.
     deadline = time.monotonic() + _SECONDS
     while process.poll() is None:
         if time.monotonic() > deadline:
@@ -201,6 +202,7 @@ def _loaded(kept: Optional[Path], key: str, folder: Path) -> Optional[ctypes.CDL
             if not _private(os.fstat(stream.fileno())):
                 return None
             content = stream.read(_MOST_LIBRARY_BYTES)
+        # A library that is cut short, or altered, would crash the process as it is called.
         binary = content[:-_CHECKSUM_BYTES]
         if content[-_CHECKSUM_BYTES:] != _checksum(key, binary):
             return None
@@ -257,6 +259,7 @@ def _alone(kept: Optional[Path]) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
+    # Not by a lock that waits: its holder may hang, and then a second compilation is the lesser evil.
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:
         try:

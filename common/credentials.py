@@ -41,6 +41,7 @@ def take(url: str) -> str:
         ValueError: the end of the password is ambiguous, or a web address has a fragment, which no
             server would get.
     """
+    # Schemes are compared as text below, and by fsspec.
     given = url
     url = _small_scheme(url)
     place, _ = _split(url)
@@ -63,6 +64,8 @@ def _is_ambiguous(url: str) -> bool:
     """Return whether a part of a password may be left in a URL whose user and password were
     removed.
     """
+    # An @ that is left belongs to a password with one of / ? # in it, unless what stands before it
+    # is an ordinary host and port.
     address = url.rpartition("://")[2]
     port = re.split("[/?#]", address)[0].partition(":")[2]
     return "@" in address and port != "" and not port.isdigit()
@@ -88,17 +91,17 @@ def restored(place: str) -> Tuple[str, str]:
 
 
 def _small_scheme(url: str) -> str:
-    return _SCHEME.sub(lambda found: found.group().lower(), url)
+    return _SCHEME.sub(lambda match: match.group().lower(), url)
 
 
 def _without_user(text: str) -> str:
-    return _USER.sub(lambda found: found.group(1) or found.group(2), text)
+    return _USER.sub(lambda match: match.group(1) or match.group(2), text)
 
 
 def _split(url: str) -> Tuple[str, str]:
     """Return the place that a URL names, and the query or parameters behind it, with their mark."""
-    found = _PLACE_OF_URL.search(url)
-    return (url[: found.end()], url[found.end() :]) if found else (url, "")
+    match = _PLACE_OF_URL.search(url)
+    return (url[: match.end()], url[match.end() :]) if match else (url, "")
 
 
 def environment() -> Dict[str, str]:
@@ -110,6 +113,7 @@ def environment() -> Dict[str, str]:
 
 
 def _with_netrc(place: str) -> str:
+    # Only web servers: other places have credentials of their own kind, in files of their own.
     host = _HOST.search(place)
     if host is None:
         return place

@@ -85,6 +85,7 @@ for _class in (_Loader, Dumper):
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    # PyYAML keeps the last of two equal keys: whoever wrote the first would wonder.
     seen = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)

@@ -15,7 +15,7 @@ _SPLITS = ("train", "validation")
 
 
 class _Facts(NamedTuple):
-    """What all ranks where images enter must agree on."""
+    """Facts about images on which all ranks where they enter must agree."""
 
     training_images: int
     validation_images: int
@@ -71,6 +71,7 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
     Raises:
         DataError: a rank has other images than the first; on all ranks, the main one says why.
     """
+    # Ranks without images send nothing, and get the facts of the first, which always has images.
     facts = None
     train: Optional[Source] = None
     validation: Optional[Source] = None

@@ -73,6 +73,7 @@ def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float
 
 def trust_ratios(norms: Norms) -> Dict[str, float]:
     """Return the trust ratio of each layer, by name, of an update's `norms`."""
+    # One copy from the device for all layers: each would wait by itself.
     if not norms.trust:
         return {}
     ratios = torch.stack(list(norms.trust.values())).tolist()

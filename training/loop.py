@@ -221,6 +221,7 @@ class Trainer:
         processes = self.engine.processes
         if processes.elastic is None:
             return
+        # Any rank's signal counts: a scheduler may have signalled only one host.
         stop = max(processes.gather(self._signal or 0))
         step = self.progression.step
         if not stop or step == self.lengths.total:
@@ -378,6 +379,7 @@ class Trainer:
 
         It spoils all those before it.
         """
+        # Gradients flow from the loss back, so the last spoilt parameter is the nearest to it.
         by_rank = self.engine.processes.gather(self.engine.not_finite())
         spoilt = {name for rank_names in by_rank for name in rank_names}
         names = [name for name in self.engine.shapes if name in spoilt]
@@ -445,7 +447,7 @@ class Trainer:
         with self.engine.using(TRAINED):
             scores = evaluate(self.engine, self.evaluation_batches)
         values = scores._asdict()
-        del values["confusion"]
+        del values["confusion"]  # of evaluate.py only
         top = accuracy(scores.top1, scores.top5, self.recipe.model.classes)
         text = f"{top}  loss {scores.loss:.4f}"
         for name in self.engine.averages():
@@ -463,6 +465,7 @@ class Trainer:
 
     def _note_best(self, trained: float, scores: Mapping[str, Any]) -> None:
         """Keep the best top-1 of the trained weights, and of all weights; at a tie the earlier."""
+        # best_top1 is what metrics report, best_of_all what --best chooses.
         progression = self.progression
         progression.best_top1 = max(progression.best_top1, trained)
         if progression.best_of_all < progression.best_top1:

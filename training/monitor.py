@@ -44,6 +44,7 @@ class Monitor:
             values: for metrics.jsonl; loggers get the numbers among them.
             text: for the terminal; empty: none.
         """
+        # The file first: services and the terminal show nothing that is not in it.
         if self._metrics is not None:
             self._metrics.write({"event": kind, "step": step, **values})
         for logger in self._loggers:
@@ -150,6 +151,7 @@ def workers_needed(workers: int, share: float) -> int:
         workers: that load now. Without workers (0) the process itself loads while its device waits.
         share: of its time that the device waits for them.
     """
+    # Waiting is what loading takes longer than computing, so the rest is the time of computing.
     rest = max(1.0 - share, _LEAST_REST)
     needed = workers / rest if workers else share / rest
     return math.ceil(needed - _ROUNDING)

@@ -49,6 +49,7 @@ def _check_cut(recipe: Recipe) -> None:
 
 def _check_weights(init_from: str) -> None:
     """Raise CheckpointError where weights that ought to be on this machine are not there."""
+    # Only that they are there; reading them takes torch, and is done once the engine is built.
     pretrained = timm_weights.parse(init_from)
     path = Path(init_from)
     if pretrained is not None:

@@ -62,6 +62,7 @@ class MemoryHistory:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
+        # The history shows what filled the memory, which no later run may repeat.
         if self._on and isinstance(error, torch.cuda.OutOfMemoryError):
             with contextlib.suppress(OSError):  # what counts is the error that is on its way
                 self._dump()
@@ -140,6 +141,7 @@ class Recordings:
         Args:
             last: whether no update follows.
         """
+        # The first update is not recorded; without a profile the memory's history ends with the second.
         self._updates += 1
         is_complete = self._updates == 1 + max(1, self._profiled)
         if not (is_complete or last):

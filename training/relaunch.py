@@ -75,7 +75,8 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
     flags = poprun.fitting_flags(recipe, launched.replicas, cores.within_quota(len(usable)))
     words = corrected(words, flags, sys.argv)
     shown = shlex.join(map(masked, words))
-    # It is started only if the user has chosen nothing that it would change.
+    # It is started only if the user has chosen nothing that it would change. There is no endless
+    # loop: what fits is not started again.
     program = shutil.which("poprun")
     has_chosen = recipe.parallel.replicas not in (None, launched.replicas)
     if launched.by_default and recipe.ipu.relaunch and program and not has_chosen:
@@ -98,17 +99,18 @@ def corrected(words: Sequence[str], flags: Sequence[str], arguments: Sequence[st
     """
     if not words:
         return ["poprun", *flags, sys.executable, *arguments]
+    # Both forms occur: --flag=value and --flag value.
     names = flags[::2]
     remaining = list(words[1:])
-    kept = []
+    others = []
     while remaining:
         word = remaining.pop(0)
         name, equals, _ = word.partition("=")
         if name not in names:
-            kept.append(word)
+            others.append(word)
         elif not equals and remaining:
             remaining.pop(0)  # its value
-    return ["poprun", *flags, *kept]
+    return ["poprun", *flags, *others]
 
 
 def without_launcher(environment: Mapping[str, str]) -> Dict[str, str]:

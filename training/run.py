@@ -91,6 +91,7 @@ def run(recipe: Recipe) -> None:
     """
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
+    # Before ranks meet: each finds the fault by itself, and none waits for the others.
     place = topology.from_environment(recipe)
     _check_division(recipe, place)
     if recipe.parallel.elastic and place.world > 1:
@@ -239,6 +240,7 @@ def _run_folder(
 ) -> Iterator[Optional[RunFolder]]:
     """Open the run folder on the main rank, in a context at whose end it is closed."""
     processes.from_main(lambda: loggers.check(recipe.log))
+    # Only the main rank has it; all end with its error.
     is_main = processes.topology.is_main
     folder = processes.together(lambda: continuation.open_folder(recipe) if is_main else None)
     try:
@@ -288,6 +290,7 @@ def _train(session: _Session) -> None:
     progression.images_digest = session.images.digest
     progression.rounding = rounding.VERSION
     engine = session.engine
+    # From the step on that follows: the batches of a step are a function of seed and step.
     remaining = range(progression.step, session.lengths.total)
     micro_batches = engine.training_batches(session.images.train, remaining)
     evaluation = engine.evaluation_batches(

@@ -79,6 +79,7 @@ class RunFolder:
 
     def finished(self) -> Optional[dict]:
         """Return the `end` event of a complete run, else None."""
+        # A line by hand, or of an older version, may lack the numbers that are printed.
         event = metrics.last_events(self.metrics).get("end", {})
         if event.get("top1") is None or event.get("seconds") is None:
             return None
@@ -139,6 +140,7 @@ def check_owner(recipe: Recipe) -> None:
         ConfigError: the folder holds no run, or one that must not be resumed.
         CheckpointError: it holds a run of another recipe.
     """
+    # A mistyped folder of the user must neither be written into nor have its files pruned.
     path = Path(output_folder(recipe))
     if not _is_occupied(path):
         return
@@ -217,6 +219,7 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
         new: "here".
         free: keys that may differ, by section.
     """
+    # As files have them, in which a tuple is a list.
     before = old.model_dump(mode="json", by_alias=True)
     after = new.model_dump(mode="json", by_alias=True)
     for section, keys in after.items():
@@ -255,6 +258,7 @@ def _has_begun(path: Path) -> bool:
 
 def _revision() -> Optional[str]:
     """Return git's name of this repository's state; None outside a checkout."""
+    # A result without it is still one: no git, no checkout and a slow disk are no errors.
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -276,6 +280,7 @@ def _versions() -> Dict[str, str]:
     import torch
     import torchvision
 
+    # Bits of a result depend on these. poptorch is not imported for its version alone.
     libraries = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": numpy}
     if "poptorch" in sys.modules:
         libraries["poptorch"] = sys.modules["poptorch"]

@@ -67,6 +67,7 @@ def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
     Raises:
         DataError: no image can be read.
     """
+    # Sums stay on the device until the end: reading each would wait for it.
     counts: List[Counts] = []
     unreadable: List[str] = []
     for batch in batches:
@@ -92,6 +93,7 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
         ConfigError: the device is not there.
         CheckpointError: the weights are another model's.
     """
+    # The engine would round float32 weights, such as averages, to the recipe's float16.
     if recipe.run.device != "ipu":  # where weights have the format of the arithmetic
         precision = recipe.precision.model_copy(update={"weights": "float32"})
         recipe = recipe.model_copy(update={"precision": precision})
@@ -150,6 +152,7 @@ def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
     assert report.confusion is not None
     rows = []
     for label, name in enumerate(names):
+        # Without the hits the largest entry is the class that it is most often taken for.
         predictions = report.confusion[label].clone()
         images = int(predictions.sum())
         hits = int(predictions[label])

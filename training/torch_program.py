@@ -95,6 +95,7 @@ def load(content: bytes) -> Tuple[Dict[str, str], Callable[[torch.Tensor], torch
     Raises:
         Exception: of nearly any kind, for what torch.export.save does not write.
     """
+    # Names of members begin with a folder, which may be called anything.
     archive = zipfile.ZipFile(io.BytesIO(content))
     if not stored_plainly(archive, len(content)):
         raise ValueError("its members are compressed, which torch's never are")
@@ -163,6 +164,7 @@ def _inputs(specs: Sequence[dict], stored: _Tensors) -> Tuple[str, _Tensors]:
 
 def _note_unneeded(calls: Sequence[_Call], kept: Set[str]) -> None:
     """Note in each call what no later one needs; values that are `kept` are never freed."""
+    # From the end: what no later call has used by then, this one is the last to need.
     needed = set(kept)
     for call in reversed(calls):
         used = call.used()

@@ -207,6 +207,7 @@ def _standing_in() -> Iterator[None]:
 
 def _refuse(path: Path, message: str) -> NoReturn:
     """Raise CheckpointError with the reason in torch's message, as far as it has one."""
+    # torch's messages name the class that it refuses; the user learns whether that can be mended.
     if message == _SWELLS:
         raise CheckpointError(f"{path}: {_SWELLS}; {_BY_ITSELF}")
     match = _NAMED.search(message)

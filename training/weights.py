@@ -100,6 +100,7 @@ def opened(
         config: see `recipe_of`.
         overrides: see `recipe_of`.
     """
+    # The recipe is known only once the file is read, and may name averages in it: then read again.
     stored = read(path, which, best)
     recipe = recipe_of(stored, config, overrides)
     if which is None and stored.recipe is None and recipe.model.init_weights == EMA:
@@ -157,6 +158,7 @@ def fitted(
         CheckpointError: a tensor of the model is missing or of another shape, or the file has one
             that the model does not have.
     """
+    # Every tensor must fit: a layer that is left out silently would keep its random weights.
     tensors = _renamed(stored, shapes, section)
     fresh = []
     for name, shape in shapes.items():
@@ -205,6 +207,7 @@ def names_in_json(text: str, path: Path) -> Optional[List[str]]:
         CheckpointError: it is no list of texts.
     """
     with contextlib.suppress(ValueError):  # not JSON
+        # Anybody can edit metadata: texts of another form are damage, not names.
         names = parse_json(text)
         if names is None:
             return None
@@ -255,6 +258,7 @@ def _remedy(section: Model, stored: StoredWeights) -> str:
 
     Where no key shows it, the two are not the same kind of model, and no key would help.
     """
+    # Families can read their keys off the shapes of a model's tensors.
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
     keys = FAMILIES.of(section).keys_of(shapes)
     values = section.model_dump()
@@ -278,6 +282,7 @@ def _download(name: str) -> StoredWeights:
 
 
 def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
+    # Only read: nothing is pruned, so that the numbers to keep do not matter.
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
     load = checkpoints.load_best if best else checkpoints.load_newest
     content = load(warn=_say)
@@ -335,6 +340,7 @@ def _begun_averages(state: dict) -> Dict[str, dict]:
 def _read_safetensors(path: Path, which: str) -> StoredWeights:
     from safetensors import SafetensorError, safe_open
 
+    # Names are asked for by keys(): the object is no mapping.
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -312,24 +312,18 @@ def _engine_options(recipe: Recipe) -> Setting:
 def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
     """Yield accumulation, loss scale, rounding, results and the place of the optimizer's state."""
     precision = recipe.precision
-    yield Setting(
-        "Options.deviceIterations", (1,), "always: the learning rate changes with every update"
-    )
+    reason = "always: the learning rate changes with every update"
+    yield Setting("Options.deviceIterations", (1,), reason)
     yield from _sums(batch)
     if precision.dynamic_loss_scale:
         source = "precision.dynamic_loss_scale"
         yield Setting("Options.Training.setAutomaticLossScaling", (True,), source)
     stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
-    yield Setting(
-        "Options.Precision.enableStochasticRounding",
-        (stochastic,),
-        "precision.rounding, precision.weights",
-    )
-    yield Setting(
-        "Options.outputMode",
-        (Name("poptorch.OutputMode.Sum"),),
-        "always: loss and hits of an update",
-    )
+    source = "precision.rounding, precision.weights"
+    yield Setting("Options.Precision.enableStochasticRounding", (stochastic,), source)
+    # Summed on the device: the host would otherwise fetch results of each micro batch.
+    total = Name("poptorch.OutputMode.Sum")
+    yield Setting("Options.outputMode", (total,), "always: loss and hits of an update")
     yield Setting("Options.randomSeed", (recipe.run.seed,), "run.seed")
     if recipe.ipu.shard_optimizer_state:
         calls = (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,)))
