@@ -55,6 +55,7 @@ def take(url: str) -> str:
         )
     if public != url:
         _known[public.rstrip("/")] = url
+    # The run folder stores the command line.
     if public != given:
         sys.argv[:] = [masked(word.replace(given, public)) for word in sys.argv]
     return public
@@ -108,6 +109,7 @@ def environment() -> Dict[str, str]:
     """Return environment variables that give another process the credentials that were taken last."""
     if not _known:
         return {}
+    # A run has one place of images, so the last is the one.
     last = list(_known.values())[-1]
     return {ENVIRONMENT: last}
 

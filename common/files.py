@@ -106,6 +106,7 @@ def write_text(path: Path, text: str) -> None:
 
 def _sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
+    # Also of a folder, which Python cannot open as a file.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -115,6 +115,8 @@ class RmsProp(Optimizer):
     Le, 1905.11946.
     """
 
+    # TensorFlow begins with an average of 1, which damps the first steps. Averages of squares fall
+    # below the range of float16.
     all_slots: ClassVar[Dict[str, Slot]] = {
         "square_avg": Slot(1.0, half=False),
         "momentum_buffer": Slot(),

@@ -236,6 +236,7 @@ class CheckpointFolder:
 
     def _examine(self) -> Tuple[List[Manifest], Dict[int, str]]:
         """Return all whole manifests, the oldest first, and by step the faults of the others."""
+        # By manifests only: comparing all files would read gigabytes at each save.
         whole: List[Manifest] = []
         faults: Dict[int, str] = {}
         for step in self._steps():
@@ -330,6 +331,7 @@ def load_named(path: Path, warn: Callable[[str], None]) -> dict:
 
 def _best_first(manifests: List[Manifest]) -> List[Manifest]:
     """Return the manifests that have a score, by falling top-1; of equals the newest first."""
+    # Of equals the newest: it has seen more.
     scored = [manifest for manifest in manifests if manifest.top1 is not None]
     return sorted(scored, key=lambda manifest: (manifest.top1, manifest.step), reverse=True)
 

@@ -98,7 +98,8 @@ class ExportedModel:
                 fault = f"was exported with model.{key} {exported}, not {wanted}"
                 raise CheckpointError(f"{self.path}: {fault}; export it again with that")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing: an engine in its place has processes to end."""
 
 
 def read(path: str, which: Optional[str] = None) -> ExportedModel:
@@ -168,6 +169,7 @@ def _open_onnx(content: bytes) -> Program:
     if _names_files(proto):
         raise ValueError("some of its numbers are in other files")
     options = onnxruntime.SessionOptions()
+    # As many threads as torch has: onnxruntime counts the cores of the host, quota or not.
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = _FATAL  # what it logs it also raises
     session = onnxruntime.InferenceSession(

@@ -252,7 +252,7 @@ def _is_average(prefix: str, tensors: Tensors) -> bool:
 
 def _only(path: Path, prefixes: Sequence[str]) -> str:
     """Return the one prefix, or of several the one that has usual names only."""
-    # A teacher or a discriminator beside the model has a name that no other program uses alike.
+    # Beside a model there may be a teacher, say, whose prefix is none of the usual ones.
     if len(prefixes) == 1:
         return prefixes[0]
     usual = [prefix for prefix in prefixes if _USUAL.issuperset(prefix.split(".")[:-1])]

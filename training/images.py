@@ -76,6 +76,7 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
     train: Optional[Source] = None
     validation: Optional[Source] = None
     if sources:
+        # Lengths and names say more to the user than a digest, which finds all differences.
         train, validation = sources
         digest = "-".join(source.digest for source in sources)
         facts = _Facts(len(train), len(validation), list(train.classes), digest)

@@ -207,6 +207,7 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
     Raises:
         OSError: the run folder cannot be written.
     """
+    # Services get the recipe as a file has it: numbers and texts.
     folder = Path(arithmetic.output_folder(recipe))
     sections = recipe.model_dump(mode="json", by_alias=True)
     states = service_states(recipe, folder)

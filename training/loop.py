@@ -97,7 +97,8 @@ class Trainer:
         self._save_every = self._interval(recipe.checkpoint.every_epochs)
         self._peak_flops = self.engine.peak_flops()
         self._clock = Clock(progression.seconds, progression.paused, progression.waited)
-        # On the device, so that nothing waits.
+        # On the device, so that nothing waits. The loss in double precision, as a window may have
+        # thousands of steps.
         device = self.engine.device
         self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=device)
         self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=device)
@@ -244,6 +245,7 @@ class Trainer:
         self._raise(Stopped, f"{name_of(number)}: {text}")
 
     def _note_signal(self, number: int, frame: object) -> None:
+        # Only noted: an update that is broken off could not be saved.
         if self._signal is None:
             self._signal = number
             self.continuation.signal = number
@@ -508,11 +510,13 @@ class Trainer:
             "progression": asdict(progression),
             "classes": list(self.classes),
         }
+        # A generator: one replica's state at a time is in memory.
         replica_states = self.engine.replica_states()
         if not self.engine.topology.is_main:
             for _ in replica_states:
                 pass  # sends this rank's to the main one
             return
+        # Scores of an earlier step are not this checkpoint's.
         top1 = max(top1_by_weights(progression.scores).values()) if evaluated else None
         self.monitor.check()
         self.checkpoints.save(progression.step, content, top1, replica_states)

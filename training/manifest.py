@@ -57,6 +57,7 @@ def decode(content: bytes, step: int) -> Manifest:
     Raises:
         ValueError: it is damaged, or belongs to another step.
     """
+    # Nothing is trusted: a disk that loses bits damages this file like any other.
     try:
         manifest = _checked(json.loads(content.decode()))
     except (TypeError, AttributeError, RecursionError):  # not the keys, or types, of a manifest

@@ -105,10 +105,12 @@ class Clock:
         """
         self.paused = paused
         self.waited = waited
+        # Work of the lap, which the loop counts.
         self.images = 0
         self.operations = 0.0
         self._seconds_before = seconds
         self._waited_before = waited
+        # Monotonic: the time of day jumps when a clock is set.
         self._start = time.monotonic()
         self._lap_start = self._start
         self._paused_at_lap = paused

@@ -31,7 +31,7 @@ def lines(
         lengths: of the run.
         device: its name, for the user.
     """
-    # Counted from shapes: the model is not built yet, and of a stage only a part will be.
+    # Counted from shapes: the model is not built yet, and a rank may build a stage of it only.
     model = recipe.model
     assert model.image_size is not None, "recipe/checks.py refuses null"
     blocks = shapes.blocks(model, model.image_size)

@@ -27,6 +27,7 @@ def check(recipe: Recipe) -> None:
         ConfigError: a logger's package is missing, or the model cannot be cut as the recipe says.
         CheckpointError: the weights to start from are not there.
     """
+    # What a run would meet only minutes later, once images are listed and the engine is built.
     loggers.check(recipe.log)
     _check_cut(recipe)
     # A run that is resumed has its weights.

@@ -62,7 +62,7 @@ class MemoryHistory:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        # The history shows what filled the memory, which no later run may repeat.
+        # The history shows what filled the memory; another run may not fail the same way.
         if self._on and isinstance(error, torch.cuda.OutOfMemoryError):
             with contextlib.suppress(OSError):  # what counts is the error that is on its way
                 self._dump()

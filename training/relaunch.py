@@ -62,6 +62,7 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
             `ipu.relaunch` is false, or there is no poprun; with the whole corrected line. The text
             is empty in all instances but the first.
     """
+    # Variables of an outer job may be left in the environment of a run on CPUs.
     launched = poprun.launched_by(environment) if recipe.run.device == "ipu" else None
     if launched is None:
         return
@@ -147,6 +148,7 @@ def _become(
     usable: Set[int],
 ) -> NoReturn:
     """Replace this process by `program`, which may use the cores `usable`."""
+    # execve keeps the process and its number, for which a scheduler waits.
     with contextlib.suppress(OSError):  # not allowed: they stay as they are
         os.sched_setaffinity(0, usable)
     os.execve(program, list(words), dict(environment))

@@ -111,6 +111,7 @@ def changes(
     if stochastic and device != "ipu" and progression.rounding != rounding.VERSION:
         versions = f"version {rounding.VERSION}, not {progression.rounding}"
         lines.append(f"weights are rounded by other random bits from here on: {versions}")
+    # GPUs and IPUs sum in an order of their own.
     threads = torch.get_num_threads()
     if device == "cpu" and threads_before not in (None, threads):
         lines.append(

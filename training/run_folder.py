@@ -61,7 +61,7 @@ class RunFolder:
         """
         self.path = Path(output_folder(recipe))
         self.metrics = self.path / metrics.NAME
-        check_owner(recipe)
+        check_owner(recipe)  # before anything is written
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -70,6 +70,7 @@ class RunFolder:
         self._lock: IO[str] = open(self.path / _LOCK, "a+")  # noqa: SIM115
         if recipe.run.lock:
             self._acquire()
+        # Held open, so that a folder that is removed or replaced meanwhile is noticed.
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         # An earlier start, after which nothing was trained, may have had another recipe.
         if not _has_begun(self.path):

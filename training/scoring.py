@@ -168,6 +168,7 @@ def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
                 "times": misses,
             }
         )
+    # Classes without images have no share, and come last.
     return sorted(rows, key=lambda row: (row["top1"] is None, row["top1"]))
 
 
@@ -205,6 +206,7 @@ def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str)
     from matplotlib.figure import Figure
 
     assert report.confusion is not None
+    # A class without images keeps a row of zeros.
     shares = report.confusion / report.confusion.sum(1, keepdim=True).clamp(min=1)
     side = 4.5 + 0.12 * min(len(names), _NAMED_CLASSES)  # inches
     figure = Figure(figsize=(side + 1, side), layout="constrained")

@@ -26,6 +26,7 @@ class TensorBoardLogger(Logger):
         self._folder = session.folder / "tensorboard"
         # Points behind the checkpoint come a second time: those of the earlier session are dropped.
         self._writer = SummaryWriter(str(self._folder), purge_step=session.step + 1)
+        # The writer's thread would print a traceback for what the next event raises as one line.
         self._excepthook = threading.excepthook
         threading.excepthook = self._report
 
@@ -118,6 +119,7 @@ class MlflowLogger(Logger):
     def __init__(self, session: Session):
         import mlflow
 
+        # Steps that it has are kept from being sent again: they would be points of their own.
         earlier = session.earlier or ServiceState("", {})
         self._sent = earlier.steps
         self._mlflow = mlflow

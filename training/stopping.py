@@ -51,6 +51,7 @@ class StopSignals:
 
     def __enter__(self) -> None:
         self._old = {number: signal.signal(number, self._handler) for number in self._numbers}
+        # A signal may have come while torch was loading.
         if _noted is not None:
             self._handler(_noted, None)
 

@@ -73,6 +73,7 @@ def efficiency(spans: Sequence[Span]) -> float:
     Args:
         spans: of one step.
     """
+    # One replica stands for all: their schedules are the same.
     computing = [span for span in spans if span.replica == 0 and span.kind in _COMPUTING]
     ranks = {span.rank for span in computing}
     busy = math.fsum(span.end - span.start for span in computing)
@@ -161,6 +162,7 @@ def _name_event(kind: str, name: str, replica: int, rank: int) -> dict:
 
 def _rows(spans: Sequence[Span]) -> Dict[_Row, str]:
     """Return (replica, rank) -> `stage 1` or `stages 1, 3`, by replica and first stage."""
+    # From the spans themselves: who computes what follows from the schedule, not from the rank.
     stages: Dict[_Row, set] = {}
     for span in spans:
         if span.kind in _COMPUTING:

@@ -149,6 +149,7 @@ def _function(read: _Read) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _inputs(specs: Sequence[dict], stored: _Tensors) -> Tuple[str, _Tensors]:
     """Return the name of the program's one input, and the stored tensors by their names there."""
+    # What is stored has one name in the archive, and another in the graph.
     inputs = []
     constants = {}
     for spec in specs:

@@ -42,6 +42,7 @@ class _Ignored:
 class _Mapping:
     """Stands for a kind of dictionary: an ordinary one is made in its place."""
 
+    # What __new__ returns is of another class, so that Python calls no __init__; pickle fills it.
     def __new__(cls, *arguments: Any) -> Any:
         return OrderedDict()
 
@@ -116,6 +117,7 @@ _SEQUENCES: _Modules = {"collections": ("deque",)}
 
 
 def _by_name() -> Dict[str, type]:
+    # Named in full, as torch's list of safe globals wants them.
     tables = ((_Ignored, _IGNORED), (_Mapping, _MAPPINGS), (_Sequence, _SEQUENCES))
     stand_ins: Dict[str, type] = {}
     for stand_in, modules in tables:

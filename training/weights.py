@@ -189,6 +189,7 @@ def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
     Args:
         scores: of an evaluation, as in a checkpoint's `progression`.
     """
+    # Averages are dictionaries among the plain numbers of the trained weights.
     top1 = {TRAINED: scores["top1"]}
     for name, value in scores.items():
         if isinstance(value, dict):
@@ -222,6 +223,7 @@ def run_folder_of(path: Path) -> Optional[Path]:
     Args:
         path: of a checkpoint, or of what tools.export made of one.
     """
+    # A copy of the folder elsewhere counts like the original: it has its own configuration.
     folder = path.parent.parent
     inside = path.parent.name in ("checkpoints", "export")
     return folder if inside and (folder / "config.yaml").exists() else None
@@ -311,6 +313,7 @@ def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
 
     Raises CheckpointError also where something is missing: a file by itself has no checksum.
     """
+    # Averages lie beside the trained weights, and have the same form.
     try:
         state = content["engine"]
         if which != TRAINED:
