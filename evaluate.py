@@ -80,6 +80,7 @@ def main(arguments=None) -> int:
 
 
 def _parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
         prog="evaluate.py",
         description="Score trained weights on validation images, or classify images.",

@@ -79,6 +79,7 @@ def main(arguments=None) -> int:
 
 
 def _parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
         prog="train.py",
         description="Train a recipe; a run that was cut off resumes from its last checkpoint.",

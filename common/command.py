@@ -51,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args([self._at_home(word) for word in words], namespace)
 
     def _at_home(self, word):
+        """Return a word with the home folder in the place of the ~ behind its =."""
         flag, equals, path = str(word).partition("=~")
         if not equals or not flag.startswith("--"):
             return word

@@ -76,6 +76,7 @@ def quota(root: str = "/") -> Optional[float]:
 
 
 def _of_affinity() -> int:
+    """Return how many cores this process may run on, whatever they are paid for."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -153,6 +153,7 @@ def _run(command: Sequence[str], messages: Path) -> bytes:
 
 
 def _wait(compiler: str, process: subprocess.Popen, messages: Path) -> None:
+    """Wait until a compiler ends. Raises CompilerError where it takes too long or prints too much."""
     # A compiler that hangs, or prints without end, must not hold up or fill a machine.
     deadline = time.monotonic() + _SECONDS
     while process.poll() is None:
@@ -259,6 +260,7 @@ def _alone(kept: Optional[Path]) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
+    """Lock a file, or go on without after as long as a compiler may take."""
     # Not by a lock that waits: its holder may hang, and then a second compilation is the lesser evil.
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:

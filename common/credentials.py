@@ -92,10 +92,12 @@ def restored(place: str) -> Tuple[str, str]:
 
 
 def _small_scheme(url: str) -> str:
+    """Return a URL with its scheme in small letters."""
     return _SCHEME.sub(lambda match: match.group().lower(), url)
 
 
 def _without_user(text: str) -> str:
+    """Return a text without the user and password of each URL in it."""
     return _USER.sub(lambda match: match.group(1) or match.group(2), text)
 
 
@@ -115,6 +117,7 @@ def environment() -> Dict[str, str]:
 
 
 def _with_netrc(place: str) -> str:
+    """Return a web address with the user and password that ~/.netrc has for its host, if any."""
     # Only web servers: other places have credentials of their own kind, in files of their own.
     host = _HOST.search(place)
     if host is None:

@@ -48,6 +48,7 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def _valid(value: Any) -> Any:
+    """Return a value with None in the place of each float that is not finite."""
     if isinstance(value, dict):
         return {key: _valid(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

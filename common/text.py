@@ -43,6 +43,7 @@ def printable(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
+    """Return a character, or the escape that stands for it."""
     # A no-break space, say, is not printable to Python, but harmless.
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character

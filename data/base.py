@@ -27,6 +27,7 @@ class Box(NamedTuple):
 class Image(abc.ABC):
     """One image, of which only the requested part is decoded."""
 
+    # Boxes are drawn by the size, before anything is decoded.
     height: int  # of the upright image
     width: int
     damage: str = ""  # names the file and its fault, once its pixels were read in spite of that

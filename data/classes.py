@@ -48,6 +48,7 @@ def places(names: Sequence[str], others: Sequence[str]) -> np.ndarray:
     Returns:
         int64 [names], -1 for those that are not there.
     """
+    # Equal names are told apart by how many stand before them.
     place_of = {name: place for place, name in enumerate(_distinct(others))}
     positions = [place_of.get(name, _ABSENT) for name in _distinct(names)]
     return np.array(positions, dtype=np.int64)
@@ -77,7 +78,8 @@ def matched(source: Source, names: Sequence[str], know_all: bool = False) -> Sou
         DataError: none of the images is of those classes, or see `know_all`.
     """
     # Labels of the model for the source's images, -1 for images of classes that it does not know.
-    labels = places(source.classes, names)[source.labels]
+    label_of_class = places(source.classes, names)
+    labels = label_of_class[source.labels]
     is_left_out = labels < 0
     unknown_labels = np.unique(source.labels[is_left_out]).tolist()
     unknown = [source.classes[label] for label in unknown_labels]
@@ -110,7 +112,8 @@ def _differences(labels: np.ndarray, names: Sequence[str], unknown: Sequence[str
     notes = []
     is_left_out = labels < 0
     if unknown:
-        left_out = f"{count(int(is_left_out.sum()), 'image')} of {_classes(unknown)}"
+        images = count(int(is_left_out.sum()), "image")
+        left_out = f"{images} of {_classes(unknown)}"
         notes.append(f"left out {left_out} that the model does not know: {listed(unknown)}")
     images_of_class = np.bincount(labels[~is_left_out], minlength=len(names)).tolist()
     absent = [name for name, images in zip(names, images_of_class) if not images]

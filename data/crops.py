@@ -47,6 +47,7 @@ def available() -> bool:
 
 @functools.lru_cache(maxsize=None)
 def _library() -> Optional[ctypes.CDLL]:
+    """Return the compiled library; None where there is no compiler, or it fails."""
     try:
         return library(_SOURCE, ("crop",), _FLAGS)
     except (OSError, CompilerError):

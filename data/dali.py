@@ -181,6 +181,7 @@ class _Dali:
         self._jobs = jobs
         if not jobs:
             return
+        # Anew after a failure, which leaves a pipeline of no use.
         if self._pipeline is None:
             self._pipeline = self._build()
         self._pipeline.feed_input("encoded", [job.encoded for job in jobs])

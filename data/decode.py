@@ -155,6 +155,8 @@ def _takes_too_long(scans: int, pixels: int) -> bool:
 
 def _jpeg_header(encoded: bytes) -> Optional[Header]:
     """Read up to the first scan's header; None if the data end before it."""
+    # Segments are skipped by their length, so that the thumbnail in an EXIF segment is not taken
+    # for the image.
     application_segments: List[bytes] = []
     frame: Optional[int] = None  # where its header is
     position = _next_marker(encoded, len(_JPEG_SIGNATURE))
@@ -323,8 +325,10 @@ def _decode_pillow(encoded: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of palettes with transparency and damaged EXIF data
         with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG")) as image:
-            if image.mode.startswith("I"):  # 16-bit grey, which convert("RGB") would clip at 255
-                grey = (np.asarray(image) >> 8).astype(np.uint8)
-                return torch.from_numpy(grey).expand(3, -1, -1)
+            # 16-bit grey, which convert("RGB") would clip at 255.
+            if image.mode.startswith("I"):
+                high_bits = np.asarray(image) >> 8
+                grey = torch.from_numpy(high_bits.astype(np.uint8))
+                return grey.expand(3, -1, -1)
             pixels = np.array(image.convert("RGB"))
             return torch.from_numpy(pixels).permute(2, 0, 1)

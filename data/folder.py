@@ -68,6 +68,7 @@ class FolderSource(EncodedSource):
         return read_image(self._path(index))
 
     def _path(self, index: int) -> str:
+        """Return the path of an image, which may hold bytes that are no UTF-8."""
         return os.fsdecode(os.path.join(self._folder, self._paths[index]))
 
 
@@ -86,11 +87,13 @@ def _paths_of_class(scan: "_Scan", folder: str, name: str, may_be_empty: bool) -
 
 @SOURCES.implements(Folder)
 def _open(data: Folder, classes: int, split: str) -> Source:
+    """Open the class folders of a split; only validation may lack images of a class."""
     return FolderSource(split_folder(data, split), empty_classes=split == "validation")
 
 
 @CLASS_NAMES.implements(Folder)
 def _class_names(data: Folder, split: str) -> Optional[ClassNames]:
+    """Return the names of the class folders, which are listed without their images."""
     place = split_place(data, split)
     if not os.path.isdir(place):
         return None
@@ -109,6 +112,7 @@ class _Scan:
 
     def classes(self) -> Tuple[str, ...]:
         """Return names of the class folders, in the order of their labels. Raises DataError."""
+        # A second look, as class_folders(), which plans also use, does not report what it leaves out.
         for entry in listed(self._folder):
             reason = why_left_out(entry, (self._folder,))
             if reason is not None:
@@ -129,4 +133,5 @@ class _Scan:
         return tuple(map(printable, lines))
 
     def _leave_out(self, kind: str, extension: str, path: bytes) -> None:
+        """Note a path that is left out: its kind, and the extension of an image."""
         self._left_out[kind, extension].append(path)

@@ -74,12 +74,14 @@ class HuggingFaceSource(EncodedSource):
 
 @SOURCES.implements(HuggingFace)
 def _open(data: HuggingFace, classes: int, split: str) -> Source:
+    """Open a split; its images stay encoded until they are read."""
     table = _read(data, split)
     return HuggingFaceSource(table, _names(table))
 
 
 @CLASS_NAMES.implements(HuggingFace)
 def _class_names(data: HuggingFace, split: str) -> Optional[ClassNames]:
+    """Return the classes of a split; None where the data set has no such split."""
     if _split(data, split, _load(_package(), data)) is None:
         return None
     table = _read(data, split)
@@ -294,6 +296,7 @@ def _lengths(table: _Table) -> np.ndarray:
     import pyarrow
     from pyarrow import compute
 
+    # By Arrow, which knows lengths without copying a byte of the images.
     column = table.images.with_format("arrow")[:].column(table.column)
     if pyarrow.types.is_struct(column.type):
         column = compute.struct_field(column, "bytes")

@@ -108,6 +108,7 @@ def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
     tools = _nvimgcodec(os.getpid(), threading.get_ident())
     if tools is None:
         return None
+    # None for whatever is unusual: the caller then decodes the whole image, and names the fault.
     library, decoder, parameters = tools
     bottom = box.top + box.height
     right = box.left + box.width

@@ -124,7 +124,7 @@ class TrainingBatches:
     def close(self) -> None:
         """End the workers; the batches cannot be iterated any more."""
         self._ahead.close()
-        self._loader = None
+        self._loader = None  # the workers end with the last reference to it
 
 
 @dataclass
@@ -140,17 +140,19 @@ class _Requests:
     share: range
 
     def __iter__(self) -> Iterator[Request]:
+        per_epoch = steps_per_epoch(len(self.source), self.global_batch)
         epoch_of_order = None
         for step in self.steps:
-            per_epoch = steps_per_epoch(len(self.source), self.global_batch)
             epoch, within = divmod(step, per_epoch)
             # An order costs a sort of all images: it is made once an epoch.
             if epoch != epoch_of_order:
                 order = self.source.order(self.seed, epoch)
                 epoch_of_order = epoch
                 pixels = self._pixels(epoch)
+            # Images left over at the end of an order are in no step of the epoch.
+            first = within * self.global_batch
             for number in self.share:
-                start = within * self.global_batch + number * self.micro
+                start = first + number * self.micro
                 indices = order[start : start + self.micro].tolist()
                 yield Request(step, epoch, number, image_size=pixels, indices=indices)
 
@@ -237,6 +239,7 @@ def _loader(
     device: torch.device,
 ) -> Iterable[ReadBatch]:
     """Return what loads the requested micro batches, by the reader that the recipe names."""
+    # DALI is a large package, which few runs need.
     if data.reader == "dali":
         from data.dali import DaliLoader
 

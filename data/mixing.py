@@ -83,10 +83,12 @@ def draw(
     if data.mixup and valid > 1:
         drawn = _mixup_shares(data.mixup, key("mixup", seed, step, number), rows)
         share[:valid] = drawn[:valid]
+    # A key of its own: beside mixup the boxes are those of a recipe with cutmix alone.
     if data.cutmix is not None and valid > 1:
         stream = Stream(key("cutmix", seed, step, number))
         box = _cutmix_box(data.cutmix, stream, height, width)
     _, _, box_height, box_width = box
+    # The same box for all rows, so that a single copy moves it, and labels have one share.
     return Mixing(
         share=sent(torch.from_numpy(share), device),
         partner=_before(1, rows, valid, device),
@@ -173,7 +175,9 @@ def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
     """
     if stream.uniform() < 1.55 * cutmix - 0.96:
         return _NO_BOX
-    side = math.sqrt(-math.log(stream.uniform(math.exp(-4.0), 1.0)) / 4.0)
+    u = stream.uniform(math.exp(-4.0), 1.0)
+    area = -math.log(u) / 4.0  # at most 1, as u is at least e^-4
+    side = math.sqrt(area)
     top, bottom = _edges(stream.uniform(), side, height)
     left, right = _edges(stream.uniform(), side, width)
     return top, left, bottom - top, right - left

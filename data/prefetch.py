@@ -28,6 +28,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor: on the host.
         device: where it is wanted.
     """
+    # A copy from memory that is not page-locked waits for the GPU.
     if device.type != "cpu" and torch.cuda.is_available():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -129,6 +130,7 @@ def _to_cuda(device: torch.device) -> _Move:
             images = images.to(device, non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record(side)
+        # Few bytes: the engine copies them itself, without waiting, as they are page-locked.
         moved = batch._replace(
             images=images,
             labels=batch.labels.pin_memory(),

@@ -86,11 +86,12 @@ class Reader(Dataset):
         images = self._empty_images(request.image_size)
         pixels = self.source.pixels
         any_image = Pixels(pixels[0])  # all have its size
-        frames = [
-            self.transform.frame(any_image, request.image_size, epoch, index)
-            for index in request.indices
-        ]
+        frames = []
+        for index in request.indices:
+            frame = self.transform.frame(any_image, request.image_size, epoch, index)
+            frames.append(frame)
         crops.crop(pixels, request.indices, frames, images)
+        # torchvision augments image by image.
         if self.transform.augments:
             for row, index in zip(images, request.indices):
                 row.copy_(self.transform.finish(row, epoch, index))

@@ -48,6 +48,7 @@ class RemoteFolder(Folder):
         Raises:
             DataError: it does not, or lacks a package.
         """
+        # Errors name `place`, and runs store it; only `_access` and `_query` hold secrets.
         try:
             self.place = credentials.take(place).rstrip("/")
         except ValueError as error:
@@ -69,12 +70,14 @@ class RemoteFolder(Folder):
         """Read a whole file of at most `most` bytes: see `Folder.read`."""
         # One byte more than it may have shows a longer file without reading it.
         (answer,) = self._answers([Range(name, 0, most + 1)], exact=False)
+        path = self.path(name)
+        if isinstance(answer, FileNotFoundError):
+            raise MissingFile(f"{path}: {_reason(answer)}")
         if isinstance(answer, Exception):
-            kind = MissingFile if isinstance(answer, FileNotFoundError) else DataError
-            raise kind(f"{self.path(name)}: {_reason(answer)}")
+            raise DataError(f"{path}: {_reason(answer)}")
         if len(answer) > most:
             fault = f"more than {most:,} bytes came; there is another file in its place"
-            raise DataError(f"{self.path(name)}: {fault}")
+            raise DataError(f"{path}: {fault}")
         return answer
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
@@ -108,7 +111,8 @@ class RemoteFolder(Folder):
                 break
             # Workers that lost the same server do not come back all at once.
             share = bits32(key("pause", os.getpid()), attempt) / 2**32
-            time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + share))
+            pause = _PAUSE * 2 ** (attempt - 1)
+            time.sleep(pause * (0.5 + share))
         # A file that has answered once is asked patiently again.
         for place in pending:
             self._failing.add(wanted[place].name)
@@ -180,6 +184,7 @@ class RemoteFolder(Folder):
 
     def _fetch(self, wanted: Sequence[Range], exact: bool) -> list:
         """Return the bytes of each range, or the exception in its place."""
+        # Errors are returned: one file that is missing must not hide the bytes of the others.
         answers = self._system.cat_ranges(
             [f"{self._root}/{requested.name}{self._query}" for requested in wanted],
             [requested.start for requested in wanted],
@@ -230,6 +235,7 @@ def _reason(error: Exception) -> str:
     """Return why a file could not be read, without secrets."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
+    # Libraries quote the URL that they were given, with its password.
     reason = credentials.masked(str(error)) or type(error).__name__
     status = getattr(error, "status", None)
     if status in _FORBIDDEN or isinstance(error, PermissionError):

@@ -85,6 +85,7 @@ def index_name(shard: str) -> str:
 
 def encode_index(index: Index) -> bytes:
     """Return an `index` as it is stored; the same bytes for the same index."""
+    # Arrays are all that safetensors stores; what is no array goes into the head as text.
     values = index._asdict()
     values["names"] = np.frombuffer(index.names, np.uint8)
     arrays = {name: np.ascontiguousarray(values[name], kind) for name, kind in _ARRAYS.items()}
@@ -202,6 +203,7 @@ def read_manifest(folder: Folder) -> Manifest:
     try:
         data = parse_json(folder.read(MANIFEST, _MOST_OF_MANIFEST))
         _check_format(data["format"], f"{place}: manifest")
+        # Names are made printable as those of class folders are, since both are compared.
         shards = tuple(_checked_shard(**shard) for shard in data["shards"])
         classes = tuple(printable(name) for name in data["classes"])
         names = {shard.name for shard in shards}
@@ -240,11 +242,16 @@ def _check_consistent(index: Index) -> None:
         raise ValueError(f"arrays of {sorted(counts)} images")
     # Images follow each other in the tar, with something or nothing between them.
     ends = index.offsets + index.lengths
-    in_order = (index.lengths >= 0).all() and (index.offsets[1:] >= ends[:-1]).all()
-    if not in_order or index.offsets[0] < 0 or ends[-1] > index.bytes:
+    have_length = (index.lengths >= 0).all()
+    are_apart = (index.offsets[1:] >= ends[:-1]).all()
+    are_inside = index.offsets[0] >= 0 and ends[-1] <= index.bytes
+    if not (have_length and are_apart and are_inside):
         raise ValueError("images overlap or lie outside the shard")
-    if index.labels.min() < 0:
-        raise ValueError(f"label {index.labels.min()}")
+    # The largest label is compared with the manifest, which has the classes.
+    least = index.labels.min()
+    if least < 0:
+        raise ValueError(f"label {least}")
+    # In 64 bits: a few damaged lengths would overflow the 32 of the array.
     name_bytes = index.name_lengths.sum(dtype=np.int64)
     if index.name_lengths.min() < 1 or name_bytes != len(index.names):
         raise ValueError("names do not add up")

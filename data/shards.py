@@ -53,6 +53,7 @@ class ShardsSource(EncodedSource):
         self.classes = manifest.classes
         self.digest = hashlib.sha256(encode_manifest(manifest)).hexdigest()
         self._shards = tuple(shard.name for shard in manifest.shards)
+        # All in memory: an image takes some tens of bytes, and is then read by a single request.
         indexes = _read_indexes(self._folder, manifest)
         counts = [len(index.labels) for index in indexes]
         self._starts = np.cumsum([0, *counts])  # number of each shard's first image, then all
@@ -109,9 +110,11 @@ class ShardsSource(EncodedSource):
         in_manifest = np.arange(len(counts), dtype=np.int64)
         shards = np.argsort(bits32(key("order of shards", seed, epoch), in_manifest))
         counts = counts[shards]
+        # Where the first image of each shard comes in this order.
         first_places = np.cumsum(counts) - counts
         places = np.arange(size, dtype=np.int64)
-        images = places + np.repeat(self._starts[shards] - first_places, counts)
+        moves = self._starts[shards] - first_places
+        images = places + np.repeat(moves, counts)
         # Places in units of 2**-32, so that a random fraction is an integer of 32 bits.
         fractions = bits32(key("order in window", seed, epoch), places)
         moved = (places << 32) + fractions * self._window
@@ -119,11 +122,15 @@ class ShardsSource(EncodedSource):
 
     def _shard(self, index: int) -> str:
         """Return the name of the shard of an image."""
-        return self._shards[int(np.searchsorted(self._starts, index, side="right")) - 1]
+        # "right": an image that is the first of a shard belongs to it, not to the one before.
+        behind = np.searchsorted(self._starts, index, side="right")
+        return self._shards[int(behind) - 1]
 
     def _range(self, index: int) -> Range:
         """Return where the bytes of an image lie."""
-        return Range(self._shard(index), int(self._offsets[index]), int(self._lengths[index]))
+        offset = int(self._offsets[index])
+        length = int(self._lengths[index])
+        return Range(self._shard(index), offset, length)
 
     def _image(self, index: int, answer: Union[bytes, str]) -> EncodedImage:
         """Return the image that a folder answered. Raises UnreadableImage."""
@@ -151,11 +158,13 @@ def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
 
 @SOURCES.implements(Shards)
 def _open(data: Shards, classes: int, split: str) -> Source:
+    """Open the shards of a split: manifest and indexes are read, images are not."""
     return ShardsSource(split_folder(data, split), data.shuffle_window)
 
 
 @CLASS_NAMES.implements(Shards)
 def _class_names(data: Shards, split: str) -> Optional[ClassNames]:
+    """Return the classes that the manifest names; None where there is no manifest."""
     place = split_place(data, split)
     folder = open_folder(place)
     try:

@@ -97,16 +97,21 @@ class TorchvisionSource(MemorySource):
 def _check_labels(content: Content) -> None:
     """Raise DataError for labels that do not fit images or classes."""
     images, labels, classes, place = content
+    # Files of two downloads, or of two data sets, may lie in one folder.
     if not len(labels) or len(labels) != len(images):
         counts = f"{count(len(images), 'image')} and {count(len(labels), 'label')}"
         raise DataError(f"{place}: {counts}; get these files anew")
-    if not 0 <= labels.min() <= labels.max() < len(classes):
-        span = f"labels from {labels.min()} to {labels.max()}, but {len(classes)} classes"
-        raise DataError(f"{place}: {span}; get these files anew, or correct data.dataset")
+    least = labels.min()
+    most = labels.max()
+    if least < 0 or most >= len(classes):
+        span = f"labels from {least} to {most}, but {len(classes)} classes"
+        remedy = "get these files anew, or correct data.dataset"
+        raise DataError(f"{place}: {span}; {remedy}")
 
 
 @SOURCES.implements(Torchvision)
 def _open(data: Torchvision, classes: int, split: str) -> Source:
+    """Open a split, all of which is read into memory; downloaded first where the recipe allows it."""
     dataset = data.named()
     paths = _locate(data, split)
     folder = os.path.dirname(paths[0])
@@ -144,6 +149,7 @@ def read_idx(path: str, dimensions: int) -> np.ndarray:
     if len(content) < head or not content.startswith(_IDX_OF_BYTES + bytes([dimensions])):
         fault = f"no idx file of bytes in {count(dimensions, 'dimension')}"
         raise DataError(f"{path}: {fault}; get it anew")
+    # A file that is cut short, or continues, belongs to another download.
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     expected = head + math.prod(sizes)
     if len(content) != expected:

@@ -51,6 +51,7 @@ class Loader(DataLoader):
         if data.workers:
             context = _quiet_context(None if forks else "forkserver")
             prefetch_factor = data.prefetch
+        # Without batch_size: a request is a whole micro batch, and nothing is left to collate.
         super().__init__(
             reader,
             sampler=requests,

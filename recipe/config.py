@@ -78,13 +78,16 @@ class BatchSection(Section):
     @field_validator("micro", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
+        """Read the word auto as None, which code asks for."""
         return None if value == "auto" else value
 
     @field_serializer("micro")
     def _say_auto(self, value: Optional[int]) -> object:
+        """Write None as the word auto, which users know."""
         return "auto" if value is None else value
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of a batch that grows."""
         # `largest` belongs to `noise` alone: a list of batches ends by itself.
         largest = self.largest
         if self.schedule == "noise" and largest is None:
@@ -182,6 +185,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _name_what_is_compressed(self) -> "Recipe":
+        """Replace null by what it stands for, which depends on the optimizer."""
         exchange = self.exchange
         if isinstance(exchange, Selecting) and exchange.compress is None:
             compress = "update" if exchange.compresses_update(self.optimizer) else "gradient"
@@ -191,6 +195,7 @@ class Recipe(Section):
 
 
 def _sections() -> Dict[str, Type[Section]]:
+    """Return the annotations of the recipe's fields, each of which is a section."""
     sections = {}
     for name, field in Recipe.model_fields.items():
         section = field.annotation

@@ -141,6 +141,7 @@ class Dense(Exchange):
     later"""
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of tree order beside rounding."""
         if self.bits and self.order == "tree":
             yield (
                 "order tree promises equal bits for all topologies, which bits rounds away; use order=fast"
@@ -269,6 +270,7 @@ class Local(Exchange):
     """first epochs of a run that exchange the whole gradient"""
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of means that would be due before the last ones have arrived."""
         if self.fragments > self.local_steps:
             yield f"{self.fragments} fragments need as many updates between two means; raise local_steps"
         if self.delay >= self.local_steps:

@@ -130,6 +130,7 @@ def check_classes(train: Found, validation: Found) -> None:
 
 @_COUNTS.implements(Shards)
 def _of_shards(data: Shards, split: str, place: str) -> Found:
+    """Count the images that the manifest of local shards lists."""
     content = read_json(Path(place, MANIFEST))
     return Found(
         place, sum(shard["images"] for shard in content["shards"]), len(content["classes"])
@@ -138,6 +139,7 @@ def _of_shards(data: Shards, split: str, place: str) -> Found:
 
 @_COUNTS.implements(Files)
 def _of_folder(data: Files, split: str, place: str) -> Found:
+    """Count the images of each class folder; what is left out is not reported here."""
     folder = os.fsencode(place)
     names = [os.fsencode(name) for name in class_folders(place)]
     by_class = {}
@@ -149,5 +151,6 @@ def _of_folder(data: Files, split: str, place: str) -> Found:
 
 @_COUNTS.implements(Torchvision)
 def _of_set(data: Torchvision, split: str, place: str) -> Found:
+    """Read the number of images from the file that has them."""
     images = torchvision_sets.count_images(data.named(), split, place)
     return Found(os.path.dirname(place), images, data.possible_classes[0])

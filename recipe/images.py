@@ -70,6 +70,7 @@ class Data(Kind):
     @field_validator("crop_area", "crop_aspect")
     @classmethod
     def _ordered(cls, value: Tuple[float, float], info: ValidationInfo) -> Tuple[float, float]:
+        """Check that a pair has its low end first, and that a crop is part of its image."""
         if not 0 < value[0] <= value[1]:
             raise ValueError(f"{list(value)} must be [low, high] with 0 < low <= high")
         if info.field_name == "crop_area" and value[1] > 1:
@@ -79,12 +80,14 @@ class Data(Kind):
         return value
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of a reader of files where images are no files."""
         if self.reader == "dali" and not self.files:
             yield f"reader dali reads files, but source is {self.source}; use reader torch"
 
     @field_validator("image_sizes")
     @classmethod
     def _rising_epochs(cls, value: Optional[List[List[int]]]) -> Optional[List[List[int]]]:
+        """Check that sizes begin at epoch 0 and follow one another."""
         if value is not None:
             check_pairs(value, "epochs", "pixels")
             if not all(8 <= pixels <= 8192 for _, pixels in value):
@@ -163,6 +166,7 @@ class Stored(Data):
     @field_validator("root")
     @classmethod
     def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
+        """Take credentials out of a URL, before anything stores or prints it."""
         return value and credentials.take(value)
 
 
@@ -185,6 +189,7 @@ class Files(Stored):
         return None if "://" in folder else folder
 
     def count_classes(self) -> int:
+        """Count the classes of the training images; a thousand where the recipe names none yet."""
         if self.root is None:
             return _UNKNOWN_CLASSES
         try:
@@ -322,6 +327,7 @@ class HuggingFace(Stored):
     """column of the labels; null: the only one of class labels, else the one called label"""
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of two places for the images."""
         yield from super().faults()
         if self.dataset is not None and self.root is not None:
             yield "dataset and root are both given; keep one: data.root=null or data.dataset=null"
@@ -339,6 +345,7 @@ class HuggingFace(Stored):
         return None
 
     def count_classes(self) -> int:
+        """Refuse to count: opening the data set could download it."""
         raise ConfigError(
             "model.classes auto: data.source=huggingface is not read before a run; give a number"
         )

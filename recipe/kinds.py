@@ -89,6 +89,7 @@ class OpenSection(Section):
 
     @classmethod
     def _validated(cls, value: Any) -> "OpenSection":
+        """Make a section of its keys; one that is made already stays as it is."""
         return value if isinstance(value, cls) else cls.class_for(value).model_validate(value)
 
     @classmethod

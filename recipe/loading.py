@@ -91,8 +91,9 @@ class _Layering:
         # Index of the last layer that gives a key; overrides count as one layer.
         self._levels: Dict[str, int] = {}
         # Names first: they decide which keys there are, and a new one unsets the keys of the old.
-        names_first = sorted(overrides, key=lambda text: not _is_name(text))
-        typed = [parse(text) for text in names_first]
+        names = [text for text in overrides if _is_name(text)]
+        others = [text for text in overrides if not _is_name(text)]
+        typed = [parse(text) for text in [*names, *others]]
         for index, layer in enumerate(layers):
             self._lay(layer, index)
         for override in typed:
@@ -107,6 +108,7 @@ class _Layering:
         except ConfigError as error:
             raise ConfigError(f"{layer.place}: {error}") from None
         for section, content in layer.content.items():
+            # Errors name the layer that gave the value, which may be none of the last one's.
             keys = [f"{section}.{key}" for key in content or ()]
             self._origins.update(dict.fromkeys([section, *keys], layer.place))
             self._levels.update(dict.fromkeys(keys, level))
@@ -223,6 +225,7 @@ def _with_variables(value: Any) -> Any:
 
 
 def _mapping(layer: Any, place: str) -> Dict[str, Any]:
+    """Return the sections of a layer, none for an empty file. Raises ConfigError."""
     if layer is None:
         return {}  # an empty file
     if not isinstance(layer, dict):

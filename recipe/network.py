@@ -50,15 +50,18 @@ class Model(Kind):
     @field_validator("init_from")
     @classmethod
     def _at_home(cls, value: Optional[str]) -> Optional[str]:
+        """Expand a leading ~ in the path of weights."""
         return value and timm_weights.expanded(value)
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of a choice among weights that are not named."""
         if self.init_weights != "trained" and self.init_from is None:
             yield "init_weights says nothing without init_from; name the run folder or checkpoint there"
 
     @field_validator("std")
     @classmethod
     def _positive(cls, value: Tuple[float, float, float]) -> Tuple[float, float, float]:
+        """Check the divisors of the colours."""
         if min(value) <= 0:
             raise ValueError("every value must be positive")
         return value
@@ -104,6 +107,7 @@ class EfficientNet(Model):
     @model_validator(mode="before")
     @classmethod
     def _scale_by_name(cls, values: Any) -> Any:
+        """Fill in width, depth, resolution and dropout of the name."""
         if not isinstance(values, dict):
             return values
         # Before the checks: a recipe then has numbers only, which config.yaml of a run stores.
@@ -113,6 +117,7 @@ class EfficientNet(Model):
         return {**values, **sizes}
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of norms that do not go together."""
         yield from super().faults()
         if self.proxy_norm and self.norm == "batch":
             yield "proxy_norm goes with norm group or layer, not with batch"
@@ -122,8 +127,10 @@ class EfficientNet(Model):
         return self.norm == "batch"
 
     def describe(self) -> str:
+        """Return the name and all that decides on the number of parameters."""
         size = f"width {self.width:g}, depth {self.depth:g}"
         return f"{self.name}, {size}, groups of {count(self.group_size, 'channel')}, expansion {self.expansion}"
 
     def defaults(self) -> Dict[str, Any]:
+        """Return the defaults, with those of the name in the place of null."""
         return {**super().defaults(), **SCALES[self.name]}

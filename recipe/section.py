@@ -31,6 +31,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _faultless(self) -> "Section":
+        """Raise ValueError for the first fault."""
         # One at a time: an error is one line with one remedy.
         for fault in self.faults():
             raise ValueError(fault)

@@ -127,16 +127,19 @@ def by_speed(micro_batches: int, speeds: Sequence[float], least: int = 1) -> Lis
     assert least * len(speeds) <= micro_batches, (micro_batches, speeds, least)
     counts = _fastest_counts(micro_batches, speeds, least)
     # How many micro batches each replica may have for the step to end a hundredth later at most.
-    end = max(size / speed for size, speed in zip(counts, speeds)) * (1 + _LONGER)
+    fastest = max(size / speed for size, speed in zip(counts, speeds))
+    end = fastest * (1 + _LONGER)
     most = [int(end * speed) for speed in speeds]
     shares = []
     start = 0
     for replica, size in enumerate(counts[:-1]):
         # The others must be able to compute what is left, and need their least.
         others = len(speeds) - replica - 1
-        earliest = max(start + least, micro_batches - sum(most[replica + 1 :]))
+        most_of_others = sum(most[replica + 1 :])
+        earliest = max(start + least, micro_batches - most_of_others)
         latest = min(start + most[replica], micro_batches - least * others)
-        stop = _cut(range(earliest, latest + 1), start + size, micro_batches)
+        possible = range(earliest, latest + 1)
+        stop = _cut(possible, start + size, micro_batches)
         shares.append(range(start, stop))
         start = stop
     shares.append(range(start, micro_batches))

@@ -36,6 +36,7 @@ _MNIST_IMAGES = {"train": 60_000, "validation": 10_000}
 
 
 def _one_folder(name: str) -> Dict[str, Tuple[str, ...]]:
+    """Return files of a set that has both splits in one folder."""
     return {"train": (name,), "validation": (name,)}
 
 

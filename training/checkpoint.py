@@ -232,6 +232,7 @@ class CheckpointFolder:
         return sorted({int(match.group(1)) for match in matches if match})
 
     def _manifest_path(self, step: int) -> Path:
+        """Return the file of the manifest of a step."""
         return self.path(step).with_suffix(".json")
 
     def _examine(self) -> Tuple[List[Manifest], Dict[int, str]]:
@@ -253,6 +254,7 @@ class CheckpointFolder:
         return whole, faults
 
     def _cut_off(self, step: int) -> str:
+        """Return the fault of a checkpoint without a manifest."""
         return f"{self.path(step)}: has no manifest, as if its writing was cut off"
 
     def _prune(self, warn: Callable[[str], None]) -> None:

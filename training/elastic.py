@@ -172,6 +172,7 @@ class Memory(Continuation):
 
 
 def _elastic_of(engine: Engine) -> Elastic:
+    """Return the elastic part of an engine's processes, which every engine here has."""
     elastic = engine.processes.elastic
     assert elastic is not None
     return elastic

@@ -235,6 +235,7 @@ def _usual(names: Mapping[str, torch.Tensor]) -> List[str]:
 
 
 def _is_usual(part: str) -> bool:
+    """Return whether programs keep the model that they train under such a key."""
     return part in _USUAL or _AVERAGE.search(part) is not None
 
 
@@ -264,6 +265,7 @@ def _only(path: Path, prefixes: Sequence[str]) -> str:
 
 
 def _shown(prefix: str) -> str:
+    """Return a prefix as messages show it."""
     return prefix.rstrip(".") or "the names without a prefix"
 
 

@@ -97,6 +97,7 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
 
 
 def _difference(rank: int, other: _Facts, first: _Facts) -> str:
+    """Return in which facts a rank differs from the first."""
     return (
         f"rank {rank} finds {other.training_images} training and {other.validation_images} "
         f"validation images of {len(other.classes)} classes, rank 0 {first.training_images} and "

@@ -110,4 +110,5 @@ def _norms(norms: Optional[Norms]) -> Dict[str, float]:
 
 
 def _short(number: float) -> float:
+    """Round a number to the digits that are not noise."""
     return float(format(number, _DIGITS))

@@ -234,6 +234,7 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
 
 
 def _selected(log: Log) -> List[Type[Logger]]:
+    """Return the classes of the loggers that a recipe switches on."""
     return [logger for logger in LOGGERS.all_of(log) if getattr(log, logger.key)]
 
 

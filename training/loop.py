@@ -108,6 +108,7 @@ class Trainer:
         self._last_unreadable = ""
 
     def _interval(self, epochs: float) -> int:
+        """Return an interval in steps, at least one."""
         per_epoch = self.lengths.steps_per_epoch
         return max(1, in_steps(epochs, None, None, per_epoch, self.recipe.batch.global_))
 
@@ -245,6 +246,7 @@ class Trainer:
         self._raise(Stopped, f"{name_of(number)}: {text}")
 
     def _note_signal(self, number: int, frame: object) -> None:
+        """Remember a signal until the update is done; a second Ctrl-C ends the run at once."""
         # Only noted: an update that is broken off could not be saved.
         if self._signal is None:
             self._signal = number
@@ -323,6 +325,7 @@ class Trainer:
         return f" noise {whole}"
 
     def _window(self, update: Update) -> log_line.Window:
+        """Return the sums since the last log line. Waits for the device."""
         progression = self.progression
         batch = update.steps * self.recipe.batch.global_
         return log_line.Window(
@@ -339,6 +342,7 @@ class Trainer:
         )
 
     def _begin_window(self) -> None:
+        """Begin new sums, once a log line has reported the old ones."""
         self._loss.zero_()
         self._correct.zero_()
         self.progression.images = 0
@@ -487,6 +491,7 @@ class Trainer:
         self.continuation.keep(self.engine, self.progression)
 
     def _note_sums(self) -> None:
+        """Copy the sums of the loop into the state that is saved. Waits for the device."""
         progression = self.progression
         progression.seconds = self._clock.seconds()
         progression.paused = self._clock.paused
@@ -592,6 +597,7 @@ class Trainer:
         return "  ".join(parts)
 
     def _epochs(self, step: int) -> float:
+        """Return how many epochs so many steps are."""
         return step / self.lengths.steps_per_epoch
 
 

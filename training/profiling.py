@@ -85,11 +85,13 @@ class MemoryHistory:
             self._end()
 
     def _dump(self) -> None:
+        """Write the snapshot."""
         with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self._path))
 
     def _end(self) -> None:
+        """End the recording of the history, if it is on."""
         if self._on:
             torch.cuda.memory._record_memory_history(enabled=None)
         self._on = False
@@ -162,6 +164,7 @@ class Recordings:
             self._stop()
 
     def _start(self) -> None:
+        """Begin a profile."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._engine.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -194,4 +197,5 @@ def snapshot_file(folder: Path, rank: int) -> Path:
 
 
 def _file(folder: Path, rank: int, suffix: str) -> Path:
+    """Return a rank's file below a run folder."""
     return folder / "profile" / f"rank-{rank:04d}.{suffix}"

@@ -159,6 +159,7 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
 
 
 def _trained_classes(recipe: Recipe, images: Images) -> ClassNames:
+    """Return the classes of the training images, on the main rank."""
     named = class_names(recipe.data, "train")
     if named:
         return named

@@ -251,14 +251,17 @@ def _run_folder(
 
 
 def _device_name(wanted: str, place: Topology) -> str:
+    """Return the name of a device, for the user."""
     return "IPUs" if wanted == "ipu" else name_of(device_of(wanted, place))
 
 
 def _device_kind(wanted: str, place: Topology) -> str:
+    """Return `cpu`, `cuda` or `ipu`."""
     return "ipu" if wanted == "ipu" else device_of(wanted, place).type
 
 
 def _memory_history(recipe: Recipe, processes: Processes, say: Say) -> MemoryHistory:
+    """Return the context that records this rank's memory, if the recipe asks for it."""
     place = processes.topology
     folder = Path(arithmetic.output_folder(recipe))
     file = profiling.snapshot_file(folder, place.rank)
@@ -266,12 +269,14 @@ def _memory_history(recipe: Recipe, processes: Processes, say: Say) -> MemoryHis
 
 
 def _printing(processes: Processes) -> Say:
+    """Return a function that prints a line, on the main rank only."""
     if not processes.topology.is_main:
         return _silent
     return functools.partial(print, flush=True)
 
 
 def _silent(line: str) -> None:
+    """Print nothing."""
     pass
 
 
@@ -427,6 +432,7 @@ def _monitor(session: _Session, progression: Progression) -> Monitor:
 
 
 def _recordings(session: _Session, monitor: Monitor) -> Recordings:
+    """Return the recordings of torch's profilers."""
     file = profiling.profile_file(session.path, session.engine.topology.rank)
     return Recordings(
         session.recipe.log.profile,
@@ -449,6 +455,7 @@ def _flops_by_epoch(recipe: Recipe) -> Callable[[int], float]:
 
 
 def _exit_code(error: Optional[BaseException]) -> int:
+    """Return the exit code that loggers report for an error, or for none."""
     if error is None:
         return DONE
     return STOPPED if isinstance(error, Stopped) else FAILED

@@ -107,6 +107,7 @@ class RunFolder:
         _write_starts(self.path, [*before, {**last, **facts}])
 
     def close(self) -> None:
+        """Give the folder back; a second call does nothing."""
         if not self._lock.closed:
             self._lock.close()
             os.close(self._opened)
@@ -232,10 +233,12 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
 
 
 def _shown(value: object) -> object:
+    """Return a value as a recipe could have it."""
     return "null" if value is None else value
 
 
 def _write_starts(folder: Path, entries: Sequence[dict]) -> None:
+    """Write the entries of `environment.json`."""
     write_text(folder / _ENVIRONMENT, json_text({"starts": entries}, indent=1) + "\n")
 
 
@@ -276,6 +279,7 @@ def _revision() -> Optional[str]:
 
 
 def _versions() -> Dict[str, str]:
+    """Return the versions of the libraries that compute."""
     import numpy
     import timm
     import torch

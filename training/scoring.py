@@ -233,6 +233,7 @@ def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str)
 
 
 def _scores(total: Counts, unreadable: int) -> Scores:
+    """Return means over all readable images."""
     images = int(total.images)
     return Scores(
         top1=float(total.top1) / images,

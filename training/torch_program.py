@@ -175,6 +175,7 @@ def _note_unneeded(calls: Sequence[_Call], kept: Set[str]) -> None:
 
 
 def _resolved(argument: Any, values: _Tensors) -> Any:
+    """Return the tensor that an argument names, or the argument."""
     return values[argument] if isinstance(argument, _Value) else argument
 
 

@@ -117,6 +117,7 @@ _SEQUENCES: _Modules = {"collections": ("deque",)}
 
 
 def _by_name() -> Dict[str, type]:
+    """Return the stand-in for each class or function, by its full name."""
     # Named in full, as torch's list of safe globals wants them.
     tables = ((_Ignored, _IGNORED), (_Mapping, _MAPPINGS), (_Sequence, _SEQUENCES))
     stand_ins: Dict[str, type] = {}

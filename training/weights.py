@@ -284,6 +284,7 @@ def _download(name: str) -> StoredWeights:
 
 
 def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
+    """Return the weights of a run folder's newest, or best, checkpoint. Raises CheckpointError."""
     # Only read: nothing is pruned, so that the numbers to keep do not matter.
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
     load = checkpoints.load_best if best else checkpoints.load_newest
@@ -300,6 +301,7 @@ def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
 
 
 def _read_file(path: Path, which: str) -> StoredWeights:
+    """Return the weights in a file, by whatever program. Raises CheckpointError."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path, which)
     content = unpickled_of_others(path)
@@ -341,6 +343,7 @@ def _begun_averages(state: dict) -> Dict[str, dict]:
 
 
 def _read_safetensors(path: Path, which: str) -> StoredWeights:
+    """Return the weights in a .safetensors file, which may be another program's."""
     from safetensors import SafetensorError, safe_open
 
     # Names are asked for by keys(): the object is no mapping.
@@ -362,5 +365,6 @@ def _read_safetensors(path: Path, which: str) -> StoredWeights:
 
 
 def _of_other_program(path: Path, content: object, which: str) -> StoredWeights:
+    """Return the weights of the one model in another program's file."""
     chosen = foreign.choose(path, content, which)
     return StoredWeights(path, chosen.tensors, which=chosen.which, notes=chosen.notes)

@@ -105,6 +105,7 @@ def _device_optimizer(
 
 
 def _state_type(precision: Precision) -> Name:
+    """Return the type of a state tensor that may have that of the weights."""
     return Name("torch.half") if precision.weights == "float16" else _FLOAT
 
 

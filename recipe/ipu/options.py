@@ -99,6 +99,7 @@ def evaluation_overlaps(recipe: Recipe) -> bool:
 
 
 def _overlap_allowed(recipe: Recipe) -> bool:
+    """Return whether the recipe lets transfers overlap, and the stages can."""
     # PopTorch refuses it for a pipeline; null asks for it wherever it is possible.
     return recipe.ipu.overlap_io is not False and not pipelined(recipe)
 
@@ -366,6 +367,7 @@ def _recomputation(recipe: Recipe) -> Iterator[Setting]:
 
 
 def _popart(name: str, value: object, source: str) -> Setting:
+    """Return a setting that PopTorch has no method for."""
     return Setting("Options._Popart.set", (name, value), source)
 
 
@@ -375,4 +377,5 @@ def shown(value: object) -> str:
 
 
 def _listed(arguments: tuple) -> str:
+    """Return arguments as they stand in a call."""
     return ", ".join(map(shown, arguments))

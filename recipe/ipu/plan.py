@@ -65,6 +65,7 @@ def lines(recipe: Recipe, batch: Batch) -> List[str]:
         recipe: of the run.
         batch: how its global batch is divided.
     """
+    # A plan without poprun is of one process that serves all replicas.
     launched = poprun.launched_by(os.environ)
     served = launched.served if launched else batch.replicas
     text = [f"note       {note}" for note in options.notes(recipe, batch.replicas, served)]
@@ -103,4 +104,5 @@ def as_data(recipe: Recipe, batch: Batch) -> dict:
 
 
 def _plain(value: object) -> object:
+    """Return a value as JSON can have it."""
     return str(value) if isinstance(value, (optimizers.Name, options.Chain)) else value

@@ -69,6 +69,7 @@ def is_first_instance(environment: Mapping[str, str]) -> bool:
 
 
 def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
+    """Return a variable's number; None where it is not set. Raises ConfigError."""
     text = environment.get(name)
     if text is None:
         return None

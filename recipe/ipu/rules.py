@@ -115,6 +115,7 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def _faults_of_precision(recipe: Recipe) -> Iterator[str]:
+    """Yield faults of number formats."""
     weights = recipe.precision.weights
     compute = compute_dtype(recipe)
     if compute != weights:
@@ -129,6 +130,7 @@ def _faults_of_precision(recipe: Recipe) -> Iterator[str]:
 
 
 def _faults_of_activations(recipe: Recipe) -> Iterator[str]:
+    """Yield faults of what is kept for the backward pass."""
     recompute = recipe.parallel.recompute
     if isinstance(recompute, list):
         reason = "PopART recomputes all blocks or none"
@@ -141,6 +143,7 @@ def _faults_of_activations(recipe: Recipe) -> Iterator[str]:
 
 
 def _faults_of_transfers(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Yield faults of transfers that are to overlap; null asks for that where it is possible."""
     if not recipe.ipu.overlap_io:
         return
     if pipelined(recipe):
@@ -155,6 +158,7 @@ def _faults_of_transfers(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def _faults_of_numbers(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Yield the fault of each number that PopTorch or the pod does not take."""
     ipu = recipe.ipu
     stages = recipe.parallel.stages
     proportions = ipu.available_memory_proportion
@@ -165,10 +169,12 @@ def _faults_of_numbers(recipe: Recipe, batch: Batch) -> Iterator[str]:
     if iterations is not None and pipelined(recipe) and iterations < stages:
         reason = f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"
         yield f"ipu.evaluation_iterations {iterations} on IPUs: {reason}"
-    for key, value in (("parallel.stages", batch.stages), ("parallel.replicas", batch.replicas)):
+    counts = {"parallel.stages": batch.stages, "parallel.replicas": batch.replicas}
+    for key, value in counts.items():
         if not is_power(value):
             above = 1 << value.bit_length()
-            yield f"{key} {value} on IPUs: IPUs come in powers of two; use {above // 2} or {above}"
+            below = above // 2
+            yield f"{key} {value} on IPUs: IPUs come in powers of two; use {below} or {above}"
     if ipu.io_tiles % 2:
         reason = f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"
         yield f"ipu.io_tiles {ipu.io_tiles} on IPUs: {reason}"
