@@ -395,7 +395,7 @@ def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
         strength: levels.
         noise: int16 in [-128, 128), one number a pixel.
     """
-    # In 16 bits, which hold every sum: wider numbers would take twice the time.
+    # In 16 bits, which hold every product and sum.
     added = noise.reshape(pixels.shape) * np.int16(strength) >> 8
     noisy = np.clip(added + pixels, 0, 255)
     return noisy.astype(np.uint8, order="C")
