@@ -327,5 +327,5 @@ def test_a_model_whose_name_has_no_size_needs_one_in_the_recipe():
     """EfficientNets have one by their name; families that somebody adds need not."""
     recipe = load(QUICKSTART)
     model = recipe.model.model_copy(update={"image_size": None})
-    with pytest.raises(ConfigError, match="model.image_size is null, .* give the pixels a side, e.g. model.image_size="):
+    with pytest.raises(ConfigError, match=r"model\.image_size is null, .* give the pixels a side"):
         divide(recipe.model_copy(update={"model": model}))
