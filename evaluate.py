@@ -80,6 +80,7 @@ def main(arguments=None) -> int:
 
 
 def _parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
         prog="evaluate.py",
         description="Score trained weights on validation images, or classify images.",
@@ -96,6 +97,7 @@ def _parser() -> Parser:
         help="recipe; default: the one that the run was trained by",
     )
     add_choice_of_weights(parser)
+    # Takes any number of words, so also overrides that follow it: see main.
     parser.add_argument(
         "--images",
         nargs="+",
@@ -122,6 +124,7 @@ def _opened(options) -> _Model:
     # Late: a wrong command line is refused before torch is loaded.
     from training import exported, scoring, weights
 
+    # With --best a folder is meant, even one that is called like a program.
     suffix = Path(options.checkpoint).suffix
     if suffix in (exported.ONNX, exported.PROGRAM) and not options.best:
         model = exported.read(options.checkpoint, options.weights)
@@ -160,38 +163,49 @@ def _score(options) -> int:
 def _evaluation(model: _Model) -> _Evaluation:
     """Score the validation images of the model's recipe; the engine is closed."""
     from data.loader import EvaluationBatches
-    from data.sources import open_source
-    from training import classes, progress, scoring
+    from training import progress, scoring
 
-    data = model.recipe.data
-    number = model.recipe.model.classes
-    # Images get the model's labels, whatever the order of the classes in the data.
-    known = classes.of_model(model.stored, data, number)
-    source = open_source(data, number, "validation", known.names)
-    for note in (known.note, *source.notes):
-        if note:
-            print(note)
+    source = _labelled_source(model)
+    label_count = model.recipe.model.classes
     batches = EvaluationBatches(
         source,
-        data=data,
+        data=model.recipe.data,
         image_size=model.recipe.model.image_size,
         batch=model.recipe.batch.evaluation,
         device=model.engine.device,
     )
     try:
         counted = progress.counted(batches, len(batches), "batches are scored")
-        report = scoring.score(model.engine, counted, number)
+        report = scoring.score(model.engine, counted, label_count)
     finally:
         batches.close()
         model.engine.close()
     return _Evaluation(
         stored=model.stored,
         report=report,
-        title=scoring.accuracy(report.top1, report.top5, number),
+        title=scoring.accuracy(report.top1, report.top5, label_count),
         rows=scoring.class_rows(report, source.classes),
         classes=source.classes,
         notes=source.notes,
     )
+
+
+def _labelled_source(model: _Model) -> Any:
+    """Open the validation images, with the model's labels; print what the user should know of them.
+
+    The order of the classes in the data does not matter.
+    """
+    from data.sources import open_source
+    from training import classes
+
+    data = model.recipe.data
+    label_count = model.recipe.model.classes
+    known = classes.of_model(model.stored, data, label_count)
+    source = open_source(data, label_count, "validation", known.names)
+    for note in (known.note, *source.notes):
+        if note:
+            print(note)
+    return source
 
 
 def _write(folder: Path, evaluation: _Evaluation) -> None:
@@ -240,11 +254,11 @@ def _classify(options, files: Sequence[str]) -> int:
     from training import classes
 
     model = _opened(options)
-    number = model.recipe.model.classes
+    label_count = model.recipe.model.classes
     try:
-        known = classes.of_model(model.stored, model.recipe.data, number)
+        known = classes.of_model(model.stored, model.recipe.data, label_count)
     except DataError:  # neither the file nor the data names them
-        known = classes.Known(tuple(f"class {label}" for label in range(number)))
+        known = classes.Known(tuple(f"class {label}" for label in range(label_count)))
     if known.note:
         print(known.note)
     for file in files:
@@ -256,6 +270,17 @@ def _classify(options, files: Sequence[str]) -> int:
 
 def _guesses(model: _Model, file: str, names: Sequence[str]) -> List[str]:
     """Return the likeliest classes of an image with their probabilities, as text."""
+    from training.metrics import TOP
+
+    batch = _batch_of_one(model, file)
+    probabilities = model.engine.predict_step(batch).softmax(1)[0]
+    best = probabilities.topk(min(TOP, len(names)))
+    guesses = zip(best.values.tolist(), best.indices.tolist())
+    return [f"{names[label]} {share:.1%}" for share, label in guesses]
+
+
+def _batch_of_one(model: _Model, file: str) -> Any:
+    """Return the micro batch of an image in a file, whose label is not known."""
     import torch
 
     from data import damage
@@ -263,19 +288,17 @@ def _guesses(model: _Model, file: str, names: Sequence[str]) -> List[str]:
     from data.batches import MicroBatch
     from data.encoded import EncodedImage, read_image
     from data.transforms import Evaluation
-    from training.metrics import TOP
 
     try:
         encoded = read_image(file)
     except UnreadableImage as error:
         raise DataError(f"{error}; name an image file") from None
-    # A batch of one image, whose label is not known.
     image = EncodedImage(encoded, printable(file))
     transform = Evaluation(model.recipe.data.crop_fraction)
     pixels = transform(image, model.recipe.model.image_size, epoch=0, index=0)
     damage.report([image.damage] if image.damage else [])
     unknown = torch.zeros(1, dtype=torch.int64)
-    batch = MicroBatch(
+    return MicroBatch(
         images=pixels[None].contiguous(),
         labels=unknown,
         indices=unknown,
@@ -284,7 +307,3 @@ def _guesses(model: _Model, file: str, names: Sequence[str]) -> List[str]:
         step=0,
         unreadable=(),
     )
-    probabilities = model.engine.predict_step(batch).softmax(1)[0]
-    best = probabilities.topk(min(TOP, len(names)))
-    guesses = zip(best.values.tolist(), best.indices.tolist())
-    return [f"{names[label]} {share:.1%}" for share, label in guesses]

@@ -65,6 +65,21 @@ def main(arguments=None) -> int:
     Returns:
         The exit code.
     """
+    options = _parser().parse_intermixed_args(arguments)
+    stopping.listen_early()
+    try:
+        return _run(options)
+    except UserError as error:
+        # poprun starts many of this process with the same input: the first prints what is wrong
+        # with it, and MPI ends the others as it ends. If only their host's files are wrong, they
+        # print it themselves.
+        if str(error) and not poprun.is_first_instance(os.environ):
+            time.sleep(_FIRST_PRINTS_SECONDS)
+        raise
+
+
+def _parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
         prog="train.py",
         description="Train a recipe; a run that was cut off resumes from its last checkpoint.",
@@ -86,21 +101,12 @@ def main(arguments=None) -> int:
         metavar="section.key=value",
         help="replaces a key of the recipe",
     )
-    options = parser.parse_intermixed_args(arguments)
-    stopping.listen_early()
-    try:
-        return _run(options)
-    except UserError as error:
-        # poprun starts many of this process with the same input: the first prints what is wrong
-        # with it, and MPI ends the others as it ends. If only their host's files are wrong, they
-        # print it themselves.
-        if str(error) and not poprun.is_first_instance(os.environ):
-            time.sleep(_FIRST_PRINTS_SECONDS)
-        raise
+    return parser
 
 
 def _run(options) -> int:
     """Check the recipe, without torch; print its plan or train it. Returns the exit code."""
+    # Quick checks first: a wrong recipe is refused before torch is loaded.
     config = options.config
     recipe = loading.load(config, options.overrides)
     naming(config, relaunch.settle, recipe)

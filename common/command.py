@@ -51,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args([self._at_home(word) for word in words], namespace)
 
     def _at_home(self, word):
+        """Return a word with the home folder in the place of the ~ behind its =."""
         flag, equals, path = str(word).partition("=~")
         if not equals or not flag.startswith("--"):
             return word
@@ -106,6 +107,7 @@ def run(file, computes=True):
     # Else a launcher or nohup wants it ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    # The file runs as __main__: its main() is taken from the module of its own name.
     path = os.path.relpath(os.path.realpath(file), _ROOT)
     name = os.path.splitext(path)[0].replace(os.sep, ".")
 
@@ -121,6 +123,7 @@ def run(file, computes=True):
 
 def _set_variables(computes):
     """Set variables that libraries read once, unless the user has set them."""
+    # Before torch is imported: OpenMP reads its variable once.
     limit = cores.limited() if computes else None
     if limit is not None:
         for variable in _OF_CORES:
@@ -203,6 +206,7 @@ def finish(main):
         code = FAILED
         ending.leave_if_peer_lost(error, code)
         traceback.print_exc()
+    # A full disk shows only now where output is redirected into a file.
     not_written = one_line()(sys.stdout.flush)()
     code = code or not_written or DONE
     if _connected() is not None:

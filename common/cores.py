@@ -65,6 +65,7 @@ def quota(root: str = "/") -> Optional[float]:
     Sources: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst
     (cpu.cfs_quota_us).
     """
+    # A group inherits the limits of those around it without showing them.
     limits: List[float] = []
     with contextlib.suppress(OSError, ValueError):  # not Linux, or nothing that can be read
         for folder, version in _groups(Path(root)):
@@ -75,6 +76,7 @@ def quota(root: str = "/") -> Optional[float]:
 
 
 def _of_affinity() -> int:
+    """Return how many cores this process may run on, whatever they are paid for."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -99,6 +101,7 @@ def _groups(root: Path) -> Iterator[Tuple[Path, int]]:
 
 def _paths(root: Path) -> Dict[int, str]:
     """Return the path of this process's group that has the processor, by version of cgroups."""
+    # Version 2 has one line without controllers; with version 1 each controller may have a group.
     paths = {}
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -131,10 +134,7 @@ def _limit(folder: Path, version: int) -> Optional[float]:
             amount = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8")
             period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
         cores = int(amount) / int(period)
-    except (
-        OSError,
-        ValueError,
-        ZeroDivisionError,
-    ):  # the highest group has no such file; "max" is no number
+    # The highest group has no such file, and "max" is no number.
+    except (OSError, ValueError, ZeroDivisionError):
         return None
     return cores if cores > 0 else None  # -1: no limit

@@ -153,6 +153,8 @@ def _run(command: Sequence[str], messages: Path) -> bytes:
 
 
 def _wait(compiler: str, process: subprocess.Popen, messages: Path) -> None:
+    """Wait until a compiler ends. Raises CompilerError where it takes too long or prints too much."""
+    # A compiler that hangs, or prints without end, must not hold up or fill a machine.
     deadline = time.monotonic() + _SECONDS
     while process.poll() is None:
         if time.monotonic() > deadline:
@@ -201,6 +203,7 @@ def _loaded(kept: Optional[Path], key: str, folder: Path) -> Optional[ctypes.CDL
             if not _private(os.fstat(stream.fileno())):
                 return None
             content = stream.read(_MOST_LIBRARY_BYTES)
+        # A library that is cut short, or altered, would crash the process as it is called.
         binary = content[:-_CHECKSUM_BYTES]
         if content[-_CHECKSUM_BYTES:] != _checksum(key, binary):
             return None
@@ -257,6 +260,8 @@ def _alone(kept: Optional[Path]) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
+    """Lock a file, or go on without after as long as a compiler may take."""
+    # Not by a lock that waits: its holder may hang, and then a second compilation is the lesser evil.
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:
         try:

@@ -41,6 +41,7 @@ def take(url: str) -> str:
         ValueError: the end of the password is ambiguous, or a web address has a fragment, which no
             server would get.
     """
+    # Schemes are compared as text below, and by fsspec.
     given = url
     url = _small_scheme(url)
     place, _ = _split(url)
@@ -54,6 +55,7 @@ def take(url: str) -> str:
         )
     if public != url:
         _known[public.rstrip("/")] = url
+    # The run folder stores the command line.
     if public != given:
         sys.argv[:] = [masked(word.replace(given, public)) for word in sys.argv]
     return public
@@ -63,6 +65,8 @@ def _is_ambiguous(url: str) -> bool:
     """Return whether a part of a password may be left in a URL whose user and password were
     removed.
     """
+    # An @ that is left belongs to a password with one of / ? # in it, unless what stands before it
+    # is an ordinary host and port.
     address = url.rpartition("://")[2]
     port = re.split("[/?#]", address)[0].partition(":")[2]
     return "@" in address and port != "" and not port.isdigit()
@@ -88,28 +92,33 @@ def restored(place: str) -> Tuple[str, str]:
 
 
 def _small_scheme(url: str) -> str:
-    return _SCHEME.sub(lambda found: found.group().lower(), url)
+    """Return a URL with its scheme in small letters."""
+    return _SCHEME.sub(lambda match: match.group().lower(), url)
 
 
 def _without_user(text: str) -> str:
-    return _USER.sub(lambda found: found.group(1) or found.group(2), text)
+    """Return a text without the user and password of each URL in it."""
+    return _USER.sub(lambda match: match.group(1) or match.group(2), text)
 
 
 def _split(url: str) -> Tuple[str, str]:
     """Return the place that a URL names, and the query or parameters behind it, with their mark."""
-    found = _PLACE_OF_URL.search(url)
-    return (url[: found.end()], url[found.end() :]) if found else (url, "")
+    match = _PLACE_OF_URL.search(url)
+    return (url[: match.end()], url[match.end() :]) if match else (url, "")
 
 
 def environment() -> Dict[str, str]:
     """Return environment variables that give another process the credentials that were taken last."""
     if not _known:
         return {}
+    # A run has one place of images, so the last is the one.
     last = list(_known.values())[-1]
     return {ENVIRONMENT: last}
 
 
 def _with_netrc(place: str) -> str:
+    """Return a web address with the user and password that ~/.netrc has for its host, if any."""
+    # Only web servers: other places have credentials of their own kind, in files of their own.
     host = _HOST.search(place)
     if host is None:
         return place

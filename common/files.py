@@ -19,13 +19,13 @@ def expanded(path: str) -> str:
     Raises:
         ValueError: there is no such user; the folder would be called `~user`.
     """
-    found = os.path.expanduser(path)
-    if found.startswith("~"):
+    at_home = os.path.expanduser(path)
+    if at_home.startswith("~"):
         user = path.partition("/")[0]
         raise ValueError(
             f"{user} is no home folder here; correct the path, or write ./{user} for that name"
         )
-    return found
+    return at_home
 
 
 def user_cache() -> Path:
@@ -72,6 +72,7 @@ def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterat
         durable: whether content and name are on the disk then.
         shared: whether other processes may write this file.
     """
+    # Beside it, as a rename works within one file system only.
     owner = f".{os.getpid()}" if shared else ""
     temporary = path.with_name(f"{path.name}{owner}.tmp")
     try:
@@ -80,6 +81,7 @@ def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterat
             if durable:
                 _sync(temporary)
             os.replace(temporary, path)
+            # The new name is an entry of the folder, which a crash can lose as well.
             if durable:
                 _sync(path.parent)
     except BaseException:
@@ -104,6 +106,7 @@ def write_text(path: Path, text: str) -> None:
 
 def _sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
+    # Also of a folder, which Python cannot open as a file.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

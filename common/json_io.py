@@ -17,6 +17,7 @@ def parse_json(text: Union[str, bytes]) -> Any:
     """Parse `text` as JSON. Raises ValueError if it is invalid, longer than MOST_BYTES, or nested
     too deeply.
     """
+    # Before it is parsed: Python's objects take many times the memory of their text.
     if len(text) > MOST_BYTES:
         raise ValueError(f"{len(text):,} bytes of JSON, more than {MOST_BYTES:,}")
     try:
@@ -47,6 +48,7 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def _valid(value: Any) -> Any:
+    """Return a value with None in the place of each float that is not finite."""
     if isinstance(value, dict):
         return {key: _valid(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

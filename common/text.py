@@ -43,6 +43,8 @@ def printable(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
+    """Return a character, or the escape that stands for it."""
+    # A no-break space, say, is not printable to Python, but harmless.
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     if "\udc80" <= character <= "\udcff":  # how os.fsdecode keeps a byte that is no UTF-8

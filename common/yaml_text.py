@@ -55,6 +55,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _refuse(self, event, problem):
+        """Raise an error that has the place of an event."""
         raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 
@@ -85,6 +86,8 @@ for _class in (_Loader, Dumper):
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    """Make a dictionary; refuse a key that is no text, or is given twice."""
+    # PyYAML keeps the last of two equal keys: whoever wrote the first would wonder.
     seen = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
@@ -119,6 +122,7 @@ class _ValueLoader(_Loader):
         self._refuse_comment(before)
 
     def _refuse_comment(self, before):
+        """Raise _Comment if the scanner has just skipped one."""
         # PyYAML keeps a text whole in its buffer, so what lies between two positions is what was
         # skipped.
         skipped = self.buffer[before : self.pointer]
@@ -171,6 +175,7 @@ def parse_value(text: str, place: str, plain_items: bool = False) -> Any:
 
 
 def _fault(error: yaml.YAMLError, place: str) -> str:
+    """Return one line for an error of PyYAML."""
     problem = getattr(error, "problem", None) or str(error)
     return f"{place}: not valid YAML: {' '.join(problem.split())}"
 

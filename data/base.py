@@ -27,6 +27,7 @@ class Box(NamedTuple):
 class Image(abc.ABC):
     """One image, of which only the requested part is decoded."""
 
+    # Boxes are drawn by the size, before anything is decoded.
     height: int  # of the upright image
     width: int
     damage: str = ""  # names the file and its fault, once its pixels were read in spite of that
@@ -167,6 +168,7 @@ class Names:
             blocks: names without separators.
             lengths: integers [names], bytes of each name in a block.
         """
+        # Ends, not starts and lengths: one array is enough.
         self._block = b"".join(blocks)
         self._ends = np.cumsum(np.concatenate(lengths), dtype=np.uint64)
 
@@ -200,5 +202,5 @@ def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     Returns:
         int64 [size], a permutation of range(size).
     """
-    numbers = np.arange(size, dtype=np.int64)
-    return np.argsort(bits32(key("order", seed, epoch), numbers))
+    indices = np.arange(size, dtype=np.int64)
+    return np.argsort(bits32(key("order", seed, epoch), indices))

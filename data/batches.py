@@ -2,15 +2,24 @@
 
 from typing import List, NamedTuple, Tuple
 
+import numpy as np
 import torch
+
+
+class Request(NamedTuple):
+    """A micro batch to be read."""
+
+    step: int
+    epoch: int
+    number: int  # within the step, counted over all replicas
+    image_size: int  # pixels a side
+    indices: List[int]  # of the images in their source
 
 
 class MicroBatch(NamedTuple):
     """Images of one forward pass. Rows from `valid` on are padding: black, label 0, index -1.
 
-    `valid` can be 0: with data.bad_images=skip, when none of the images can be read. Readers give
-    labels and indices as NumPy arrays: every tensor that leaves a worker costs the training process
-    0.2 to 0.3 ms.
+    `valid` can be 0: with data.bad_images=skip, when none of the images can be read.
     """
 
     images: torch.Tensor  # uint8 [micro, 3, size, size]; channels may be last in memory
@@ -23,11 +32,30 @@ class MicroBatch(NamedTuple):
     damaged: Tuple[str, ...] = ()  # about images that were read in spite of a fault, one each
 
 
-class Request(NamedTuple):
-    """A micro batch to be read."""
+class ReadBatch(NamedTuple):
+    """A micro batch as a reader gives it: labels and indices are NumPy arrays.
 
+    Every tensor that leaves a worker costs the training process 0.2 to 0.3 ms.
+    """
+
+    images: torch.Tensor
+    labels: np.ndarray  # int64 [micro]
+    indices: np.ndarray  # int64 [micro]
+    valid: int
+    number: int
     step: int
-    epoch: int
-    number: int  # within the step, counted over all replicas
-    image_size: int  # pixels a side
-    indices: List[int]  # of the images in their source
+    unreadable: Tuple[str, ...]
+    damaged: Tuple[str, ...] = ()
+
+    def with_tensors(self) -> MicroBatch:
+        """Return the micro batch for an engine, which shares the memory of this one."""
+        return MicroBatch(
+            images=self.images,
+            labels=torch.from_numpy(self.labels),
+            indices=torch.from_numpy(self.indices),
+            valid=self.valid,
+            number=self.number,
+            step=self.step,
+            unreadable=self.unreadable,
+            damaged=self.damaged,
+        )

@@ -48,6 +48,7 @@ def places(names: Sequence[str], others: Sequence[str]) -> np.ndarray:
     Returns:
         int64 [names], -1 for those that are not there.
     """
+    # Equal names are told apart by how many stand before them.
     place_of = {name: place for place, name in enumerate(_distinct(others))}
     positions = [place_of.get(name, _ABSENT) for name in _distinct(names)]
     return np.array(positions, dtype=np.int64)
@@ -58,9 +59,9 @@ def _distinct(names: Sequence[str]) -> List[Tuple[str, int]]:
     seen: Dict[str, int] = {}
     numbered = []
     for name in names:
-        number = seen.get(name, 0)
-        numbered.append((name, number))
-        seen[name] = number + 1
+        equal_before = seen.get(name, 0)
+        numbered.append((name, equal_before))
+        seen[name] = equal_before + 1
     return numbered
 
 
@@ -77,7 +78,8 @@ def matched(source: Source, names: Sequence[str], know_all: bool = False) -> Sou
         DataError: none of the images is of those classes, or see `know_all`.
     """
     # Labels of the model for the source's images, -1 for images of classes that it does not know.
-    labels = places(source.classes, names)[source.labels]
+    label_of_class = places(source.classes, names)
+    labels = label_of_class[source.labels]
     is_left_out = labels < 0
     unknown_labels = np.unique(source.labels[is_left_out]).tolist()
     unknown = [source.classes[label] for label in unknown_labels]
@@ -91,19 +93,33 @@ def matched(source: Source, names: Sequence[str], know_all: bool = False) -> Sou
             f"{listed(source.classes)}; the model knows {listed(names)}; "
             "give images of those classes, under the same names"
         )
-    # The user learns of the differences that are no errors.
+    notes = _differences(labels, names, unknown)
+    # Without the indirection that `_Matched` puts before each image.
+    if tuple(names) == source.classes and not notes:
+        return source
+    lines = tuple(printable(f"{source.place}: {note}") for note in notes)
+    return _Matched(source, tuple(names), labels, lines)
+
+
+def _differences(labels: np.ndarray, names: Sequence[str], unknown: Sequence[str]) -> List[str]:
+    """Return notes on differences between a model's classes and the data's that are no errors.
+
+    Args:
+        labels: int64 [images], -1 for images of classes that the model does not know.
+        names: of the model's classes, by label.
+        unknown: names of the classes that it does not know.
+    """
     notes = []
+    is_left_out = labels < 0
     if unknown:
-        left_out = f"{count(int(is_left_out.sum()), 'image')} of {_classes(unknown)}"
+        images = count(int(is_left_out.sum()), "image")
+        left_out = f"{images} of {_classes(unknown)}"
         notes.append(f"left out {left_out} that the model does not know: {listed(unknown)}")
     images_of_class = np.bincount(labels[~is_left_out], minlength=len(names)).tolist()
     absent = [name for name, images in zip(names, images_of_class) if not images]
     if absent:
         notes.append(f"has no images of {_classes(absent)}: {listed(absent)}")
-    if tuple(names) == source.classes and not notes:
-        return source
-    lines = tuple(printable(f"{source.place}: {note}") for note in notes)
-    return _Matched(source, tuple(names), labels, lines)
+    return notes
 
 
 def _classes(names: Sequence[str]) -> str:
@@ -154,6 +170,7 @@ class _Matched(Source):
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the other source's order of (`seed`, `epoch`), without what is left out."""
+        # Relative order stays, so the images of a shard are still read together.
         number_here = np.full(len(self._source), _ABSENT, dtype=np.int64)
         number_here[self._kept] = np.arange(len(self._kept))
         order = number_here[self._source.order(seed, epoch)]

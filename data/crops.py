@@ -47,6 +47,7 @@ def available() -> bool:
 
 @functools.lru_cache(maxsize=None)
 def _library() -> Optional[ctypes.CDLL]:
+    """Return the compiled library; None where there is no compiler, or it fails."""
     try:
         return library(_SOURCE, ("crop",), _FLAGS)
     except (OSError, CompilerError):
@@ -68,6 +69,7 @@ def crop(
         out: uint8 [results, 3, size, size], channels last in memory; the first len(indices) are
             written.
     """
+    # The function trusts its arguments: what does not hold here would write anywhere in memory.
     size = out.shape[2]
     loaded = _library()
     assert loaded is not None

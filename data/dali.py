@@ -15,7 +15,7 @@ import torch
 
 from common.errors import DataError
 from data.base import Image, UnreadableImage
-from data.batches import MicroBatch, Request
+from data.batches import ReadBatch, Request
 from data.encoded import EncodedImage
 from data.reader import Reader
 from data.transforms import Frame
@@ -82,7 +82,7 @@ class DaliLoader:
         self._threads = threads
         self._device = device
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[ReadBatch]:
         """While DALI makes the images of one micro batch, those of the next are opened.
 
         Closing ends DALI's threads.
@@ -115,6 +115,7 @@ class DaliLoader:
         opened = []
         images = self._reader.source.open_all(request.indices)
         for index, image in zip(request.indices, images):
+            # DALI would decode others with other pixels: see the head of this file.
             job = None
             if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
                 frame = self._transform.frame(image, request.image_size, request.epoch, index)
@@ -127,7 +128,7 @@ class DaliLoader:
         request: Request,
         opened: Iterator[_Opened],
         made: Iterator[Optional[torch.Tensor]],
-    ) -> MicroBatch:
+    ) -> ReadBatch:
         """Gather a micro batch.
 
         Args:
@@ -136,6 +137,7 @@ class DaliLoader:
             made: pixels of those that have a job, None where DALI failed.
         """
         size = request.image_size
+        # On the device of the run: an image that DALI did not make is copied there.
         images = torch.empty(
             (self._reader.rows, 3, size, size),
             dtype=torch.uint8,
@@ -179,6 +181,7 @@ class _Dali:
         self._jobs = jobs
         if not jobs:
             return
+        # Anew after a failure, which leaves a pipeline of no use.
         if self._pipeline is None:
             self._pipeline = self._build()
         self._pipeline.feed_input("encoded", [job.encoded for job in jobs])
@@ -190,7 +193,7 @@ class _Dali:
 
     def _feed(self, name: str, dtype: type) -> None:
         """Feed a pair of numbers of each job."""
-        pairs = np.array([getattr(job, name) for job in self._jobs], dtype)
+        pairs: np.ndarray = np.array([getattr(job, name) for job in self._jobs], dtype)
         self._pipeline.feed_input(name, pairs)
 
     def finish(self) -> List[Optional[torch.Tensor]]:
@@ -211,52 +214,68 @@ class _Dali:
             if len(jobs) == 1:
                 return [None]
         # One image fails the run of all, and the error does not name it.
-        made: List[Optional[torch.Tensor]] = []
+        images_one_by_one: List[Optional[torch.Tensor]] = []
         for job in jobs:
             self.start([job])
-            made += self.finish()
-        return made
+            images_one_by_one += self.finish()
+        return images_one_by_one
 
     def _build(self) -> Any:
         """Build the pipeline, whose inputs are the fields of a job."""
-        from nvidia.dali import Pipeline, fn, types
+        from nvidia.dali import Pipeline
 
-        def pair(name: str, dtype: Any) -> Any:
-            """Return the input `name`, two numbers a job."""
-            return fn.external_source(name=name, ndim=1, dtype=dtype)
-
-        cuda = self._device.type == "cuda"
+        on_gpu = self._device.type == "cuda"
         pipeline = Pipeline(
             self._most,
             self._threads,
-            self._device.index if cuda else None,
-            prefetch_queue_depth=1,
+            self._device.index if on_gpu else None,
+            prefetch_queue_depth=1,  # runs are started one by one
         )
         with pipeline:
-            # Only the box is decoded.
-            encoded = fn.external_source(name="encoded", ndim=1, dtype=types.UINT8, no_copy=True)
-            decoded = fn.decoders.image_slice(
-                encoded,
-                pair("anchor", types.INT32),
-                pair("shape", types.INT32),
-                axis_names="HW",
-                device="mixed" if cuda else "cpu",
-                output_type=types.RGB,
-                adjust_orientation=False,
-                affine=False,  # threads of several ranks would all be bound to the same cores
-            )
-            # Of the box, the part from `first` to `last`; mirrored where these are swapped.
-            resized = fn.resize(
-                decoded,
-                size=pair("size", types.FLOAT),
-                roi_start=pair("first", types.FLOAT),
-                roi_end=pair("last", types.FLOAT),
-                interp_type=types.INTERP_LINEAR,
-                antialias=True,
-            )
-            pipeline.set_outputs(resized)
+            pipeline.set_outputs(_resized(_decoded(on_gpu)))
         pipeline.build()
         return pipeline
+
+
+def _decoded(on_gpu: bool) -> Any:
+    """Return the decoded boxes of the jobs' images, as a node of the pipeline that is being built."""
+    from nvidia.dali import fn, types
+
+    number = types.DALIDataType
+    # Read where they are, without a copy: `_Dali` holds the jobs until the run is over.
+    encoded = fn.external_source(name="encoded", ndim=1, dtype=number.UINT8, no_copy=True)
+    return fn.decoders.image_slice(
+        encoded,
+        _pair("anchor", number.INT32),
+        _pair("shape", number.INT32),
+        axis_names="HW",
+        device="mixed" if on_gpu else "cpu",
+        output_type=types.DALIImageType.RGB,
+        adjust_orientation=False,
+        affine=False,  # threads of several ranks would all be bound to the same cores
+    )
+
+
+def _resized(decoded: Any) -> Any:
+    """Return the part of each box from `first` to `last`; mirrored where these are swapped."""
+    from nvidia.dali import fn, types
+
+    number = types.DALIDataType
+    return fn.resize(
+        decoded,
+        size=_pair("size", number.FLOAT),
+        roi_start=_pair("first", number.FLOAT),
+        roi_end=_pair("last", number.FLOAT),
+        interp_type=types.DALIInterpType.INTERP_LINEAR,
+        antialias=True,
+    )
+
+
+def _pair(name: str, dtype: Any) -> Any:
+    """Return the input `name`, two numbers a job."""
+    from nvidia.dali import fn
+
+    return fn.external_source(name=name, ndim=1, dtype=dtype)
 
 
 def _job(image: EncodedImage, frame: Frame) -> _Job:

@@ -20,6 +20,7 @@ def report(messages: Iterable[str]) -> None:
         messages: each names a file and its fault.
     """
     for message in messages:
+        # Several loaders report, each from a thread of its own.
         with _lock:
             if message in _known or len(_known) > _MOST_NAMED:
                 continue

@@ -114,6 +114,7 @@ def read_header(encoded: bytes, name: str) -> Header:
     Raises:
         UnreadableImage: see `decode`, as far as the header shows.
     """
+    # By content: names of files are often wrong, and the decoders do not read them either.
     if not encoded:
         raise UnreadableImage(f"{name}: the file is empty")
     if encoded.startswith(_JPEG_SIGNATURE):
@@ -130,6 +131,7 @@ def read_header(encoded: bytes, name: str) -> Header:
 
 def _check_limits(header: Header, name: str) -> None:
     """Raise UnreadableImage for a file that would take too much memory or time to decode."""
+    # Before anything is decoded: a file of a kilobyte can promise gigabytes, or hours.
     pixels = header.width * header.height
     size = f"{header.width} x {header.height} pixels"
     if not pixels:
@@ -153,6 +155,8 @@ def _takes_too_long(scans: int, pixels: int) -> bool:
 
 def _jpeg_header(encoded: bytes) -> Optional[Header]:
     """Read up to the first scan's header; None if the data end before it."""
+    # Segments are skipped by their length, so that the thumbnail in an EXIF segment is not taken
+    # for the image.
     application_segments: List[bytes] = []
     frame: Optional[int] = None  # where its header is
     position = _next_marker(encoded, len(_JPEG_SIGNATURE))
@@ -218,6 +222,7 @@ def _jpeg_frame(encoded: bytes, frame: int, scan: int, orientation: int) -> Head
 
 def _jpeg_markers(encoded: bytes, position: int) -> Iterator[int]:
     """Yield codes of a JPEG's markers from a position on, in libjpeg's order, up to the end's."""
+    # Segments are skipped by their length, as what they contain may look like a marker.
     match = _JPEG_MARKER.search(encoded, position)
     while match is not None:
         position = match.end()
@@ -320,8 +325,10 @@ def _decode_pillow(encoded: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of palettes with transparency and damaged EXIF data
         with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG")) as image:
-            if image.mode.startswith("I"):  # 16-bit grey, which convert("RGB") would clip at 255
-                grey = (np.asarray(image) >> 8).astype(np.uint8)
-                return torch.from_numpy(grey).expand(3, -1, -1)
+            # 16-bit grey, which convert("RGB") would clip at 255.
+            if image.mode.startswith("I"):
+                high_bits = np.asarray(image) >> 8
+                grey = torch.from_numpy(high_bits.astype(np.uint8))
+                return grey.expand(3, -1, -1)
             pixels = np.array(image.convert("RGB"))
             return torch.from_numpy(pixels).permute(2, 0, 1)

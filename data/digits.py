@@ -36,12 +36,14 @@ class DigitsSource(MemorySource):
         by_class = np.lexsort((shuffle, labels))
         validates = np.zeros(len(labels), dtype=bool)
         validates[by_class[::_ONE_IN]] = True
-        self._numbers = np.flatnonzero(validates == (split == "validation"))
+        belongs = validates if split == "validation" else ~validates
+        self._numbers = np.flatnonzero(belongs)
         self.labels = labels[self._numbers]
         # Levels up to 16 become levels up to 255, rounded.
         levels = grey[self._numbers].astype(np.uint16) * 255
         pixels = ((levels + _BRIGHTEST // 2) // _BRIGHTEST).astype(np.uint8)
-        self.pixels = torch.from_numpy(pixels)[:, None].repeat(1, 3, 1, 1)
+        one_channel = torch.from_numpy(pixels)[:, None]
+        self.pixels = one_channel.repeat(1, 3, 1, 1)
 
     def name(self, index: int) -> str:
         """Return the number in the file of image `index`."""
@@ -50,4 +52,5 @@ class DigitsSource(MemorySource):
 
 @SOURCES.implements(Digits)
 def _open(data: Digits, classes: int, split: str) -> Source:
+    """Open a split; `classes` is 10, which the recipe has been checked for."""
     return DigitsSource(split)

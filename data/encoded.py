@@ -51,6 +51,7 @@ class EncodedImage(Image):
 
     def pixels(self, box: Optional[Box] = None, enough: Optional[int] = None) -> torch.Tensor:
         """Decode a `box`, or the whole image: see `Image.pixels`."""
+        # Whole decoding is the way out of all that decoders of parts refuse.
         part = None
         try:
             if box is not None and self.plain:
@@ -70,10 +71,13 @@ class EncodedImage(Image):
     def _part(self, box: Box, enough: Optional[int]) -> Optional[torch.Tensor]:
         """Return a box by a decoder of parts, or None if that is for one of whole images."""
         stored = self._stored_box(box)
-        factor = jpeg.largest_factor(min(box.height, box.width), enough)
+        is_small = box.height * box.width <= _LARGEST_PART * self.height * self.width
+        shorter = min(box.height, box.width)
+        factor = jpeg.largest_factor(shorter, enough)
+        # The scaled decoder makes all of the image, of which the box is cut out.
         if factor > 1:
             pixels = jpeg.scaled(self.encoded, stored, factor, self._stored_size, self._complain)
-        elif box.height * box.width <= _LARGEST_PART * self.height * self.width:
+        elif is_small:
             pixels = jpeg.region(self.encoded, stored)
         else:
             return None
@@ -81,6 +85,7 @@ class EncodedImage(Image):
 
     def _stored_box(self, box: Box) -> Box:
         """Return where a box of the upright image is stored: the inverse of `decode.upright`."""
+        # In the reverse order of upright(): mirror first, then swap the axes.
         top, left, height, width = box
         vertical, horizontal = decode.mirrored(self.orientation)
         if vertical:
@@ -98,6 +103,7 @@ def read_image(path: str) -> bytes:
     Raises:
         UnreadableImage: it cannot be read, is no regular file, or is too long.
     """
+    # Bounded, and of regular files only: a pipe or a device in a folder of images would never end.
     try:
         return read_regular(path, decode.MAX_MEMORY)
     except OSError as error:

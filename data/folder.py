@@ -43,11 +43,7 @@ class FolderSource(EncodedSource):
         # Class by class: a folder's paths are joined before the next folder is listed, because
         # millions of separate strings would fill the memory.
         for name in names:
-            paths = sorted(scan.images(os.fsencode(name)))
-            if not paths and not empty_classes:
-                place = os.path.join(folder, name)
-                fault = "no .jpg, .jpeg or .png files in this class folder"
-                raise DataError(f"{place}: {fault}; fill it or remove it")
+            paths = _paths_of_class(scan, folder, name, may_be_empty=empty_classes)
             blocks.append(b"".join(paths))
             lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
             if paths:  # so that an empty folder is the same as none
@@ -72,16 +68,32 @@ class FolderSource(EncodedSource):
         return read_image(self._path(index))
 
     def _path(self, index: int) -> str:
+        """Return the path of an image, which may hold bytes that are no UTF-8."""
         return os.fsdecode(os.path.join(self._folder, self._paths[index]))
+
+
+def _paths_of_class(scan: "_Scan", folder: str, name: str, may_be_empty: bool) -> List[bytes]:
+    """Return the paths of the images of a class, relative to the folder of all classes, sorted.
+
+    Raises DataError where there are none, unless there may be none.
+    """
+    paths = sorted(scan.images(os.fsencode(name)))
+    if not paths and not may_be_empty:
+        place = os.path.join(folder, name)
+        fault = "no .jpg, .jpeg or .png files in this class folder"
+        raise DataError(f"{place}: {fault}; fill it or remove it")
+    return paths
 
 
 @SOURCES.implements(Folder)
 def _open(data: Folder, classes: int, split: str) -> Source:
+    """Open the class folders of a split; only validation may lack images of a class."""
     return FolderSource(split_folder(data, split), empty_classes=split == "validation")
 
 
 @CLASS_NAMES.implements(Folder)
 def _class_names(data: Folder, split: str) -> Optional[ClassNames]:
+    """Return the names of the class folders, which are listed without their images."""
     place = split_place(data, split)
     if not os.path.isdir(place):
         return None
@@ -100,6 +112,7 @@ class _Scan:
 
     def classes(self) -> Tuple[str, ...]:
         """Return names of the class folders, in the order of their labels. Raises DataError."""
+        # A second look, as class_folders(), which plans also use, does not report what it leaves out.
         for entry in listed(self._folder):
             reason = why_left_out(entry, (self._folder,))
             if reason is not None:
@@ -114,10 +127,11 @@ class _Scan:
         """Return a line for each kind of thing that was left out."""
         lines = []
         for (kind, extension), paths in sorted(self._left_out.items()):
-            number = f"{len(paths):,}{extension}"
+            amount = f"{len(paths):,}{extension}"
             first = os.fsdecode(paths[0])
-            lines.append(f"{self._place}: left out {kind}: {number}; the first: {first}")
+            lines.append(f"{self._place}: left out {kind}: {amount}; the first: {first}")
         return tuple(map(printable, lines))
 
     def _leave_out(self, kind: str, extension: str, path: bytes) -> None:
+        """Note a path that is left out: its kind, and the extension of an image."""
         self._left_out[kind, extension].append(path)

@@ -43,6 +43,7 @@ def described(encoded: bytes, name: str) -> str:
     Returns:
         ", but KIND", or "" if that is not known.
     """
+    # Patterns may look far ahead: a bound keeps them quick on files of gigabytes.
     kind = _kind(encoded[:_READ])
     if kind is None:
         return ""

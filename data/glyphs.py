@@ -80,7 +80,8 @@ class GlyphsSource(Source):
         self._split = split
         self._size = size
         self._difficulty = difficulty
-        self._is_small = images * 3 * size * size <= _CACHED_BYTES
+        bytes_of_image = 3 * size * size
+        self._is_small = images * bytes_of_image <= _CACHED_BYTES
         _tools(size)  # errors come now, and forked workers inherit them
 
     def name(self, index: int) -> str:
@@ -111,24 +112,28 @@ class GlyphsSource(Source):
         size = self._size
         difficulty = self._difficulty
         tools = _tools(size)
-        # What is seen: the glyph's pose and the colours.
-        fonts = tools.fonts[: 1 + round(difficulty * (len(FONTS) - 1))]
-        font = _one_of(fonts, stream)
-        mask = _posed(GLYPHS[self.labels[index]], font, size, difficulty, stream)
+        # Pose and colours come first: the number of later draws varies, and must not change them.
+        more_fonts = round(difficulty * (len(FONTS) - 1))
+        font = _one_of(tools.fonts[: 1 + more_fonts], stream)
+        glyph = GLYPHS[self.labels[index]]
+        mask = _posed(glyph, font, size, difficulty, stream)
         light_on_dark = stream.uniform() < difficulty / 2
         near = _colour(stream, not light_on_dark, difficulty)
         far = _colour(stream, not light_on_dark, difficulty)
         ink = _colour(stream, light_on_dark, difficulty)
         # From the back to the front: ground, clutter behind the glyph, the glyph, lines before it.
+        # At most two of these are before it, so that a person can read it.
         image = Image.new("RGB", (size, size), near)
         if difficulty:
             angle = stream.uniform(0, 2 * math.pi)
-            image.paste(far, (0, 0), _gradient(tools.ramp, size, angle))
+            shade = _gradient(tools.ramp, size, angle)
+            image.paste(far, (0, 0), shade)
         draw = ImageDraw.Draw(image)
         behind = stream.integer(1 + round(5 * difficulty))
         before = stream.integer(1 + round(2 * difficulty))
         for _ in range(behind):
-            _add_scrap(image, _one_of(tools.scraps, stream), stream)
+            scrap = _one_of(tools.scraps, stream)
+            _add_scrap(image, scrap, stream)
             _add_line(draw, size, stream)
         image.paste(ink, (0, 0), mask)
         for _ in range(before):
@@ -143,6 +148,7 @@ def _class_name(glyph: str) -> str:
 
 @SOURCES.implements(Glyphs)
 def _open(data: Glyphs, classes: int, split: str) -> Source:
+    """Open a split, whose images are drawn when they are read."""
     return GlyphsSource(
         classes,
         data.images(split),
@@ -178,9 +184,9 @@ def _tools(size: int) -> _Tools:
     folder = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
     large = []
     small = []
-    for font in FONTS:
+    for name in FONTS:
         # Into memory: forked workers would share the position in an open file.
-        with open(os.path.join(folder, f"{font}.ttf"), "rb") as file:
+        with open(os.path.join(folder, f"{name}.ttf"), "rb") as file:
             encoded = file.read()
         large.append(_font(encoded, size))
         small.append(_font(encoded, size // 2))
@@ -188,15 +194,23 @@ def _tools(size: int) -> _Tools:
     for glyph in GLYPHS[:: len(GLYPHS) // _SCRAPS]:
         for font in small:
             scraps.append(_upright(glyph, font))
-    # The noise of an image is a part of this, from a random place on.
-    number_of_words = -(-6 * size * size // 4)  # of four bytes of noise
-    words = bits32(key("glyphs noise"), np.arange(number_of_words, dtype=np.int64))
     return _Tools(
         fonts=tuple(large),
         scraps=tuple(scraps),
         ramp=Image.linear_gradient("L"),
-        noise=words.astype("<u4").view(np.int8).astype(np.int16),
+        noise=_drawn_noise(size),
     )
+
+
+def _drawn_noise(size: int) -> np.ndarray:
+    """Return int16 in [-128, 128), for images of `size` pixels a side.
+
+    The noise of an image is a part of this, from a random place on: a draw for each pixel would
+    take longer than all the rest.
+    """
+    words = -(-6 * size * size // 4)  # of four bytes; 3 channels, twice
+    bits = bits32(key("glyphs noise"), np.arange(words, dtype=np.int64))
+    return bits.astype("<u4").view(np.int8).astype(np.int16)
 
 
 def _font(encoded: bytes, em: int) -> ImageFont.FreeTypeFont:
@@ -207,8 +221,10 @@ def _font(encoded: bytes, em: int) -> ImageFont.FreeTypeFont:
 
 def _upright(glyph: str, font: ImageFont.FreeTypeFont) -> Image.Image:
     """Return the coverage of a glyph as the font has it: "L" image of its size and a margin."""
-    left, top, right, bottom = font.getbbox(glyph)
-    image = Image.new("L", (right - left + 2 * _MARGIN, bottom - top + 2 * _MARGIN))
+    left, top, right, bottom = (int(edge) for edge in font.getbbox(glyph))
+    width = right - left + 2 * _MARGIN
+    height = bottom - top + 2 * _MARGIN
+    image = Image.new("L", (width, height))
     corner = (_MARGIN - left, _MARGIN - top)
     ImageDraw.Draw(image).text(corner, glyph, fill=255, font=font)
     return image
@@ -223,32 +239,69 @@ def _posed(
 ) -> Image.Image:
     """Return the coverage of the glyph in a random pose: "L" image of size x size."""
     upright = _upright(glyph, font)
-    left, top, right, bottom = upright.getbbox()
-    # The pose; x and y are where the glyph's centre goes.
-    share = stream.uniform(0.68 - 0.2 * difficulty, 0.72 + 0.1 * difficulty)
-    angle = math.radians(20) * difficulty * stream.uniform(-1, 1)
-    shear = 0.3 * difficulty * stream.uniform(-1, 1)
-    stretch = math.exp(0.2 * difficulty * stream.uniform(-1, 1))
-    reach = min(0.02 + 0.13 * difficulty, (1 - share) / 2) * size
-    x = size / 2 + reach * stream.uniform(-1, 1)
-    y = size / 2 + reach * stream.uniform(-1, 1)
-    # Pillow takes the inverse of rotation x shear x stretch, about the centres of both: from the
-    # result to `upright`.
-    scale = max(right - left, bottom - top) / (share * size)
-    cos = scale * math.cos(angle)
-    sin = scale * math.sin(angle)
-    a = (cos + shear * sin) / stretch
-    b = (sin - shear * cos) / stretch
-    c = (left + right) / 2 - a * x - b * y
-    d = -sin * stretch
-    e = cos * stretch
-    f = (top + bottom) / 2 - d * x - e * y
+    ink = upright.getbbox()
+    assert ink is not None, f"{glyph} has ink in every font"
     return upright.transform(
         (size, size),
         Image.Transform.AFFINE,
-        (a, b, c, d, e, f),
+        _draw_pose(size, difficulty, stream).from_result(size, ink),
         resample=Image.Resampling.BILINEAR,
     )
+
+
+class _Pose(NamedTuple):
+    """Where a glyph is in an image, and how it is distorted: rotation x shear x stretch.
+
+    x and y are where its centre goes, in pixels.
+    """
+
+    share: float  # of the image's side that its longer side takes
+    angle: float  # radians
+    shear: float
+    stretch: float  # by which it is narrower, and as much higher
+    x: float
+    y: float
+
+    def from_result(self, size: int, ink: Tuple[int, int, int, int]) -> Tuple[float, ...]:
+        """Return the affine map from the image's pixels to those of the upright glyph.
+
+        Args:
+            size: pixels a side of the image.
+            ink: left, top, right and bottom edge of the upright glyph.
+        """
+        left, top, right, bottom = ink
+        centre_x = (left + right) / 2
+        centre_y = (top + bottom) / 2
+        # Pillow takes the inverse of the pose: (x, y) -> (a x + b y + c, d x + e y + f).
+        longer = max(right - left, bottom - top)
+        scale = longer / (self.share * size)
+        cos = scale * math.cos(self.angle)
+        sin = scale * math.sin(self.angle)
+        a = (cos + self.shear * sin) / self.stretch
+        b = (sin - self.shear * cos) / self.stretch
+        d = -sin * self.stretch
+        e = cos * self.stretch
+        # The offsets make the centres of both meet.
+        c = centre_x - a * self.x - b * self.y
+        f = centre_y - d * self.x - e * self.y
+        return a, b, c, d, e, f
+
+
+def _draw_pose(size: int, difficulty: float, stream: Stream) -> _Pose:
+    """Draw a pose for an image of `size` pixels a side."""
+    smallest = 0.68 - 0.2 * difficulty
+    largest = 0.72 + 0.1 * difficulty
+    share = stream.uniform(smallest, largest)
+    angle = math.radians(20) * difficulty * stream.uniform(-1, 1)
+    shear = 0.3 * difficulty * stream.uniform(-1, 1)
+    stretch = math.exp(0.2 * difficulty * stream.uniform(-1, 1))
+    # A glyph that is not turned stays inside of the image.
+    room = (1 - share) / 2
+    reach = min(0.02 + 0.13 * difficulty, room) * size
+    middle = size / 2
+    x = middle + reach * stream.uniform(-1, 1)
+    y = middle + reach * stream.uniform(-1, 1)
+    return _Pose(share, angle, shear, stretch, x=x, y=y)
 
 
 def _gradient(ramp: Image.Image, size: int, angle: float) -> Image.Image:
@@ -258,9 +311,11 @@ def _gradient(ramp: Image.Image, size: int, angle: float) -> Image.Image:
     sin = scale * math.sin(angle)
     middle = ramp.width / 2
     half = size / 2
-    x_of_column = (cos, -sin, middle - (cos - sin) * half)
-    y_of_column = (sin, cos, middle - (sin + cos) * half)
-    return ramp.transform((size, size), Image.Transform.AFFINE, x_of_column + y_of_column)
+    # The middle of the image shows that of the ramp.
+    x_offset = middle - (cos - sin) * half
+    y_offset = middle - (sin + cos) * half
+    to_ramp = (cos, -sin, x_offset, sin, cos, y_offset)
+    return ramp.transform((size, size), Image.Transform.AFFINE, to_ramp)
 
 
 def _colour(stream: Stream, light: bool, difficulty: float) -> Tuple[int, ...]:
@@ -276,19 +331,24 @@ def _colour(stream: Stream, light: bool, difficulty: float) -> Tuple[int, ...]:
 
 def _add_scrap(image: Image.Image, scrap: Image.Image, stream: Stream) -> None:
     """Put another, small glyph where the border cuts it."""
-    drawn = _bytes(stream)
-    angle = 2 * math.pi / 256 * drawn[0]
-    distance = image.width * (0.45 + 0.2 / 255 * drawn[1])
-    left = (image.width - scrap.width) / 2 + distance * math.cos(angle)
-    top = (image.height - scrap.height) / 2 + distance * math.sin(angle)
-    image.paste(_middling(drawn[2:5]), (round(left), round(top)), scrap)
+    turn, reach, *channels = _bytes(stream)[:5]
+    # About the middle of the image, at a distance near half its side.
+    angle = 2 * math.pi / 256 * turn
+    distance = image.width * (0.45 + 0.2 / 255 * reach)
+    right = distance * math.cos(angle)
+    down = distance * math.sin(angle)
+    left = (image.width - scrap.width) / 2 + right
+    top = (image.height - scrap.height) / 2 + down
+    corner = (round(left), round(top))
+    image.paste(_middling(channels), corner, scrap)
 
 
 def _add_line(draw: ImageDraw.ImageDraw, size: int, stream: Stream) -> None:
     """Draw a line between two points anywhere."""
     drawn = _bytes(stream)
     ends = [size / 255 * end for end in drawn[:4]]
-    draw.line(ends, fill=_middling(drawn[4:7]), width=max(1, size // 40))
+    colour = _middling(drawn[4:7])
+    draw.line(ends, fill=colour, width=max(1, size // 40))
 
 
 def _middling(channels: Sequence[int]) -> Tuple[int, ...]:
@@ -313,6 +373,7 @@ def _photographed(
     stream: Stream,
 ) -> torch.Tensor:
     """Blur an image and add noise: "RGB" of size x size to uint8 [3, size, size]."""
+    # Blur comes before noise, as in a camera, or it would take the noise away.
     radius = 0.02 * image.width * difficulty * stream.uniform()
     if radius > 0.05:  # less is not seen
         image = image.filter(ImageFilter.BoxBlur(radius))
@@ -322,7 +383,8 @@ def _photographed(
     if not strength:
         return torch.from_numpy(np.array(pixels, order="C"))
     start = stream.integer(len(noise) - pixels.size + 1)
-    return torch.from_numpy(_noisy(pixels, strength, noise[start : start + pixels.size]))
+    part = noise[start : start + pixels.size]
+    return torch.from_numpy(_noisy(pixels, strength, part))
 
 
 def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
@@ -333,5 +395,7 @@ def _noisy(pixels: np.ndarray, strength: int, noise: np.ndarray) -> np.ndarray:
         strength: levels.
         noise: int16 in [-128, 128), one number a pixel.
     """
+    # In 16 bits, which hold every product and sum.
     added = noise.reshape(pixels.shape) * np.int16(strength) >> 8
-    return np.clip(added + pixels, 0, 255).astype(np.uint8, order="C")
+    noisy = np.clip(added + pixels, 0, 255)
+    return noisy.astype(np.uint8, order="C")

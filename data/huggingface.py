@@ -49,9 +49,10 @@ class HuggingFaceSource(EncodedSource):
         self._column = table.column
         self._numbers = np.argsort(table.labels, kind="stable")  # rows of the table
         self.labels = table.labels[self._numbers]
+        # Reading every image to start a run could take hours; lengths change with nearly any image.
         digest = hashlib.sha256(repr(classes).encode())
-        digest.update(table.labels)
-        digest.update(_lengths(table))
+        digest.update(table.labels.data)
+        digest.update(_lengths(table).data)
         self.digest = digest.hexdigest()
 
     def name(self, index: int) -> str:
@@ -73,12 +74,14 @@ class HuggingFaceSource(EncodedSource):
 
 @SOURCES.implements(HuggingFace)
 def _open(data: HuggingFace, classes: int, split: str) -> Source:
+    """Open a split; its images stay encoded until they are read."""
     table = _read(data, split)
     return HuggingFaceSource(table, _names(table))
 
 
 @CLASS_NAMES.implements(HuggingFace)
 def _class_names(data: HuggingFace, split: str) -> Optional[ClassNames]:
+    """Return the classes of a split; None where the data set has no such split."""
     if _split(data, split, _load(_package(), data)) is None:
         return None
     table = _read(data, split)
@@ -92,19 +95,10 @@ def _names(table: _Table) -> Tuple[str, ...]:
 
 def _read(data: HuggingFace, split: str) -> _Table:
     """Open the "train" or "validation" images. Raises DataError."""
-    # The split, by the data set's own name.
     datasets = _package()
-    splits = _load(datasets, data)
-    name = _split(data, split, splits)
     key = f"data.{split}_split"
-    if name is None:
-        wanted = " or ".join(_wanted_splits(data, split))
-        fault = f"no split {wanted}, but {listed(list(splits))}"
-        raise DataError(f"{data.place}: {fault}; choose one by {key}")
+    name, table = _table_of(data, split, _load(datasets, data), key)
     place = f"{data.place}/{name}"
-    table = splits[name]
-    if not len(table):
-        raise DataError(f"{place}: no images; choose another split by {key}")
     # Its columns. A feature describes the values of one.
     features = table.features
     image = _column("image", data.image_column, features, _holds_images(datasets), place)
@@ -128,8 +122,36 @@ def _read(data: HuggingFace, split: str) -> _Table:
     )
 
 
+def _table_of(
+    data: HuggingFace,
+    split: str,
+    splits: Mapping[str, Any],
+    key: str,
+) -> Tuple[str, Any]:
+    """Return the data set's own name of a split, and its table, which is not empty.
+
+    Args:
+        data: the section of the recipe.
+        split: "train" or "validation".
+        splits: of the data set, by name.
+        key: of the recipe, by which a split is chosen.
+
+    Raises:
+        DataError: there is no such split, or nothing is in it.
+    """
+    name = _split(data, split, splits)
+    if name is None:
+        wanted = " or ".join(_wanted_splits(data, split))
+        fault = f"no split {wanted}, but {listed(list(splits))}"
+        raise DataError(f"{data.place}: {fault}; choose one by {key}")
+    if not len(splits[name]):
+        raise DataError(f"{data.place}/{name}: no images; choose another split by {key}")
+    return name, splits[name]
+
+
 def _labels(table: Any, column: str, place: str) -> np.ndarray:
     """Return the labels of a table: integers [n]. Raises DataError."""
+    # Only numbers are read: a column of texts or images may be as large as the data set.
     labels = np.empty(0)
     dtype = str(getattr(table.features[column], "dtype", ""))
     if dtype.startswith(("int", "uint")):
@@ -179,7 +201,7 @@ def _load(datasets: Any, data: HuggingFace) -> Mapping[str, Any]:
             "data.source=huggingface: no images are named; name a data set of the hub by "
             "data.dataset, or a folder of parquet files by data.root"
         )
-    data.located("train")
+    data.located("train")  # raises an error that names the key; the package's would not
     try:
         return datasets.load_dataset(data.root or data.dataset, data.subset)
     except Exception as error:  # of package, formats of files, network: nearly everything
@@ -197,8 +219,8 @@ def _split(data: HuggingFace, split: str, splits: Mapping[str, Any]) -> Optional
 
 def _wanted_splits(data: HuggingFace, split: str) -> Tuple[str, ...]:
     """Return the names under which the "train" or "validation" split is looked for."""
-    given = data.train_split if split == "train" else data.validation_split
-    return _VALIDATION if given is None else (given,)
+    named = data.train_split if split == "train" else data.validation_split
+    return _VALIDATION if named is None else (named,)
 
 
 def _holds_images(datasets: Any) -> Callable[[Any], bool]:
@@ -217,7 +239,7 @@ def _holds_images(datasets: Any) -> Callable[[Any], bool]:
 
 def _label_column(
     datasets: Any,
-    given: Optional[str],
+    named: Optional[str],
     features: Mapping[str, Any],
     place: str,
 ) -> str:
@@ -227,24 +249,25 @@ def _label_column(
         """Return whether a `feature` is of class labels."""
         return isinstance(feature, datasets.ClassLabel)
 
+    # Coarse and fine labels are both of classes; parquet files of others often have plain integers.
     fitting = sum(map(is_class, features.values()))
-    if given is None and fitting != 1 and _LABEL in features:
-        given = _LABEL
-    return _column("label", given, features, is_class, place)
+    if named is None and fitting != 1 and _LABEL in features:
+        named = _LABEL
+    return _column("label", named, features, is_class, place)
 
 
 def _column(
     content: str,
-    given: Optional[str],
+    named: Optional[str],
     features: Mapping[str, Any],
     fits: Callable[[Any], bool],
     place: str,
 ) -> str:
-    """Return the column that is given, else the only one that fits.
+    """Return the column that is named, else the only one that fits.
 
     Args:
         content: "image" or "label".
-        given: by the recipe, or None.
+        named: by the recipe, or None.
         features: of all columns.
         fits: returns whether a column with this feature may be meant.
         place: what errors call the split.
@@ -252,10 +275,10 @@ def _column(
     Raises:
         DataError: there is no such column, or the recipe must choose one.
     """
-    if given is not None:
-        if given in features:
-            return given
-        fault = f"no column {given!r}"
+    if named is not None:
+        if named in features:
+            return named
+        fault = f"no column {named!r}"
     else:
         fitting = [name for name, feature in features.items() if fits(feature)]
         if len(fitting) == 1:
@@ -273,6 +296,7 @@ def _lengths(table: _Table) -> np.ndarray:
     import pyarrow
     from pyarrow import compute
 
+    # By Arrow, which knows lengths without copying a byte of the images.
     column = table.images.with_format("arrow")[:].column(table.column)
     if pyarrow.types.is_struct(column.type):
         column = compute.struct_field(column, "bytes")

@@ -63,6 +63,7 @@ def scaled(
     Returns:
         uint8 [3, height, width] of the box, or None if the decoder refuses the file.
     """
+    # libjpeg rounds up the sides of what it scales; asking for less would give the next factor.
     height, width = stored_size
     pixels, complaint = _decode(
         encoded,
@@ -74,6 +75,7 @@ def scaled(
         return None
     if complaint:
         complain(complaint)
+    # Outwards, so that no requested pixel is missing.
     rows = slice(box.top // factor, -(-(box.top + box.height) // factor))
     columns = slice(box.left // factor, -(-(box.left + box.width) // factor))
     return torch.from_numpy(pixels[rows, columns]).permute(2, 0, 1)
@@ -81,6 +83,7 @@ def scaled(
 
 def _decode(encoded: bytes, **size: int) -> Tuple[Optional[np.ndarray], str]:
     """Return pixels [height, width, 3] or None, and the complaint of a decoder that goes on."""
+    # Strict first: libjpeg's warnings are dropped otherwise, and a damaged file would pass unnoticed.
     try:
         return simplejpeg.decode_jpeg(encoded, strict=True, **size), ""
     except ValueError as error:
@@ -101,9 +104,11 @@ def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:
     Returns:
         uint8 [3, height, width] of the box, or None if the decoder cannot make it.
     """
+    # One for each process and thread: nothing promises that these may share a decoder.
     tools = _nvimgcodec(os.getpid(), threading.get_ident())
     if tools is None:
         return None
+    # None for whatever is unusual: the caller then decodes the whole image, and names the fault.
     library, decoder, parameters = tools
     bottom = box.top + box.height
     right = box.left + box.width
@@ -124,7 +129,7 @@ def _nvimgcodec(process: int, thread: int) -> Optional[tuple]:
     # It prints the files that it refuses; our errors name them.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
-        from nvidia import nvimgcodec
+        import nvidia.nvimgcodec as nvimgcodec
     except ImportError:  # it is made for Linux on x86-64
         return None
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]

@@ -15,7 +15,7 @@ import torch
 
 from data import damage
 from data.base import Source, UnreadableImage
-from data.batches import MicroBatch, Request
+from data.batches import MicroBatch, ReadBatch, Request
 from data.prefetch import Prefetcher
 from data.reader import Reader
 from data.transforms import Evaluation, Training
@@ -71,6 +71,7 @@ class TrainingBatches:
             share: the replica's, of the micro batches of a step; None for all.
             device: where the images are wanted.
         """
+        # recipe/batch.py refuses both for a recipe, with the remedy.
         sizes = (len(source), global_batch, micro)
         assert global_batch % micro == 0 and len(source) >= global_batch, sizes
         self._data = data
@@ -86,6 +87,7 @@ class TrainingBatches:
             share=range(global_batch // micro) if share is None else share,
         )
         reader = Reader(source, micro, Training(data, seed))
+        self._loader: Optional[Iterable[ReadBatch]]  # None once it is closed
         self._loader = _loader(reader, self._requests, data, device)
         self._ahead = _prefetched(self._loader, data, device)
 
@@ -105,6 +107,7 @@ class TrainingBatches:
             share: the replica's, of the micro batches of a step.
         """
         # The loader looks at its requests when it is iterated, which a new prefetcher does anew.
+        assert self._loader is not None, "closed batches have no shares"
         self._waited = self.waited()
         self._ahead.close()
         self._requests.steps = range(step, self._requests.steps.stop)
@@ -121,7 +124,7 @@ class TrainingBatches:
     def close(self) -> None:
         """End the workers; the batches cannot be iterated any more."""
         self._ahead.close()
-        self._loader = None
+        self._loader = None  # the workers end with the last reference to it
 
 
 @dataclass
@@ -137,17 +140,19 @@ class _Requests:
     share: range
 
     def __iter__(self) -> Iterator[Request]:
+        per_epoch = steps_per_epoch(len(self.source), self.global_batch)
         epoch_of_order = None
         for step in self.steps:
-            per_epoch = steps_per_epoch(len(self.source), self.global_batch)
             epoch, within = divmod(step, per_epoch)
             # An order costs a sort of all images: it is made once an epoch.
             if epoch != epoch_of_order:
                 order = self.source.order(self.seed, epoch)
                 epoch_of_order = epoch
                 pixels = self._pixels(epoch)
+            # Images left over at the end of an order are in no step of the epoch.
+            first = within * self.global_batch
             for number in self.share:
-                start = within * self.global_batch + number * self.micro
+                start = first + number * self.micro
                 indices = order[start : start + self.micro].tolist()
                 yield Request(step, epoch, number, image_size=pixels, indices=indices)
 
@@ -185,6 +190,7 @@ class EvaluationBatches:
             order: of the images; None for that of the source.
         """
         assert 0 <= replica < replicas, (replica, replicas)
+        # A list, not a generator: it is iterated once for each evaluation.
         order = order or range(len(source))
         self._requests = []
         for number in evaluation_share(len(source), batch, replica, replicas):
@@ -221,6 +227,7 @@ def evaluation_share(images: int, batch: int, replica: int, replicas: int) -> ra
         replica: number of the replica.
         replicas: how many there are.
     """
+    # Rounded down at both ends: shares meet, and differ by one at most.
     total = -(-images // batch)
     return range(total * replica // replicas, total * (replica + 1) // replicas)
 
@@ -230,8 +237,9 @@ def _loader(
     requests: Iterable[Request],
     data: Data,
     device: torch.device,
-) -> Iterable[MicroBatch]:
+) -> Iterable[ReadBatch]:
     """Return what loads the requested micro batches, by the reader that the recipe names."""
+    # DALI is a large package, which few runs need.
     if data.reader == "dali":
         from data.dali import DaliLoader
 
@@ -239,7 +247,7 @@ def _loader(
     return Loader(reader, requests, data, forks=device.type != "cuda")
 
 
-def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) -> Prefetcher:
+def _prefetched(loader: Iterable[ReadBatch], data: Data, device: torch.device) -> Prefetcher:
     """Return an iterator that takes micro batches ahead, unless this process decodes.
 
     Two threads that compute would hinder each other.
@@ -250,7 +258,7 @@ def _prefetched(loader: Iterable[MicroBatch], data: Data, device: torch.device) 
 
 
 def _delivered(
-    batches: Iterator[MicroBatch],
+    batches: Iterator[ReadBatch],
     data: Data,
 ) -> Generator[MicroBatch, None, None]:
     """Check what a loader gives, and give its labels and indices as tensors."""
@@ -261,10 +269,7 @@ def _delivered(
             # the training process.
             if batch.unreadable and data.bad_images == "error":
                 raise NotLeftOut(batch.unreadable[0])
-            yield batch._replace(
-                labels=torch.from_numpy(batch.labels),
-                indices=torch.from_numpy(batch.indices),
-            )
+            yield batch.with_tensors()
     except RuntimeError as error:  # from a worker, as a text
         if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
             raise shared_memory_is_full() from None

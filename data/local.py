@@ -76,9 +76,11 @@ class LocalFolder(Folder):
 
     def __init__(self, place: str):
         self.place = place
+        # A file that falls out of the cache stays open for whoever still reads it.
         self._opened = functools.lru_cache(_OPEN_FILES)(_File)
 
     def __reduce__(self) -> tuple:
+        # Open files belong to this process; another opens its own.
         return LocalFolder, (self.place,)
 
     def size(self, name: str) -> int:
@@ -115,7 +117,7 @@ class LocalFolder(Folder):
 class _File:
     """A file that is closed when nobody holds it any more."""
 
-    number = -1
+    number = -1  # for __del__, which also runs where opening failed
 
     def __init__(self, path: str):
         self.number = os.open(path, os.O_RDONLY)

@@ -83,10 +83,12 @@ def draw(
     if data.mixup and valid > 1:
         drawn = _mixup_shares(data.mixup, key("mixup", seed, step, number), rows)
         share[:valid] = drawn[:valid]
+    # A key of its own: beside mixup the boxes are those of a recipe with cutmix alone.
     if data.cutmix is not None and valid > 1:
         stream = Stream(key("cutmix", seed, step, number))
         box = _cutmix_box(data.cutmix, stream, height, width)
     _, _, box_height, box_width = box
+    # The same box for all rows, so that a single copy moves it, and labels have one share.
     return Mixing(
         share=sent(torch.from_numpy(share), device),
         partner=_before(1, rows, valid, device),
@@ -106,6 +108,7 @@ def mix_images(images: torch.Tensor, plan: Mixing) -> torch.Tensor:
     Returns:
         float32 [N, 3, H, W], from 0 to 255.
     """
+    # A copy is made in any case, so the box is pasted in place.
     mixed = _mixed_up(images.float(), plan)
     top, left, height, width = plan.box
     if height and width:
@@ -125,8 +128,8 @@ def mix_targets(labels: torch.Tensor, plan: Optional[Mixing], classes: int) -> t
     Returns:
         float32 [N, classes]; one-hot without a plan.
     """
-    numbers = torch.arange(classes, device=labels.device)
-    targets = (labels[:, None] == numbers).float()
+    labels_of_columns = torch.arange(classes, device=labels.device)
+    targets = (labels[:, None] == labels_of_columns).float()
     if plan is None:
         return targets
     targets = _mixed_up(targets, plan)
@@ -145,9 +148,10 @@ def _before(distance: int, rows: int, valid: int, device: torch.device) -> torch
 
     int64 [rows], one tensor for all callers.
     """
-    numbers = np.arange(rows)
-    numbers[:valid] = (numbers[:valid] - distance) % max(1, valid)
-    return sent(torch.from_numpy(numbers), device)
+    # Cached: it is the same for nearly every micro batch, and would be copied to a GPU each time.
+    partners = np.arange(rows)
+    partners[:valid] = (partners[:valid] - distance) % max(1, valid)
+    return sent(torch.from_numpy(partners), device)
 
 
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
@@ -155,6 +159,8 @@ def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
 
     NumPy 1.24 and 2.4 draw the same.
     """
+    # Philox is keyed, so that no state is shared. The larger share makes the row itself, not its
+    # partner, the main content.
     alpha = max(alpha, _SMALLEST_ALPHA)
     generator = np.random.Generator(np.random.Philox(key=draw))
     drawn = generator.beta(alpha, alpha, count)
@@ -169,7 +175,9 @@ def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:
     """
     if stream.uniform() < 1.55 * cutmix - 0.96:
         return _NO_BOX
-    side = math.sqrt(-math.log(stream.uniform(math.exp(-4.0), 1.0)) / 4.0)
+    u = stream.uniform(math.exp(-4.0), 1.0)
+    area = -math.log(u) / 4.0  # at most 1, as u is at least e^-4
+    side = math.sqrt(area)
     top, bottom = _edges(stream.uniform(), side, height)
     left, right = _edges(stream.uniform(), side, width)
     return top, left, bottom - top, right - left
@@ -183,6 +191,7 @@ def _edges(centre: float, side: float, pixels: int) -> Tuple[int, int]:
         side: of the box, likewise.
         pixels: of the image.
     """
+    # Rounding both edges, rather than one and a length, keeps a box at the border inside.
     half = side / 2
     centre = min(max(centre, half), 1 - half)
     first = round((centre - half) * pixels)

@@ -64,6 +64,7 @@ def jpeg_orientation(application_segments: Sequence[bytes]) -> int:
     Returns:
         1 to 8; 1 where there is none, or where Pillow fails on it.
     """
+    # Most files have neither: Pillow is not asked about them.
     exif = [segment for segment in application_segments if segment.startswith(_EXIF)]
     xmp = [segment for segment in application_segments if segment.startswith(_XMP)]
     if not exif and not xmp:
@@ -117,7 +118,7 @@ def _orientation(open_image: Callable[[], Image.Image]) -> int:
             value = open_image().getexif().get(_TAG, UPRIGHT)
             # By comparison, as Pillow's does: the tag may be a fraction, or a text, which equals
             # none of them.
-            return next((number for number in range(2, 9) if value == number), UPRIGHT)
+            return next((known for known in range(2, 9) if value == known), UPRIGHT)
         except Exception:  # damaged data raise nearly everything
             return UPRIGHT
 

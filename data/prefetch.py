@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Callable, Deque, Generator, Optional, Tuple, Union
+from typing import Callable, Deque, Generator, Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
 
@@ -28,6 +28,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         tensor: on the host.
         device: where it is wanted.
     """
+    # A copy from memory that is not page-locked waits for the GPU.
     if device.type != "cpu" and torch.cuda.is_available():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -53,25 +54,18 @@ class Prefetcher:
         self._pending: Deque[tuple] = deque()  # pairs of marks, around each wait
         self._waited = 0.0
         move = _to_cuda(device) if device.type == "cuda" else _stay
+        self._ahead: Iterator[_Moved]
         # The end comes also if nobody closes it: a thread amid torch's code when the interpreter
         # ends would abort it.
-        if not depth:
+        self._end: Callable[[], object]
+        if depth:
+            thread = _started(batches, move, depth)
+            # _take raises an error or StopIteration in the end, it never returns None.
+            self._ahead = iter(functools.partial(_take, thread.ready), None)
+            self._end = weakref.finalize(self, _close, thread)
+        else:
             self._ahead = map(move, batches)
             self._end = weakref.finalize(self, batches.close)
-            return
-        # Of moved batches; errors, and the end as StopIteration, come last.
-        ready: queue.Queue = queue.Queue(depth)
-        stop = threading.Event()
-        # It must not hold this object, or that would never be garbage.
-        thread = threading.Thread(
-            target=_fill,
-            args=(ready, stop, batches, move),
-            name="prefetch",
-            daemon=True,
-        )
-        thread.start()
-        self._ahead = iter(functools.partial(_take, ready), None)
-        self._end = weakref.finalize(self, _close, ready, stop, thread)
 
     def __iter__(self) -> "Prefetcher":
         return self
@@ -80,6 +74,8 @@ class Prefetcher:
         """Raises what `batches` raises, at the place where it was raised."""
         before = self._mark()
         batch, arrival = next(self._ahead)
+        # The host goes on: the computing stream waits for the copy, and its memory is kept until
+        # that stream is done with it.
         if arrival is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrival)
@@ -96,6 +92,7 @@ class Prefetcher:
         The first wait, which starts workers, is left out.
         """
         on_cpu = self._device.type != "cuda"
+        # On CUDA only waits whose second event has passed: asking for others would wait for them.
         while self._pending and (on_cpu or self._pending[0][1].query()):
             before, after = self._pending.popleft()
             if on_cpu:
@@ -133,6 +130,7 @@ def _to_cuda(device: torch.device) -> _Move:
             images = images.to(device, non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record(side)
+        # Few bytes: the engine copies them itself, without waiting, as they are page-locked.
         moved = batch._replace(
             images=images,
             labels=batch.labels.pin_memory(),
@@ -141,6 +139,29 @@ def _to_cuda(device: torch.device) -> _Move:
         return moved, arrival
 
     return move
+
+
+class _Thread(NamedTuple):
+    """A thread that moves batches into a queue, which ends with an error or StopIteration."""
+
+    ready: queue.Queue
+    stop: threading.Event
+    thread: threading.Thread
+
+
+def _started(batches: _Batches, move: _Move, depth: int) -> _Thread:
+    """Start a thread that moves up to `depth` batches ahead."""
+    ready: queue.Queue = queue.Queue(depth)
+    stop = threading.Event()
+    # It must not hold the prefetcher, or that would never be garbage.
+    thread = threading.Thread(
+        target=_fill,
+        args=(ready, stop, batches, move),
+        name="prefetch",
+        daemon=True,
+    )
+    thread.start()
+    return _Thread(ready, stop, thread)
 
 
 def _fill(
@@ -174,8 +195,9 @@ def _take(ready: queue.Queue) -> _Moved:
         del entry
 
 
-def _close(ready: queue.Queue, stop: threading.Event, thread: threading.Thread) -> None:
+def _close(filling: _Thread) -> None:
     """End the thread that fills a queue, and empty it."""
+    ready, stop, thread = filling
     stop.set()
     end = time.monotonic() + _PATIENCE
     # The thread may be waiting for room, and an error that is never raised would keep its frames

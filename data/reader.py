@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from data import crops
 from data.base import MemorySource, Pixels, Source, UnreadableImage
-from data.batches import MicroBatch, Request
+from data.batches import ReadBatch, Request
 from data.transforms import Transform
 
 _PADDING_INDEX = -1
@@ -21,14 +21,20 @@ class Reader(Dataset):
     """
 
     def __init__(self, source: Source, rows: int, transform: Transform):
+        """
+        Args:
+            source: of the images.
+            rows: images of a micro batch, padding included.
+            transform: makes the model's pixels of an image.
+        """
         self.source = source
         self.rows = rows
         self.transform = transform
         # Here, so that workers find the function compiled.
         self._crops_at_once = isinstance(source, MemorySource) and crops.available()
 
-    def __getitem__(self, request: Request) -> MicroBatch:
-        """Read the micro batch of a `request`; labels and indices are NumPy arrays."""
+    def __getitem__(self, request: Request) -> ReadBatch:
+        """Read the micro batch of a `request`."""
         if self._crops_at_once:
             return self._cropped_at_once(request)
         size = request.image_size
@@ -53,7 +59,7 @@ class Reader(Dataset):
         request: Request,
         images: torch.Tensor,
         pixels: Callable[[int], torch.Tensor],
-    ) -> MicroBatch:
+    ) -> ReadBatch:
         """Gather a micro batch, without the images that cannot be read.
 
         Args:
@@ -73,18 +79,19 @@ class Reader(Dataset):
                 unreadable.append(str(error))
         return self._micro_batch(request, images, read, unreadable)
 
-    def _cropped_at_once(self, request: Request) -> MicroBatch:
+    def _cropped_at_once(self, request: Request) -> ReadBatch:
         """Read a micro batch of images that are in memory."""
         assert isinstance(self.source, MemorySource)
         epoch = request.epoch
         images = self._empty_images(request.image_size)
         pixels = self.source.pixels
         any_image = Pixels(pixels[0])  # all have its size
-        frames = [
-            self.transform.frame(any_image, request.image_size, epoch, index)
-            for index in request.indices
-        ]
+        frames = []
+        for index in request.indices:
+            frame = self.transform.frame(any_image, request.image_size, epoch, index)
+            frames.append(frame)
         crops.crop(pixels, request.indices, frames, images)
+        # torchvision augments image by image.
         if self.transform.augments:
             for row, index in zip(images, request.indices):
                 row.copy_(self.transform.finish(row, epoch, index))
@@ -96,7 +103,7 @@ class Reader(Dataset):
         images: torch.Tensor,
         read: Sequence[int],
         unreadable: Sequence[str],
-    ) -> MicroBatch:
+    ) -> ReadBatch:
         """Return the micro batch of the images that were read, and pad it.
 
         Args:
@@ -105,13 +112,14 @@ class Reader(Dataset):
             read: indices of these images.
             unreadable: why others were left out.
         """
+        # Memory is not cleared when it is taken: padding would show images of before.
         valid = len(read)
         images[valid:] = 0
         labels = np.zeros(len(images), np.int64)
         labels[:valid] = self.source.labels[read]
         indices = np.full(len(images), _PADDING_INDEX, np.int64)
         indices[:valid] = read
-        return MicroBatch(
+        return ReadBatch(
             images=images,
             labels=labels,
             indices=indices,

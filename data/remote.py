@@ -48,6 +48,7 @@ class RemoteFolder(Folder):
         Raises:
             DataError: it does not, or lacks a package.
         """
+        # Errors name `place`, and runs store it; only `_access` and `_query` hold secrets.
         try:
             self.place = credentials.take(place).rstrip("/")
         except ValueError as error:
@@ -67,13 +68,16 @@ class RemoteFolder(Folder):
 
     def read(self, name: str, most: int) -> bytes:
         """Read a whole file of at most `most` bytes: see `Folder.read`."""
+        # One byte more than it may have shows a longer file without reading it.
         (answer,) = self._answers([Range(name, 0, most + 1)], exact=False)
+        path = self.path(name)
+        if isinstance(answer, FileNotFoundError):
+            raise MissingFile(f"{path}: {_reason(answer)}")
         if isinstance(answer, Exception):
-            kind = MissingFile if isinstance(answer, FileNotFoundError) else DataError
-            raise kind(f"{self.path(name)}: {_reason(answer)}")
+            raise DataError(f"{path}: {_reason(answer)}")
         if len(answer) > most:
             fault = f"more than {most:,} bytes came; there is another file in its place"
-            raise DataError(f"{self.path(name)}: {fault}")
+            raise DataError(f"{path}: {fault}")
         return answer
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
@@ -94,23 +98,24 @@ class RemoteFolder(Folder):
             The bytes of each range; for one that failed, the last exception.
         """
         answers: List[Any] = [None] * len(wanted)
-        pending = list(range(len(wanted)))
+        pending = list(range(len(wanted)))  # places in `wanted`
         for attempt in range(1, _TRIES + 1):
-            for number, answer in self._attempt(wanted, pending, exact).items():
-                answers[number] = answer
+            for place, answer in self._attempt(wanted, pending, exact).items():
+                answers[place] = answer
             retried = []
-            for number in pending:
-                if self._is_worth_a_try(wanted[number].name, answers[number]):
-                    retried.append(number)
+            for place in pending:
+                if self._is_worth_a_try(wanted[place].name, answers[place]):
+                    retried.append(place)
             pending = retried
             if not pending or attempt == _TRIES:
                 break
             # Workers that lost the same server do not come back all at once.
             share = bits32(key("pause", os.getpid()), attempt) / 2**32
-            time.sleep(_PAUSE * 2 ** (attempt - 1) * (0.5 + share))
+            pause = _PAUSE * 2 ** (attempt - 1)
+            time.sleep(pause * (0.5 + share))
         # A file that has answered once is asked patiently again.
-        for number in pending:
-            self._failing.add(wanted[number].name)
+        for place in pending:
+            self._failing.add(wanted[place].name)
         for requested, answer in zip(wanted, answers):
             if not isinstance(answer, Exception):
                 self._failing.discard(requested.name)
@@ -125,54 +130,61 @@ class RemoteFolder(Folder):
         return name not in self._failing
 
     def _attempt(self, wanted: Sequence[Range], pending: List[int], exact: bool) -> Dict[int, Any]:
-        """Request the pending ranges once; return the answer to each, by number.
+        """Request the pending ranges once; return the answer to each, by its place in `wanted`.
 
         Each file has a thread of its own where that works, so that one that hangs holds up no
         other.
         """
         self._connect()
-        groups: Dict[str, List[int]] = {}
-        for number in pending:
-            group = wanted[number].name if self._concurrent else ""
-            groups.setdefault(group, []).append(number)
+        groups = self._groups(wanted, pending)
         arrived: Dict[int, Any] = {}
 
-        def request(numbers: List[int]) -> None:
-            """Fetch the ranges of one group, given by their `numbers`."""
+        def request(places: List[int]) -> None:
+            """Fetch the ranges of one group, at these `places` in `wanted`."""
             try:
-                answers = self._fetch([wanted[number] for number in numbers], exact)
-                arrived.update(zip(numbers, answers))
+                answers = self._fetch([wanted[place] for place in places], exact)
+                arrived.update(zip(places, answers))
             except Exception as error:  # each file system raises its own
-                arrived.update(dict.fromkeys(numbers, error))
+                arrived.update(dict.fromkeys(places, error))
 
         # Daemons: the process may end while one of them still waits.
         threads = []
-        for numbers in groups.values():
-            threads.append(threading.Thread(target=request, args=(numbers,), daemon=True))
+        for places in groups.values():
+            threads.append(threading.Thread(target=request, args=(places,), daemon=True))
         start = time.monotonic()
         for thread in threads:
             thread.start()
         # All began together. What comes after a thread was given up no longer counts.
         answers = {}
-        for thread, (name, numbers) in zip(threads, groups.items()):
+        for thread, (name, places) in zip(threads, groups.items()):
             patience = self._patience(name, wanted, exact)
             thread.join(max(0.0, start + patience - time.monotonic()))
-            for number in numbers:
+            for place in places:
                 late = TimeoutError(f"no answer within {patience:.0f} s")
-                answers[number] = arrived.get(number, late)
+                answers[place] = arrived.get(place, late)
         return answers
+
+    def _groups(self, wanted: Sequence[Range], pending: List[int]) -> Dict[str, List[int]]:
+        """Return the pending places by file; all under one name where requests come one by one."""
+        groups: Dict[str, List[int]] = {}
+        for place in pending:
+            name = wanted[place].name if self._concurrent else ""
+            groups.setdefault(name, []).append(place)
+        return groups
 
     def _patience(self, name: str, wanted: Sequence[Range], exact: bool) -> float:
         """Return the seconds that the server gets to answer for a file, beside all others."""
         if not self._concurrent:
             return _PATIENCE_WITH_CACHES
         patience = _LITTLE_PATIENCE if name in self._failing else _PATIENCE
+        # Of a whole file, such as a manifest, nobody knows the length before.
         if exact:
             patience += sum(requested.length for requested in wanted) / _RATE
         return patience
 
     def _fetch(self, wanted: Sequence[Range], exact: bool) -> list:
         """Return the bytes of each range, or the exception in its place."""
+        # Errors are returned: one file that is missing must not hide the bytes of the others.
         answers = self._system.cat_ranges(
             [f"{self._root}/{requested.name}{self._query}" for requested in wanted],
             [requested.start for requested in wanted],
@@ -199,6 +211,7 @@ class RemoteFolder(Folder):
             self._system, root = fsspec.core.url_to_fs(self._access)
         except Exception as error:  # each file system has its own about URLs and credentials
             raise DataError(f"{self.place}: {_reason_for_no_connection(error)}") from None
+        # A web server that ignores ranges would send the whole shard for every image.
         if self.place.startswith(("http://", "https://")):
             from data.http import BoundedHttp
 
@@ -222,6 +235,7 @@ def _reason(error: Exception) -> str:
     """Return why a file could not be read, without secrets."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
+    # Libraries quote the URL that they were given, with its password.
     reason = credentials.masked(str(error)) or type(error).__name__
     status = getattr(error, "status", None)
     if status in _FORBIDDEN or isinstance(error, PermissionError):

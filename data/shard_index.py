@@ -5,7 +5,7 @@ docs/shards.md, Format, describes them.
 
 import json
 import re
-from typing import Any, NamedTuple, Tuple
+from typing import Any, Mapping, NamedTuple, Tuple
 
 import numpy as np
 import safetensors
@@ -85,6 +85,7 @@ def index_name(shard: str) -> str:
 
 def encode_index(index: Index) -> bytes:
     """Return an `index` as it is stored; the same bytes for the same index."""
+    # Arrays are all that safetensors stores; what is no array goes into the head as text.
     values = index._asdict()
     values["names"] = np.frombuffer(index.names, np.uint8)
     arrays = {name: np.ascontiguousarray(values[name], kind) for name, kind in _ARRAYS.items()}
@@ -109,16 +110,9 @@ def decode_index(encoded: bytes, place: str) -> Index:
     """
     try:
         arrays = safetensors.numpy.load(encoded)
-        # The numbers and texts are in the file's head, whose length comes first: see safetensors,
-        # "Format".
-        head_length = int.from_bytes(encoded[:8], "little")
-        head = parse_json(encoded[8 : 8 + head_length])
-        shard = parse_json(head["__metadata__"]["shard"])
+        shard = _head(encoded)
         _check_format(shard["format"], f"{place}: index")
-        for name, kind in _ARRAYS.items():
-            array = arrays[name]
-            if array.dtype != kind or array.ndim != 1:
-                raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
+        _check_arrays(arrays)
         index = Index(
             offsets=arrays["offsets"],
             lengths=arrays["lengths"],
@@ -135,6 +129,24 @@ def decode_index(encoded: bytes, place: str) -> Index:
     except _DAMAGE as error:
         reason = str(error) or type(error).__name__
         raise DataError(f"{place}: damaged index ({reason}); make it anew: {_REMEDY}") from None
+
+
+def _head(encoded: bytes) -> Any:
+    """Return the numbers and texts of an index, which are in the head of its file.
+
+    The length of the head comes first: see safetensors, "Format".
+    """
+    length = int.from_bytes(encoded[:8], "little")
+    head = parse_json(encoded[8 : 8 + length])
+    return parse_json(head["__metadata__"]["shard"])
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise KeyError or ValueError for an array that is missing or of another kind."""
+    for name, kind in _ARRAYS.items():
+        array = arrays[name]
+        if array.dtype != kind or array.ndim != 1:
+            raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
 
 
 def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
@@ -174,6 +186,7 @@ def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return a `manifest` as it is stored: JSON, a shard a line."""
+    # The digest of a source is one of these bytes: another form would be other images.
     shards = ",\n".join(json.dumps(shard._asdict()) for shard in manifest.shards)
     head = json.dumps({"format": FORMAT, "classes": manifest.classes})
     return f'{head[:-1]}, "shards": [\n{shards}\n]}}\n'.encode()
@@ -190,6 +203,7 @@ def read_manifest(folder: Folder) -> Manifest:
     try:
         data = parse_json(folder.read(MANIFEST, _MOST_OF_MANIFEST))
         _check_format(data["format"], f"{place}: manifest")
+        # Names are made printable as those of class folders are, since both are compared.
         shards = tuple(_checked_shard(**shard) for shard in data["shards"])
         classes = tuple(printable(name) for name in data["classes"])
         names = {shard.name for shard in shards}
@@ -213,7 +227,8 @@ def _checked_shard(name: str, bytes: int, images: int, sha256: str) -> Shard:
     """Return a shard from the keys of a manifest. Raises ValueError, TypeError."""
     if not _SHARD_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a shard")
-    are_counts = all(type(number) is int and number > 0 for number in (bytes, images))
+    # By type: true and false are integers to isinstance.
+    are_counts = all(type(amount) is int and amount > 0 for amount in (bytes, images))
     if not are_counts or not isinstance(sha256, str):
         raise ValueError(f"{name}: {bytes!r} bytes, {images!r} images, SHA-256 {sha256!r}")
     return Shard(name, bytes, images, sha256)
@@ -227,11 +242,16 @@ def _check_consistent(index: Index) -> None:
         raise ValueError(f"arrays of {sorted(counts)} images")
     # Images follow each other in the tar, with something or nothing between them.
     ends = index.offsets + index.lengths
-    in_order = (index.lengths >= 0).all() and (index.offsets[1:] >= ends[:-1]).all()
-    if not in_order or index.offsets[0] < 0 or ends[-1] > index.bytes:
+    have_length = (index.lengths >= 0).all()
+    are_apart = (index.offsets[1:] >= ends[:-1]).all()
+    are_inside = index.offsets[0] >= 0 and ends[-1] <= index.bytes
+    if not (have_length and are_apart and are_inside):
         raise ValueError("images overlap or lie outside the shard")
-    if index.labels.min() < 0:
-        raise ValueError(f"label {index.labels.min()}")
+    # The largest label is compared with the manifest, which has the classes.
+    least = index.labels.min()
+    if least < 0:
+        raise ValueError(f"label {least}")
+    # In 64 bits: a few damaged lengths would overflow the 32 of the array.
     name_bytes = index.name_lengths.sum(dtype=np.int64)
     if index.name_lengths.min() < 1 or name_bytes != len(index.names):
         raise ValueError("names do not add up")

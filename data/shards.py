@@ -53,6 +53,7 @@ class ShardsSource(EncodedSource):
         self.classes = manifest.classes
         self.digest = hashlib.sha256(encode_manifest(manifest)).hexdigest()
         self._shards = tuple(shard.name for shard in manifest.shards)
+        # All in memory: an image takes some tens of bytes, and is then read by a single request.
         indexes = _read_indexes(self._folder, manifest)
         counts = [len(index.labels) for index in indexes]
         self._starts = np.cumsum([0, *counts])  # number of each shard's first image, then all
@@ -106,12 +107,14 @@ class ShardsSource(EncodedSource):
             return permutation(seed, epoch, size)
         # Shards in random order, the images of each in theirs.
         counts = np.diff(self._starts)
-        numbers = np.arange(len(counts), dtype=np.int64)
-        shards = np.argsort(bits32(key("order of shards", seed, epoch), numbers))
+        in_manifest = np.arange(len(counts), dtype=np.int64)
+        shards = np.argsort(bits32(key("order of shards", seed, epoch), in_manifest))
         counts = counts[shards]
+        # Where the first image of each shard comes in this order.
         first_places = np.cumsum(counts) - counts
         places = np.arange(size, dtype=np.int64)
-        images = places + np.repeat(self._starts[shards] - first_places, counts)
+        moves = self._starts[shards] - first_places
+        images = places + np.repeat(moves, counts)
         # Places in units of 2**-32, so that a random fraction is an integer of 32 bits.
         fractions = bits32(key("order in window", seed, epoch), places)
         moved = (places << 32) + fractions * self._window
@@ -119,11 +122,15 @@ class ShardsSource(EncodedSource):
 
     def _shard(self, index: int) -> str:
         """Return the name of the shard of an image."""
-        return self._shards[int(np.searchsorted(self._starts, index, side="right")) - 1]
+        # "right": an image that is the first of a shard belongs to it, not to the one before.
+        behind = np.searchsorted(self._starts, index, side="right")
+        return self._shards[int(behind) - 1]
 
     def _range(self, index: int) -> Range:
         """Return where the bytes of an image lie."""
-        return Range(self._shard(index), int(self._offsets[index]), int(self._lengths[index]))
+        offset = int(self._offsets[index])
+        length = int(self._lengths[index])
+        return Range(self._shard(index), offset, length)
 
     def _image(self, index: int, answer: Union[bytes, str]) -> EncodedImage:
         """Return the image that a folder answered. Raises UnreadableImage."""
@@ -133,6 +140,7 @@ class ShardsSource(EncodedSource):
         """Return the bytes that a folder answered. Raises UnreadableImage."""
         if isinstance(answer, str):
             raise UnreadableImage(f"{self.name(index)}: {answer}")
+        # In another shard of this name something else lies at the place, which may even decode.
         if zlib.crc32(answer) != self._crc32[index]:
             fault = "not the bytes that the index has the checksum of"
             raise UnreadableImage(f"{self.name(index)}: {fault}")
@@ -142,6 +150,7 @@ class ShardsSource(EncodedSource):
 def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
     """Read the indexes of all shards, several at a time from a server. Raises DataError."""
     read = functools.partial(read_index, folder, classes=len(manifest.classes))
+    # Only a server makes its reader wait for each answer.
     at_once = 1 if isinstance(folder, LocalFolder) else _AT_ONCE
     with ThreadPoolExecutor(at_once) as threads:
         return list(threads.map(read, manifest.shards))
@@ -149,11 +158,13 @@ def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
 
 @SOURCES.implements(Shards)
 def _open(data: Shards, classes: int, split: str) -> Source:
+    """Open the shards of a split: manifest and indexes are read, images are not."""
     return ShardsSource(split_folder(data, split), data.shuffle_window)
 
 
 @CLASS_NAMES.implements(Shards)
 def _class_names(data: Shards, split: str) -> Optional[ClassNames]:
+    """Return the classes that the manifest names; None where there is no manifest."""
     place = split_place(data, split)
     folder = open_folder(place)
     try:

@@ -43,6 +43,8 @@ def open_source(
         DataError: images that the recipe names are missing, incomplete or do not fit the recipe.
     """
     source = SOURCES.of(data)(data, classes, split)
+    # A validation folder may lack classes, and programs of others number them otherwise: labels
+    # follow the names that the model was, or will be, trained on.
     trained = None
     if known is None:
         if split == "validation":
@@ -91,6 +93,7 @@ def candidates(data: Data, classes: int) -> List[ClassNames]:
     Raises:
         DataError: neither is there, or one cannot be read.
     """
+    # Training images first: a model is more likely to know these.
     named = []
     for split in ("train", "validation"):
         names = class_names(data, split)
@@ -104,7 +107,7 @@ def candidates(data: Data, classes: int) -> List[ClassNames]:
 
 def _check_number(names: ClassNames, classes: int) -> None:
     """Raise DataError where a model has another number of classes."""
-    number = len(names.names)
-    if number != classes:
-        fault = f"{count(number, 'class', 'classes')}, but model.classes is {classes}"
-        raise DataError(f"{names.place}: {fault}; set model.classes={number}")
+    named = len(names.names)
+    if named != classes:
+        fault = f"{count(named, 'class', 'classes')}, but model.classes is {classes}"
+        raise DataError(f"{names.place}: {fault}; set model.classes={named}")

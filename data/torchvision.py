@@ -97,19 +97,25 @@ class TorchvisionSource(MemorySource):
 def _check_labels(content: Content) -> None:
     """Raise DataError for labels that do not fit images or classes."""
     images, labels, classes, place = content
+    # Files of two downloads, or of two data sets, may lie in one folder.
     if not len(labels) or len(labels) != len(images):
-        numbers = f"{count(len(images), 'image')} and {count(len(labels), 'label')}"
-        raise DataError(f"{place}: {numbers}; get these files anew")
-    if not 0 <= labels.min() <= labels.max() < len(classes):
-        span = f"labels from {labels.min()} to {labels.max()}, but {len(classes)} classes"
-        raise DataError(f"{place}: {span}; get these files anew, or correct data.dataset")
+        counts = f"{count(len(images), 'image')} and {count(len(labels), 'label')}"
+        raise DataError(f"{place}: {counts}; get these files anew")
+    least = labels.min()
+    most = labels.max()
+    if least < 0 or most >= len(classes):
+        span = f"labels from {least} to {most}, but {len(classes)} classes"
+        remedy = "get these files anew, or correct data.dataset"
+        raise DataError(f"{place}: {span}; {remedy}")
 
 
 @SOURCES.implements(Torchvision)
 def _open(data: Torchvision, classes: int, split: str) -> Source:
+    """Open a split, all of which is read into memory; downloaded first where the recipe allows it."""
     dataset = data.named()
     paths = _locate(data, split)
     folder = os.path.dirname(paths[0])
+    # torchvision's reader takes neither packed files nor other folders than its own.
     if SETS[dataset].idx:
         images_path, labels_path = paths
         content = Content(
@@ -143,6 +149,7 @@ def read_idx(path: str, dimensions: int) -> np.ndarray:
     if len(content) < head or not content.startswith(_IDX_OF_BYTES + bytes([dimensions])):
         fault = f"no idx file of bytes in {count(dimensions, 'dimension')}"
         raise DataError(f"{path}: {fault}; get it anew")
+    # A file that is cut short, or continues, belongs to another download.
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     expected = head + math.prod(sizes)
     if len(content) != expected:
@@ -156,11 +163,11 @@ def read_idx(path: str, dimensions: int) -> np.ndarray:
 def _unpacked(path: str) -> bytes:
     """Read up to _MOST_BYTES of a file, and one more of a longer one. Raises DataError."""
     try:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open_regular(path))
-            if path.endswith(".gz"):
-                file = stack.enter_context(gzip.open(file))
-            return file.read(_MOST_BYTES + 1)
+        with open_regular(path) as file:
+            if not path.endswith(".gz"):
+                return file.read(_MOST_BYTES + 1)
+            with gzip.open(file) as unpacked:
+                return unpacked.read(_MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(f"{path}: cannot be read ({reason}); get it anew") from None
@@ -206,6 +213,7 @@ def _read(dataset: str, split: str, root: str, download: bool) -> Content:
 def _locate(data: Torchvision, split: str) -> Tuple[str, ...]:
     """Return the paths of a split's files, downloaded where the recipe allows. Raises DataError."""
     dataset = data.named()
+    # A download is the last resort: files of a package, or in another layout, are used as they are.
     try:
         return torchvision_sets.find(dataset, split, data.root)
     except DataError:
@@ -250,6 +258,6 @@ def _alone(root: str) -> Iterator[None]:
 def _digest(images: np.ndarray, labels: np.ndarray, classes: Tuple[str, ...]) -> str:
     """Return the SHA-256 of images, labels and names of classes."""
     digest = hashlib.sha256(repr((images.shape, classes)).encode())
-    digest.update(images.reshape(-1))
-    digest.update(labels)
+    digest.update(images.reshape(-1).data)
+    digest.update(labels.data)
     return digest.hexdigest()

@@ -118,6 +118,8 @@ class Transform(abc.ABC):
         Raises:
             UnreadableImage: the image cannot be decoded.
         """
+        # In training a decoder may give a smaller box where that is still large enough: fewer pixels
+        # are decoded. Scores come from the box at its own size, as other programs compute them.
         frame = self.frame(image, size, epoch, index)
         pixels = image.pixels(frame.box, None if frame.exact else size)
         pixels = _resize(pixels, frame.height, frame.width)
@@ -144,6 +146,7 @@ class Training(Transform):
 
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
         """Draw the box and the flip of an image: see `Transform.frame`."""
+        # The flip is drawn first, since a box takes a number of draws that varies.
         data = self._data
         stream = Stream(key("augment", self._seed, epoch, index))
         flip = stream.uniform() < data.flip
@@ -200,17 +203,17 @@ class Evaluation(Transform):
 @functools.lru_cache(maxsize=None)
 def _operations(
     augment: str,
-    number: int,
+    count: int,
     magnitude: int,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return torchvision's operations for data.augment; the numbers are those of RandAugment."""
+    """Return torchvision's operations for data.augment; count and magnitude are RandAugment's."""
     # Up to torchvision 0.15 the import warns that v2 may change. In today's versions v1 takes a
     # third longer.
     torchvision.disable_beta_transforms_warning()
     from torchvision.transforms import v2
 
     if augment == "randaugment":
-        return v2.RandAugment(num_ops=number, magnitude=magnitude, fill=_GREY)
+        return v2.RandAugment(num_ops=count, magnitude=magnitude, fill=_GREY)
     if augment == "autoaugment":
         return v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET, fill=_GREY)
     return v2.TrivialAugmentWide(fill=_GREY)

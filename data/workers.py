@@ -3,24 +3,29 @@
 import contextlib
 import copy
 import errno
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import Queue
-from typing import Iterable, Iterator, Optional
+from typing import Any, Iterable, Iterator, Optional, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from data.batches import MicroBatch, Request
+from data.batches import Request
 from data.reader import Reader
 from recipe.config import Data
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # all that ask a run to stop
 _WAITS_FOR_SIGNALS = hasattr(signal, "sigtimedwait")  # not on macOS
 _GLANCE = 1.0  # seconds between two checks whether the parent is alive
+
+
+T = TypeVar("T")
 
 
 class Loader(DataLoader):
@@ -46,6 +51,7 @@ class Loader(DataLoader):
         if data.workers:
             context = _quiet_context(None if forks else "forkserver")
             prefetch_factor = data.prefetch
+        # Without batch_size: a request is a whole micro batch, and nothing is left to collate.
         super().__init__(
             reader,
             sampler=requests,
@@ -60,8 +66,8 @@ class Loader(DataLoader):
             generator=torch.Generator(),
         )
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        """Start the workers where they are not running.
+    def __iter__(self) -> _BaseDataLoaderIter:
+        """Start the workers where they are not running; an iterator over `ReadBatch`es.
 
         Raises:
             OSError: there is no room for the workers' queues; before torch leaves half of them
@@ -102,17 +108,18 @@ def _quiet_context(method: Optional[str] = None) -> BaseContext:
     context = copy.copy(multiprocessing.get_context(method))
     if method == "forkserver":
         context.set_forkserver_preload([__name__])  # else every worker would load torch
-    make_queue = context.Queue
-
-    def make_quiet_queue(maxsize: int = 0) -> Queue:
-        """Return a queue of up to `maxsize` entries that ignores a broken pipe."""
-        queue = make_queue(maxsize)
-        # There is no public switch; concurrent.futures sets the same attribute.
-        queue._ignore_epipe = True
-        return queue
-
-    context.Queue = make_quiet_queue
+    # In the copy only, whose attribute comes before the method of its class.
+    vars(context)["Queue"] = functools.partial(_QuietQueue, ctx=context.get_context())
     return context
+
+
+class _QuietQueue(Queue):
+    """A queue of up to `maxsize` entries that ignores a broken pipe."""
+
+    def __init__(self, maxsize: int = 0, *, ctx: Any):
+        super().__init__(maxsize, ctx=ctx)
+        # There is no public switch; concurrent.futures sets the same attribute.
+        self._ignore_epipe = True
 
 
 def shared_memory_is_full() -> OSError:
@@ -124,7 +131,7 @@ def shared_memory_is_full() -> OSError:
     return OSError(errno.ENOSPC, reason, "/dev/shm")
 
 
-def _unchanged(batch: MicroBatch) -> MicroBatch:
+def _unchanged(batch: T) -> T:
     """Return a batch as it is, so that torch does not collate it."""
     return batch
 
@@ -167,9 +174,11 @@ def _await_termination(parent: int, starter: int) -> None:
         parent: the training process.
         starter: the process that this one is a child of: the parent or its fork server.
     """
+    # All threads have these signals blocked, so that only this one takes them.
     while True:
         received = signal.sigtimedwait(_SIGNALS, _GLANCE)
         if received is None:
+            # An orphan is given another parent.
             if os.getppid() != starter:
                 os._exit(1)
         elif received.si_signo == signal.SIGTERM and received.si_pid == parent:

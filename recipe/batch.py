@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 from dataclasses import dataclass
-from typing import List, Optional, Set, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Set
 
 from common.errors import ConfigError, DataError
 from common.text import count, printable
@@ -22,6 +22,7 @@ from recipe.section import Section, as_yaml
 _ASSUMED = 32  # images: the most that `batch.micro: auto` takes where nothing is tried
 _MOST = 1 << 16  # images of a micro batch that `auto` may take
 _UNITS = ("epochs", "steps", "images")  # in which a recipe may give a length
+_SPLITS = ("train", "validation")
 # Keys that the first lines of a plan describe.
 _DESCRIBED = (
     *(f"run.{key}" for key in ("name", "output", *_UNITS)),
@@ -68,6 +69,7 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     replicas = replicas or recipe.parallel.replicas or 1
     if recipe.batch.micro is not None:
         return _with_micro_batch(recipe, recipe.batch.micro, replicas)
+    # Sections may refuse some sizes: a pipeline needs several micro batches, mixing needs partners.
     sizes = _micro_batch_sizes(recipe, replicas)
     small = [micro for micro in sizes if micro <= _ASSUMED]
     large = sizes[len(small) :]
@@ -97,7 +99,7 @@ def candidates(recipe: Recipe, replicas: int) -> List[int]:
     return allowed
 
 
-def settled(recipe: Recipe, micro: Optional[int]) -> Recipe:
+def settled(recipe: Recipe, micro: int | None) -> Recipe:
     """Return `recipe` with `micro` images in the place of `batch.micro: auto`."""
     batch = recipe.batch.model_copy(update={"micro": micro})
     return recipe.model_copy(update={"batch": batch})
@@ -116,15 +118,15 @@ def _micro_batch_sizes(recipe: Recipe, replicas: int) -> List[int]:
 def _with_micro_batch(recipe: Recipe, micro: int, replicas: int) -> Batch:
     """Divide the images of a step as `divide` does, with a given micro batch."""
     images = recipe.batch.global_
+    # Sums in tree order do not depend on shares, so these may differ. Other sums weight replicas
+    # alike, which is the mean over images for equal shares only.
     in_tree = recipe.exchange.in_tree
     unit = micro if in_tree else micro * replicas
     if images % unit:
         product = "" if in_tree else f" x {count(replicas, 'replica')} = {unit}"
-        below = images // unit * unit
-        above = below + unit
-        nearest = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(
-            f"batch.global {images} is not a multiple of {micro} micro{product}; nearest: {nearest}"
+            f"batch.global {images} is not a multiple of {micro} micro{product}; "
+            f"nearest: {_nearest(images, unit)}"
         )
     micro_batches = images // micro
     if micro_batches < replicas:
@@ -142,12 +144,20 @@ def _with_micro_batch(recipe: Recipe, micro: int, replicas: int) -> Batch:
     return batch
 
 
+def _nearest(images: int, unit: int) -> str:
+    """Return the multiples of `unit` next to `images`, as text; the one above where none is below."""
+    below = images // unit * unit
+    above = below + unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
 def whole_pod(recipe: Recipe) -> Recipe:
     """Return `recipe` on all IPUs of its pod, if neither it nor poprun gives a number of replicas.
 
     Raises:
         ConfigError: the stages of a replica do not divide the pod.
     """
+    # Who starts poprun, or names replicas, may want a part of the pod only.
     pod = recipe.ipu.pod
     stages = recipe.parallel.stages
     if (
@@ -171,6 +181,8 @@ def planned(recipe: Recipe) -> Batch:
     Raises:
         ConfigError: see `divide`; or poprun started what does not fit the recipe.
     """
+    # Other launchers give each rank its place, which training/run.py divides by; poprun's count of
+    # replicas is known to every process.
     launched = poprun.launched_by(os.environ) if recipe.run.device == "ipu" else None
     if launched is None:
         return divide(recipe)
@@ -195,6 +207,7 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
         raise DataError(_too_few_images(recipe, train_images))
     total = max(1, _length(recipe.run, "", per_epoch, size))
     warmup = _length(recipe.schedule, "warmup_", per_epoch, size)
+    # Schedules divide by the steps after the warm-up.
     if warmup >= total:
         lower = f"schedule.{_given(recipe.schedule, 'warmup_')}"
         fault = f"the warm-up of {count(warmup, 'step')} is not shorter than the run of {total}"
@@ -205,11 +218,17 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
         raise ConfigError(
             f"{fault}: no gradient would ever be applied; lower it or raise run.{_given(recipe.run)}"
         )
-    return Lengths(per_epoch, train_images - per_epoch * size, total, warmup)
+    return Lengths(
+        steps_per_epoch=per_epoch,
+        dropped=train_images - per_epoch * size,
+        total=total,
+        warmup=warmup,
+    )
 
 
 def _too_few_images(recipe: Recipe, train_images: int) -> str:
     """Return the fault of fewer images than one global batch, with a batch that they would fill."""
+    # As a whole number of micro batches on each replica, so that the remedy is no fault itself.
     replicas = recipe.parallel.replicas or 1
     unit = (recipe.batch.micro or 1) * replicas
     fitting = train_images // unit * unit
@@ -238,6 +257,7 @@ def _check_warmup(recipe: Recipe) -> None:
     """Raise ConfigError for a warm-up as long as the run where that shows without the number of
     images.
     """
+    # Only lengths in the same unit compare; `lengths` compares all once images are counted.
     for unit in _UNITS:
         warmup = getattr(recipe.schedule, f"warmup_{unit}")
         length = getattr(recipe.run, unit)
@@ -270,7 +290,7 @@ def in_steps(
         return steps
     if images is not None:
         return -(-images // global_batch)
-    return round((epochs or 0) * per_epoch)
+    return round((epochs or 0) * per_epoch)  # an epoch need not be whole
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
@@ -279,8 +299,10 @@ def peak_learning_rate(recipe: Recipe) -> float:
     size = recipe.batch.global_
     if schedule.peak_per_image is not None:
         return schedule.peak_per_image * size
+    assert schedule.peak is not None, "a schedule has one of the two"
     if schedule.batch_rule == "none":
         return schedule.peak
+    assert schedule.reference_batch is not None, "a schedule with batch_rule has one"
     return schedule.peak * rate_factor(schedule.batch_rule, size / schedule.reference_batch)
 
 
@@ -299,14 +321,20 @@ def rate_factor(rule: str, ratio: float) -> float:
 
 def training_image_size(recipe: Recipe, epoch: int) -> int:
     """Return the pixels a side of the training images of an epoch, counted from 0."""
-    sizes = recipe.data.image_sizes or [(0, recipe.model.image_size)]
-    return [pixels for first, pixels in sizes if first <= epoch][-1]
+    return [pixels for first, pixels in _image_sizes(recipe) if first <= epoch][-1]
 
 
 def training_image_sizes(recipe: Recipe) -> Set[int]:
     """Return the pixels a side of the training images of all epochs of `recipe`."""
-    sizes = recipe.data.image_sizes or [(0, recipe.model.image_size)]
-    return {pixels for _, pixels in sizes}
+    return {pixels for _, pixels in _image_sizes(recipe)}
+
+
+def _image_sizes(recipe: Recipe) -> Sequence[Sequence[int]]:
+    """Return (first epoch, pixels a side) of each size of the training images."""
+    if recipe.data.image_sizes:
+        return recipe.data.image_sizes
+    assert recipe.model.image_size is not None, "recipe/checks.py refuses null"
+    return [(0, recipe.model.image_size)]
 
 
 def describe(recipe: Recipe, here: bool = True) -> str:
@@ -322,19 +350,8 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     """
     batch = planned(recipe)
     recipe.data.check_classes(recipe.model.classes)
-    # The images decide on the length of an epoch: those that are here, else as many as the recipe
-    # expects.
-    images = ""
-    counted = None
-    if here:
-        images, counted = _images(recipe)
-    number = recipe.data.images("train") if counted is None else counted
-    if number is None:
-        _check_warmup(recipe)
-    if number:
-        length = f"{number} training images; {lengths(recipe, number).describe()}"
-    else:
-        length = "known once data.root is read (or data.train_images given)"
+    images = _images(recipe) if here else _Images("", None)
+    length = _described_length(recipe, images.training)
     division = batch.describe()
     if recipe.batch.micro is None and recipe.run.device != "cpu":
         division += "; batch.micro auto: a GPU takes the largest that fits"
@@ -344,7 +361,7 @@ def describe(recipe: Recipe, here: bool = True) -> str:
         ("batch", division),
         ("peak", f"learning rate {peak_learning_rate(recipe):.6g}"),
         ("length", length),
-        ("images", images),
+        ("images", images.line),
     ]
     for name, section in recipe:
         lines.append((name, _changed_keys(name, section)))
@@ -354,10 +371,29 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     return "\n".join(plan)
 
 
+def _described_length(recipe: Recipe, counted: int | None) -> str:
+    """Return the plan's line about the length of the run.
+
+    Args:
+        recipe: of the run.
+        counted: training images on this machine; None takes as many as the recipe expects.
+
+    Raises:
+        ConfigError, DataError: the lengths do not go together.
+    """
+    train_images = recipe.data.images("train") if counted is None else counted
+    if train_images is None:
+        _check_warmup(recipe)
+    if not train_images:
+        return "known once data.root is read (or data.train_images given)"
+    return f"{train_images} training images; {lengths(recipe, train_images).describe()}"
+
+
 def _changed_keys(name: str, section: Section) -> str:
     """Return the keys of a section that are not defaults, its kind first, without those described
     already.
     """
+    # The kind is printed also where it is the default: the other keys belong to it.
     keys = {}
     tag = getattr(section, "tag", None)
     if tag is not None:
@@ -370,26 +406,35 @@ def _changed_keys(name: str, section: Section) -> str:
     )
 
 
-def _images(recipe: Recipe) -> Tuple[str, int | None]:
-    """Return the plan's line about images on this machine, and the training images there; None if
-    they are unknown.
+class _Images(NamedTuple):
+    """Images on this machine. line: of the plan. training: how many there are; None if unknown."""
+
+    line: str
+    training: Optional[int]
+
+
+def _images(recipe: Recipe) -> _Images:
+    """Count the images on this machine.
 
     Raises:
         DataError: a run would refuse them.
     """
-    splits = ("train", "validation")
+    counted = {}
     try:
-        found = {split: found_images.find(recipe.data, split) for split in splits}
+        for split in _SPLITS:
+            images = found_images.find(recipe.data, split)
+            if images is not None:
+                counted[split] = images
+    # A plan is also made where the images are not: before they are copied, or elsewhere.
     except DataError as error:
-        return f"not found here: {error}", None
-    counted = {split: images for split, images in found.items() if images is not None}
+        return _Images(f"not found here: {error}", None)
     for split, images in counted.items():
         found_images.check(recipe, images, split)
-    if len(counted) == len(splits):
+    if len(counted) == len(_SPLITS):
         found_images.check_classes(counted["train"], counted["validation"])
-    text = ", ".join(f"{split.images:,} in {split.place}" for split in counted.values())
+    places = ", ".join(f"{images.images:,} in {images.place}" for images in counted.values())
     training = counted["train"].images if "train" in counted else None
-    return f"found: {text}" if text else "", training
+    return _Images(f"found: {places}" if places else "", training)
 
 
 def output_folder(recipe: Recipe) -> str:

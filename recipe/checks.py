@@ -22,6 +22,7 @@ def check(recipe: Recipe, batch: Batch) -> None:
     Raises:
         ConfigError: they do not; the first fault and its remedy.
     """
+    # The first fault only: a later one may be there because of it.
     for fault in _faults(recipe, batch):
         raise ConfigError(fault)
     if recipe.run.device == "ipu":
@@ -32,6 +33,10 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
     """Yield what is wrong, and the remedy, for each rule that the recipe breaks, in the order of
     this file.
     """
+    # Only a family of models that somebody added has names without a size.
+    if recipe.model.image_size is None:
+        unset = f"model.image_size is null, but the name {recipe.model.name} has no size of its own"
+        yield f"{unset}; give the pixels a side, e.g. model.image_size=224"
     if recipe.batch.micro is None:
         yield from _automatic_micro_batch(recipe)
     if batch.micro == 1:
@@ -93,10 +98,11 @@ def _late_gradients(recipe: Recipe) -> Iterator[str]:
     """
     exchange = recipe.exchange
     if recipe.model.batch_statistics and exchange.is_local:
-        own = "each replica would have its own running statistics"
-        yield f"exchange.method {exchange.method}: {own}; use model.norm=group"
+        drift = "each replica would have its own running statistics"
+        yield f"exchange.method {exchange.method}: {drift}; use model.norm=group"
     if recipe.model.batch_statistics and exchange.delay:
         yield "exchange.delay: running statistics would be ahead; use model.norm=group or exchange.delay=0"
+    # Local steps delay means of weights, in which no loss scale is left.
     if recipe.precision.dynamic_loss_scale and exchange.delay and not exchange.is_local:
         late = "exchange.delay: a late overflow would lower the scale of steps that are computed already"
         yield f"{late}; use precision.dynamic_loss_scale=false"
@@ -174,11 +180,13 @@ def _pipeline(recipe: Recipe, batch: Batch) -> Iterator[str]:
     stages = batch.stages
     if name == "sharded":
         yield f"parallel.schedule sharded is for IPUs, but run.device is {recipe.run.device}; use gpipe or 1f1b"
+    # Replicas may have different numbers of micro batches, and each has a pipeline.
     for accumulation in sorted({len(share) for share in batch.shares}):
         if stages > 1 and accumulation < recipe.parallel.least:
             few = f"accumulation is {accumulation} and parallel.stages {stages}"
             yield f"parallel.schedule {name} needs a micro batch a stage, but {few}; lower batch.micro, or use gpipe"
             continue
+        # ScheduleInterleaved1F1B raises a ValueError for what its number of rounds does not divide.
         rounds = accumulation // stages
         if name == "interleaved" and accumulation % rounds:
             remedy = f"use 1f1b, or a batch.micro or parallel.replicas that makes it a multiple of {stages} stages"
@@ -199,6 +207,8 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
         replicas: of the run.
     """
     exchange = recipe.exchange
+    # Sparse methods and rounding look at several values of a stage at once; sums of two numbers
+    # have only one order.
     if exchange.sparse:
         return f"{exchange.method} selects within each stage"
     if replicas > 1 and exchange.is_local:

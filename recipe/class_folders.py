@@ -34,6 +34,7 @@ def class_folders(folder: str) -> Tuple[str, ...]:
     Raises:
         DataError: the folder cannot be listed, or has none.
     """
+    # As bytes: names that are no UTF-8 sort, and are found again, like all others.
     place = os.fsencode(folder)
     folders = [
         entry
@@ -72,6 +73,8 @@ def why_left_out(entry: "os.DirEntry[bytes]", around: Sequence[bytes]) -> Option
         return "folders of file systems and storage servers"
     if not entry.is_symlink():
         return None
+    # A link to a folder around it would make the walk endless. The slash that join appends keeps
+    # /data/train from being taken for a part of /data/training.
     target = os.path.join(os.path.realpath(entry.path), b"")
     if any(os.path.join(os.path.realpath(folder), b"").startswith(target) for folder in around):
         return "links that lead back to a folder around them"

@@ -2,12 +2,12 @@
 3.8.
 """
 
-from typing import Iterator, List, Literal, Optional, Union
+from typing import Dict, Iterator, List, Literal, Optional, Type, Union
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from recipe.distribution import Parallel
-from recipe.exchange import Exchange
+from recipe.exchange import Exchange, Selecting
 from recipe.hardware import EngineSection, Ipu
 from recipe.images import Data
 from recipe.network import Model
@@ -78,13 +78,17 @@ class BatchSection(Section):
     @field_validator("micro", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
+        """Read the word auto as None, which code asks for."""
         return None if value == "auto" else value
 
     @field_serializer("micro")
     def _say_auto(self, value: Optional[int]) -> object:
+        """Write None as the word auto, which users know."""
         return "auto" if value is None else value
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of a batch that grows."""
+        # `largest` belongs to `noise` alone: a list of batches ends by itself.
         largest = self.largest
         if self.schedule == "noise" and largest is None:
             yield "schedule noise needs largest, the bound of the batch; give both or neither"
@@ -181,13 +185,28 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _name_what_is_compressed(self) -> "Recipe":
-        if "compress" in type(self.exchange).model_fields and self.exchange.compress is None:
-            compress = "update" if self.exchange.compresses_update(self.optimizer) else "gradient"
-            object.__setattr__(
-                self, "exchange", self.exchange.model_copy(update={"compress": compress})
-            )
+        """Replace null by what it stands for, which depends on the optimizer."""
+        exchange = self.exchange
+        if isinstance(exchange, Selecting) and exchange.compress is None:
+            compress = "update" if exchange.compresses_update(self.optimizer) else "gradient"
+            # Recipes are frozen, also for their validators.
+            object.__setattr__(self, "exchange", exchange.model_copy(update={"compress": compress}))
         return self
 
+
+def _sections() -> Dict[str, Type[Section]]:
+    """Return the annotations of the recipe's fields, each of which is a section."""
+    sections = {}
+    for name, field in Recipe.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type) and issubclass(section, Section), name
+        sections[name] = section
+    return sections
+
+
+# The class of each section by its name, in the order of a file. Where a section comes in kinds or
+# parts it is their base.
+SECTIONS = _sections()
 
 # Keys of which a recipe gives one: naming one in a later layer replaces another of an earlier
 # layer.

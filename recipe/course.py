@@ -13,7 +13,8 @@ section 2.2). It never shrinks.
 
 from __future__ import annotations
 
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from dataclasses import dataclass
+from typing import Iterator, List, Optional, Sequence, Tuple
 
 from recipe.config import Recipe
 
@@ -21,11 +22,17 @@ _STANDARD_ERRORS = 2.0  # of a noise scale within which zero must not lie
 
 
 def is_known(noise: float, error: float) -> bool:
-    """Return whether a noise scale is told from zero: it is more than two of its standard errors."""
+    """Return whether a noise scale can be told from zero: it is more than two standard errors.
+
+    Args:
+        noise: noise scale, in images.
+        error: its standard error, in images.
+    """
     return noise > _STANDARD_ERRORS * error
 
 
-class Update(NamedTuple):
+@dataclass(frozen=True)
+class Update:
     """An optimizer update. step: its first step, from 0. steps: how many it takes. index: updates
     before it.
     """
@@ -61,14 +68,15 @@ class Course:
         self._total = total
         self._size = recipe.batch.global_
         self._largest = recipe.batch.largest
-        schedule = (
-            recipe.batch.schedule if isinstance(recipe.batch.schedule, list) else [(0, self._size)]
-        )
         # (first step, steps of an update from there on); the first change is at step 0.
         self._changes: List[Tuple[int, int]] = []
-        for images, batch in schedule:
-            first = -(-int(images) // self._size)  # rounded up
-            self._changes.append((first, int(batch) // self._size))
+        if isinstance(recipe.batch.schedule, list):
+            for images, batch in recipe.batch.schedule:
+                first = -(-int(images) // self._size)  # rounded up
+                self._changes.append((first, int(batch) // self._size))
+        else:
+            self._changes.append((0, 1))
+        # Growth by `noise` cannot be computed again from the recipe: a resumed run brings it along.
         for step, steps in growth:
             self._changes.append((step, steps))
 
@@ -83,6 +91,7 @@ class Course:
 
     def may_grow(self, done: int) -> bool:
         """Return whether the batch may be made larger after `done` steps."""
+        # Only at the end of an epoch, so that a run waits for its device no more often than that.
         if self._largest is None:
             return False
         is_end_of_epoch = done % self._per_epoch == 0 and done < self._total
@@ -117,6 +126,7 @@ class Course:
 
     def updates(self, start: int = 0) -> Iterator[Update]:
         """Yield the updates from step `start` on, where one begins."""
+        # Counted from the first, as the index of an update depends on the sizes of all before it.
         step = 0
         index = 0
         while step < self._total:

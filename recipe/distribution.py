@@ -1,9 +1,10 @@
 """The section `parallel`: how a model is cut and copied."""
 
-from typing import Any, Iterator, List, Literal, Optional, Union
+from typing import Any, Dict, Iterator, List, Literal, Optional, Union
 
 from pydantic import (
     Field,
+    JsonValue,
     ValidationError,
     ValidationInfo,
     field_serializer,
@@ -14,7 +15,8 @@ from pydantic import (
 from recipe.section import Section, or_auto
 
 _VIRTUAL_STAGES = 2  # of a device under the interleaved schedule, by default
-_BLOCKS = {"type": "array", "items": {"type": "string"}}
+# JSON Schema of a list of blocks: pydantic's own would describe None, not the word auto.
+_BLOCKS: Dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
 _WORDS = {"split": "auto, counted", "recompute": "true, false"}
 
 
@@ -61,38 +63,49 @@ class Parallel(Section):
     @field_validator("replicas", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
+        """Read the word auto as None, which code asks for."""
         return None if value == "auto" else value
 
     @field_validator("split", "recompute", mode="wrap")
     @classmethod
     def _word_or_blocks(cls, value: object, handler: Any, info: ValidationInfo) -> object:
+        """Validate a key that is one of some words, or a list of blocks; an error is one line."""
         try:
             return handler(None if value == "auto" else value)
         except ValidationError:
+            # One line in the place of pydantic's, which has one for each type of the union.
+            assert info.field_name is not None, "validators of fields know their field"
             raise ValueError(
                 f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}"
             ) from None
 
     @field_serializer("replicas", "split")
     def _say_auto(self, value: Any) -> Any:
+        """Write None as the word auto, which users know."""
         return "auto" if value is None else value
 
     @model_validator(mode="before")
     @classmethod
     def _by_schedule(cls, values: Any) -> Any:
+        """Fill in the virtual stages of the interleaved schedule."""
+        # The default depends on another key; settled here, config.yaml shows the number.
         if isinstance(values, dict) and values.get("schedule") == "interleaved":
             return {**values, "virtual_stages": values.get("virtual_stages") or _VIRTUAL_STAGES}
         return values
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of schedules without enough stages, and of a wrong number of cut points."""
         if self.schedule in ("interleaved", "sharded") and self.stages == 1:
             yield f"schedule {self.schedule} needs stages of 2 or more"
         if self.schedule != "interleaved" and self.virtual_stages is not None:
             yield "virtual_stages goes with schedule interleaved; give virtual_stages=null"
-        if isinstance(self.split, list) and len(self.split) != self.parts - 1:
+        # The first part begins with the model.
+        cut_points = self.parts - 1
+        if isinstance(self.split, list) and len(self.split) != cut_points:
             virtual = f" x {self.virtual_stages} virtual" if self.virtual_stages else ""
-            needed = f"{self.stages} stages{virtual} need {self.parts - 1}"
-            yield f"split names {len(self.split)} cut points but {needed}; name them, or give split=auto"
+            needed = f"{self.stages} stages{virtual} need {cut_points}"
+            named = f"split names {len(self.split)} cut points"
+            yield f"{named} but {needed}; name them, or give split=auto"
 
     @property
     def parts(self) -> int:
@@ -102,6 +115,7 @@ class Parallel(Section):
     @property
     def least(self) -> int:
         """Micro batches of a step that each replica needs, on CPUs and GPUs."""
+        # 1F1B begins to send gradients back once every stage has a micro batch.
         return self.stages if self.schedule in ("1f1b", "interleaved") else 1
 
     def in_flight(self, accumulation: int) -> List[int]:

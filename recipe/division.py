@@ -43,6 +43,7 @@ class Batch:
 
     def with_shares(self, shares: List[range]) -> Batch:
         """Return the same batch with other shares, one range of micro batches for each replica."""
+        # Empty where all are equal: two batches that divide alike are equal then.
         counts = tuple(len(share) for share in shares)
         is_even = len(set(counts)) == 1
         return replace(self, accumulation=max(counts), uneven=() if is_even else counts)

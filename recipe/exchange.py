@@ -20,7 +20,8 @@ class Exchange(Kind):
 
     tag = "method"
     resets = False
-    # What a method of one's own says of itself where it differs; the defaults promise least.
+    # A method of one's own overrides those of the following that it does not fit. The defaults
+    # promise least: what they forbid is refused, not trained wrongly.
     # Whether a replica sends only a share of its gradient.
     sparse: ClassVar[bool] = False
     # Whether `density` says how much a replica sends.
@@ -44,6 +45,8 @@ class Exchange(Kind):
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
+        """Return why the method refuses a `key` with this `value`: see `Kind.foreign`."""
+        # Only keys that change what is learned: a sweep over methods may leave all others in place.
         if key == "order" and value == "tree":
             return f"order tree promises equal bits, which method {cls.default_name()} rounds away; use dense"
         if key in _ONLY_SPARSE and value:
@@ -51,8 +54,11 @@ class Exchange(Kind):
         return None
 
     def refused_by(self, method: str) -> Dict[str, Any]:
-        """Return the keys that have to change before `method` is taken, with the values that it
-        accepts.
+        """Return the keys that have to change before another method takes the section, with the
+        values that it accepts.
+
+        Args:
+            method: name of the other method.
         """
         other = self.kinds[method]
         defaults = self.defaults()
@@ -66,6 +72,7 @@ class Exchange(Kind):
             method: its name.
             changes: keys with other values.
         """
+        # Not by model_copy: the other section is checked, and gets defaults for its further keys.
         known = self.kinds[method].model_fields
         keys = {key: value for key, value in self if key in known}
         keys.update(changes, method=method)
@@ -76,6 +83,9 @@ class Exchange(Kind):
         gradient.
         """
         return False
+
+    # Keys that only some methods have are asked for here with a default: engines and plans need not
+    # know which methods there are.
 
     @property
     def in_tree(self) -> bool:
@@ -131,6 +141,7 @@ class Dense(Exchange):
     later"""
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of tree order beside rounding."""
         if self.bits and self.order == "tree":
             yield (
                 "order tree promises equal bits for all topologies, which bits rounds away; use order=fast"
@@ -147,7 +158,7 @@ class Half(Exchange):
     """type of the values that travel"""
 
 
-class _Selecting(Exchange):
+class Selecting(Exchange):
     """Keys of the methods that send the largest values of a vector and keep the rest for later
     steps.
     """
@@ -172,12 +183,15 @@ class _Selecting(Exchange):
     model (threshold)"""
 
     def compresses_update(self, optimizer: Optimizer) -> bool:
+        """Return whether `compress` is update, or would be by default with this `optimizer`."""
+        # A linear optimizer makes of a gradient in parts what it would make of the whole, so parts
+        # of gradients may travel. With a delay the weights of the update's step are gone.
         if self.compress is None:
             return optimizer.replica_update and not optimizer.linear and not self.delay
         return self.compress == "update"
 
 
-class Sparse(_Selecting):
+class Sparse(Selecting):
     """Base of the methods that send a share of a gradient."""
 
     sparse: ClassVar[bool] = True
@@ -192,12 +206,19 @@ class Sparse(_Selecting):
         return f"int{self.bits}" if self.bits else self.wire
 
     def density_at(self, step: int, steps_per_epoch: Optional[int]) -> float:
-        """Share of a gradient's values that a replica sends in update `step`, from 0; 1 in the
+        """Return the share of a gradient's values that a replica sends in an update; 1 in the
         first `dense_steps`.
+
+        Args:
+            step: of the run, from 0.
+            steps_per_epoch: None only without a `density_warmup`.
         """
         if step < self.dense_steps:
             return 1.0
-        epoch = step // steps_per_epoch if self.density_warmup else 0
+        if not self.density_warmup:
+            return self.density
+        assert steps_per_epoch is not None, "density_warmup has a density for each epoch"
+        epoch = step // steps_per_epoch
         return self.density_warmup[epoch] if epoch < len(self.density_warmup) else self.density
 
 
@@ -249,6 +270,7 @@ class Local(Exchange):
     """first epochs of a run that exchange the whole gradient"""
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of means that would be due before the last ones have arrived."""
         if self.fragments > self.local_steps:
             yield f"{self.fragments} fragments need as many updates between two means; raise local_steps"
         if self.delay >= self.local_steps:
@@ -259,6 +281,7 @@ class Local(Exchange):
 
     @property
     def beside(self) -> float:
+        # Each fragment is exchanged once in local_steps, and may take `delay` of them.
         return min(1.0, self.delay * self.fragments / self.local_steps)
 
     def is_dense(self, step: int, steps_per_epoch: Optional[int]) -> bool:
@@ -281,7 +304,7 @@ class NoExchange(Exchange):
     method: Literal["none"] = "none"
 
 
-class Auto(_Merging, _Selecting):
+class Auto(_Merging, Selecting):
     """Measures the links at the start of a run and takes the method that is predicted to be
     fastest, of those that were measured to keep accuracy.
     """

@@ -54,24 +54,19 @@ def find(data: Data, split: str) -> Optional[Found]:
     place = data.located(split)
     if place is None:
         return None
+    # What is wrong with the images, the run reports best, which reads more of them.
     try:
         return _COUNTS.of(data)(data, split, place)
-    except (
-        DataError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # what is wrong there, the run says best
+    except (DataError, OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def check(recipe: Recipe, found: Found, split: str) -> None:
+def check(recipe: Recipe, images: Found, split: str) -> None:
     """Check the images of a split against a recipe.
 
     Args:
         recipe: of the run.
-        found: what `find` counted.
+        images: what `find` counted.
         split: "train" or "validation".
 
     Raises:
@@ -79,33 +74,33 @@ def check(recipe: Recipe, found: Found, split: str) -> None:
             training that of their classes, or a class folder is empty.
     """
     if split == "train":
-        _check_training_classes(found, recipe.model.classes)
+        _check_training_classes(images, recipe.model.classes)
     expected = recipe.data.images(split)
-    if expected is None or expected == found.images:
+    counted = images.images
+    if expected is None or expected == counted:
         return
+    # The length of an epoch, and so all rates, follow from the number of training images.
     size = recipe.batch.global_
     steps = ""
-    if split == "train" and expected // size != found.images // size:
-        steps = f" ({count(found.images // size, 'step')} an epoch instead of {expected // size})"
+    if split == "train" and expected // size != counted // size:
+        steps = f" ({count(counted // size, 'step')} an epoch instead of {expected // size})"
     key = f"data.{split}_images"
-    remedy = f"complete the images or set {key}={found.images}"
-    raise DataError(
-        f"{found.place}: {found.images} images, but {key} is {expected}{steps}; {remedy}"
-    )
+    remedy = f"complete the images or set {key}={counted}"
+    raise DataError(f"{images.place}: {counted} images, but {key} is {expected}{steps}; {remedy}")
 
 
-def _check_training_classes(found: Found, classes: int) -> None:
+def _check_training_classes(images: Found, classes: int) -> None:
     """Raise DataError for an empty class folder, or another number of classes than the model's."""
-    for name, images in (found.by_class or {}).items():
-        if not images:
-            folder = printable(os.path.join(found.place, name))
+    for name, of_class in (images.by_class or {}).items():
+        if not of_class:
+            folder = printable(os.path.join(images.place, name))
             raise DataError(
                 f"{folder}: no .jpg, .jpeg or .png files in this class folder; fill it or remove it"
             )
-    if found.classes != classes:
-        remedy = f"set model.classes={found.classes}"
+    if images.classes != classes:
+        remedy = f"set model.classes={images.classes}"
         raise DataError(
-            f"{found.place}: {found.classes} classes, but model.classes is {classes}; {remedy}"
+            f"{images.place}: {images.classes} classes, but model.classes is {classes}; {remedy}"
         )
 
 
@@ -118,6 +113,7 @@ def check_classes(train: Found, validation: Found) -> None:
     """
     if train.by_class is None or validation.by_class is None:
         return
+    # An empty folder is no fault: nothing is scored under a class that was not learned.
     known = set(train.by_class)
     unknown = [
         printable(name)
@@ -134,6 +130,7 @@ def check_classes(train: Found, validation: Found) -> None:
 
 @_COUNTS.implements(Shards)
 def _of_shards(data: Shards, split: str, place: str) -> Found:
+    """Count the images that the manifest of local shards lists."""
     content = read_json(Path(place, MANIFEST))
     return Found(
         place, sum(shard["images"] for shard in content["shards"]), len(content["classes"])
@@ -142,6 +139,7 @@ def _of_shards(data: Shards, split: str, place: str) -> Found:
 
 @_COUNTS.implements(Files)
 def _of_folder(data: Files, split: str, place: str) -> Found:
+    """Count the images of each class folder; what is left out is not reported here."""
     folder = os.fsencode(place)
     names = [os.fsencode(name) for name in class_folders(place)]
     by_class = {}
@@ -153,5 +151,6 @@ def _of_folder(data: Files, split: str, place: str) -> Found:
 
 @_COUNTS.implements(Torchvision)
 def _of_set(data: Torchvision, split: str, place: str) -> Found:
+    """Read the number of images from the file that has them."""
     images = torchvision_sets.count_images(data.named(), split, place)
     return Found(os.path.dirname(place), images, data.possible_classes[0])

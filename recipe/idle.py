@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Iterator, Mapping, NamedTuple, Tuple
 
 from common.text import either
-from recipe.config import Recipe
+from recipe.config import SECTIONS, Recipe
 from recipe.kinds import Kind
 from recipe.section import as_yaml
 
@@ -44,13 +44,16 @@ def is_resolved(layer: Mapping[str, Any]) -> bool:
 def faults(
     recipe: Recipe, merged: Mapping[str, dict], levels: Mapping[str, int], first: int
 ) -> Iterator[Tuple[str, str]]:
-    """Yield each named key without effect, with the cause and the remedy.
+    """Yield the named keys without effect.
 
     Args:
         recipe: that came of all layers.
         merged: its sections as they were given.
-        levels: number of the last layer that named each key.
-        first: layers from this number on are the user's own.
+        levels: index of the last layer that named a key, by section.key.
+        first: index of the first layer that is the user's own.
+
+    Yields:
+        section.key, and the cause with the remedy.
     """
     for idle in [*_of_other_kinds(recipe, merged), *_beside_others(recipe)]:
         section, _, key = idle.key.partition(".")
@@ -62,7 +65,7 @@ def faults(
         if level < max(first, levels.get(idle.cause, -1)):
             continue
         # Writing down what is so anyway misleads nobody.
-        field = Recipe.model_fields[section].annotation.fields()[key]
+        field = SECTIONS[section].fields()[key]
         if value == field.get_default(call_default_factory=True):
             continue
         section, _, key = idle.cause.partition(".")
@@ -78,6 +81,7 @@ def _of_other_kinds(recipe: Recipe, merged: Mapping[str, dict]) -> Iterator[Idle
             continue
         known = part.fields()
         tag = f"{section}.{part.tag}"
+        # Keys of no kind at all are unknown, which the schema refuses.
         for key in content:
             owners = [name for name, kind in part.kinds.items() if key in kind.fields()]
             if key in known or not owners:
@@ -97,6 +101,8 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _of_model(recipe: Recipe) -> Iterator[Idle]:
+    """Yield keys of layers that the model does not have, and of parameters that are not skipped."""
+    # With defaults: families and methods of somebody's own need not have these keys.
     model = recipe.model
     norm = getattr(model, "norm", None)
     if norm in ("group", "layer"):
@@ -108,6 +114,7 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _of_exchange(recipe: Recipe) -> Iterator[Idle]:
+    """Yield keys that only some methods read, or only beside another key."""
     exchange = recipe.exchange
     if not exchange.uses_density:
         yield Idle("exchange.density", "exchange.method", "give exchange.method=topk or gtopk")

@@ -14,7 +14,7 @@ from recipe import torchvision_sets
 from recipe.class_folders import class_folders
 from recipe.kinds import Kind
 from recipe.section import PathText, check_pairs
-from recipe.torchvision_sets import SETS
+from recipe.torchvision_sets import SETS, SetName
 
 _UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
@@ -29,8 +29,6 @@ class Data(Kind):
     files: ClassVar[bool] = False
     # Whether images are decoded when they are read.
     encoded: ClassVar[bool] = False
-    # Numbers of classes that a model can learn.
-    possible_classes: ClassVar[range] = range(2, 2**31)
 
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = "torch"
@@ -72,6 +70,7 @@ class Data(Kind):
     @field_validator("crop_area", "crop_aspect")
     @classmethod
     def _ordered(cls, value: Tuple[float, float], info: ValidationInfo) -> Tuple[float, float]:
+        """Check that a pair has its low end first, and that a crop is part of its image."""
         if not 0 < value[0] <= value[1]:
             raise ValueError(f"{list(value)} must be [low, high] with 0 < low <= high")
         if info.field_name == "crop_area" and value[1] > 1:
@@ -81,12 +80,14 @@ class Data(Kind):
         return value
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of a reader of files where images are no files."""
         if self.reader == "dali" and not self.files:
             yield f"reader dali reads files, but source is {self.source}; use reader torch"
 
     @field_validator("image_sizes")
     @classmethod
     def _rising_epochs(cls, value: Optional[List[List[int]]]) -> Optional[List[List[int]]]:
+        """Check that sizes begin at epoch 0 and follow one another."""
         if value is not None:
             check_pairs(value, "epochs", "pixels")
             if not all(8 <= pixels <= 8192 for _, pixels in value):
@@ -95,7 +96,13 @@ class Data(Kind):
 
     @classmethod
     def foreign(cls, key: str, value: Any) -> Optional[str]:
-        return None  # every key is ignored, so that one override changes the images of a recipe
+        """Refuse no `key` of another source: one override changes the images of any recipe."""
+        return None
+
+    @property
+    def possible_classes(self) -> range:
+        """Numbers of classes that a model of these images may have."""
+        return range(2, 2**31)
 
     @property
     def place(self) -> str:
@@ -135,6 +142,7 @@ class Data(Kind):
         Raises:
             ConfigError: they cannot be known.
         """
+        # Sources of files count theirs instead.
         if len(self.possible_classes) == 1:
             return self.possible_classes[0]
         raise ConfigError(
@@ -158,6 +166,7 @@ class Stored(Data):
     @field_validator("root")
     @classmethod
     def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
+        """Take credentials out of a URL, before anything stores or prints it."""
         return value and credentials.take(value)
 
 
@@ -175,20 +184,27 @@ class Files(Stored):
     """the same, for evaluation; classes may be missing"""
 
     def located(self, split: str) -> Optional[str]:
+        """Return the folder of a `split`; None where it is a URL."""
         folder = split_folder(self, split)
         return None if "://" in folder else folder
 
     def count_classes(self) -> int:
+        """Count the classes of the training images; a thousand where the recipe names none yet."""
         if self.root is None:
             return _UNKNOWN_CLASSES
         try:
             classes = self._classes_in(split_folder(self, "train"))
+        # The last three: a manifest that is no JSON, or has another form.
         except (DataError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.classes auto: {error}") from None
         if classes < 2:
             few = count(classes, "class", "classes")
             raise ConfigError(f"model.classes auto: {self.root}: {few}; a model needs two")
         return classes
+
+    def _classes_in(self, folder: str) -> int:
+        """Return the number of classes of the images in a folder, or behind a URL."""
+        raise NotImplementedError
 
 
 class Folder(Files):
@@ -217,17 +233,20 @@ class Shards(Files):
 class Digits(Data):
     """The 1,797 digits that come along."""
 
-    possible_classes: ClassVar[range] = range(10, 11)
     source: Literal["digits"] = "digits"
 
+    @property
+    def possible_classes(self) -> range:
+        return range(10, 11)
+
     def images(self, split: str) -> Optional[int]:
+        """Return the images of a `split`: data/digits.py has every fifth of a class validate."""
         return 1437 if split == "train" else 360
 
 
 class Glyphs(Data):
     """Glyphs that are drawn when they are needed."""
 
-    possible_classes: ClassVar[range] = range(2, 1001)
     source: Literal["glyphs"] = "glyphs"
     train_images: int = Field(10_000, gt=0, le=2**31, description="training images to draw")
     validation_images: int = Field(2_000, gt=0, le=2**31, description="validation images to draw")
@@ -235,12 +254,20 @@ class Glyphs(Data):
     glyph_difficulty: float = Field(0.5, ge=0, le=1)
     """from centred black glyphs (0) to distorted ones in colour among clutter (1)"""
 
+    @property
+    def possible_classes(self) -> range:
+        return range(2, 1001)
+
+    def images(self, split: str) -> int:
+        """Return how many glyphs of a `split` are drawn."""
+        return self.train_images if split == "train" else self.validation_images
+
 
 class Torchvision(Stored):
     """A data set of torchvision that it holds in memory, such as CIFAR10."""
 
     source: Literal["torchvision"] = "torchvision"
-    dataset: Optional[Literal[tuple(SETS)]] = None
+    dataset: Optional[SetName] = None
     """name of a data set: a class of torchvision, such as FashionMNIST"""
     download: bool = False
     """download the files of a data set of torchvision that are missing"""
@@ -254,8 +281,12 @@ class Torchvision(Stored):
         classes = SETS[self.named()].classes
         return range(classes, classes + 1)
 
-    def named(self) -> str:
-        """Return the name of the data set. Raises ConfigError where the recipe has none."""
+    def named(self) -> SetName:
+        """Return the name of the data set.
+
+        Raises:
+            ConfigError: the recipe has none.
+        """
         if self.dataset is None:
             raise ConfigError(
                 f"data.dataset is not set; name a data set of torchvision: {', '.join(SETS)}"
@@ -263,12 +294,14 @@ class Torchvision(Stored):
         return self.dataset
 
     def located(self, split: str) -> Optional[str]:
+        """Return the first file of a `split`: see `Data.located`."""
         return torchvision_sets.find(self.named(), split, self.root)[0]
 
     def images(self, split: str) -> Optional[int]:
         """Return the images of a split, "train" or "validation": as many as are expected, else as
         the set has.
         """
+        # A number in the recipe is checked against the files, as for other sources.
         expected = super().images(split)
         if expected or self.dataset is None:
             return expected
@@ -294,6 +327,7 @@ class HuggingFace(Stored):
     """column of the labels; null: the only one of class labels, else the one called label"""
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of two places for the images."""
         yield from super().faults()
         if self.dataset is not None and self.root is not None:
             yield "dataset and root are both given; keep one: data.root=null or data.dataset=null"
@@ -303,11 +337,15 @@ class HuggingFace(Stored):
         return self.root or self.dataset or self.source
 
     def located(self, split: str) -> Optional[str]:
+        """Check that there is a folder of parquet files, if one is named; the rows of a `split` are
+        not counted here.
+        """
         if self.root is not None and not os.path.isdir(self.root):
             raise DataError(f"{self.root}: no such folder of parquet files; correct data.root")
-        return None  # nothing here counts the rows of parquet files
+        return None
 
     def count_classes(self) -> int:
+        """Refuse to count: opening the data set could download it."""
         raise ConfigError(
             "model.classes auto: data.source=huggingface is not read before a run; give a number"
         )
@@ -327,6 +365,7 @@ def split_folder(data: Files, split: str) -> str:
         raise DataError(
             "data.root is not set; name the folder of the images: data.root=/path/to/images"
         )
+    # Faults from the outside in: the key to correct is another where root itself is missing.
     folder = split_place(data, split)
     if data.urls and "://" in data.root:
         return folder  # its manifest shows whether it is there
@@ -353,6 +392,7 @@ def split_place(data: Files, split: str) -> str:
 
 def below(root: str, name: str) -> str:
     """Return the folder `name` in the folder, or below the URL, `root`."""
+    # os.path.join would let an absolute name take the place of a URL.
     if "://" in root:
         return f"{root.rstrip('/')}/{name}"
     return os.path.join(root, name)

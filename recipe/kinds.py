@@ -42,15 +42,16 @@ from typing import (
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import core_schema
+from pydantic_core import InitErrorDetails, core_schema
 
 from common.text import either
 from recipe.section import Section
 
 T = TypeVar("T")
+JsonSchema = Dict[str, Any]
 
 
-class OpenSection:
+class OpenSection(Section):
     """Base of `Kind` and `Parts`: the class of such a section is chosen when a recipe is read.
 
     A discriminated union of pydantic would be fixed once `Recipe` is defined. Here classes that are
@@ -62,12 +63,11 @@ class OpenSection:
         """Return whether this is a section of a recipe, such as Optimizer: a direct subclass of
         Kind or of Parts.
         """
-        return any(OpenSection in base.__bases__ for base in cls.__bases__)
-
-    @classmethod
-    def section(cls) -> Type["OpenSection"]:
-        """Return the section that this kind or part belongs to; a section returns itself."""
-        return next(base for base in cls.__mro__ if base.is_section())
+        # Kind and Parts are known by their grandparent, Section: pydantic asks as it makes
+        # OpenSection, which has no name yet.
+        families = [base for base in cls.__bases__ if issubclass(base, Section)]
+        parents = [parent for family in families for parent in family.__bases__]
+        return any(Section in parent.__bases__ for parent in parents)
 
     @classmethod
     def class_for(cls, values: Any) -> Type["OpenSection"]:
@@ -83,10 +83,13 @@ class OpenSection:
 
     def __new__(cls, **values: Any) -> "OpenSection":
         """Make an object of the class that `values` stand for, where a section itself is called."""
+        # Python calls __init__ on what comes of this only where it is an instance of `cls`: a kind
+        # is one of its section.
         return super().__new__(cls.class_for(values) if cls.is_section() else cls)
 
     @classmethod
     def _validated(cls, value: Any) -> "OpenSection":
+        """Make a section of its keys; one that is made already stays as it is."""
         return value if isinstance(value, cls) else cls.class_for(value).model_validate(value)
 
     @classmethod
@@ -98,7 +101,7 @@ class OpenSection:
         return handler(source)
 
 
-class Kind(OpenSection, Section):
+class Kind(OpenSection):
     """Base of sections that come in kinds: subclasses whose `tag` is a Literal, under each of its
     names.
     """
@@ -107,19 +110,25 @@ class Kind(OpenSection, Section):
     tag: ClassVar[str] = "name"
     # Whether a recipe that changes the kind drops the keys that only the kind before it had.
     resets: ClassVar[bool] = True
-    # Those of the section, by name.
+    # The kinds of the section, by name, in the order of their definition: the first is the default.
     kinds: ClassVar[Dict[str, Type["Kind"]]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         if cls.is_section():
-            cls.kinds = {}
+            cls.kinds = {}  # each section has a table of its own, which its kinds inherit
+        # The tag of a section is a plain str, which has no arguments and so registers nothing.
         for name in get_args(cls.model_fields[cls.tag].annotation):
             if name in cls.kinds:
                 raise TypeError(
                     f"{cls.tag} {name} is taken by {cls.kinds[name].__qualname__}; choose another"
                 )
             cls.kinds[name] = cls
+
+    @classmethod
+    def section(cls) -> Type["Kind"]:
+        """Return the section that this kind belongs to; a section returns itself."""
+        return next(base for base in cls.__mro__ if issubclass(base, Kind) and base.is_section())
 
     @classmethod
     def default_name(cls) -> str:
@@ -138,6 +147,7 @@ class Kind(OpenSection, Section):
         """Return the keys in a file; of a section those of all kinds, as the first that has one
         describes it.
         """
+        # Described as in the section, not as by one kind: all kinds have this key.
         fields = super().fields()
         fields[cls.tag] = cls.section().model_fields[cls.tag]
         if cls.is_section():
@@ -173,6 +183,7 @@ class Kind(OpenSection, Section):
             before: the section's keys of lower layers.
             after: those of the layer.
         """
+        # By class, not by name: several names can stand for one kind, as sizes of a model.
         old = before.get(cls.tag) or cls.default_name()
         new = after.get(cls.tag)
         if not cls.resets or new is None:
@@ -190,7 +201,8 @@ class Kind(OpenSection, Section):
         if isinstance(name, str) and name in cls.kinds:
             return cls.kinds[name]
         expected = either([repr(known) for known in cls.kinds])
-        fault = {
+        # The same fault as pydantic's own for a wrong Literal, so that errors of all keys read alike.
+        fault: InitErrorDetails = {
             "type": "literal_error",
             "loc": (cls.tag,),
             "input": name,
@@ -209,6 +221,7 @@ class Kind(OpenSection, Section):
         for key in others.intersection(values):
             if values[key] is not None:
                 cls._check_foreign(key, values[key])
+        # Left out, so that the kind's default applies: null is no valid value of most keys.
         defaulted = {key for key in cls.own_keys() if values.get(key) is None}
         return {
             key: value
@@ -224,6 +237,7 @@ class Kind(OpenSection, Section):
         fault = cls.foreign(key, value)
         if fault:
             raise ValueError(fault)
+        # An ignored key is checked all the same: a typing error must not wait for another override.
         for kind in cls.kinds.values():
             if key not in kind.model_fields:
                 continue
@@ -237,16 +251,17 @@ class Kind(OpenSection, Section):
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema: core_schema.CoreSchema, handler: Any
-    ) -> Dict[str, Any]:
+    ) -> JsonSchema:
         """Describe a section by its kinds: by one of them, or where it ignores keys of others by
         all keys at once.
         """
         if not cls.is_section():
             return handler(schema)
         references = {kind: handler(kind.__pydantic_core_schema__) for kind in cls.kinds.values()}
+        # The definitions themselves, not copies: what is changed below, the references show.
         properties = {
-            kind: handler.resolve_ref_schema(found)["properties"]
-            for kind, found in references.items()
+            kind: handler.resolve_ref_schema(reference)["properties"]
+            for kind, reference in references.items()
         }
         nodes = _nodes_by_key(properties.values())
         # Null is a value of every key but the common ones; see `_only_own_keys`.
@@ -259,12 +274,20 @@ class Kind(OpenSection, Section):
             return {"description": cls.__doc__, "anyOf": list(references.values())}
         # Keys of another kind are often ignored: one object with all keys is as exact, and much
         # shorter.
+        return cls._one_object(nodes)
+
+    @classmethod
+    def _one_object(cls, nodes: Dict[str, List[JsonSchema]]) -> JsonSchema:
+        """Return the JSON Schema of an object with the keys of all kinds.
+
+        Args:
+            nodes: the JSON Schemas of each key, one from each kind that has it.
+        """
         merged = {key: _any_of(options) for key, options in nodes.items()}
-        description = cls.model_fields[cls.tag].description
         merged[cls.tag] = {
             "enum": list(cls.kinds),
             "default": cls.default_name(),
-            "description": description,
+            "description": cls.model_fields[cls.tag].description,
         }
         return {
             "description": cls.__doc__,
@@ -274,27 +297,32 @@ class Kind(OpenSection, Section):
         }
 
 
-def _nodes_by_key(properties: Iterable[Dict[str, Any]]) -> Dict[str, List[Dict[str, Any]]]:
+def _nodes_by_key(properties: Iterable[JsonSchema]) -> Dict[str, List[JsonSchema]]:
     """Return the JSON Schemas of each key, one from each kind that has it."""
-    nodes: Dict[str, List[Dict[str, Any]]] = {}
+    nodes: Dict[str, List[JsonSchema]] = {}
     for of_kind in properties:
         for key, node in of_kind.items():
             nodes.setdefault(key, []).append(node)
     return nodes
 
 
-def _any_of(options: List[Dict[str, Any]]) -> Dict[str, Any]:
+def _any_of(options: List[JsonSchema]) -> JsonSchema:
+    """Return a schema that any of `options` fits: the one that all are, where they are the same."""
     first = options[0]
     if all(option == first for option in options):
         return first
     return {"anyOf": options}
 
 
-def _allow_null(node: Dict[str, Any]) -> None:
+def _allow_null(node: JsonSchema) -> None:
     """Add null to the values of a key, in place."""
     if any(option.get("type") == "null" for option in node.get("anyOf", ())):
         return
-    described = {key: node.pop(key) for key in ("title", "default", "description") if key in node}
+    # What describes the key stays beside the options: editors show nothing of an option.
+    described: JsonSchema = {}
+    for keyword in ("title", "default", "description"):
+        if keyword in node:
+            described[keyword] = node.pop(keyword)
     options = node.pop("anyOf", None) or [dict(node)]
     node.clear()
     node.update(described, anyOf=[*options, {"type": "null"}])
@@ -305,7 +333,7 @@ class Registry(Generic[T]):
 
     def __init__(self, noun: str) -> None:
         self._noun = noun
-        self._implementations: Dict[type, T] = {}
+        self._implementations: Dict[Type[Section], T] = {}
 
     def implements(self, *sections: Type[Section]) -> Callable[[T], T]:
         """Return a decorator that registers what it decorates for `sections`, each of which has one
@@ -313,6 +341,7 @@ class Registry(Generic[T]):
         """
 
         def register(implementation: T) -> T:
+            """Register an `implementation`, and return it."""
             for section in sections:
                 known = self._implementations.setdefault(section, implementation)
                 if known is not implementation:
@@ -330,7 +359,7 @@ class Registry(Generic[T]):
             TypeError: there is none.
         """
         for cls in type(section).__mro__:
-            if cls in self._implementations:
+            if issubclass(cls, Section) and cls in self._implementations:
                 return self._implementations[cls]
         raise TypeError(
             f"nothing implements {type(section).__name__} as {self._noun}; import the file that does"
@@ -342,6 +371,6 @@ class Registry(Generic[T]):
         """
         return [made for cls, made in self._implementations.items() if isinstance(section, cls)]
 
-    def items(self) -> List[Tuple[type, T]]:
+    def items(self) -> List[Tuple[Type[Section], T]]:
         """Return each class with its implementation."""
         return list(self._implementations.items())

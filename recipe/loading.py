@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Container, List, NamedTuple, Sequence
+from typing import Any, Container, Dict, List, NamedTuple, Sequence
 
 import yaml
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.files import expanded
 from common.yaml_text import Dumper, parse_yaml, read_yaml
 from recipe import idle, suggestions, timm_weights
-from recipe.config import ALTERNATIVES, Recipe
+from recipe.config import ALTERNATIVES, SECTIONS, Recipe
 from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
 from recipe.overrides import COMMAND_LINE, parse
@@ -31,7 +31,7 @@ class _Layer(NamedTuple):
     """Sections that one file or override gives, and the place that errors call it."""
 
     place: str
-    content: dict
+    content: Dict[str, Any]
 
 
 def find(path: str | Path) -> Path:
@@ -56,7 +56,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), used: Container[str] =
     """
     path = find(path)
     layers = _chain(path)
-    # Keys of the file itself must have an effect, those that it inherits need not.
+    # Keys of the file itself must have an effect, those that it inherits need not. A run's
+    # config.yaml names every key: there only overrides show what somebody wants.
     named = len(layers) if idle.is_resolved(layers[-1].content) else len(layers) - 1
     layering = _Layering(layers, overrides)
     recipe = layering.recipe(default=str(path))
@@ -85,24 +86,29 @@ class _Layering:
     """Layers of sections, of which the later ones win, then overrides, with the origin of each key."""
 
     def __init__(self, layers: Sequence[_Layer], overrides: Sequence[str]):
-        self._merged: dict = {section: {} for section in Recipe.model_fields}
-        self._origins: dict = {}  # place by section and by section.key
-        # Number of the last layer that gives a key; overrides count as one layer.
-        self._levels: dict = {}
+        self._merged: Dict[str, Dict[str, Any]] = {section: {} for section in SECTIONS}
+        self._origins: Dict[str, str] = {}  # place by section and by section.key
+        # Index of the last layer that gives a key; overrides count as one layer.
+        self._levels: Dict[str, int] = {}
         # Names first: they decide which keys there are, and a new one unsets the keys of the old.
-        names_first = sorted(overrides, key=lambda text: not _is_name(text))
-        parsed = [parse(text) for text in names_first]
-        typed = [_Layer(COMMAND_LINE, {each.section: {each.key: each.value}}) for each in parsed]
-        for number, layer in enumerate([*layers, *typed]):
-            self._lay(layer, level=min(number, len(layers)))
+        names = [text for text in overrides if _is_name(text)]
+        others = [text for text in overrides if not _is_name(text)]
+        typed = [parse(text) for text in [*names, *others]]
+        for index, layer in enumerate(layers):
+            self._lay(layer, index)
+        for override in typed:
+            content = {override.section: {override.key: override.value}}
+            self._lay(_Layer(COMMAND_LINE, content), level=len(layers))
         _settle_stages(self._merged["parallel"])
 
     def _lay(self, layer: _Layer, level: int) -> None:
+        """Lay a layer over all before it. Raises ConfigError with its place."""
         try:
             _merge(self._merged, layer.content)
         except ConfigError as error:
             raise ConfigError(f"{layer.place}: {error}") from None
         for section, content in layer.content.items():
+            # Errors name the layer that gave the value, which may be none of the last one's.
             keys = [f"{section}.{key}" for key in content or ()]
             self._origins.update(dict.fromkeys([section, *keys], layer.place))
             self._levels.update(dict.fromkeys(keys, level))
@@ -113,15 +119,19 @@ class _Layering:
         """
         model = self._merged["model"]
         try:
+            # The classes are counted in the images, whose section is checked with all others: a
+            # first recipe has a number in their place.
             if model.get("classes") == "auto":
                 model["classes"] = _ANY_CLASSES
                 model["classes"] = Recipe.model_validate(self._merged).data.count_classes()
             return Recipe.model_validate(self._merged)
         except ValidationError as error:
-            (section, *rest), words = first_fault(error, suggestions.for_unknown)
-        name = ".".join(map(str, (section, *rest[:1])))
+            location, words = first_fault(error, suggestions.for_unknown)
+        # section, key, and positions within a list; the fault of a whole section ends with it
+        section = str(location[0])
+        name = ".".join(map(str, location[:2]))
         origin = self._origins.get(name) or self._origins.get(section) or default
-        indices = "".join(f"[{part}]" for part in rest[1:])
+        indices = "".join(f"[{part}]" for part in location[2:])
         where = f"{name}: {indices}".rstrip()
         raise ConfigError(f"{origin}: {where} {words}")
 
@@ -130,7 +140,7 @@ class _Layering:
 
         Args:
             recipe: that came of these layers.
-            named: number of the first layer whose keys must have an effect.
+            named: index of the first layer whose keys must have an effect.
             used: of these keys, those that the caller uses.
         """
         for key, fault in idle.faults(recipe, self._merged, self._levels, first=named):
@@ -144,10 +154,11 @@ def _is_name(override: str) -> bool:
     return key.endswith((".name", ".init_from"))
 
 
-def _settle_stages(parallel: dict) -> None:
+def _settle_stages(parallel: Dict[str, Any]) -> None:
     """Replace `stages: auto` by the launcher's number, and a list of cuts for another number by
     auto.
     """
+    # Here, as the launcher's number is none of the schema: a stored recipe has a number.
     if parallel.get("stages") != "auto":
         return
     stages = stages_of_launcher(os.environ) or 1
@@ -165,6 +176,7 @@ def dump(recipe: Recipe) -> str:
 
 def _chain(path: Path) -> List[_Layer]:
     """Return the layers of a file and of those that it extends, the base first."""
+    # Remedies differ: the user typed the first name, a file of ours or theirs has the others.
     layers: List[_Layer] = []
     read: List[str] = []  # real paths, so that a circle is found whatever the links
     place = str(path)
@@ -212,15 +224,16 @@ def _with_variables(value: Any) -> Any:
     return value
 
 
-def _mapping(layer: Any, place: str) -> dict:
+def _mapping(layer: Any, place: str) -> Dict[str, Any]:
+    """Return the sections of a layer, none for an empty file. Raises ConfigError."""
     if layer is None:
-        return {}
+        return {}  # an empty file
     if not isinstance(layer, dict):
         raise ConfigError(f"{place}: not a recipe: expected sections such as `run:` and `model:`")
     return layer
 
 
-def _merge(merged: dict, layer: dict) -> None:
+def _merge(merged: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:
     """Lay the sections of a layer over those of `merged`. Raises ConfigError."""
     for section, content in layer.items():
         if section not in merged:
@@ -233,24 +246,27 @@ def _merge(merged: dict, layer: dict) -> None:
         # The name of timm's weights stands for keys of the model, over which those of the layer are
         # laid.
         weights = timm_weights.parse(content.get("init_from")) if section == "model" else None
-        given = content
+        laid = content
         if weights:
             family = content.get("name", merged[section].get("name"))
-            given = {**timm_weights.keys(weights.name, family), **content}
-        annotation = Recipe.model_fields[section].annotation
-        if issubclass(annotation, Kind) and annotation.changed(merged[section], given):
-            common = annotation.model_fields
+            laid = {**timm_weights.keys(weights.name, family), **content}
+        # A momentum of LARS, say, is none for SGD: only keys common to all kinds outlive a change.
+        base = SECTIONS[section]
+        if issubclass(base, Kind) and base.changed(merged[section], laid):
+            common = base.model_fields
             merged[section] = {
                 key: value for key, value in merged[section].items() if key in common
             }
-        merged[section].update(given)
+        merged[section].update(laid)
 
 
-def _unset_alternatives(lower: dict, section: str, content: dict) -> None:
+def _unset_alternatives(lower: Dict[str, Any], section: str, content: Dict[str, Any]) -> None:
     """Remove from `lower` the keys in whose place `content` gives another. Raises ConfigError if it
     gives two.
     """
     for group in ALTERNATIVES:
+        # run.epochs=2 over a recipe of steps means two epochs: the steps of lower layers go. Two in
+        # one layer would leave it to chance which counts.
         names = [name.split(".")[1] for name in group if name.startswith(f"{section}.")]
         named = [name for name in names if content.get(name) is not None]
         if len(named) > 1:

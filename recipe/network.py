@@ -1,6 +1,6 @@
 """The section `model`: which network is trained; a class for each family of models."""
 
-from typing import Any, ClassVar, Dict, Iterator, Literal, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, Literal, Optional, Tuple, Type
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,9 +26,6 @@ SCALES: Dict[str, Dict[str, Any]] = {
 class Model(Kind):
     """The network; each family has keys of its own, and its names their sizes."""
 
-    # Whether it normalises with statistics of a micro batch, of which it keeps running ones.
-    batch_statistics: ClassVar[bool] = False
-
     name: str = Field("efficientnet_b4", description="family of models and size")
     image_size: Optional[int] = Field(None, ge=8, le=8192)
     """pixels a side in training and evaluation; null takes the name's"""
@@ -46,9 +43,15 @@ class Model(Kind):
     """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file
     of another program"""
 
+    @property
+    def batch_statistics(self) -> bool:
+        """True where layers normalise by statistics of a micro batch, and keep running ones."""
+        return False
+
     @field_validator("init_from")
     @classmethod
     def _at_home(cls, value: Optional[str]) -> Optional[str]:
+        """Expand a leading ~ in the path of weights."""
         return value and timm_weights.expanded(value)
 
     @classmethod
@@ -65,12 +68,14 @@ class Model(Kind):
         return super().class_for(values)
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of a choice among weights that are not named."""
         if self.init_weights != "trained" and self.init_from is None:
             yield "init_weights says nothing without init_from; name the run folder or checkpoint there"
 
     @field_validator("std")
     @classmethod
     def _positive(cls, value: Tuple[float, float, float]) -> Tuple[float, float, float]:
+        """Check the divisors of the colours."""
         if min(value) <= 0:
             raise ValueError("every value must be positive")
         return value
@@ -116,14 +121,17 @@ class EfficientNet(Model):
     @model_validator(mode="before")
     @classmethod
     def _scale_by_name(cls, values: Any) -> Any:
+        """Fill in width, depth, resolution and dropout of the name."""
         if not isinstance(values, dict):
             return values
+        # Before the checks: a recipe then has numbers only, which config.yaml of a run stores.
         name = values.get("name", cls.default_name())
         scale = SCALES.get(str(name), {})
         sizes = {key: size for key, size in scale.items() if values.get(key) is None}
         return {**values, **sizes}
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of norms that do not go together."""
         yield from super().faults()
         if self.proxy_norm and self.norm == "batch":
             yield "proxy_norm goes with norm group or layer, not with batch"
@@ -133,10 +141,12 @@ class EfficientNet(Model):
         return self.norm == "batch"
 
     def describe(self) -> str:
+        """Return the name and all that decides on the number of parameters."""
         size = f"width {self.width:g}, depth {self.depth:g}"
         return f"{self.name}, {size}, groups of {count(self.group_size, 'channel')}, expansion {self.expansion}"
 
     def defaults(self) -> Dict[str, Any]:
+        """Return the defaults, with those of the name in the place of null."""
         return {**super().defaults(), **SCALES[self.name]}
 
 

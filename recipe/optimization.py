@@ -82,6 +82,7 @@ class Lars(Optimizer):
     """learning rate of skipped parameters relative to the others"""
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of Nesterov's momentum."""
         if self.nesterov and not self.momentum:
             yield "nesterov needs a momentum above 0"
         if self.nesterov and self.trust == "momentum":
@@ -102,11 +103,13 @@ class Sgd(Optimizer):
     nesterov: bool = Field(False, description="Nesterov's momentum")
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of Nesterov's momentum without any."""
         if self.nesterov and not self.momentum:
             yield "nesterov needs a momentum above 0"
 
     @property
     def slots(self) -> Dict[str, Slot]:
+        """The momentum, if there is one."""
         return self.all_slots if self.momentum else {}
 
 
@@ -115,6 +118,8 @@ class RmsProp(Optimizer):
     Le, 1905.11946.
     """
 
+    # TensorFlow begins with an average of 1, which damps the first steps. Averages of squares fall
+    # below the range of float16.
     all_slots: ClassVar[Dict[str, Slot]] = {
         "square_avg": Slot(1.0, half=False),
         "momentum_buffer": Slot(),
@@ -129,6 +134,7 @@ class RmsProp(Optimizer):
 
     @property
     def slots(self) -> Dict[str, Slot]:
+        """The average of squares, and the momentum if there is one."""
         return {
             name: slot
             for name, slot in self.all_slots.items()
@@ -197,6 +203,7 @@ class Muon(Optimizer):
     """decay of AdamW's average of squared gradients"""
 
     def faults(self) -> Iterator[str]:
+        """Yield the fault of Nesterov's momentum without any."""
         if self.nesterov and not self.momentum:
             yield "nesterov needs a momentum above 0; raise momentum, or use nesterov=false"
 
@@ -220,6 +227,7 @@ class Schedule(Kind):
     """length of the warm-up in training images"""
 
     def faults(self) -> Iterator[str]:
+        """Yield faults of peaks, of lengths, and of a rule without the batch that it starts from."""
         yield from exactly_one(self, ("peak", "peak_per_image"), required=True)
         yield from exactly_one(
             self, ("warmup_epochs", "warmup_steps", "warmup_images"), required=False

@@ -9,15 +9,16 @@ take the value as YAML.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, Literal, NamedTuple, Set, Union
+from typing import Any, Iterator, List, Literal, NamedTuple, Sequence, Set, Type, Union
 
 from typing_extensions import Annotated, get_args, get_origin
 
 from common.errors import ConfigError
 from common.yaml_text import parse_value
 from recipe import suggestions
-from recipe.config import Recipe
+from recipe.config import SECTIONS
 from recipe.kinds import Kind
+from recipe.section import Section
 
 COMMAND_LINE = "command line"
 _NULL = "null"
@@ -54,12 +55,13 @@ def parse(text: str) -> Override:
         )
     options = _options_of(section, key)
     place = f"{COMMAND_LINE}: {name}"
+    # YAML would cut a text at " #", and read 1e3 as a number.
     if options - {_NONE} == {str}:
         return Override(section, key, _text(value, place, nullable=_NONE in options))
     return Override(section, key, parse_value(value, place, plain_items=List[str] in options))
 
 
-def _text(value: str, place: str, nullable: bool) -> Any:
+def _text(value: str, place: str, nullable: bool) -> str | None:
     """Return a typed text without the quotes around it; None for a null where the key may be unset."""
     if nullable and value == _NULL:
         return None
@@ -76,19 +78,18 @@ def _options_of(section: str, key: str) -> Set[Any]:
     """Return the types that a key takes in any kind of its section; text for an unknown key, which
     others refuse.
     """
-    field = Recipe.model_fields.get(section)
-    if field is None:
+    base = SECTIONS.get(section)
+    if base is None:
         return {str}
-    annotation = field.annotation
-    is_kind = issubclass(annotation, Kind)
-    classes = list(annotation.kinds.values()) if is_kind else [annotation]
+    # The kind may be another than the recipe's: a later override can still name it.
+    kinds: Sequence[Type[Section]] = list(base.kinds.values()) if issubclass(base, Kind) else [base]
     options: Set[Any] = set()
-    for cls in classes:
-        keys = cls.fields()
+    for kind in kinds:
+        keys = kind.fields()
         if key not in keys:
             continue
         options.update(_options(keys[key].annotation))
-        if is_kind and key in cls.own_keys():
+        if issubclass(kind, Kind) and key in kind.own_keys():
             options.add(_NONE)  # stands for the kind's default
     return options or {str}
 

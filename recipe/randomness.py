@@ -18,6 +18,7 @@ def key(*words: Union[int, str]) -> int:
 
     It is a hash by BLAKE2b. ("ab", "c") and ("a", "bc") differ, as do 1 and "1".
     """
+    # The type keeps 1 and "1" apart; ASCII's unit separator is in none of our words.
     text = "\x1f".join(f"{type(word).__name__}:{word}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

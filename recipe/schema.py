@@ -14,6 +14,7 @@ def text() -> str:
     """Return the schema of one YAML layer, in which nothing is required, because a file may extend
     another.
     """
+    # The layer's own key is none of a recipe: recipe/loading.py takes it away.
     schema = Recipe.model_json_schema(by_alias=True)
     schema["title"] = "Recipe"
     schema["properties"]["extends"] = {
@@ -24,6 +25,7 @@ def text() -> str:
 
 
 def _as_layer(node: object) -> object:
+    """Return a part of the schema without titles, which repeat the keys, and with texts in one line."""
     if isinstance(node, dict):
         return {key: _as_layer(value) for key, value in node.items() if key != "title"}
     if isinstance(node, list):

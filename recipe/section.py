@@ -31,6 +31,8 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _faultless(self) -> "Section":
+        """Raise ValueError for the first fault."""
+        # One at a time: an error is one line with one remedy.
         for fault in self.faults():
             raise ValueError(fault)
         return self
@@ -42,6 +44,7 @@ class Section(BaseModel):
 
     def defaults(self) -> Dict[str, Any]:
         """Return the default of each key, as in a file, for a recipe with the same names."""
+        # Not checked: the defaults of some sections do not make a valid recipe by themselves.
         return type(self).model_construct().model_dump(mode="json", by_alias=True)
 
     def changes(self) -> Dict[str, Any]:
@@ -66,6 +69,7 @@ def first_fault(error: ValidationError, suggest: Callable[..., str]) -> Tuple[tu
     elif fault["type"] == "value_error":
         words = str(fault["ctx"]["error"])
     else:
+        # pydantic's "Input should be a valid integer" becomes "must be a valid integer".
         words = f"{re.sub('^[A-Z][a-z]+ should', 'must', fault['msg'])}, found {fault['input']!r}"
     return fault["loc"], words + (f" (and {len(more)} more)" if more else "")
 
@@ -96,6 +100,7 @@ def check_pairs(pairs: List[list], first: str, second: str) -> None:
     """
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"must be [{first}, {second}] pairs, found {pairs}")
+    # Readers take the last pair that has begun, so that one must begin at 0, and their order counts.
     starts = [pair[0] for pair in pairs]
     if starts[0] != 0 or starts != sorted(set(starts)):
         raise ValueError(
@@ -114,5 +119,5 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(as_yaml, value))}]"
     if isinstance(value, float):
-        return f"{value:.10g}"
+        return f"{value:.10g}"  # 0.1 + 0.2 is written 0.3
     return value if isinstance(value, str) else json.dumps(value)

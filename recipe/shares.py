@@ -27,6 +27,7 @@ def halves(subtree: range) -> Tuple[range, range]:
     The error of a sum grows with the depth of the tree, ceil(log2(leaves)). Source: Higham, The
     accuracy of floating point summation, SIAM J. Sci. Comput. 14 (1993), pairwise summation.
     """
+    # Cutting even numbers in the middle makes the shares of 2, 4, 8 ... replicas whole subtrees.
     leaves = len(subtree)
     if leaves % 2 == 0:
         left = leaves // 2
@@ -46,15 +47,18 @@ def additions_by_leaf(leaves: int) -> Tuple[int, ...]:
     """Return for each of a tree's `leaves`, in order, how many sums are complete once it is added."""
     if leaves == 1:
         return (0,)
+    # The last leaf of the second half completes that half, and then the whole.
     first, second = halves(range(leaves))
-    *before, last = (*additions_by_leaf(len(first)), *additions_by_leaf(len(second)))
-    return (*before, last + 1)
+    counts = [*additions_by_leaf(len(first)), *additions_by_leaf(len(second))]
+    counts[-1] += 1
+    return tuple(counts)
 
 
 def subtrees(share: range, micro_batches: int) -> List[range]:
     """Return the largest subtrees of the tree of `micro_batches` leaves within a share, in order."""
 
     def within(subtree: range) -> Iterator[range]:
+        """Yield those within a `subtree`; its halves, where it is too large."""
         if subtree.start >= share.start and subtree.stop <= share.stop:
             yield subtree
         elif subtree.start < share.stop and subtree.stop > share.start:
@@ -73,6 +77,7 @@ def additions(parts: Sequence[range]) -> List[List[Tuple[int, int]]]:
     Returns:
         A list for each round of pairs (i, j): sum j is added to sum i.
     """
+    # A sum is named by the place of its leftmost part, into which the others are added.
     places: Dict[range, int] = {part: place for place, part in enumerate(parts)}
     rounds: List[List[Tuple[int, int]]] = []
 
@@ -122,16 +127,19 @@ def by_speed(micro_batches: int, speeds: Sequence[float], least: int = 1) -> Lis
     assert least * len(speeds) <= micro_batches, (micro_batches, speeds, least)
     counts = _fastest_counts(micro_batches, speeds, least)
     # How many micro batches each replica may have for the step to end a hundredth later at most.
-    end = max(size / speed for size, speed in zip(counts, speeds)) * (1 + _LONGER)
+    fastest = max(size / speed for size, speed in zip(counts, speeds))
+    end = fastest * (1 + _LONGER)
     most = [int(end * speed) for speed in speeds]
     shares = []
     start = 0
     for replica, size in enumerate(counts[:-1]):
         # The others must be able to compute what is left, and need their least.
         others = len(speeds) - replica - 1
-        earliest = max(start + least, micro_batches - sum(most[replica + 1 :]))
+        most_of_others = sum(most[replica + 1 :])
+        earliest = max(start + least, micro_batches - most_of_others)
         latest = min(start + most[replica], micro_batches - least * others)
-        stop = _cut(range(earliest, latest + 1), start + size, micro_batches)
+        possible = range(earliest, latest + 1)
+        stop = _cut(possible, start + size, micro_batches)
         shares.append(range(start, stop))
         start = stop
     shares.append(range(start, micro_batches))
@@ -142,8 +150,9 @@ def _fastest_counts(micro_batches: int, speeds: Sequence[float], least: int) -> 
     """Return how many micro batches each replica has if each goes to the replica that ends it
     first.
     """
+    # Greedy is optimal here: the time of a replica grows with each micro batch by the same amount.
     counts = [least] * len(speeds)
-    # Of one more micro batch on each.
+    # (time at which one more micro batch would be done, replica), for each replica.
     ends = [((least + 1) / speed, replica) for replica, speed in enumerate(speeds)]
     heapq.heapify(ends)
     for _ in range(micro_batches - sum(counts)):

@@ -6,7 +6,7 @@ import difflib
 from typing import Dict, List
 
 from common.text import either
-from recipe.config import Recipe
+from recipe.config import SECTIONS
 from recipe.kinds import Kind
 
 
@@ -22,6 +22,7 @@ def for_unknown(section: str, key: str | None = None) -> str:
     """
     keys = _keys()
     if key is None:
+        # On a command line `run.seed` is right; in a file it is a section of that name.
         outer, _, inner = section.partition(".")
         if inner in keys.get(outer, ()):
             return f"; write it as `{outer}: {{{inner}: ...}}`"
@@ -43,9 +44,10 @@ def for_override(name: str, value: str) -> str:
         name: what stands before the =.
         value: what stands behind it.
     """
-    annotation = _annotations().get(name)
-    if annotation is not None and issubclass(annotation, Kind):
-        meant = [f"{name}.{annotation.tag}"]
+    section = SECTIONS.get(name)
+    # `optimizer=sgd` is meant for the key that names the kind.
+    if section is not None and issubclass(section, Kind):
+        meant = [f"{name}.{section.tag}"]
     else:
         meant = [] if "." in name else _anywhere(name)
     if not meant or not value:
@@ -54,12 +56,10 @@ def for_override(name: str, value: str) -> str:
     return f"did you mean {either(overrides)}?"
 
 
-def _annotations() -> Dict[str, type]:
-    return {section: field.annotation for section, field in Recipe.model_fields.items()}
-
-
 def _keys() -> Dict[str, List[str]]:
-    return {section: list(annotation.fields()) for section, annotation in _annotations().items()}
+    """Return the keys of each section, of all its kinds and parts."""
+    # Not made once: files of users may define further kinds after this one is imported.
+    return {name: list(section.fields()) for name, section in SECTIONS.items()}
 
 
 def _named(key: str) -> List[str]:

@@ -60,7 +60,7 @@ def architecture(name: str) -> Architecture:
         raise ConfigError(f"model.architecture: timm has no model {name!r}{_meant(name)}")
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=2)
-    configuration = model.pretrained_cfg
+    configuration: Dict[str, Any] = vars(model)["pretrained_cfg"]
     classifier = configuration["classifier"]
     batch_norms = [
         module

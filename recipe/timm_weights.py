@@ -31,6 +31,7 @@ class TimmWeights(NamedTuple):
 
 def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
     """Return the weights of timm that `init_from` names; None for other weights."""
+    # Called with what a file gives, before it is checked.
     if not isinstance(init_from, str) or not init_from.startswith(_PREFIX):
         return None
     name, _, file = init_from[len(_PREFIX) :].partition(":")
@@ -41,6 +42,7 @@ def expanded(init_from: str) -> str:
     """Return `model.init_from` with the home folder in the place of a leading `~`. Raises
     ValueError: no such user.
     """
+    # A name without a file has no ~, so that what follows the last colon may always be expanded.
     prefix, colon, file = (
         init_from.rpartition(":") if init_from.startswith(_PREFIX) else ("", "", init_from)
     )
@@ -66,6 +68,7 @@ def keys(name: str, family: Optional[str] = None) -> Dict[str, Any]:
         timm_models.architecture(architecture)  # refuses what timm does not know
         own = {"image_size": None, "mean": None, "std": None}  # those of the architecture
         return {"name": _ANY, "architecture": architecture, **own}
+    # The keys of lower layers must not stay: a width of another size would not fit the file.
     keys = {"name": match["model"], **_UNGIVEN, **_ORIGINAL}
     if match["tf"] is not None:
         keys.update(norm_eps=1e-3, padding="same")

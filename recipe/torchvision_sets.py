@@ -6,7 +6,7 @@ Imports no torchvision, so that a recipe is checked and planned without it.
 import gzip
 import os
 import zlib
-from typing import Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, Literal, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from common.errors import DataError
 from common.files import user_cache
@@ -22,8 +22,8 @@ class ImageSet(NamedTuple):
     """
 
     classes: int
-    images: Dict[str, int]
-    files: Dict[str, Tuple[str, ...]]
+    images: Mapping[str, int]
+    files: Mapping[str, Tuple[str, ...]]
     idx: bool = False
     package: Optional[Tuple[str, str]] = None
 
@@ -36,10 +36,13 @@ _MNIST_IMAGES = {"train": 60_000, "validation": 10_000}
 
 
 def _one_folder(name: str) -> Dict[str, Tuple[str, ...]]:
+    """Return files of a set that has both splits in one folder."""
     return {"train": (name,), "validation": (name,)}
 
 
-SETS = {
+# The names of `SETS`, in the same order.
+SetName = Literal["FashionMNIST", "MNIST", "KMNIST", "CIFAR10", "CIFAR100", "SVHN", "STL10", "USPS"]
+SETS: Dict[str, ImageSet] = {
     "FashionMNIST": ImageSet(
         10,
         _MNIST_IMAGES,
@@ -90,6 +93,7 @@ def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
     """
     known = SETS[dataset]
     names = known.files[split]
+    # Where a package of the system has the files, nothing need be downloaded.
     if root is not None:
         places = [root]
     else:
@@ -99,19 +103,30 @@ def find(dataset: str, split: str, root: Optional[str]) -> Tuple[str, ...]:
     for place in places:
         for folder in _folders(dataset, place):
             paths = [_existing(os.path.join(folder, name), known.idx) for name in names]
-            if None not in paths:
-                return tuple(paths)
-    packed = " (or .gz)" if known.idx else ""
+            existing = tuple(path for path in paths if path is not None)
+            # All in one folder: images of one download and labels of another would not fit.
+            if len(existing) == len(names):
+                return existing
+    raise DataError(_not_found(dataset, names[0], root, places))
+
+
+def _not_found(dataset: str, name: str, root: Optional[str], places: Sequence[str]) -> str:
+    """Return the line about a data set whose files are missing.
+
+    Args:
+        dataset: one of `SETS`.
+        name: of the first file.
+        root: that the recipe names, or None.
+        places: folders that were looked through.
+    """
+    known = SETS[dataset]
+    file = f"{name} (or .gz)" if known.idx else name
     if root is not None:
         remedy = "correct data.root, or set data.download=true"
-        raise DataError(
-            f"{root}: no {names[0]}{packed} of {dataset} with all that belongs to it; {remedy}"
-        )
+        return f"{root}: no {file} of {dataset} with all that belongs to it; {remedy}"
     package = f"apt-get install {known.package[0]}, or " if known.package else ""
     remedy = f"{package}set data.download=true, or data.root to their folder"
-    raise DataError(
-        f"data.dataset={dataset}: no {names[0]}{packed} in {' or '.join(places)}; {remedy}"
-    )
+    return f"data.dataset={dataset}: no {file} in {' or '.join(places)}; {remedy}"
 
 
 def count_images(dataset: str, split: str, path: str) -> int:
@@ -123,7 +138,7 @@ def count_images(dataset: str, split: str, path: str) -> int:
     Args:
         dataset: one of `SETS`.
         split: "train" or "validation".
-        path: of the first of the files that `find` found.
+        path: of the first file that `find` returned.
 
     Raises:
         DataError: a file cannot be read that far.
@@ -132,6 +147,7 @@ def count_images(dataset: str, split: str, path: str) -> int:
         return SETS[dataset].images[split]
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as stream:
+            # The kind of file, then the size of its first dimension.
             return int.from_bytes(stream.read(8)[4:], "big")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); get it anew") from None

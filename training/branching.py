@@ -1,8 +1,10 @@
-"""Starts a run in the state of another run's checkpoint: weights, optimizer, averages, and position in the data.
+"""Starts a run in the state of another run's checkpoint: weights, optimizer, averages, and position
+in the data.
 
-The new run is an ordinary one, with its own recipe and folder. The folder gets a checkpoint as if the new run had been
-stopped at that step, so that train.py resumes it. Its rates, its batches above `batch.global` and its seed may differ
-from those of the other run; what the state belongs to (model, optimizer, averages, images, `batch.global`) may not.
+The new run is an ordinary one, with its own recipe and folder. The folder gets a checkpoint as if
+the new run had been stopped at that step, so that train.py resumes it. Its rates, its batches above
+`batch.global` and its seed may differ from those of the other run; what the state belongs to
+(model, optimizer, averages, images, `batch.global`) may not.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from training.run_folder import CONFIG, DECISIONS
 
 
 def begin(run: Path, step: int, recipe: Recipe) -> Path:
-    """Make the run folder of `recipe`, to be resumed at `step` in the state that another run had there.
+    """Make the run folder of `recipe`, to be resumed at `step` in the state that another run had.
 
     The configuration is written last: a folder without it was cut off, and may be begun again.
 
@@ -47,18 +49,18 @@ def begin(run: Path, step: int, recipe: Recipe) -> Path:
     content = load(source.path(step), manifest)
     before = Progression(**content["progression"])
     # Sums, scores and times are the other run's: only what later steps are computed from goes along.
-    own = Progression(step=step, images_digest=before.images_digest, rounding=before.rounding)
+    progression = Progression(
+        step=step,
+        images_digest=before.images_digest,
+        rounding=before.rounding,
+    )
+    content.update(recipe=loading.dump(recipe), progression=dataclasses.asdict(progression))
+    # One state at a time: together they may take as much memory as all replicas.
+    states = (source.replica_state(step, replica) for replica in range(len(manifest.replicas)))
     folder = Path(output_folder(recipe))
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=False)
-    checkpoints.save(
-        step,
-        {**content, "recipe": loading.dump(recipe), "progression": dataclasses.asdict(own)},
-        top1=None,
-        replica_states=(
-            source.replica_state(step, replica) for replica in range(len(manifest.replicas))
-        ),
-    )
+    checkpoints.save(step, content, top1=None, replica_states=states)
     # Cuts and kernels that the other run has measured: others could round differently.
     if (run / DECISIONS).exists():
         shutil.copyfile(run / DECISIONS, folder / DECISIONS)

@@ -139,6 +139,7 @@ class CheckpointFolder:
                 self._damaged.add(step)
                 warn(f"{error}; trying the one before")
             self._reported.add(step)
+        # To begin again would cost a run of days: that is left to the user.
         if damaged or len(cut_off) > 1:
             fault = (damaged + cut_off)[0]
             raise CheckpointError(
@@ -167,6 +168,7 @@ class CheckpointFolder:
             faults.append(fault)
             warn(fault)
 
+        # A damaged one may have been the best. So it is named, and counts if nothing else is whole.
         for manifest in _best_first(self.manifests(note)):
             try:
                 return load(self.path(manifest.step), manifest)
@@ -223,16 +225,19 @@ class CheckpointFolder:
 
     def _steps(self) -> List[int]:
         """Return the steps that have a checkpoint or a manifest, ascending."""
+        # Of both kinds of files: either may be there without the other, which is a fault to report.
         with reading(self.folder):
             names = os.listdir(self.folder) if self.folder.exists() else []
         matches = map(_NAME.fullmatch, names)
         return sorted({int(match.group(1)) for match in matches if match})
 
     def _manifest_path(self, step: int) -> Path:
+        """Return the file of the manifest of a step."""
         return self.path(step).with_suffix(".json")
 
     def _examine(self) -> Tuple[List[Manifest], Dict[int, str]]:
         """Return all whole manifests, the oldest first, and by step the faults of the others."""
+        # By manifests only: comparing all files would read gigabytes at each save.
         whole: List[Manifest] = []
         faults: Dict[int, str] = {}
         for step in self._steps():
@@ -249,6 +254,7 @@ class CheckpointFolder:
         return whole, faults
 
     def _cut_off(self, step: int) -> str:
+        """Return the fault of a checkpoint without a manifest."""
         return f"{self.path(step)}: has no manifest, as if its writing was cut off"
 
     def _prune(self, warn: Callable[[str], None]) -> None:
@@ -261,10 +267,10 @@ class CheckpointFolder:
         self._reported.update(faults)
         # Damaged checkpoints push out no whole ones, and are kept: their files may be restored.
         manifests = [manifest for manifest in whole if manifest.step not in self._damaged]
-        kept = self._kept_steps(manifests)
+        steps = self._kept_steps(manifests)
         # A manifest goes before its files, so that none is left that promises what is gone.
         for manifest in manifests:
-            if manifest.step not in kept:
+            if manifest.step not in steps:
                 self._manifest_path(manifest.step).unlink()
                 self.path(manifest.step).unlink(missing_ok=True)
         for path in self.folder.glob("step-*.replica-*.pt"):
@@ -273,14 +279,15 @@ class CheckpointFolder:
 
     def _kept_steps(self, manifests: List[Manifest]) -> Set[int]:
         """Return the steps of the newest of these checkpoints, and of the best one."""
-        kept = {manifest.step for manifest in manifests[-self._keep_last :]}
+        steps = {manifest.step for manifest in manifests[-self._keep_last :]}
         best_first = _best_first(manifests)
         if self._keep_best and best_first:
-            kept.add(best_first[0].step)
-        return kept
+            steps.add(best_first[0].step)
+        return steps
 
     def _is_unlisted(self, path: Path) -> bool:
         """Return whether a replica's file is in no manifest; a damaged manifest may list it."""
+        # Left by a save that failed, or by a checkpoint that was removed.
         name = _REPLICA_NAME.fullmatch(path.name)
         if name is None:
             return False  # a user's own file
@@ -326,6 +333,7 @@ def load_named(path: Path, warn: Callable[[str], None]) -> dict:
 
 def _best_first(manifests: List[Manifest]) -> List[Manifest]:
     """Return the manifests that have a score, by falling top-1; of equals the newest first."""
+    # Of equals the newest: it has seen more.
     scored = [manifest for manifest in manifests if manifest.top1 is not None]
     return sorted(scored, key=lambda manifest: (manifest.top1, manifest.step), reverse=True)
 
@@ -350,6 +358,7 @@ def _load(path: Path, format_key: str) -> dict:
 
 def _compare(path: Path, expected: File) -> None:
     """Raise CheckpointError unless a file has the `expected` length and checksum."""
+    # Before torch sees the file: its reader says little about damage, and may miss it.
     digest = hashlib.sha256()
     size = 0
     with reading(path), open(path, "rb") as stream:

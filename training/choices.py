@@ -41,6 +41,7 @@ def settle(recipe: Recipe, batch: Batch, processes: Processes, say: Say) -> Reci
         processes: of the run.
         say: prints a line, on the main rank.
     """
+    # Three keys are left open independently; without any of them nothing is read or measured.
     links = recipe.exchange.method == "auto"
     micro = recipe.batch.micro is None
     engine = recipe.engine
@@ -89,6 +90,7 @@ def measured(
     """
     from engines import micro_batch, tuning  # where there are IPUs, torch is too old for them
 
+    # Kernels first: they decide how much memory a micro batch takes.
     tuned = tuning.settle(recipe, batch, processes, say, begun)
     sized = micro_batch.settle(tuned, batch, processes, say)
     assert sized.batch.micro is not None
@@ -123,6 +125,7 @@ def create_engine(
         say: prints a line, on the main rank.
     """
     folder = Path(output_folder(recipe))
+    # Also where the run began on other hardware, whose choices config.yaml has.
     if recipe.engine != given.engine:
         place = _device(recipe, processes)
         chosen = recipe.engine.model_dump(include=_ENGINE)

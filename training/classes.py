@@ -62,6 +62,8 @@ def of_model(stored: Any, data: Data, classes: int) -> Known:
         raise CheckpointError(f"{stored.path}: {fault}; {remedy}")
     if names is not None:
         return Known(names)
+    # The validation images may lack classes, and the training images may be elsewhere: the first
+    # that has as many as the model is taken, and the user is told which.
     splits = candidates(data, classes)
     for split in splits:
         if len(split.names) == classes:
@@ -88,6 +90,7 @@ def for_data(stored: StoredWeights, fitted: Fitted, model: Model, data: ClassNam
         CheckpointError: a classifier of other classes, in a family of models whose classifier has
             no name.
     """
+    # It has another number of rows than the data has classes, and starts anew already.
     if fitted.fresh:
         return fitted
     names = _named(stored)
@@ -118,6 +121,7 @@ def _named(stored: Any) -> Optional[Tuple[str, ...]]:
 
     Raises CheckpointError where they are no list.
     """
+    # Names that were made printable in the data would not match raw ones in the file.
     if not stored.classes:
         return None
     if not isinstance(stored.classes, list):
@@ -128,6 +132,7 @@ def _named(stored: Any) -> Optional[Tuple[str, ...]]:
 
 def _of_data(stored: Any, data: ClassNames) -> Known:
     """Return the data's classes for a model that has as many, and whose file names none."""
+    # Which order is assumed decides whether scores mean anything: the user is told.
     names = data.names
     if not data.sorted:
         order = "in the order of the data's own labels"

@@ -30,11 +30,15 @@ class Continuation:
     patience: float = 0.0
 
     def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
-        """Open training and validation images where they enter, elsewhere none. All ranks call."""
+        """Open training and validation images of a `recipe` where they enter, elsewhere none.
+
+        All `processes` call.
+        """
         return processes.together(lambda: open_sources(recipe, processes.topology))
 
     def open_folder(self, recipe: Recipe) -> RunFolder:
         """Open the run folder of a `recipe`, which another process may have to give back first."""
+        # A main process that was left out of an elastic run holds the lock until it has noticed.
         end = time.monotonic() + self.patience
         while True:
             try:
@@ -67,4 +71,4 @@ class Continuation:
         """Raise Regroup unless the update that an `engine` just made was a whole one."""
 
     def keep(self, engine: Engine, progression: Progression) -> None:
-        """Remember a step that is done."""
+        """Remember the state of an `engine` and the `progression` after a step."""

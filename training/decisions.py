@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, List, Mapping, NamedTuple
+from typing import Any, Dict, List, Mapping, NamedTuple
 
 from common.errors import CheckpointError
 from common.files import write_text
@@ -16,12 +16,12 @@ class _Decision(NamedTuple):
 
     subject: "engine" or "split".
     place: for which it was taken, as JSON has it.
-    taken: the decision, as JSON has it.
+    choice: the decision, as JSON has it; `taken` in the file.
     """
 
     subject: str
     place: Any
-    taken: Any
+    choice: Any
 
 
 def find(folder: Path, subject: str, place: Mapping[str, Any]) -> Any:
@@ -37,29 +37,35 @@ def find(folder: Path, subject: str, place: Mapping[str, Any]) -> Any:
     """
     for decision in _read(folder):
         if decision.subject == subject and decision.place == place:
-            return decision.taken
+            return decision.choice
     return None
 
 
-def keep(folder: Path, subject: str, place: Mapping[str, Any], taken: Any) -> None:
+def keep(folder: Path, subject: str, place: Mapping[str, Any], choice: Any) -> None:
     """Have `find` return a decision from now on.
 
     Args:
         folder: of the run.
         subject: of the decision.
         place: for which it is taken.
-        taken: the decision.
+        choice: the decision.
 
     Raises:
         CheckpointError: the file is damaged.
     """
     decisions = _read(folder)
-    decision = _Decision(subject, dict(place), taken)
+    decision = _Decision(subject, dict(place), choice)
+    # Every session of a run keeps what it has found: the file is written for something new only.
     if decision in decisions:
         return
     others = [other for other in decisions if other[:2] != decision[:2]]
-    entries = [each._asdict() for each in [*others, decision]]
+    entries = [_entry(remembered) for remembered in [*others, decision]]
     write_text(folder / DECISIONS, json_text(entries, indent=1) + "\n")
+
+
+def _entry(decision: _Decision) -> Dict[str, Any]:
+    """Return a decision as the file has it."""
+    return {"subject": decision.subject, "place": decision.place, "taken": decision.choice}
 
 
 def _read(folder: Path) -> List[_Decision]:

@@ -55,7 +55,7 @@ class State(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a process can go on from.
+    """The states that a process can go on from.
 
     was_main: whether it was the main one of the generation before.
     steps: of which it remembers the state, in order; none of a new process.
@@ -66,7 +66,7 @@ class Known(NamedTuple):
 
 
 class Memory(Continuation):
-    """What this process remembers of the run from one generation to the next.
+    """The memory of this process of the run, from one generation to the next.
 
     states: after the last steps.
     sources: opened images.
@@ -83,14 +83,16 @@ class Memory(Continuation):
         self.was_main = False
 
     def begin(self, number: int) -> None:
-        """Begin a generation; later ones than 0 have nothing new to say."""
+        """Begin the generation `number`; later ones than 0 have nothing new to say."""
         self.later = number > 0
         self.patience = _HANDED_OVER_SECONDS if self.later else 0.0
 
     def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
+        """Return the images of the run's `recipe`, which stay open; `processes` are not asked."""
         return self.sources
 
     def with_micro_batch(self, recipe: Recipe, processes: Processes) -> Recipe:
+        """Return the `recipe` with the micro batch that any of the `processes` remembers."""
         # In the place of `auto`: other replicas may have room for another micro batch, with which
         # they would learn otherwise.
         for micro in processes.gather(self.micro):
@@ -99,6 +101,7 @@ class Memory(Continuation):
         return recipe
 
     def with_cut(self, recipe: Recipe, processes: Processes) -> Recipe:
+        """Return the `recipe` with the cut that the main one of the `processes` remembers."""
         # Each process remembers the state of one stage.
         if not self.later:
             return recipe
@@ -108,20 +111,24 @@ class Memory(Continuation):
         return recipe.model_copy(update={"parallel": parallel})
 
     def begun(self, engine: Engine) -> None:
+        """Remember cut and micro batch of an `engine` that is complete."""
         self.cut = list(engine.cut)
         self.micro = engine.batch.micro
         _elastic_of(engine).settled()
 
     def facts(self, engine: Engine) -> Dict[str, int]:
+        """Return the generation that an `engine` belongs to."""
         return {"generation": _elastic_of(engine).number}
 
     def check(self, engine: Engine) -> None:
+        """Raise Regroup unless the update that an `engine` just made was a whole one."""
         # A GPU makes an update later than it is called for, and does not say whether the exchange
         # before it was broken off.
         synchronize(engine.device)
         engine.processes.check()
 
     def keep(self, engine: Engine, progression: Progression) -> None:
+        """Copy the state of an `engine`, and the `progression`, after a step."""
         self.was_main = engine.topology.is_main
         live = engine.live_state()
         copies = None
@@ -150,6 +157,7 @@ class Memory(Continuation):
         step = common(known)
         if step is None:
             return None
+        # A message for each stage: only processes that lack the state, and the one that sends it.
         state: Any = self.states.get(step)
         for stage in range(place.stages):
             ranks = range(stage, place.world, place.stages)
@@ -164,6 +172,7 @@ class Memory(Continuation):
 
 
 def _elastic_of(engine: Engine) -> Elastic:
+    """Return the elastic part of an engine's processes, which every engine here has."""
     elastic = engine.processes.elastic
     assert elastic is not None
     return elastic
@@ -179,7 +188,7 @@ def common(known: Sequence[Known]) -> Optional[int]:
     Args:
         known: of each process.
     """
-    old = [process for process in known if process.steps]
+    old = [process for process in known if process.steps]  # the others have just been started
     if not old:
         return None
     if any(process.was_main for process in old):
@@ -204,6 +213,7 @@ def identity(recipe: Recipe, sources: Sequence[Source]) -> Dict[str, str]:
     for room in _ROOMS:
         for path in sorted((_ROOT / room).rglob("*.py")):
             code.update(path.read_bytes())
+    # Digests also tell images apart that are as many, under the same names of classes.
     images = [[len(source), list(source.classes), source.digest] for source in sources]
     return {
         "recipe": _digest(loading.dump(recipe)),
@@ -237,10 +247,12 @@ def run(
             "parallel.elastic needs Linux, and ./run_pod.sh, which starts a lost replica anew; "
             "start by that, or use parallel.elastic=false"
         )
+    # Once for all generations: opening a large folder can take longer than one of them.
     memory = Memory(open_sources(recipe, given))
     elastic = Elastic(given, recipe.parallel, identity(recipe, memory.sources))
 
     def note(number: int, frame: object) -> None:
+        """Remember the first signal, by its `number`; the loop listens in its own way."""
         memory.signal = memory.signal or number
 
     with StopSignals(note):  # between two generations, too

@@ -72,6 +72,7 @@ class ExportedModel:
         Raises:
             CheckpointError: the program fails, or its result has another shape or dtype.
         """
+        # Programs were made for images in the order of their axes; readers put channels last.
         try:
             logits = self._program.logits(batch.images.contiguous())
         except Exception as error:  # a damaged program may compute anything
@@ -97,7 +98,8 @@ class ExportedModel:
                 fault = f"was exported with model.{key} {exported}, not {wanted}"
                 raise CheckpointError(f"{self.path}: {fault}; export it again with that")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing: an engine in its place has processes to end."""
 
 
 def read(path: str, which: Optional[str] = None) -> ExportedModel:
@@ -140,6 +142,7 @@ def opened(suffix: str, content: bytes) -> Program:
         ImportError: the package that runs it is missing.
         Exception: of any kind, where it is no program.
     """
+    # Any other suffix is read as torch's, whose reader refuses what it does not know.
     program = _open_onnx(content) if suffix == ONNX else Program(*torch_program.load(content))
     for name in _NEEDED:
         if name not in program.metadata:
@@ -153,6 +156,7 @@ def _open_onnx(content: bytes) -> Program:
     No library of operators is ever loaded, and no file beside this one is read, as tools.export
     writes none.
     """
+    # Looked up before either is imported: one alone is of no use.
     for package in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
             fault = f"the package {package} is not installed"
@@ -165,6 +169,7 @@ def _open_onnx(content: bytes) -> Program:
     if _names_files(proto):
         raise ValueError("some of its numbers are in other files")
     options = onnxruntime.SessionOptions()
+    # As many threads as torch has: onnxruntime counts the cores of the host, quota or not.
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = _FATAL  # what it logs it also raises
     session = onnxruntime.InferenceSession(

@@ -87,6 +87,7 @@ def choose(path: Path, content: object, which: Optional[str]) -> Chosen:
         CheckpointError: there are no weights, no averaged ones though they are asked for, or those
             of several models.
     """
+    # Counts are no weights, but show which model is an average.
     tensors = _unwrapped(path, content)
     weights = {name: tensor for name, tensor in tensors.items() if not _is_count(tensor)}
     if not weights:
@@ -163,6 +164,7 @@ def _tensors(content: object) -> Iterator[Tuple[str, torch.Tensor]]:
 
     A dictionary that is there several times counts once, so that a small file cannot take long.
     """
+    # Breadth first: of a dictionary that is in several places the shortest name counts.
     pending: Deque[Tuple[str, object, int]] = collections.deque([("", content, 0)])
     seen = set()
     while pending:
@@ -188,6 +190,7 @@ def _is_count(tensor: torch.Tensor) -> bool:
 
 def _check_is_plain(path: Path, name: str, tensor: torch.Tensor) -> None:
     """Raise CheckpointError for elements that are not in memory one by one, or not real."""
+    # torch would convert some of these silently, or fail far from here.
     kinds = {
         "sparse": tensor.layout != torch.strided,
         "quantized": tensor.is_quantized,
@@ -218,6 +221,7 @@ def _usual(names: Mapping[str, torch.Tensor]) -> List[str]:
 
     Where these tell several models apart, the whole file is one model: its prefix is empty.
     """
+    # The path to the weights of one model, e.g. `state_dict.model.`, up to the first unusual key.
     prefixes = []
     for name in names:
         parts = itertools.takewhile(_is_usual, name.split(".")[:-1])
@@ -231,6 +235,7 @@ def _usual(names: Mapping[str, torch.Tensor]) -> List[str]:
 
 
 def _is_usual(part: str) -> bool:
+    """Return whether programs keep the model that they train under such a key."""
     return part in _USUAL or _AVERAGE.search(part) is not None
 
 
@@ -248,6 +253,7 @@ def _is_average(prefix: str, tensors: Tensors) -> bool:
 
 def _only(path: Path, prefixes: Sequence[str]) -> str:
     """Return the one prefix, or of several the one that has usual names only."""
+    # Beside a model there may be a teacher, say, whose prefix is none of the usual ones.
     if len(prefixes) == 1:
         return prefixes[0]
     usual = [prefix for prefix in prefixes if _USUAL.issuperset(prefix.split(".")[:-1])]
@@ -259,6 +265,7 @@ def _only(path: Path, prefixes: Sequence[str]) -> str:
 
 
 def _shown(prefix: str) -> str:
+    """Return a prefix as messages show it."""
     return prefix.rstrip(".") or "the names without a prefix"
 
 

@@ -15,7 +15,7 @@ _SPLITS = ("train", "validation")
 
 
 class _Facts(NamedTuple):
-    """What all ranks where images enter must agree on."""
+    """Facts about images on which all ranks where they enter must agree."""
 
     training_images: int
     validation_images: int
@@ -71,10 +71,12 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
     Raises:
         DataError: a rank has other images than the first; on all ranks, the main one says why.
     """
+    # Ranks without images send nothing, and get the facts of the first, which always has images.
     facts = None
     train: Optional[Source] = None
     validation: Optional[Source] = None
     if sources:
+        # Lengths and names say more to the user than a digest, which finds all differences.
         train, validation = sources
         digest = "-".join(source.digest for source in sources)
         facts = _Facts(len(train), len(validation), list(train.classes), digest)
@@ -95,6 +97,7 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
 
 
 def _difference(rank: int, other: _Facts, first: _Facts) -> str:
+    """Return in which facts a rank differs from the first."""
     return (
         f"rank {rank} finds {other.training_images} training and {other.validation_images} "
         f"validation images of {len(other.classes)} classes, rank 0 {first.training_images} and "

@@ -48,7 +48,7 @@ def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float
         lap: rates of the window.
         peak_flops: that all devices reach.
     """
-    # Unreadable images added nothing to the loss.
+    # Unreadable images added nothing to the loss, whose mean is over those that could be read.
     readable = window.steps * window.global_batch / window.images
     values: Dict[str, Any] = {
         "epoch": window.epoch,
@@ -58,6 +58,7 @@ def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float
     }
     if window.batch is not None:
         values["batch"] = window.batch
+    # The first number that is read waits for the device; those after it are there already.
     values.update(_norms(result.norms))
     values.update(
         skipped_steps=result.skipped.item(),
@@ -73,6 +74,7 @@ def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float
 
 def trust_ratios(norms: Norms) -> Dict[str, float]:
     """Return the trust ratio of each layer, by name, of an update's `norms`."""
+    # One copy from the device for all layers: each would wait by itself.
     if not norms.trust:
         return {}
     ratios = torch.stack(list(norms.trust.values())).tolist()
@@ -108,4 +110,5 @@ def _norms(norms: Optional[Norms]) -> Dict[str, float]:
 
 
 def _short(number: float) -> float:
+    """Round a number to the digits that are not noise."""
     return float(format(number, _DIGITS))

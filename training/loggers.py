@@ -102,8 +102,8 @@ def numbers(kind: str, values: dict) -> Dict[str, float]:
         if isinstance(value, (int, float)):
             by_name[f"{kind}/{name}"] = value
         elif isinstance(value, dict):
-            for key, number in value.items():
-                by_name[f"{name}/{key}"] = number
+            for key, inner in value.items():
+                by_name[f"{name}/{key}"] = inner
     return by_name
 
 
@@ -127,6 +127,7 @@ class Service(Logger):
 
     def event(self, kind: str, step: int, values: dict) -> None:
         """Pass on an event of this `kind`, unless the service is left out."""
+        # A service that failed may not be asked again: each time-out would hold up the training.
         logger = self._logger
         if logger is not None:
             self._try(lambda: logger.event(kind, step, values))
@@ -173,6 +174,7 @@ def service_states(recipe: Recipe, folder: Path) -> Dict[str, ServiceState]:
         recipe: of the run.
         folder: of the run; where its file cannot be read, no service has a state.
     """
+    # A damaged file costs the curves in a service, never the run.
     states = {}
     try:
         last_events = metrics.last_events(folder / metrics.NAME)
@@ -205,6 +207,7 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
     Raises:
         OSError: the run folder cannot be written.
     """
+    # Services get the recipe as a file has it: numbers and texts.
     folder = Path(arithmetic.output_folder(recipe))
     sections = recipe.model_dump(mode="json", by_alias=True)
     states = service_states(recipe, folder)
@@ -231,6 +234,7 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
 
 
 def _selected(log: Log) -> List[Type[Logger]]:
+    """Return the classes of the loggers that a recipe switches on."""
     return [logger for logger in LOGGERS.all_of(log) if getattr(log, logger.key)]
 
 

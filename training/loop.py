@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import (
     Any,
     Callable,
+    Dict,
     Iterable,
     Iterator,
     List,
@@ -96,7 +97,8 @@ class Trainer:
         self._save_every = self._interval(recipe.checkpoint.every_epochs)
         self._peak_flops = self.engine.peak_flops()
         self._clock = Clock(progression.seconds, progression.paused, progression.waited)
-        # On the device, so that nothing waits.
+        # On the device, so that nothing waits. The loss in double precision, as a window may have
+        # thousands of steps.
         device = self.engine.device
         self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=device)
         self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=device)
@@ -106,6 +108,7 @@ class Trainer:
         self._last_unreadable = ""
 
     def _interval(self, epochs: float) -> int:
+        """Return an interval in steps, at least one."""
         per_epoch = self.lengths.steps_per_epoch
         return max(1, in_steps(epochs, None, None, per_epoch, self.recipe.batch.global_))
 
@@ -120,6 +123,7 @@ class Trainer:
             TrainingError: weights or loss are beyond reason.
             DataError: no image since the last log line could be read.
         """
+        # Before the first update: a replica may be lost within it.
         self._remember()
         with contextlib.closing(self.recordings), StopSignals(self._note_signal):
             self._stop_between_generations()
@@ -140,6 +144,7 @@ class Trainer:
         with self.recordings.update(update.step):
             rate = self._rate_of(update)
             result = self.engine.train_step(micro_batches, update, rate, measure=log)
+        # Before anything is noted of the update, which an elastic run may have to make again.
         self.continuation.check(self.engine)
         self._count(result, update)
         if update.end % self.lengths.steps_per_epoch == 0:
@@ -147,6 +152,7 @@ class Trainer:
         if log:
             self._log(result, update)
         self._grow(update.end)
+        # No training time: a rate, and the share that was waited for images, would be too low.
         evaluated = last or update.reaches(self._evaluate_every)
         with self._pause():
             self.recordings.after_update(last)
@@ -217,6 +223,7 @@ class Trainer:
         processes = self.engine.processes
         if processes.elastic is None:
             return
+        # Any rank's signal counts: a scheduler may have signalled only one host.
         stop = max(processes.gather(self._signal or 0))
         step = self.progression.step
         if not stop or step == self.lengths.total:
@@ -239,6 +246,8 @@ class Trainer:
         self._raise(Stopped, f"{name_of(number)}: {text}")
 
     def _note_signal(self, number: int, frame: object) -> None:
+        """Remember a signal until the update is done; a second Ctrl-C ends the run at once."""
+        # Only noted: an update that is broken off could not be saved.
         if self._signal is None:
             self._signal = number
             self.continuation.signal = number
@@ -265,15 +274,9 @@ class Trainer:
         epoch where the batch may grow; an elastic run waits in each update, to remember it.
         """
         done = update.end
-        progression = self.progression
-        if not progression.images:
-            skipped = count(progression.steps_in_window, "step")
-            fault = f"no image of the last {skipped} can be read"
-            self._raise(
-                DataError,
-                f"step {done}: {fault}; the last: {self._last_unreadable}; mend that, then rerun the same command",
-            )
+        self._check_readable(done)
         skipped_in_row = int(result.skipped_in_row.item())
+        # The slowest rank's, as the others wait for it.
         waited = max(self.engine.processes.gather(self.engine.data_wait()))
         lap = self._clock.lap(waited)
         values = log_line.values_of(
@@ -282,28 +285,47 @@ class Trainer:
             lap,
             peak_flops=self._peak_flops,
         )
-        progression.skipped = values["skipped_steps"]
+        self.progression.skipped = values["skipped_steps"]
         if self.recipe.log.trust_ratios and result.norms is not None:
             values["trust"] = log_line.trust_ratios(result.norms)
         left = (self.lengths.total - done) * self.recipe.batch.global_ / lap.images
         text = log_line.text_of(values, done, self.lengths.total, left)
-        if progression.skipped:
+        if self.progression.skipped:
             text += f" {self._skipped_of(done)}"
-        whole, layers = self.engine.noise_scale()
-        if whole is not None:
-            values["noise_scale"] = whole._asdict()
-            text += f" noise {whole}"
-            if layers:
-                values["noise_scale_by_layer"] = log_line.by_layer(layers)
+        text += self._add_noise(values)
         self.monitor.event("train", done, values, text)
         self._begin_window()
         if done < self.lengths.total:
             for line in self.engine.balance(done):
                 self.monitor.say(line)
+        # After the line is written: it shows what ended the run.
         self._check_loss(values["loss"], done)
         self._check_skipped(skipped_in_row, values["loss_scale"], done)
 
+    def _check_readable(self, done: int) -> None:
+        """Raise DataError where no image since the last log line could be read."""
+        progression = self.progression
+        if progression.images:
+            return
+        skipped = count(progression.steps_in_window, "step")
+        fault = f"no image of the last {skipped} can be read"
+        self._raise(
+            DataError,
+            f"step {done}: {fault}; the last: {self._last_unreadable}; mend that, then rerun the same command",
+        )
+
+    def _add_noise(self, values: Dict[str, Any]) -> str:
+        """Add the noise scale to the values of an event; return its words, empty where unknown."""
+        whole, layers = self.engine.noise_scale()
+        if whole is None:
+            return ""
+        values["noise_scale"] = whole._asdict()
+        if layers:
+            values["noise_scale_by_layer"] = log_line.by_layer(layers)
+        return f" noise {whole}"
+
     def _window(self, update: Update) -> log_line.Window:
+        """Return the sums since the last log line. Waits for the device."""
         progression = self.progression
         batch = update.steps * self.recipe.batch.global_
         return log_line.Window(
@@ -320,6 +342,7 @@ class Trainer:
         )
 
     def _begin_window(self) -> None:
+        """Begin new sums, once a log line has reported the old ones."""
         self._loss.zero_()
         self._correct.zero_()
         self.progression.images = 0
@@ -327,6 +350,8 @@ class Trainer:
 
     def _check_loss(self, loss: float, done: int) -> None:
         """Raise TrainingError where the loss was above run.loss_limit in some lines in a row."""
+        # Guessing has a loss of ln classes. Written so that a loss of NaN does not count, which
+        # max_skipped_steps is for.
         times = self.recipe.run.loss_limit
         limit = times * math.log(self.recipe.model.classes)
         progression = self.progression
@@ -343,6 +368,7 @@ class Trainer:
 
     def _check_skipped(self, in_row: int, loss_scale: float, done: int) -> None:
         """Raise TrainingError where too many updates in a row were left out."""
+        # A few are usual with a dynamic loss scale, which looks for its limit.
         if in_row <= self.recipe.precision.max_skipped_steps:
             return
         remedy = "lower precision.loss_scale or schedule.peak"
@@ -359,6 +385,7 @@ class Trainer:
 
         It spoils all those before it.
         """
+        # Gradients flow from the loss back, so the last spoilt parameter is the nearest to it.
         by_rank = self.engine.processes.gather(self.engine.not_finite())
         spoilt = {name for rank_names in by_rank for name in rank_names}
         names = [name for name in self.engine.shapes if name in spoilt]
@@ -383,6 +410,7 @@ class Trainer:
         """Make the batch larger where the schedule and the noise scale allow it."""
         if not self._course.may_grow(done):
             return
+        # Ranks have the same estimate, so all of them grow in the same update.
         noise, _ = self.engine.noise_scale()
         if noise is None:
             return
@@ -400,6 +428,7 @@ class Trainer:
         end = 1 + traced
         if self._updates != end and not (last and self._updates < end):
             return
+        # The spans of all ranks; only the main one has any then.
         recorder = self.engine.recorder
         spans = recorder.collect() if recorder else []
         if not spans:
@@ -424,7 +453,7 @@ class Trainer:
         with self.engine.using(TRAINED):
             scores = evaluate(self.engine, self.evaluation_batches)
         values = scores._asdict()
-        del values["confusion"]
+        del values["confusion"]  # of evaluate.py only
         top = accuracy(scores.top1, scores.top5, self.recipe.model.classes)
         text = f"{top}  loss {scores.loss:.4f}"
         for name in self.engine.averages():
@@ -442,6 +471,7 @@ class Trainer:
 
     def _note_best(self, trained: float, scores: Mapping[str, Any]) -> None:
         """Keep the best top-1 of the trained weights, and of all weights; at a tie the earlier."""
+        # best_top1 is what metrics report, best_of_all what --best chooses.
         progression = self.progression
         progression.best_top1 = max(progression.best_top1, trained)
         if progression.best_of_all < progression.best_top1:
@@ -461,6 +491,7 @@ class Trainer:
         self.continuation.keep(self.engine, self.progression)
 
     def _note_sums(self) -> None:
+        """Copy the sums of the loop into the state that is saved. Waits for the device."""
         progression = self.progression
         progression.seconds = self._clock.seconds()
         progression.paused = self._clock.paused
@@ -477,17 +508,20 @@ class Trainer:
         progression.metrics_bytes = self.monitor.position()
         progression.logged_checkpoint = scheduled
         self._note_sums()
+        # Every rank takes part: states of other stages are sent to the main one, which writes.
         content = {
             "recipe": loading.dump(self.recipe),
             "engine": self.engine.state_dict(),
             "progression": asdict(progression),
             "classes": list(self.classes),
         }
+        # A generator: one replica's state at a time is in memory.
         replica_states = self.engine.replica_states()
         if not self.engine.topology.is_main:
             for _ in replica_states:
                 pass  # sends this rank's to the main one
             return
+        # Scores of an earlier step are not this checkpoint's.
         top1 = max(top1_by_weights(progression.scores).values()) if evaluated else None
         self.monitor.check()
         self.checkpoints.save(progression.step, content, top1, replica_states)
@@ -501,6 +535,7 @@ class Trainer:
         scores = self.progression.scores
         seconds = self._clock.seconds()
         images = self.lengths.total * self.recipe.batch.global_
+        # Evaluations also wait for images, but more workers for training would not shorten them.
         training_seconds = max(seconds - self._clock.paused, 1e-9)
         waited = self._clock.waited / training_seconds
         workers = None
@@ -522,20 +557,28 @@ class Trainer:
             input_bound=workers is not None,
             workers_needed=workers,
         )
-        lines = [self._result(scores, images / seconds, seconds)]
+        lines = [self._result(scores, images / seconds, seconds), *self._advice(waited, workers)]
+        self.monitor.event("end", self.lengths.total, values, "\n".join(lines))
+
+    def _advice(self, waited: float, workers: Optional[int]) -> Iterator[str]:
+        """Yield lines on what went wrong in a run that came to its end.
+
+        Args:
+            waited: share of the training time that went to waiting for images.
+            workers: that would keep up; None where waiting was short.
+        """
         if 2 * self.progression.skipped > self.lengths.total:
-            lines.append(
+            yield (
                 "most updates were skipped: their gradients were not finite, and only the others "
                 "changed the weights; start a new run with a lower schedule.peak (or "
                 "peak_per_image) or precision.loss_scale"
             )
         if workers is not None:
-            lines.append(
+            yield (
                 f"input-bound: {waited:.0%} of the training time went to waiting for images; "
                 f"data.workers={workers} would keep up instead of {self.recipe.data.workers}, "
                 f"given a core for each (here: {cores.available()})"
             )
-        self.monitor.event("end", self.lengths.total, values, "\n".join(lines))
 
     def _result(self, scores: Mapping[str, Any], rate: float, seconds: float) -> str:
         """Return the last line: scores, duration and rate in images a second."""
@@ -554,6 +597,7 @@ class Trainer:
         return "  ".join(parts)
 
     def _epochs(self, step: int) -> float:
+        """Return how many epochs so many steps are."""
         return step / self.lengths.steps_per_epoch
 
 

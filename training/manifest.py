@@ -57,6 +57,7 @@ def decode(content: bytes, step: int) -> Manifest:
     Raises:
         ValueError: it is damaged, or belongs to another step.
     """
+    # Nothing is trusted: a disk that loses bits damages this file like any other.
     try:
         manifest = _checked(json.loads(content.decode()))
     except (TypeError, AttributeError, RecursionError):  # not the keys, or types, of a manifest
@@ -68,6 +69,7 @@ def decode(content: bytes, step: int) -> Manifest:
 
 def _checked(fields: Any) -> Manifest:
     """Return the manifest in parsed JSON; raise ValueError, TypeError or AttributeError if none."""
+    # A flipped bit in a score would choose another checkpoint as the best.
     if _CHECKSUM in fields and fields.pop(_CHECKSUM) != _checksum(fields):
         raise ValueError("it does not match its own checksum")
     replicas = tuple(File(*file) for file in fields.pop("replicas", ()))

@@ -62,6 +62,7 @@ def lines(path: Path) -> Iterator[Line]:
     Raises:
         OSError: it cannot be read.
     """
+    # As bytes, line by line: files of long runs are large, and damaged ones are no UTF-8.
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, start=1):
             event = _event_in(line)
@@ -79,6 +80,7 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
         UserError: the file is missing, or a line is damaged.
     """
     path = folder / NAME
+    # A damaged line is an error here: a report without it would be another run's.
     events: Dict[str, List[dict]] = {}
     try:
         for line in lines(path):
@@ -162,6 +164,7 @@ class Metrics:
 
     def write(self, event: dict) -> None:
         """Append an `event`; numbers that JSON does not know become null."""
+        # Checked each time: events of a folder that was replaced would land in a file without a name.
         self.check()
         with writing(self._path):
             self._stream.write((json_text(event) + "\n").encode())

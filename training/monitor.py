@@ -44,6 +44,7 @@ class Monitor:
             values: for metrics.jsonl; loggers get the numbers among them.
             text: for the terminal; empty: none.
         """
+        # The file first: services and the terminal show nothing that is not in it.
         if self._metrics is not None:
             self._metrics.write({"event": kind, "step": step, **values})
         for logger in self._loggers:
@@ -104,10 +105,12 @@ class Clock:
         """
         self.paused = paused
         self.waited = waited
+        # Work of the lap, which the loop counts.
         self.images = 0
         self.operations = 0.0
         self._seconds_before = seconds
         self._waited_before = waited
+        # Monotonic: the time of day jumps when a clock is set.
         self._start = time.monotonic()
         self._lap_start = self._start
         self._paused_at_lap = paused
@@ -150,6 +153,7 @@ def workers_needed(workers: int, share: float) -> int:
         workers: that load now. Without workers (0) the process itself loads while its device waits.
         share: of its time that the device waits for them.
     """
+    # Waiting is what loading takes longer than computing, so the rest is the time of computing.
     rest = max(1.0 - share, _LEAST_REST)
     needed = workers / rest if workers else share / rest
     return math.ceil(needed - _ROUNDING)

@@ -31,8 +31,9 @@ def lines(
         lengths: of the run.
         device: its name, for the user.
     """
+    # Counted from shapes: the model is not built yet, and a rank may build a stage of it only.
     model = recipe.model
-    assert model.image_size is not None, "checked recipes have one"
+    assert model.image_size is not None, "recipe/checks.py refuses null"
     blocks = shapes.blocks(model, model.image_size)
     parameters = sum(block.parameters for block in blocks.values())
     classes = count(model.classes, "class", "classes")

@@ -27,6 +27,7 @@ def check(recipe: Recipe) -> None:
         ConfigError: a logger's package is missing, or the model cannot be cut as the recipe says.
         CheckpointError: the weights to start from are not there.
     """
+    # What a run would meet only minutes later, once images are listed and the engine is built.
     loggers.check(recipe.log)
     _check_cut(recipe)
     # A run that is resumed has its weights.
@@ -49,6 +50,7 @@ def _check_cut(recipe: Recipe) -> None:
 
 def _check_weights(init_from: str) -> None:
     """Raise CheckpointError where weights that ought to be on this machine are not there."""
+    # Only that they are there; reading them takes torch, and is done once the engine is built.
     pretrained = timm_weights.parse(init_from)
     path = Path(init_from)
     if pretrained is not None:

@@ -62,6 +62,7 @@ class MemoryHistory:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
+        # The history shows what filled the memory; another run may not fail the same way.
         if self._on and isinstance(error, torch.cuda.OutOfMemoryError):
             with contextlib.suppress(OSError):  # what counts is the error that is on its way
                 self._dump()
@@ -84,11 +85,13 @@ class MemoryHistory:
             self._end()
 
     def _dump(self) -> None:
+        """Write the snapshot."""
         with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self._path))
 
     def _end(self) -> None:
+        """End the recording of the history, if it is on."""
         if self._on:
             torch.cuda.memory._record_memory_history(enabled=None)
         self._on = False
@@ -140,6 +143,7 @@ class Recordings:
         Args:
             last: whether no update follows.
         """
+        # The first update is not recorded; without a profile the memory's history ends with the second.
         self._updates += 1
         is_complete = self._updates == 1 + max(1, self._profiled)
         if not (is_complete or last):
@@ -160,6 +164,7 @@ class Recordings:
             self._stop()
 
     def _start(self) -> None:
+        """Begin a profile."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._engine.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -192,4 +197,5 @@ def snapshot_file(folder: Path, rank: int) -> Path:
 
 
 def _file(folder: Path, rank: int, suffix: str) -> Path:
+    """Return a rank's file below a run folder."""
     return folder / "profile" / f"rank-{rank:04d}.{suffix}"

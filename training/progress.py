@@ -22,6 +22,7 @@ def lines(text: Callable[[], str]) -> Iterator[None]:
     Args:
         text: returns the line, without the time that has passed; called in another thread.
     """
+    # A thread: the block may be one long call into a library.
     done = threading.Event()
     began = time.monotonic()
 
@@ -38,15 +39,16 @@ def lines(text: Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
-def counted(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+def counted(items: Iterable[Item], total: int, noun: str) -> Iterator[Item]:
     """Yield the items, and print how many of them are done, a line each ten seconds.
 
     Args:
+        items: to be yielded.
         total: number of items.
-        what: they are, in the line.
+        noun: for them in the line, with a verb where that reads better.
     """
     done = 0
-    with lines(lambda: f"{done:,} of {total:,} {what}"):
+    with lines(lambda: f"{done:,} of {total:,} {noun}"):
         for item in items:
             yield item
             done += 1

@@ -28,6 +28,8 @@ class Progression:
     growth: see recipe.course.Course.
     """
 
+    # Each number has a default, so that a checkpoint of an older version can be read: a new number
+    # needs one that means what that version did.
     step: int = 0
     metrics_bytes: int = 0
     logged_checkpoint: bool = False

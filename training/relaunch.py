@@ -62,6 +62,7 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
             `ipu.relaunch` is false, or there is no poprun; with the whole corrected line. The text
             is empty in all instances but the first.
     """
+    # Variables of an outer job may be left in the environment of a run on CPUs.
     launched = poprun.launched_by(environment) if recipe.run.device == "ipu" else None
     if launched is None:
         return
@@ -75,7 +76,8 @@ def settle(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> None:
     flags = poprun.fitting_flags(recipe, launched.replicas, cores.within_quota(len(usable)))
     words = corrected(words, flags, sys.argv)
     shown = shlex.join(map(masked, words))
-    # It is started only if the user has chosen nothing that it would change.
+    # It is started only if the user has chosen nothing that it would change. There is no endless
+    # loop: what fits is not started again.
     program = shutil.which("poprun")
     has_chosen = recipe.parallel.replicas not in (None, launched.replicas)
     if launched.by_default and recipe.ipu.relaunch and program and not has_chosen:
@@ -98,17 +100,18 @@ def corrected(words: Sequence[str], flags: Sequence[str], arguments: Sequence[st
     """
     if not words:
         return ["poprun", *flags, sys.executable, *arguments]
+    # Both forms occur: --flag=value and --flag value.
     names = flags[::2]
     remaining = list(words[1:])
-    kept = []
+    others = []
     while remaining:
         word = remaining.pop(0)
         name, equals, _ = word.partition("=")
         if name not in names:
-            kept.append(word)
+            others.append(word)
         elif not equals and remaining:
             remaining.pop(0)  # its value
-    return ["poprun", *flags, *kept]
+    return ["poprun", *flags, *others]
 
 
 def without_launcher(environment: Mapping[str, str]) -> Dict[str, str]:
@@ -145,6 +148,7 @@ def _become(
     usable: Set[int],
 ) -> NoReturn:
     """Replace this process by `program`, which may use the cores `usable`."""
+    # execve keeps the process and its number, for which a scheduler waits.
     with contextlib.suppress(OSError):  # not allowed: they stay as they are
         os.sched_setaffinity(0, usable)
     os.execve(program, list(words), dict(environment))

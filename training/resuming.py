@@ -64,6 +64,7 @@ def resume(
     step = content["progression"]["step"]
 
     def load(kind: str, take_over: Callable[[], None]) -> None:
+        """Call `take_over`; name another `kind` of thing as the cause where the state does not fit."""
         try:
             take_over()
         except (ValueError, KeyError) as error:
@@ -110,6 +111,7 @@ def changes(
     if stochastic and device != "ipu" and progression.rounding != rounding.VERSION:
         versions = f"version {rounding.VERSION}, not {progression.rounding}"
         lines.append(f"weights are rounded by other random bits from here on: {versions}")
+    # GPUs and IPUs sum in an order of their own.
     threads = torch.get_num_threads()
     if device == "cpu" and threads_before not in (None, threads):
         lines.append(
@@ -136,6 +138,7 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
     model = recipe.model
     path = model.init_from
     assert path is not None
+    # Read once, as hosts need not share a file system; each rank takes the tensors of its stage.
     stored = processes.from_main(lambda: weights.read(path, model.init_weights))
     tensors = processes.together(
         lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True)
@@ -156,6 +159,7 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
 
 
 def _trained_classes(recipe: Recipe, images: Images) -> ClassNames:
+    """Return the classes of the training images, on the main rank."""
     named = class_names(recipe.data, "train")
     if named:
         return named
@@ -173,6 +177,7 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _N
         return _Newest(None, 0)
     step = content["progression"]["step"]
     path = checkpoints.path(step)
+    # config.yaml was compared as the folder was opened; a checkpoint may have been copied into it.
     difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
     if difference:
         raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
@@ -186,6 +191,7 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _N
 
 def _check_none_is_lost(checkpoints: CheckpointFolder) -> None:
     """Raise CheckpointError where metrics.jsonl tells of a checkpoint that is not there."""
+    # Starting from step 0 would cut off the metrics of a run whose checkpoints were moved away.
     lost = last_events(checkpoints.folder.parent / NAME).get("checkpoint")
     if lost and checkpoints.folder.is_dir():
         raise CheckpointError(
@@ -199,6 +205,7 @@ def _check_images(before: Optional[str], now: str, path: Path, place: str) -> No
     """Raise CheckpointError where a run was trained on other images than there are now."""
     if not before or before == now:
         return
+    # The digest of a run is that of both splits: name the one that has changed.
     changed = []
     for split, old, new in zip(("training", "validation"), before.split("-"), now.split("-")):
         if old != new:

@@ -7,11 +7,12 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Callable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional
 
 import torch
 
 from common.errors import DONE, FAILED, STOPPED, ConfigError
+from data.batches import MicroBatch
 from engines import factory
 from engines.base import Engine
 from engines.devices import device_of, name_of
@@ -40,8 +41,23 @@ from training.run_folder import RunFolder, first_difference
 Say = Callable[[str], None]
 
 
+class _Plan(NamedTuple):
+    """A run before it has an engine.
+
+    given: the recipe before its `auto` was settled.
+    recipe: the recipe after that.
+    batch: of `recipe`.
+    """
+
+    given: Recipe
+    recipe: Recipe
+    batch: Batch
+    images: Images
+    lengths: Lengths
+
+
 class _Session(NamedTuple):
-    """What one start of a run has, once all of it is opened.
+    """One start of a run, once all that belongs to it is opened.
 
     recipe: without `auto`.
     folder: None on other ranks than the main one.
@@ -75,6 +91,7 @@ def run(recipe: Recipe) -> None:
     """
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
+    # Before ranks meet: each finds the fault by itself, and none waits for the others.
     place = topology.from_environment(recipe)
     _check_division(recipe, place)
     if recipe.parallel.elastic and place.world > 1:
@@ -89,43 +106,26 @@ def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> No
     """Train by connected processes; in an elastic run, until these are no longer all of them."""
     _check_one_recipe(recipe, processes)
     say = _printing(processes)
+    # A later generation of an elastic run has nothing new to say about what has not changed.
     say_first = _silent if continuation.later else say
-    # What the recipe leaves open is settled by what there is: images, memory, links.
-    sources = continuation.open_sources(recipe, processes)
-    opened = images.agreed(sources, processes)
-    training_images = opened.training_images
-    lengths = processes.together(lambda: arithmetic.lengths(recipe, training_images))
-    for note in opened.notes:
-        say_first(note)
-    given, settled, batch = _settle(recipe, processes, continuation, say_first)
-    with _run_folder(settled, processes, continuation) as folder:
-        output = arithmetic.output_folder(settled)
+    plan = _plan(recipe, processes, continuation, say_first)
+    with _run_folder(plan.recipe, processes, continuation) as folder:
+        output = arithmetic.output_folder(plan.recipe)
         event = processes.from_main(lambda: folder.finished() if folder else None)
         if event:
             say_first(opening.finished(output, event))
             processes.part()
             return
-        device = _device_name(settled.run.device, processes.topology)
-        described = opening.lines(settled, opened, batch=batch, lengths=lengths, device=device)
-        for line in described:
-            say_first(line)
-        settled = continuation.with_cut(settled, processes)
-        with _memory_history(settled, processes, say_first) as history:
-            engine = choices.create_engine(
-                settled,
-                given,
-                batch,
-                processes,
-                steps_per_epoch=lengths.steps_per_epoch,
-                say=say_first,
-            )
-            for note in engine.notes:
-                say_first(note)
+        _describe(plan, processes, say_first)
+        # An elastic run keeps its cut: each process remembers the state of one stage.
+        plan = plan._replace(recipe=continuation.with_cut(plan.recipe, processes))
+        with _memory_history(plan.recipe, processes, say_first) as history:
+            engine = _engine(plan, processes, say_first)
             continuation.begun(engine)
             session = _Session(
-                recipe=settled,
-                images=opened,
-                lengths=lengths,
+                recipe=plan.recipe,
+                images=plan.images,
+                lengths=plan.lengths,
                 engine=engine,
                 folder=folder,
                 continuation=continuation,
@@ -161,6 +161,7 @@ def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
 
     Raises ConfigError.
     """
+    # The whole recipe: also a key that may change between sessions must not differ between ranks.
     texts = processes.gather(loading.dump(recipe))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is None:
@@ -174,21 +175,61 @@ def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
     raise ConfigError(message if processes.topology.is_main else "")
 
 
-def _settle(
+def _plan(
     recipe: Recipe,
     processes: Processes,
     continuation: Continuation,
     say: Say,
-) -> Tuple[Recipe, Recipe, Batch]:
-    """Return the recipe before and after its `auto` is settled, and the batch of the latter.
+) -> _Plan:
+    """Settle what the recipe leaves open by what there is: images, memory, links.
 
-    In a later generation of an elastic run the micro batch is the run's in both.
+    In a later generation of an elastic run the micro batch is the run's in both recipes.
     """
+    sources = continuation.open_sources(recipe, processes)
+    opened = images.agreed(sources, processes)
+    training_images = opened.training_images
+    lengths = processes.together(lambda: arithmetic.lengths(recipe, training_images))
+    for note in opened.notes:
+        say(note)
     replicas = processes.topology.replicas
     batch = arithmetic.divide(recipe, replicas)
     given = continuation.with_micro_batch(recipe, processes)
     settled = choices.settle(given, batch, processes, say)
-    return given, settled, arithmetic.divide(settled, replicas)
+    return _Plan(
+        given=given,
+        recipe=settled,
+        batch=arithmetic.divide(settled, replicas),
+        images=opened,
+        lengths=lengths,
+    )
+
+
+def _describe(plan: _Plan, processes: Processes, say: Say) -> None:
+    """Print what the run is."""
+    described = opening.lines(
+        plan.recipe,
+        plan.images,
+        batch=plan.batch,
+        lengths=plan.lengths,
+        device=_device_name(plan.recipe.run.device, processes.topology),
+    )
+    for line in described:
+        say(line)
+
+
+def _engine(plan: _Plan, processes: Processes, say: Say) -> Engine:
+    """Return the engine of a plan, and print its notes."""
+    engine = choices.create_engine(
+        plan.recipe,
+        plan.given,
+        plan.batch,
+        processes,
+        steps_per_epoch=plan.lengths.steps_per_epoch,
+        say=say,
+    )
+    for note in engine.notes:
+        say(note)
+    return engine
 
 
 @contextlib.contextmanager
@@ -199,6 +240,7 @@ def _run_folder(
 ) -> Iterator[Optional[RunFolder]]:
     """Open the run folder on the main rank, in a context at whose end it is closed."""
     processes.from_main(lambda: loggers.check(recipe.log))
+    # Only the main rank has it; all end with its error.
     is_main = processes.topology.is_main
     folder = processes.together(lambda: continuation.open_folder(recipe) if is_main else None)
     try:
@@ -209,14 +251,17 @@ def _run_folder(
 
 
 def _device_name(wanted: str, place: Topology) -> str:
+    """Return the name of a device, for the user."""
     return "IPUs" if wanted == "ipu" else name_of(device_of(wanted, place))
 
 
 def _device_kind(wanted: str, place: Topology) -> str:
+    """Return `cpu`, `cuda` or `ipu`."""
     return "ipu" if wanted == "ipu" else device_of(wanted, place).type
 
 
 def _memory_history(recipe: Recipe, processes: Processes, say: Say) -> MemoryHistory:
+    """Return the context that records this rank's memory, if the recipe asks for it."""
     place = processes.topology
     folder = Path(arithmetic.output_folder(recipe))
     file = profiling.snapshot_file(folder, place.rank)
@@ -224,12 +269,14 @@ def _memory_history(recipe: Recipe, processes: Processes, say: Say) -> MemoryHis
 
 
 def _printing(processes: Processes) -> Say:
+    """Return a function that prints a line, on the main rank only."""
     if not processes.topology.is_main:
         return _silent
     return functools.partial(print, flush=True)
 
 
 def _silent(line: str) -> None:
+    """Print nothing."""
     pass
 
 
@@ -238,16 +285,17 @@ def _silent(line: str) -> None:
 
 def _train(session: _Session) -> None:
     """Restore what was learned, and train on."""
-    recipe = session.recipe
     checkpoints = CheckpointFolder(
         session.path / "checkpoints",
-        recipe.checkpoint.keep_last,
-        recipe.checkpoint.keep_best,
+        session.recipe.checkpoint.keep_last,
+        session.recipe.checkpoint.keep_best,
     )
     progression = _restore(session, checkpoints)
+    # Checkpoints of this session name what it trains with, which may have changed at the user's word.
     progression.images_digest = session.images.digest
     progression.rounding = rounding.VERSION
     engine = session.engine
+    # From the step on that follows: the batches of a step are a function of seed and step.
     remaining = range(progression.step, session.lengths.total)
     micro_batches = engine.training_batches(session.images.train, remaining)
     evaluation = engine.evaluation_batches(
@@ -256,22 +304,17 @@ def _train(session: _Session) -> None:
     )
     monitor = _monitor(session, progression)
     try:
+        # The metrics end with what the checkpoint covers, and its own event comes after that.
         if progression.logged_checkpoint:
             note_checkpoint(monitor, progression)
-        trainer = Trainer(
-            recipe=recipe,
-            lengths=session.lengths,
-            engine=engine,
-            evaluation_batches=evaluation,
+        trainer = _trainer(
+            session,
+            progression,
+            evaluation=evaluation,
             checkpoints=checkpoints,
             monitor=monitor,
-            progression=progression,
-            flops_per_image=_flops_by_epoch(recipe),
-            classes=session.images.classes,
-            trace_folder=session.path / "trace",
-            recordings=_recordings(session, monitor),
-            continuation=session.continuation,
         )
+        # Ranks take leave of each other, unless an error ends this one: others may be gone then.
         try:
             trainer.run(micro_batches)
         except Stopped:
@@ -284,6 +327,39 @@ def _train(session: _Session) -> None:
         monitor.close(_exit_code(sys.exc_info()[1]))
 
 
+def _trainer(
+    session: _Session,
+    progression: Progression,
+    *,
+    evaluation: Iterable[Optional[MicroBatch]],
+    checkpoints: CheckpointFolder,
+    monitor: Monitor,
+) -> Trainer:
+    """Return the loop of a session.
+
+    Args:
+        session: with its engine.
+        progression: restored.
+        evaluation: batches of the validation images.
+        checkpoints: of the run.
+        monitor: of the session.
+    """
+    return Trainer(
+        recipe=session.recipe,
+        lengths=session.lengths,
+        engine=session.engine,
+        evaluation_batches=evaluation,
+        checkpoints=checkpoints,
+        monitor=monitor,
+        progression=progression,
+        flops_per_image=_flops_by_epoch(session.recipe),
+        classes=session.images.classes,
+        trace_folder=session.path / "trace",
+        recordings=_recordings(session, monitor),
+        continuation=session.continuation,
+    )
+
+
 def _restore(session: _Session, checkpoints: CheckpointFolder) -> Progression:
     """Return how far the run is: by memory, by its newest checkpoint, or not at all."""
     engine = session.engine
@@ -291,23 +367,15 @@ def _restore(session: _Session, checkpoints: CheckpointFolder) -> Progression:
     remembered = progression is not None
     if progression is None:
         progression = resuming.resume(engine, checkpoints, session.recipe, session.images)
-    step = progression.step
-    folder = session.folder
-    if folder is not None:
-        # A report lists them.
-        folder.note(
-            step=step,
-            replicas=engine.topology.replicas,
-            stages=engine.topology.stages,
-            **session.continuation.facts(engine),
-        )
+    _note_start(session, progression.step)
     if remembered:
+        # Memory may be newer than any checkpoint: the events up to it are counted in the file.
         progression.logged_checkpoint = False
         progression.metrics_bytes = 0
-        if folder is not None:
-            progression.metrics_bytes = length_until(folder.metrics, step)
-        lines = [_generation(session, step)]
-    elif step:
+        if session.folder is not None:
+            progression.metrics_bytes = length_until(session.folder.metrics, progression.step)
+        lines = [_generation(session, progression.step)]
+    elif progression.step:
         lines = _resumed(session, progression)
     elif session.recipe.model.init_from:
         lines = resuming.start_from(engine, session.recipe, session.images)
@@ -316,6 +384,19 @@ def _restore(session: _Session, checkpoints: CheckpointFolder) -> Progression:
     for line in lines:
         session.say(line)
     return progression
+
+
+def _note_start(session: _Session, step: int) -> None:
+    """Note in the run folder where this start goes on, and by how many ranks: reports list it."""
+    if session.folder is None:
+        return
+    place = session.engine.topology
+    session.folder.note(
+        step=step,
+        replicas=place.replicas,
+        stages=place.stages,
+        **session.continuation.facts(session.engine),
+    )
 
 
 def _generation(session: _Session, step: int) -> str:
@@ -351,6 +432,7 @@ def _monitor(session: _Session, progression: Progression) -> Monitor:
 
 
 def _recordings(session: _Session, monitor: Monitor) -> Recordings:
+    """Return the recordings of torch's profilers."""
     file = profiling.profile_file(session.path, session.engine.topology.rank)
     return Recordings(
         session.recipe.log.profile,
@@ -364,6 +446,7 @@ def _recordings(session: _Session, monitor: Monitor) -> Recordings:
 def _flops_by_epoch(recipe: Recipe) -> Callable[[int], float]:
     """Return the floating-point operations of an image of an epoch, as a function."""
 
+    # The loop asks at each update, about a handful of sizes.
     @functools.lru_cache(maxsize=None)
     def of_size(size: int) -> float:
         return shapes.training_flops(recipe.model, size)
@@ -372,6 +455,7 @@ def _flops_by_epoch(recipe: Recipe) -> Callable[[int], float]:
 
 
 def _exit_code(error: Optional[BaseException]) -> int:
+    """Return the exit code that loggers report for an error, or for none."""
     if error is None:
         return DONE
     return STOPPED if isinstance(error, Stopped) else FAILED

@@ -61,7 +61,7 @@ class RunFolder:
         """
         self.path = Path(output_folder(recipe))
         self.metrics = self.path / metrics.NAME
-        check_owner(recipe)
+        check_owner(recipe)  # before anything is written
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -70,6 +70,7 @@ class RunFolder:
         self._lock: IO[str] = open(self.path / _LOCK, "a+")  # noqa: SIM115
         if recipe.run.lock:
             self._acquire()
+        # Held open, so that a folder that is removed or replaced meanwhile is noticed.
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         # An earlier start, after which nothing was trained, may have had another recipe.
         if not _has_begun(self.path):
@@ -79,6 +80,7 @@ class RunFolder:
 
     def finished(self) -> Optional[dict]:
         """Return the `end` event of a complete run, else None."""
+        # A line by hand, or of an older version, may lack the numbers that are printed.
         event = metrics.last_events(self.metrics).get("end", {})
         if event.get("top1") is None or event.get("seconds") is None:
             return None
@@ -105,6 +107,7 @@ class RunFolder:
         _write_starts(self.path, [*before, {**last, **facts}])
 
     def close(self) -> None:
+        """Give the folder back; a second call does nothing."""
         if not self._lock.closed:
             self._lock.close()
             os.close(self._opened)
@@ -139,6 +142,7 @@ def check_owner(recipe: Recipe) -> None:
         ConfigError: the folder holds no run, or one that must not be resumed.
         CheckpointError: it holds a run of another recipe.
     """
+    # A mistyped folder of the user must neither be written into nor have its files pruned.
     path = Path(output_folder(recipe))
     if not _is_occupied(path):
         return
@@ -217,6 +221,7 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
         new: "here".
         free: keys that may differ, by section.
     """
+    # As files have them, in which a tuple is a list.
     before = old.model_dump(mode="json", by_alias=True)
     after = new.model_dump(mode="json", by_alias=True)
     for section, keys in after.items():
@@ -228,10 +233,12 @@ def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _F
 
 
 def _shown(value: object) -> object:
+    """Return a value as a recipe could have it."""
     return "null" if value is None else value
 
 
 def _write_starts(folder: Path, entries: Sequence[dict]) -> None:
+    """Write the entries of `environment.json`."""
     write_text(folder / _ENVIRONMENT, json_text({"starts": entries}, indent=1) + "\n")
 
 
@@ -255,6 +262,7 @@ def _has_begun(path: Path) -> bool:
 
 def _revision() -> Optional[str]:
     """Return git's name of this repository's state; None outside a checkout."""
+    # A result without it is still one: no git, no checkout and a slow disk are no errors.
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -271,11 +279,13 @@ def _revision() -> Optional[str]:
 
 
 def _versions() -> Dict[str, str]:
+    """Return the versions of the libraries that compute."""
     import numpy
     import timm
     import torch
     import torchvision
 
+    # Bits of a result depend on these. poptorch is not imported for its version alone.
     libraries = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": numpy}
     if "poptorch" in sys.modules:
         libraries["poptorch"] = sys.modules["poptorch"]

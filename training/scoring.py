@@ -67,6 +67,7 @@ def evaluate(engine: Engine, batches: Iterable[Optional[MicroBatch]]) -> Scores:
     Raises:
         DataError: no image can be read.
     """
+    # Sums stay on the device until the end: reading each would wait for it.
     counts: List[Counts] = []
     unreadable: List[str] = []
     for batch in batches:
@@ -92,6 +93,7 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
         ConfigError: the device is not there.
         CheckpointError: the weights are another model's.
     """
+    # The engine would round float32 weights, such as averages, to the recipe's float16.
     if recipe.run.device != "ipu":  # where weights have the format of the arithmetic
         precision = recipe.precision.model_copy(update={"weights": "float32"})
         recipe = recipe.model_copy(update={"precision": precision})
@@ -150,6 +152,7 @@ def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
     assert report.confusion is not None
     rows = []
     for label, name in enumerate(names):
+        # Without the hits the largest entry is the class that it is most often taken for.
         predictions = report.confusion[label].clone()
         images = int(predictions.sum())
         hits = int(predictions[label])
@@ -165,6 +168,7 @@ def class_rows(report: Scores, names: Sequence[str]) -> List[dict]:
                 "times": misses,
             }
         )
+    # Classes without images have no share, and come last.
     return sorted(rows, key=lambda row: (row["top1"] is None, row["top1"]))
 
 
@@ -202,6 +206,7 @@ def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str)
     from matplotlib.figure import Figure
 
     assert report.confusion is not None
+    # A class without images keeps a row of zeros.
     shares = report.confusion / report.confusion.sum(1, keepdim=True).clamp(min=1)
     side = 4.5 + 0.12 * min(len(names), _NAMED_CLASSES)  # inches
     figure = Figure(figsize=(side + 1, side), layout="constrained")
@@ -228,6 +233,7 @@ def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str)
 
 
 def _scores(total: Counts, unreadable: int) -> Scores:
+    """Return means over all readable images."""
     images = int(total.images)
     return Scores(
         top1=float(total.top1) / images,

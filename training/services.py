@@ -1,4 +1,6 @@
-"""The loggers: TensorBoard's files, and Weights & Biases and MLflow, optional packages that send to a server."""
+"""The loggers: TensorBoard's files, and Weights & Biases and MLflow, optional packages that send to
+a server.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,20 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = session.folder / "tensorboard"
-        self._writer = SummaryWriter(
-            str(self._folder), purge_step=session.step + 1
-        )  # drops an earlier session's
+        # Points behind the checkpoint come a second time: those of the earlier session are dropped.
+        self._writer = SummaryWriter(str(self._folder), purge_step=session.step + 1)
+        # The writer's thread would print a traceback for what the next event raises as one line.
         self._excepthook = threading.excepthook
         threading.excepthook = self._report
 
     def event(self, kind: str, step: int, values: dict) -> None:
+        """Write the numbers of an event of this `kind`: see `Logger.event`."""
         with writing(self._folder):
-            for name, number in numbers(kind, values).items():
-                self._writer.add_scalar(name, number, step)
+            for name, value in numbers(kind, values).items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self, exit_code: int) -> None:
+        """Write what is left, whatever the `exit_code`."""
         try:
             with writing(self._folder):
                 self._writer.close()
@@ -41,7 +45,9 @@ class TensorBoardLogger(Logger):
             threading.excepthook = self._excepthook
 
     def _report(self, failure: threading.ExceptHookArgs) -> None:
-        """Silent about a full disk, which the writer's thread reports to the next event, or to `close`."""
+        """Keep silent about a full disk: the writer's thread reports it to the next event, or to
+        `close`.
+        """
         if not issubclass(failure.exc_type, OSError):
             self._excepthook(failure)
 
@@ -72,6 +78,7 @@ class WandbLogger(Logger):
             "id": None,
             "resume": None,
         }
+        # "allow", not "must": the run may have been deleted there, and begins anew then.
         if session.earlier:
             about.update(id=session.earlier.run, resume="allow")
         try:
@@ -85,11 +92,13 @@ class WandbLogger(Logger):
         self.run = self._run.id
 
     def event(self, kind: str, step: int, values: dict) -> None:
+        """Send the numbers of an event of this `kind`: see `Logger.event`."""
         metrics = numbers(kind, values)
         if metrics:
             self._run.log(metrics, step=step)
 
     def close(self, exit_code: int) -> None:
+        """End the run of the service with the `exit_code`, of which it shows whether it failed."""
         self._run.finish(exit_code=exit_code)
 
 
@@ -110,6 +119,7 @@ class MlflowLogger(Logger):
     def __init__(self, session: Session):
         import mlflow
 
+        # Steps that it has are kept from being sent again: they would be points of their own.
         earlier = session.earlier or ServiceState("", {})
         self._sent = earlier.steps
         self._mlflow = mlflow
@@ -120,11 +130,13 @@ class MlflowLogger(Logger):
             mlflow.log_params(_parameters(session.recipe))
 
     def event(self, kind: str, step: int, values: dict) -> None:
+        """Send the numbers of an event of this `kind`, unless an earlier session has."""
         metrics = numbers(kind, values)
         if metrics and step > self._sent.get(kind, 0):
             self._mlflow.log_metrics(metrics, step=step)
 
     def close(self, exit_code: int) -> None:
+        """End the run of the service, with the status that the `exit_code` stands for."""
         statuses = {DONE: "FINISHED", STOPPED: "KILLED"}
         self._mlflow.end_run(status=statuses.get(exit_code, "FAILED"))
 

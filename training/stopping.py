@@ -32,6 +32,7 @@ def name_of(number: int) -> str:
 
 def listen_early() -> None:
     """Note a launcher's or scheduler's signal from now on, for the `StopSignals` that come later."""
+    # A terminal sends Ctrl-C to every process; the launcher passes it on as SIGUSR1.
     if launched():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, _note)
@@ -50,6 +51,7 @@ class StopSignals:
 
     def __enter__(self) -> None:
         self._old = {number: signal.signal(number, self._handler) for number in self._numbers}
+        # A signal may have come while torch was loading.
         if _noted is not None:
             self._handler(_noted, None)
 

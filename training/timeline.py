@@ -73,6 +73,7 @@ def efficiency(spans: Sequence[Span]) -> float:
     Args:
         spans: of one step.
     """
+    # One replica stands for all: their schedules are the same.
     computing = [span for span in spans if span.replica == 0 and span.kind in _COMPUTING]
     ranks = {span.rank for span in computing}
     busy = math.fsum(span.end - span.start for span in computing)
@@ -134,10 +135,11 @@ def _trace(spans: Sequence[Span]) -> dict:
         events.append(_name_event("process_name", f"replica {replica}", replica, rank))
         events.append(_name_event("thread_name", f"{stages} (rank {rank})", replica, rank))
     for span in sorted(spans, key=lambda span: span.start):
-        number = "" if span.micro_batch < 0 else f" {span.micro_batch}"
+        # Spans of an exchange or an update are of no micro batch.
+        index = "" if span.micro_batch < 0 else f" {span.micro_batch}"
         event = {
             "ph": "X",
-            "name": span.kind + number,
+            "name": span.kind + index,
             "cat": span.kind,
             "pid": span.replica,
             "tid": span.rank,
@@ -160,6 +162,7 @@ def _name_event(kind: str, name: str, replica: int, rank: int) -> dict:
 
 def _rows(spans: Sequence[Span]) -> Dict[_Row, str]:
     """Return (replica, rank) -> `stage 1` or `stages 1, 3`, by replica and first stage."""
+    # From the spans themselves: who computes what follows from the schedule, not from the rank.
     stages: Dict[_Row, set] = {}
     for span in spans:
         if span.kind in _COMPUTING:
@@ -178,6 +181,7 @@ def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
     """
     from matplotlib.figure import Figure
 
+    # Replicas are alike: one shows the schedule.
     rows = _rows(spans)
     if len(rows) > _MOST_ROWS:
         rows = {row: stages for row, stages in rows.items() if row[0] == 0}
@@ -200,6 +204,7 @@ def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
 
 def _window(spans: Sequence[Span]) -> _Window:
     """Return the time that the picture of a step shows."""
+    # Hundreds of boxes would be thinner than a line: the schedule repeats itself before that.
     start = min(span.start for span in spans)
     end = max(span.end for span in spans)
     box = statistics.median(span.end - span.start for span in spans if span.kind in _COMPUTING)
@@ -226,20 +231,29 @@ def _draw_row(axes: Axes, height: int, spans: Sequence[Span], window: _Window) -
             edgecolor="white",
             linewidth=min(0.8, length * window.points / 8),
         )
-        # A digit is about 0.64 times as wide as the font is high.
-        number = str(span.micro_batch)
-        width = (0.64 * len(number) + 0.1) * _FONT  # points, with a margin
-        if span.kind in _COMPUTING and width <= length * window.points:
-            axes.text(
-                start + length * 500,
-                height,
-                number,
-                color="white" if span.kind == "forward" else "black",
-                ha="center",
-                va="center_baseline",
-                fontsize=_FONT,
-                clip_on=True,
-            )
+        if span.kind in _COMPUTING:
+            _draw_index(axes, height, span, window)
+
+
+def _draw_index(axes: Axes, height: int, span: Span, window: _Window) -> None:
+    """Write the index of a micro batch into its box, where there is room."""
+    text = str(span.micro_batch)
+    # A digit is about 0.64 times as wide as the font is high.
+    width = (0.64 * len(text) + 0.1) * _FONT  # points, with a margin
+    length = span.end - span.start  # seconds
+    if width > length * window.points:
+        return
+    start = (span.start - window.start) * 1e3  # milliseconds
+    axes.text(
+        start + length * 500,
+        height,
+        text,
+        color="white" if span.kind == "forward" else "black",
+        ha="center",
+        va="center_baseline",
+        fontsize=_FONT,
+        clip_on=True,
+    )
 
 
 def _draw_legend(axes: Axes, kinds: Container[str]) -> None:

@@ -95,6 +95,7 @@ def load(content: bytes) -> Tuple[Dict[str, str], Callable[[torch.Tensor], torch
     Raises:
         Exception: of nearly any kind, for what torch.export.save does not write.
     """
+    # Names of members begin with a folder, which may be called anything.
     archive = zipfile.ZipFile(io.BytesIO(content))
     if not stored_plainly(archive, len(content)):
         raise ValueError("its members are compressed, which torch's never are")
@@ -148,6 +149,7 @@ def _function(read: _Read) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _inputs(specs: Sequence[dict], stored: _Tensors) -> Tuple[str, _Tensors]:
     """Return the name of the program's one input, and the stored tensors by their names there."""
+    # What is stored has one name in the archive, and another in the graph.
     inputs = []
     constants = {}
     for spec in specs:
@@ -163,6 +165,7 @@ def _inputs(specs: Sequence[dict], stored: _Tensors) -> Tuple[str, _Tensors]:
 
 def _note_unneeded(calls: Sequence[_Call], kept: Set[str]) -> None:
     """Note in each call what no later one needs; values that are `kept` are never freed."""
+    # From the end: what no later call has used by then, this one is the last to need.
     needed = set(kept)
     for call in reversed(calls):
         used = call.used()
@@ -172,6 +175,7 @@ def _note_unneeded(calls: Sequence[_Call], kept: Set[str]) -> None:
 
 
 def _resolved(argument: Any, values: _Tensors) -> Any:
+    """Return the tensor that an argument names, or the argument."""
     return values[argument] if isinstance(argument, _Value) else argument
 
 

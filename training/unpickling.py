@@ -42,6 +42,7 @@ class _Ignored:
 class _Mapping:
     """Stands for a kind of dictionary: an ordinary one is made in its place."""
 
+    # What __new__ returns is of another class, so that Python calls no __init__; pickle fills it.
     def __new__(cls, *arguments: Any) -> Any:
         return OrderedDict()
 
@@ -116,6 +117,8 @@ _SEQUENCES: _Modules = {"collections": ("deque",)}
 
 
 def _by_name() -> Dict[str, type]:
+    """Return the stand-in for each class or function, by its full name."""
+    # Named in full, as torch's list of safe globals wants them.
     tables = ((_Ignored, _IGNORED), (_Mapping, _MAPPINGS), (_Sequence, _SEQUENCES))
     stand_ins: Dict[str, type] = {}
     for stand_in, modules in tables:
@@ -207,6 +210,7 @@ def _standing_in() -> Iterator[None]:
 
 def _refuse(path: Path, message: str) -> NoReturn:
     """Raise CheckpointError with the reason in torch's message, as far as it has one."""
+    # torch's messages name the class that it refuses; the user learns whether that can be mended.
     if message == _SWELLS:
         raise CheckpointError(f"{path}: {_SWELLS}; {_BY_ITSELF}")
     match = _NAMED.search(message)

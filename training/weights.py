@@ -99,6 +99,7 @@ def opened(
         config: see `recipe_of`.
         overrides: see `recipe_of`.
     """
+    # The recipe is known only once the file is read, and may name averages in it: then read again.
     stored = read(path, which, best)
     recipe = recipe_of(stored, config, overrides)
     if which is None and stored.recipe is None and recipe.model.init_weights == EMA:
@@ -157,6 +158,7 @@ def fitted(
         CheckpointError: a tensor of the model is missing or of another shape, or the file has one
             that the model does not have.
     """
+    # Every tensor must fit: a layer that is left out silently would keep its random weights.
     tensors = _renamed(stored, shapes, section)
     fresh = []
     for name, shape in shapes.items():
@@ -187,6 +189,7 @@ def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
     Args:
         scores: of an evaluation, as in a checkpoint's `progression`.
     """
+    # Averages are dictionaries among the plain numbers of the trained weights.
     top1 = {TRAINED: scores["top1"]}
     for name, value in scores.items():
         if isinstance(value, dict):
@@ -205,6 +208,7 @@ def names_in_json(text: str, path: Path) -> Optional[List[str]]:
         CheckpointError: it is no list of texts.
     """
     with contextlib.suppress(ValueError):  # not JSON
+        # Anybody can edit metadata: texts of another form are damage, not names.
         names = parse_json(text)
         if names is None:
             return None
@@ -219,6 +223,7 @@ def run_folder_of(path: Path) -> Optional[Path]:
     Args:
         path: of a checkpoint, or of what tools.export made of one.
     """
+    # A copy of the folder elsewhere counts like the original: it has its own configuration.
     folder = path.parent.parent
     inside = path.parent.name in ("checkpoints", "export")
     return folder if inside and (folder / "config.yaml").exists() else None
@@ -255,6 +260,7 @@ def _remedy(section: Model, stored: StoredWeights) -> str:
 
     Where no key shows it, the two are not the same kind of model, and no key would help.
     """
+    # Families can read their keys off the shapes of a model's tensors.
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.tensors.items()}
     keys = FAMILIES.of(section).keys_of(shapes)
     values = section.model_dump()
@@ -278,6 +284,8 @@ def _download(name: str) -> StoredWeights:
 
 
 def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
+    """Return the weights of a run folder's newest, or best, checkpoint. Raises CheckpointError."""
+    # Only read: nothing is pruned, so that the numbers to keep do not matter.
     checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
     load = checkpoints.load_best if best else checkpoints.load_newest
     content = load(warn=_say)
@@ -293,6 +301,7 @@ def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
 
 
 def _read_file(path: Path, which: str) -> StoredWeights:
+    """Return the weights in a file, by whatever program. Raises CheckpointError."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path, which)
     content = unpickled_of_others(path)
@@ -306,6 +315,7 @@ def _of_checkpoint(path: Path, content: dict, which: str) -> StoredWeights:
 
     Raises CheckpointError also where something is missing: a file by itself has no checksum.
     """
+    # Averages lie beside the trained weights, and have the same form.
     try:
         state = content["engine"]
         if which != TRAINED:
@@ -333,8 +343,10 @@ def _begun_averages(state: dict) -> Dict[str, dict]:
 
 
 def _read_safetensors(path: Path, which: str) -> StoredWeights:
+    """Return the weights in a .safetensors file, which may be another program's."""
     from safetensors import SafetensorError, safe_open
 
+    # Names are asked for by keys(): the object is no mapping.
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -353,5 +365,6 @@ def _read_safetensors(path: Path, which: str) -> StoredWeights:
 
 
 def _of_other_program(path: Path, content: object, which: str) -> StoredWeights:
+    """Return the weights of the one model in another program's file."""
     chosen = foreign.choose(path, content, which)
     return StoredWeights(path, chosen.tensors, which=chosen.which, notes=chosen.notes)

@@ -6,7 +6,7 @@ Facts are those of PopTorch 3.4 and PopART 3.4, named by file.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Tuple
 
 from common.errors import ConfigError
 from recipe.config import Recipe
@@ -56,7 +56,7 @@ class DeviceOptimizer(NamedTuple):
 
 FORMS: Registry[Callable[[Any, Precision], DeviceOptimizer]] = Registry("a form on IPUs")
 # (value, source) of arguments; those that are None are left out.
-_Options = Dict[str, Tuple[object, str]]
+_Options = Mapping[str, Tuple[object, str]]
 _Groups = Tuple[Group, Group]
 _FLOAT = Name("torch.float")
 _CONSTANT = ("betas", "eps", "momentum", "alpha")  # attributes that never change during a run
@@ -74,7 +74,7 @@ def optimizer(recipe: Recipe) -> DeviceOptimizer:
         ConfigError: PopTorch has none.
     """
     section = recipe.optimizer
-    with_form = [kind for kind, _ in FORMS.items()]
+    with_form = [kind for kind, _ in FORMS.items() if issubclass(kind, Optimizer)]
     if not isinstance(section, tuple(with_form)):
         names = ", ".join(kind.default_name() for kind in with_form)
         raise ConfigError(
@@ -87,31 +87,33 @@ def _device_optimizer(
     name: str, precision: Precision, slots: Dict[str, str], options: _Options, groups: _Groups
 ) -> DeviceOptimizer:
     """Return an optimizer of poptorch.optim with the options that all of them have besides."""
-    given = {key: pair for key, pair in options.items() if pair[0] is not None}
-    constant = [key for key in given if key in _CONSTANT]
+    arguments = {key: pair for key, pair in options.items() if pair[0] is not None}
+    # Constants are compiled in: a dynamic loss scale must not be one.
+    constant = [key for key in arguments if key in _CONSTANT]
     if not precision.dynamic_loss_scale:
         constant.append("loss_scaling")
-    given["loss_scaling"] = (precision.loss_scale, "precision.loss_scale")
-    given["accum_type"] = (_FLOAT, "always: gradients add up in float32")
+    arguments["loss_scaling"] = (precision.loss_scale, "precision.loss_scale")
+    arguments["accum_type"] = (_FLOAT, "always: gradients add up in float32")
     return DeviceOptimizer(
         name=name,
-        options={key: value for key, (value, _) in given.items()},
+        options={key: value for key, (value, _) in arguments.items()},
         constant=tuple(constant),
         groups=groups,
-        sources={key: source for key, (_, source) in given.items()},
+        sources={key: source for key, (_, source) in arguments.items()},
         slots=slots,
     )
 
 
 def _state_type(precision: Precision) -> Name:
+    """Return the type of a state tensor that may have that of the weights."""
     return Name("torch.half") if precision.weights == "float16" else _FLOAT
 
 
-def _groups(section: Optimizer, **skipped: float) -> _Groups:
+def _groups(weight_decay: float, **skipped: float) -> _Groups:
     """Return the parameters with weight decay, and those without, which have the options `skipped`
     besides.
     """
-    decay = {"weight_decay": section.weight_decay}
+    decay = {"weight_decay": weight_decay}
     no_decay = {"weight_decay": 0.0, **skipped}
     return (
         Group(False, 1.0, decay, "optimizer.weight_decay"),
@@ -132,16 +134,20 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
     _check_lars(section)
     state = _state_type(precision)
     epsilon = 1.0 if state is _FLOAT else 2.0**-8
+    betas = (section.momentum, 1.0)
     options = {
-        "betas": (
-            (section.momentum, 1.0),
-            "optimizer.momentum; always: 1.0 keeps the second moment at 0",
-        ),
+        "betas": (betas, "optimizer.momentum; always: 1.0 keeps the second moment at 0"),
         "eps": (epsilon, "precision.weights"),
         "bias_correction": (False, "optimizer.name"),
         _FIRST: (state, "precision.weights"),
         _SECOND: _BOTH_CAST,
     }
+    slots = {"momentum_buffer": "Accl1___"}
+    return _device_optimizer("LAMB", precision, slots, options, _groups_of_lars(section, epsilon))
+
+
+def _groups_of_lars(section: Lars, epsilon: float) -> _Groups:
+    """Return the groups of parameters of `_lars`, with its E as `epsilon`."""
     trusted = Group(
         skipped=False,
         lr_scale=section.trust_coefficient,
@@ -155,13 +161,12 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
         options={"weight_decay": 0.0, "max_weight_norm": 0.0},
         source="optimizer.skip, optimizer.skip_lr_scale",
     )
-    return _device_optimizer(
-        "LAMB", precision, {"momentum_buffer": "Accl1___"}, options, (trusted, skipped)
-    )
+    return trusted, skipped
 
 
 def _check_lars(section: Lars) -> None:
     """Raise ConfigError for a form of LARS that LAMB cannot take."""
+    # The two forms step alike up to a factor, by which the remedy's coefficient is larger.
     if section.trust == "gradient":
         coefficient = f"{section.trust_coefficient * _SHORTER_STEP:.6g}"
         fault = "PopTorch has no LARS, and its LAMB divides by the momentum's norm"
@@ -189,7 +194,8 @@ def _lamb(section: Lamb, precision: Precision) -> DeviceOptimizer:
         _SECOND: _BOTH_CAST,
     }
     slots = {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"}
-    groups = _groups(section, max_weight_norm=0.0)
+    # A weight norm of at most 0 makes the trust ratio 1; see `_lars`.
+    groups = _groups(section.weight_decay, max_weight_norm=0.0)
     return _device_optimizer("LAMB", precision, slots, options, groups)
 
 
@@ -206,9 +212,8 @@ def _sgd(section: Sgd, precision: Precision) -> DeviceOptimizer:
         "use_combined_accum": (False, "always: accumulator and momentum apart"),
         "velocity_accum_type": (_state_type(precision), "precision.weights"),
     }
-    return _device_optimizer(
-        "SGD", precision, {"momentum_buffer": "Accl1___"}, options, _groups(section)
-    )
+    slots = {"momentum_buffer": "Accl1___"}
+    return _device_optimizer("SGD", precision, slots, options, _groups(section.weight_decay))
 
 
 @FORMS.implements(RmsProp)
@@ -225,4 +230,4 @@ def _rmsprop(section: RmsProp, precision: Precision) -> DeviceOptimizer:
         "use_tf_variant": (True, "optimizer.name"),
     }
     slots = {"square_avg": "Accl1___", "momentum_buffer": "Accl3___"}
-    return _device_optimizer("RMSprop", precision, slots, options, _groups(section))
+    return _device_optimizer("RMSprop", precision, slots, options, _groups(section.weight_decay))

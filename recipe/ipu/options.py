@@ -99,6 +99,8 @@ def evaluation_overlaps(recipe: Recipe) -> bool:
 
 
 def _overlap_allowed(recipe: Recipe) -> bool:
+    """Return whether the recipe lets transfers overlap, and the stages can."""
+    # PopTorch refuses it for a pipeline; null asks for it wherever it is possible.
     return recipe.ipu.overlap_io is not False and not pipelined(recipe)
 
 
@@ -110,6 +112,7 @@ def notes(recipe: Recipe, replicas: int, served: int) -> Tuple[str, ...]:
         replicas: of the run.
         served: those of this process.
     """
+    # Each is about a key that has no effect here, or less than its name promises: none is an error.
     ipu = recipe.ipu
     lines = []
     used = replicas * recipe.parallel.stages
@@ -193,36 +196,34 @@ def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
     else:
         later = ["the cut by multiply-adds"] * (parallel.stages - 1)
     calls = []
-    for number, block in enumerate(["preprocess", *later]):
-        calls.append(
-            Setting("poptorch.BeginBlock", (block, f"stage {number}", number), "parallel.split")
-        )
+    for stage, block in enumerate(["preprocess", *later]):
+        arguments = (block, f"stage {stage}", stage)
+        calls.append(Setting("poptorch.BeginBlock", arguments, "parallel.split"))
     if training:
         for block in recipe.ipu.keep_activations:
+            output = (f"output of {block}",)
             calls.append(
-                Setting(
-                    "poptorch.recomputationCheckpoint",
-                    (f"output of {block}",),
-                    "ipu.keep_activations",
-                )
+                Setting("poptorch.recomputationCheckpoint", output, "ipu.keep_activations")
             )
-        calls.append(
-            Setting("poptorch.identity_loss", ("the loss", "none"), "always: where gradients begin")
-        )
+        # The model returns hits beside the loss, of which there is no gradient.
+        source = "always: where gradients begin"
+        calls.append(Setting("poptorch.identity_loss", ("the loss", "none"), source))
     if overlaps(recipe, batch) if training else evaluation_overlaps(recipe):
-        mode = Name("poptorch.OverlapMode.OverlapAccumulationLoop")
-        calls.append(
-            Setting("poptorch.set_overlap_for_input", ("every input", mode), "ipu.overlap_io")
-        )
-        calls.append(
-            Setting("poptorch.set_overlap_for_output", ("every output", mode), "ipu.overlap_io")
-        )
+        calls += _overlap_calls()
     return calls
+
+
+def _overlap_calls() -> List[Setting]:
+    """Return the calls that let images and results move while the device computes."""
+    mode = Name("poptorch.OverlapMode.OverlapAccumulationLoop")
+    return [
+        Setting("poptorch.set_overlap_for_input", ("every input", mode), "ipu.overlap_io"),
+        Setting("poptorch.set_overlap_for_output", ("every output", mode), "ipu.overlap_io"),
+    ]
 
 
 def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> Iterator[Setting]:
     """Yield the options that training and evaluation have in common."""
-    ipu = recipe.ipu
     stages = recipe.parallel.stages
     if not under_poprun:
         instead = f"under poprun popdist.poptorch.Options(ipus_per_replica={stages}) brings them"
@@ -231,21 +232,35 @@ def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> I
         "poptorch.PipelinedExecution" if pipelined(recipe) else "poptorch.ShardedExecution"
     )
     yield Setting("Options.setExecutionStrategy", (strategy,), "parallel.stages, parallel.schedule")
-    if ipu.available_memory_proportion is not None:
-        proportions = ipu.available_memory_proportion
-        if len(proportions) == 1:
-            proportions = proportions * stages
-        by_ipu = {f"IPU{number}": proportion for number, proportion in enumerate(proportions)}
-        yield Setting(
-            "Options.setAvailableMemoryProportion", (by_ipu,), "ipu.available_memory_proportion"
-        )
+    yield from _memory(recipe)
     yield from _arithmetic(recipe)
     if overlap:
-        yield Setting(
-            "Options.TensorLocations.numIOTiles", (ipu.io_tiles,), "ipu.io_tiles, ipu.overlap_io"
-        )
-    yield _popart("defaultPrefetchBufferingDepth", ipu.prefetch_depth, "ipu.prefetch_depth")
+        tiles = (recipe.ipu.io_tiles,)
+        source = "ipu.io_tiles, ipu.overlap_io"
+        yield Setting("Options.TensorLocations.numIOTiles", tiles, source)
+    depth = recipe.ipu.prefetch_depth
+    yield _popart("defaultPrefetchBufferingDepth", depth, "ipu.prefetch_depth")
     yield _engine_options(recipe)
+    yield from _tools(recipe)
+
+
+def _memory(recipe: Recipe) -> Iterator[Setting]:
+    """Yield the share of memory for temporary data, of each IPU of a replica."""
+    proportions = recipe.ipu.available_memory_proportion
+    if proportions is None:
+        return
+    # PopTorch's option names each IPU; the recipe's single number stands for all.
+    if len(proportions) == 1:
+        proportions = proportions * recipe.parallel.stages
+    by_ipu = {f"IPU{index}": proportion for index, proportion in enumerate(proportions)}
+    yield Setting(
+        "Options.setAvailableMemoryProportion", (by_ipu,), "ipu.available_memory_proportion"
+    )
+
+
+def _tools(recipe: Recipe) -> Iterator[Setting]:
+    """Yield profile, cache and synthetic data."""
+    ipu = recipe.ipu
     if ipu.profile:  # after the engine's options, which it adds to
         yield Setting("Options.enableProfiling", (ipu.profile,), "ipu.profile", main_only=True)
     if ipu.executable_cache:
@@ -287,6 +302,7 @@ def _engine_options(recipe: Recipe) -> Setting:
         "target.deterministicWorkers": "portable",
         "opt.enableMultiAccessCopies": "false",
     }
+    # A single setting, so its reasons stand in one text.
     source = "always: replicas round alike; always: less memory, as published"
     if recipe.ipu.exchange_memory_target:
         options["opt.internalExchangeOptimisationTarget"] = recipe.ipu.exchange_memory_target
@@ -295,13 +311,33 @@ def _engine_options(recipe: Recipe) -> Setting:
 
 
 def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
-    """Yield accumulation, reduction, loss scale, rounding and the place of the optimizer's state."""
+    """Yield accumulation, loss scale, rounding, results and the place of the optimizer's state."""
     precision = recipe.precision
+    reason = "always: the learning rate changes with every update"
+    yield Setting("Options.deviceIterations", (1,), reason)
+    yield from _sums(batch)
+    if precision.dynamic_loss_scale:
+        source = "precision.dynamic_loss_scale"
+        yield Setting("Options.Training.setAutomaticLossScaling", (True,), source)
+    stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
+    source = "precision.rounding, precision.weights"
+    yield Setting("Options.Precision.enableStochasticRounding", (stochastic,), source)
+    # Summed on the device: the host would otherwise fetch results of each micro batch.
+    total = Name("poptorch.OutputMode.Sum")
+    yield Setting("Options.outputMode", (total,), "always: loss and hits of an update")
+    yield Setting("Options.randomSeed", (recipe.run.seed,), "run.seed")
+    if recipe.ipu.shard_optimizer_state:
+        calls = (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,)))
+        location = Chain("poptorch.TensorLocationSettings", calls)
+        yield Setting(
+            "Options.TensorLocations.setOptimizerLocation", (location,), "ipu.shard_optimizer_state"
+        )
+
+
+def _sums(batch: Batch) -> Iterator[Setting]:
+    """Yield how gradients of micro batches and replicas are added up."""
     training = "Options.Training"
     division = "batch.global, batch.micro, parallel.replicas"
-    yield Setting(
-        "Options.deviceIterations", (1,), "always: the learning rate changes with every update"
-    )
     yield Setting(f"{training}.gradientAccumulation", (batch.accumulation,), division)
     mean = Name("poptorch.ReductionType.Mean")
     reason = "always: the gradient of the mean loss over batch.global"
@@ -314,28 +350,6 @@ def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
     yield Setting(
         f"{training}.setMeanAccumulationAndReplicationReductionStrategy", (strategy,), division
     )
-    if precision.dynamic_loss_scale:
-        yield Setting(
-            f"{training}.setAutomaticLossScaling", (True,), "precision.dynamic_loss_scale"
-        )
-    stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
-    yield Setting(
-        "Options.Precision.enableStochasticRounding",
-        (stochastic,),
-        "precision.rounding, precision.weights",
-    )
-    yield Setting(
-        "Options.outputMode",
-        (Name("poptorch.OutputMode.Sum"),),
-        "always: loss and hits of an update",
-    )
-    yield Setting("Options.randomSeed", (recipe.run.seed,), "run.seed")
-    if recipe.ipu.shard_optimizer_state:
-        calls = (("useOnChipStorage", (True,)), ("useReplicatedTensorSharding", (True,)))
-        location = Chain("poptorch.TensorLocationSettings", calls)
-        yield Setting(
-            "Options.TensorLocations.setOptimizerLocation", (location,), "ipu.shard_optimizer_state"
-        )
 
 
 def _recomputation(recipe: Recipe) -> Iterator[Setting]:
@@ -353,6 +367,7 @@ def _recomputation(recipe: Recipe) -> Iterator[Setting]:
 
 
 def _popart(name: str, value: object, source: str) -> Setting:
+    """Return a setting that PopTorch has no method for."""
     return Setting("Options._Popart.set", (name, value), source)
 
 
@@ -362,4 +377,5 @@ def shown(value: object) -> str:
 
 
 def _listed(arguments: tuple) -> str:
+    """Return arguments as they stand in a call."""
     return ", ".join(map(shown, arguments))

@@ -22,6 +22,7 @@ def settings(recipe: Recipe, batch: Batch) -> Iterator[Tuple[str, options.Settin
     Yields:
         "training" or "evaluation", and the setting.
     """
+    # All replicas in one process, unless poprun has started several.
     under_poprun = poprun.stages_of_launcher(os.environ) is not None
     for model, make in (
         ("training", options.training_settings),
@@ -64,6 +65,7 @@ def lines(recipe: Recipe, batch: Batch) -> List[str]:
         recipe: of the run.
         batch: how its global batch is divided.
     """
+    # A plan without poprun is of one process that serves all replicas.
     launched = poprun.launched_by(os.environ)
     served = launched.served if launched else batch.replicas
     text = [f"note       {note}" for note in options.notes(recipe, batch.replicas, served)]
@@ -72,8 +74,8 @@ def lines(recipe: Recipe, batch: Batch) -> List[str]:
     name = optimizers.optimizer(recipe).name
     for key, value, source in arguments_of_optimizer(recipe):
         text.append(f"optimizer  poptorch.optim.{name}({key}={value})  <- {source}")
-    for which, how, source in groups_of_optimizer(recipe):
-        text.append(f"optimizer  {which} parameters: {how}  <- {source}")
+    for parameters, stepping, source in groups_of_optimizer(recipe):
+        text.append(f"optimizer  {parameters} parameters: {stepping}  <- {source}")
     return text
 
 
@@ -102,4 +104,5 @@ def as_data(recipe: Recipe, batch: Batch) -> dict:
 
 
 def _plain(value: object) -> object:
+    """Return a value as JSON can have it."""
     return str(value) if isinstance(value, (optimizers.Name, options.Chain)) else value

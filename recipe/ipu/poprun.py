@@ -69,9 +69,11 @@ def is_first_instance(environment: Mapping[str, str]) -> bool:
 
 
 def _number(environment: Mapping[str, str], name: str) -> Optional[int]:
+    """Return a variable's number; None where it is not set. Raises ConfigError."""
     text = environment.get(name)
     if text is None:
         return None
+    # isdecimal, as int() takes " 1", "+1" and "1_0", too.
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(
             f"{name} {text!r} in the environment is no number above 0; start by ./run_pod.sh"
@@ -83,11 +85,12 @@ def fault(recipe: Recipe, launched: Launched) -> str:
     """Return why the processes that poprun `launched` do not fit the recipe; an empty text where
     they fit.
     """
+    # Stages first: how many replicas there may be depends on them.
     stages = recipe.parallel.stages
     wanted = recipe.parallel.replicas
     if launched.ipus_per_replica != stages:
-        given = count(launched.ipus_per_replica, "IPU")
-        return f"poprun gives each replica {given}, but parallel.stages is {stages}"
+        devices = count(launched.ipus_per_replica, "IPU")
+        return f"poprun gives each replica {devices}, but parallel.stages is {stages}"
     if wanted is not None and wanted != launched.replicas:
         return f"poprun started {launched.replicas} replicas, but parallel.replicas is {wanted}"
     return fault_of_pod(launched.replicas, stages, recipe.ipu.pod) or fault_of_instance(
@@ -176,8 +179,8 @@ def fitting_flags(recipe: Recipe, replicas: int, cores: int = 1) -> List[str]:
         replicas, stages, cores // (recipe.data.workers + _OTHER_PROCESSES)
     )
     flags = []
-    for flag, number in zip(FLAGS, (replicas, stages, instances)):
-        flags += [flag, str(number)]
+    for flag, value in zip(FLAGS, (replicas, stages, instances)):
+        flags += [flag, str(value)]
     return flags
 
 
@@ -193,12 +196,15 @@ def fitting_instances(replicas: int, stages: int, wanted: int = 1) -> int:
         stages: IPUs of each replica.
         wanted: as many instances as the host has processors for.
     """
-    divisors = [number for number in range(1, replicas + 1) if replicas % number == 0]
-    possible = [number for number in divisors if not fault_of_instance(replicas // number, stages)]
-    affordable = [number for number in possible if number <= wanted]
+    divisors = [divisor for divisor in range(1, replicas + 1) if replicas % divisor == 0]
+    possible = [
+        instances for instances in divisors if not fault_of_instance(replicas // instances, stages)
+    ]
+    affordable = [instances for instances in possible if instances <= wanted]
+    # None is possible where a single replica needs more IPUs than a process may have.
     return affordable[-1] if affordable else min([*possible, replicas])
 
 
 def is_power(number: int) -> bool:
     """Return whether `number`, above 0, is a power of two."""
-    return number & (number - 1) == 0
+    return number & (number - 1) == 0  # it has a single bit, which this clears

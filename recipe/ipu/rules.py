@@ -81,7 +81,7 @@ def check(recipe: Recipe, batch: Batch) -> None:
     Raises:
         ConfigError: the first rule that is broken, in one line with key, reason and remedy.
     """
-    optimizer(recipe)
+    optimizer(recipe)  # raises the error of one that has no form there
     _check_values(recipe)
     for fault in _faults(recipe, batch):
         raise ConfigError(fault)
@@ -92,6 +92,7 @@ def check(recipe: Recipe, batch: Batch) -> None:
 def _check_values(recipe: Recipe) -> None:
     """Raise ConfigError for a key with a value that IPUs never take."""
     for key, allowed, reason in _ALLOWED:
+        # A key that this kind of the section does not have is as good as the first value.
         section, _, name = key.partition(".")
         value = getattr(getattr(recipe, section), name, allowed[0])
         if value not in allowed:
@@ -120,6 +121,7 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def _faults_of_precision(recipe: Recipe) -> Iterator[str]:
+    """Yield faults of number formats."""
     weights = recipe.precision.weights
     compute = compute_dtype(recipe)
     if compute != weights:
@@ -134,6 +136,7 @@ def _faults_of_precision(recipe: Recipe) -> Iterator[str]:
 
 
 def _faults_of_activations(recipe: Recipe) -> Iterator[str]:
+    """Yield faults of what is kept for the backward pass."""
     recompute = recipe.parallel.recompute
     if isinstance(recompute, list):
         reason = "PopART recomputes all blocks or none"
@@ -146,6 +149,7 @@ def _faults_of_activations(recipe: Recipe) -> Iterator[str]:
 
 
 def _faults_of_transfers(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Yield faults of transfers that are to overlap; null asks for that where it is possible."""
     if not recipe.ipu.overlap_io:
         return
     if pipelined(recipe):
@@ -160,6 +164,7 @@ def _faults_of_transfers(recipe: Recipe, batch: Batch) -> Iterator[str]:
 
 
 def _faults_of_numbers(recipe: Recipe, batch: Batch) -> Iterator[str]:
+    """Yield the fault of each number that PopTorch or the pod does not take."""
     ipu = recipe.ipu
     stages = recipe.parallel.stages
     proportions = ipu.available_memory_proportion
@@ -170,10 +175,12 @@ def _faults_of_numbers(recipe: Recipe, batch: Batch) -> Iterator[str]:
     if iterations is not None and pipelined(recipe) and iterations < stages:
         reason = f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"
         yield f"ipu.evaluation_iterations {iterations} on IPUs: {reason}"
-    for key, number in (("parallel.stages", batch.stages), ("parallel.replicas", batch.replicas)):
-        if not is_power(number):
-            above = 1 << number.bit_length()
-            yield f"{key} {number} on IPUs: IPUs come in powers of two; use {above // 2} or {above}"
+    counts = {"parallel.stages": batch.stages, "parallel.replicas": batch.replicas}
+    for key, value in counts.items():
+        if not is_power(value):
+            above = 1 << value.bit_length()
+            below = above // 2
+            yield f"{key} {value} on IPUs: IPUs come in powers of two; use {below} or {above}"
     if ipu.io_tiles % 2:
         reason = f"PopTorch takes even numbers; use ipu.io_tiles={ipu.io_tiles + 1}"
         yield f"ipu.io_tiles {ipu.io_tiles} on IPUs: {reason}"

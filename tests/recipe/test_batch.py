@@ -321,3 +321,11 @@ def test_one_of_a_thing_is_no_plural(number, text):
 def test_lines_of_one_epoch_and_of_groups_of_one_channel():
     assert Lengths(1, 0, 1, 0).describe() == "1 step = 1 epoch x 1 step, 0 of warm-up; 0 images left over in each epoch"
     assert "groups of 1 channel, expansion" in load(QUICKSTART, ["model.group_size=1"]).model.describe()
+
+
+def test_a_model_whose_name_has_no_size_needs_one_in_the_recipe():
+    """EfficientNets have one by their name; families that somebody adds need not."""
+    recipe = load(QUICKSTART)
+    model = recipe.model.model_copy(update={"image_size": None})
+    with pytest.raises(ConfigError, match=r"model\.image_size is null, .* give the pixels a side"):
+        divide(recipe.model_copy(update={"model": model}))
