@@ -9,8 +9,8 @@ cd "$ROOT"
 # The same files are imported by hundreds of processes; containers often forbid to keep them compiled.
 unset PYTHONDONTWRITEBYTECODE
 
-# Most tests run side by side, three processes a core, as many of them wait for processes of their own. Those that measure time run
-# afterwards, alone.
+# Most tests run side by side, two processes a core, as many of them wait for processes of their own; each more would collect all tests
+# once more, for 15 seconds of a core. Those that measure time run afterwards, alone.
 ALONE="clock or netns"
 
 # run_selected MARKERS PYTEST_ARGUMENTS...: both turns, or one where ALONE is empty; fails if one of them does. A turn may have no
@@ -19,7 +19,7 @@ ALONE="clock or netns"
 run_selected() {
   local markers=$1 worst=0 empty=0 named=0 argument status
   shift
-  local side_by_side=(-n "$((3 * $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
+  local side_by_side=(-n "$((2 * $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
     side_by_side+=(--no-loadscope-reorder)
   fi
@@ -64,8 +64,8 @@ if [ "${1:-}" = --full ]; then
 fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .
-# Types are checked beside the tests, which often wait for each other's processes.
-"$PYTHON" -m mypy &
+# Types are checked beside the tests, in what these leave of the cores: the first ones start ranks that wait for each other.
+nice -n 10 "$PYTHON" -m mypy &
 checker=$!
 status=0
 run_selected "$selection" "$@" || status=$?

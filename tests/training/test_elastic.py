@@ -233,8 +233,11 @@ def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, 
     result, said = run_and_strike(struck, Topology(3, 1), strikes, (*ELASTIC, *small))
     assert result == site.result()
     assert "of 60 with replicas 1, 2" in said and "resuming" not in said
-    started = [(each["generation"], each["replicas"]) for each in starts(struck / "run")]  # for a report
-    assert started[:2] == [(0, 3), (1, 2)] and [number for number, _ in started] == list(range(len(started)))
+    # For a report. On a busy machine a slow replica may be missed before the strike, and come back in a generation of
+    # its own; after the strike two go on.
+    started = [(each["generation"], each["replicas"]) for each in starts(struck / "run")]
+    assert started[0] == (0, 3) and 2 in [replicas for _, replicas in started], (started, said)
+    assert [number for number, _ in started] == list(range(len(started))), (started, said)
 
 
 @pytest.mark.slow
