@@ -10,6 +10,7 @@ batch normalisation keeps its statistics as ours does.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
@@ -106,6 +107,10 @@ def shapes(section: network.Timm, pixels: int) -> Dict[str, BlockShape]:
 
 def _create(section: network.Timm) -> nn.Module:
     """Create timm's model, without dropout: see `_make_exact`."""
+    if importlib.util.find_spec("torch.utils.flop_counter") is None:
+        raise ConfigError(
+            "model.name timm needs torch 2.1 or newer; install it, or use an EfficientNet"
+        )
     options: Dict[str, Any] = {"num_classes": section.classes}
     if section.drop_path:
         options["drop_path_rate"] = section.drop_path
@@ -467,7 +472,7 @@ def _count(block: nn.Module, x: torch.Tensor) -> Tuple[BlockShape, torch.Tensor]
     Returns:
         The numbers, and the block's output.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # not in torch 2.0
+    from torch.utils.flop_counter import FlopCounterMode  # not in torch 2.0: see `_create`
 
     from models.costs import saved_bytes
 

@@ -13,6 +13,8 @@ from models.normalization import norm_parameters
 from models.stochastic import Dropout, DropPath
 from recipe.config import Model
 
+pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
+
 CLASSES = 7
 # Of the kinds that differ: batch normalisation, stages, tokens with embeddings, layers named by letters, channels that
 # branch and meet in timm's own `forward`, and a `forward` that cannot be written down.

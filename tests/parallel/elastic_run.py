@@ -36,7 +36,7 @@ class Rank(threading.Thread):
         self.run_, self.rank, self.life = run, rank, life
         self.pid, self.code = next(self._numbers), None
         self.phase, self.step, self.rounds = "", None, 0
-        self.listens = self.told = False
+        self.listens = self.told = self.is_held = False
 
     def poll(self):
         return self.code
@@ -135,7 +135,9 @@ class Rank(threading.Thread):
     def _reach(self, phase):
         self.phase = phase
         while (self.rank, phase) in self.run_.held:
+            self.is_held = True
             self._wait()
+        self.is_held = False
         if self.code is not None:
             raise Dead
 
@@ -199,9 +201,9 @@ class Run:
                 rank.send_signal(number)
 
     def reach(self, rank, phase, life=0):
-        """Wait until the newest process of a rank is at a phase."""
+        """Wait until the newest process of a rank is at a phase, and held there if it is to be."""
         wait_until(lambda: any(
-            each.phase == phase and each.code is None
+            each.phase == phase and each.code is None and (each.is_held or (rank, phase) not in self.held)
             for (number, of, _), each in list(self.every.items()) if (number, of) == (rank, life)
         ), SECONDS)  # fmt: skip
 
