@@ -10,6 +10,7 @@ batch normalisation keeps its statistics as ours does.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
@@ -57,11 +58,10 @@ class TimmFamily(Family):
             ConfigError: timm's model does not take a key of the section, or has layers that draw
                 by themselves or keep state.
         """
+        draws = Draws(seed)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(key("weights", seed) >> 1)
-            model = _create(section)
-        draws = Draws(seed)
-        _make_exact(model, section, draws)
+            model = _exact_model(section, draws)
         blocks: List[Tuple[str, nn.Module]] = []
         blocks.append(("preprocess", Preprocess(section.mean, section.std)))
         blocks += _cut(model, _plan(section))
@@ -93,6 +93,13 @@ def shapes(section: network.Timm, pixels: int) -> Dict[str, BlockShape]:
     Raises:
         ConfigError: see `TimmFamily.build`; or the model does not take images of this size.
     """
+    return dict(_shapes(section.model_dump_json(), pixels))
+
+
+@functools.lru_cache(maxsize=None)
+def _shapes(text: str, pixels: int) -> Dict[str, BlockShape]:
+    """Return `shapes` of the section that is this JSON: a start asks for them several times."""
+    section = network.Timm.model_validate_json(text)
     with torch.device("meta"):
         model = TimmFamily.build(section, seed=0)
     x = torch.empty(_TRACED_IMAGES, 3, pixels, pixels, device="meta")
@@ -103,6 +110,13 @@ def shapes(section: network.Timm, pixels: int) -> Dict[str, BlockShape]:
         except Exception as error:  # timm's models fail in many ways where a size does not fit
             raise _wrong_size(section, pixels, error) from None
     return numbers
+
+
+def _exact_model(section: network.Timm, draws: Draws) -> nn.Module:
+    """Return timm's model without draws and statistics of its own: see `_make_exact`."""
+    model = _create(section)
+    _make_exact(model, section, draws)
+    return model
 
 
 def _create(section: network.Timm) -> nn.Module:
@@ -292,8 +306,7 @@ def _plan(section: network.Timm) -> List[_Segment]:
     They are found on a copy without memory, as the model may be large and its images, too.
     """
     with torch.device("meta"):
-        model = _create(section)
-        _make_exact(model, section, Draws(0))
+        model = _exact_model(section, Draws(0))
         graph = _trace(model)
         if graph is None:
             return []
