@@ -1,9 +1,9 @@
 """Scores trained weights, or classifies images:
 
     python evaluate.py --checkpoint runs/quickstart [section.key=value ...]
-    python evaluate.py --checkpoint runs/quickstart --images FILE ...
+    python evaluate.py --checkpoint runs/quickstart --images PATH ... [--table FILE.csv]
 
-PATH is a run folder (its newest checkpoint), a checkpoint, weights (.safetensors, a timm or torch
+A checkpoint is a run folder (its newest checkpoint), a checkpoint, weights (.safetensors, a timm or torch
 file), or a program that tools.export wrote (.onnx, .pt2). Weights that do not carry their recipe
 need --config. Exit codes are train.py's: 0 done, 1 failed, 2 wrong input.
 """
@@ -15,11 +15,11 @@ if __name__ == "__main__":  # before the imports: see run
 
 import re
 from pathlib import Path
-from typing import Any, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.command import Parser, add_choice_of_weights, one_line
 from common.errors import DONE, DataError
-from common.files import writing
+from common.files import replacing, writing
 from common.json_io import json_text
 from common.text import count, printable
 
@@ -68,7 +68,8 @@ def main(arguments=None) -> int:
     Returns:
         The exit code.
     """
-    options = _parser().parse_intermixed_args(arguments)
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
     # argparse also takes the overrides behind --images for images.
     images = []
     for text in options.images:
@@ -76,7 +77,11 @@ def main(arguments=None) -> int:
             options.overrides.append(text)
         else:
             images.append(text)
-    return _classify(options, images) if images else _score(options)
+    if images:
+        return _classify(options, images)
+    if options.table:
+        parser.error("--table goes with --images: the table has a row for each of them")
+    return _score(options)
 
 
 def _parser() -> Parser:
@@ -102,8 +107,13 @@ def _parser() -> Parser:
         "--images",
         nargs="+",
         default=[],
-        metavar="FILE",
-        help="classify these instead of scoring",
+        metavar="PATH",
+        help="classify these images, or all in these folders, instead of scoring",
+    )
+    parser.add_argument(
+        "--table",
+        metavar="FILE.csv",
+        help="for the classes of --images (default: the terminal)",
     )
     parser.add_argument(
         "--output",
@@ -162,8 +172,9 @@ def _score(options) -> int:
 
 def _evaluation(model: _Model) -> _Evaluation:
     """Score the validation images of the model's recipe; the engine is closed."""
+    from common import progress
     from data.loader import EvaluationBatches
-    from training import progress, scoring
+    from training import scoring
 
     source = _labelled_source(model)
     label_count = model.recipe.model.classes
@@ -210,13 +221,15 @@ def _labelled_source(model: _Model) -> Any:
 
 def _write(folder: Path, evaluation: _Evaluation) -> None:
     """Write the table of classes, the picture, and the scores."""
-    from training import scoring
+    from training import class_scores, scoring
 
     report = evaluation.report
     summary = {
         "weights": evaluation.stored.which,
         "file": str(evaluation.stored.path),
         **report._asdict(),
+        **class_scores.macro(report.confusion)._asdict(),
+        "classes": evaluation.rows,
         "notes": evaluation.notes,
     }
     del summary["confusion"]
@@ -230,6 +243,8 @@ def _write(folder: Path, evaluation: _Evaluation) -> None:
 
 def _print(evaluation: _Evaluation) -> None:
     """Print the scores, and the worst classes."""
+    from training import scoring
+
     report = evaluation.report
     stored = evaluation.stored
     images = count(report.images, "image")
@@ -237,6 +252,7 @@ def _print(evaluation: _Evaluation) -> None:
         images += f"; {report.unreadable} unreadable left out"
     about = f"{printable(str(stored.path))}, {stored.which} weights"
     print(f"{about}: {evaluation.title}  loss {report.loss:.4f}  ({images})")
+    print(scoring.quality(report))
     missed = [row for row in evaluation.rows if row["top1"] is not None and row["top1"] < 1]
     worst = missed[:_WORST]
     if not worst:
@@ -249,61 +265,89 @@ def _print(evaluation: _Evaluation) -> None:
         print(f"{row['class']:{width}}  {row['images']:6}  {row['top1']:6.1%}  {taken_for}")
 
 
-def _classify(options, files: Sequence[str]) -> int:
-    """Print the likeliest classes of each image."""
+def _classify(options, paths: Sequence[str]) -> int:
+    """Print the likeliest classes of each image, or write them to a table."""
+    from data.named_files import NamedFiles
     from training import classes
 
+    source = NamedFiles(paths)
     model = _opened(options)
     label_count = model.recipe.model.classes
     try:
         known = classes.of_model(model.stored, model.recipe.data, label_count)
     except DataError:  # neither the file nor the data names them
         known = classes.Known(tuple(f"class {label}" for label in range(label_count)))
-    if known.note:
-        print(known.note)
-    for file in files:
-        guesses = _guesses(model, file, known.names)
-        print(f"{printable(file)}: {', '.join(guesses)}")
-    model.engine.close()
+    for note in (known.note, *source.notes):
+        if note:
+            print(note)
+    try:
+        if options.table:
+            _write_predictions(Path(options.table), model, source, known.names)
+        else:
+            for prediction in _predictions(model, source, known.names, _print_left_out):
+                print(prediction.line())
+    finally:
+        model.engine.close()
     return DONE
 
 
-def _guesses(model: _Model, file: str, names: Sequence[str]) -> List[str]:
-    """Return the likeliest classes of an image with their probabilities, as text."""
-    from training.metrics import TOP
+def _predictions(
+    model: _Model,
+    source: Any,
+    names: Sequence[str],
+    leave_out: Callable[[str], None],
+) -> Iterator[Any]:
+    """Yield a `training.predictions.Prediction` for each image that can be read.
 
-    batch = _batch_of_one(model, file)
-    probabilities = model.engine.predict_step(batch).softmax(1)[0]
-    best = probabilities.topk(min(TOP, len(names)))
-    guesses = zip(best.values.tolist(), best.indices.tolist())
-    return [f"{names[label]} {share:.1%}" for share, label in guesses]
+    Args:
+        model: that predicts.
+        source: `data.named_files.NamedFiles`.
+        names: of the model's classes, by label.
+        leave_out: called with the fault of each image that cannot be read.
 
+    Raises:
+        DataError: an image cannot be read, and was named, or data.bad_images is `error`.
+    """
+    from data.loader import NotLeftOut
+    from training import predictions
 
-def _batch_of_one(model: _Model, file: str) -> Any:
-    """Return the micro batch of an image in a file, whose label is not known."""
-    import torch
-
-    from data import damage
-    from data.base import UnreadableImage
-    from data.batches import MicroBatch
-    from data.encoded import EncodedImage, read_image
-    from data.transforms import Evaluation
-
+    recipe = model.recipe
+    # Whoever names a file wants that one; a folder may hold files that nobody has looked at.
+    if not source.has_folders:
+        data = recipe.data.model_copy(update={"bad_images": "error"})
+        recipe = recipe.model_copy(update={"data": data})
     try:
-        encoded = read_image(file)
-    except UnreadableImage as error:
-        raise DataError(f"{error}; name an image file") from None
-    image = EncodedImage(encoded, printable(file))
-    transform = Evaluation(model.recipe.data.crop_fraction)
-    pixels = transform(image, model.recipe.model.image_size, epoch=0, index=0)
-    damage.report([image.damage] if image.damage else [])
-    unknown = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(
-        images=pixels[None].contiguous(),
-        labels=unknown,
-        indices=unknown,
-        valid=1,
-        number=0,
-        step=0,
-        unreadable=(),
-    )
+        yield from predictions.predict(model.engine, source, recipe, names, leave_out)
+    except NotLeftOut as error:
+        if source.has_folders:
+            raise
+        raise DataError(f"{error.reason}; name an image file") from None
+
+
+def _write_predictions(path: Path, model: _Model, source: Any, names: Sequence[str]) -> None:
+    """Write the table of `_predictions` to a CSV file, whole or not at all, and print its size."""
+    from training.predictions import Table
+
+    left_out = 0
+
+    def leave_out(fault: str) -> None:
+        """Count and print an image that is left out."""
+        nonlocal left_out
+        left_out += 1
+        _print_left_out(fault)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # File names may hold bytes that are no UTF-8, but `printable` has made escapes of them.
+    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as stream:
+        table = Table(stream, len(names))
+        for prediction in _predictions(model, source, names, leave_out):
+            table.add(prediction)
+    images = count(len(source) - left_out, "image")
+    if left_out:
+        images += f"; {left_out} unreadable left out"
+    print(f"{printable(str(path))}: {images}")
+
+
+def _print_left_out(fault: str) -> None:
+    """Print the path and fault of an image that is left out."""
+    print(f"{fault}; left out")

@@ -35,7 +35,7 @@ class FolderSource(EncodedSource):
         """
         self.place = folder
         self._folder = os.fsencode(folder)
-        scan = _Scan(folder)
+        scan = Scan(folder)
         names = scan.classes()
         blocks: List[bytes] = []
         lengths: List[np.ndarray] = []
@@ -72,7 +72,7 @@ class FolderSource(EncodedSource):
         return os.fsdecode(os.path.join(self._folder, self._paths[index]))
 
 
-def _paths_of_class(scan: "_Scan", folder: str, name: str, may_be_empty: bool) -> List[bytes]:
+def _paths_of_class(scan: "Scan", folder: str, name: str, may_be_empty: bool) -> List[bytes]:
     """Return the paths of the images of a class, relative to the folder of all classes, sorted.
 
     Raises DataError where there are none, unless there may be none.
@@ -101,7 +101,7 @@ def _class_names(data: Folder, split: str) -> Optional[ClassNames]:
     return ClassNames(place, names, sorted=True)
 
 
-class _Scan:
+class Scan:
     """Lists a folder of class folders, and counts what it leaves out."""
 
     def __init__(self, folder: str):

@@ -81,7 +81,15 @@ def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command,
     assert sum(int(row["images"]) for row in rows) == 360 and len(rows) == 10
     right = sum(float(row["top1"]) * int(row["images"]) for row in rows)
     assert right / 360 == pytest.approx(end["top1"])
-    assert lines[2].split()[0] == rows[0]["class"], "the worst class is shown first"
+    assert lines[3].split()[0] == rows[0]["class"], "the worst class is shown first"
+    scores = scores_in(folder)
+    by_class = {row["class"]: row for row in scores["classes"]}
+    assert scores["macro_recall"] == pytest.approx(sum(float(row["top1"]) for row in rows) / 10)
+    assert scores["macro_f1"] == pytest.approx(sum(row["f1"] or 0 for row in by_class.values()) / 10)
+    assert lines[1] == (
+        f"macro: precision {scores['macro_precision']:.1%}  recall {scores['macro_recall']:.1%}  "
+        f"F1 {scores['macro_f1']:.1%}; calibration error {scores['calibration_error']:.1%}"
+    )
     with Image.open(folder / "evaluation" / "confusion.png") as picture:
         assert min(picture.size) > 300
     elsewhere = tmp_path / "a" / "b"
@@ -100,6 +108,45 @@ def test_images_are_classified_by_name(run, command, tmp_path):
     assert len(shares) == 5 and shares == sorted(shares, reverse=True) and sum(shares) <= 100.3
     assert command(*arguments, "data.crop_fraction=0.5")[1] != lines[:1]
     assert command(*arguments, "batch.evaluation=7")[1] == lines[:1]
+
+
+def test_folders_are_classified_in_batches_into_a_table(run, command, tmp_path):
+    """The rows are those of the images one by one; an unreadable one is left out where the recipe says so."""
+    source = DigitsSource("validation")
+    for index in range(9):
+        pixels = source.read(index).permute(1, 2, 0).numpy()
+        path = tmp_path / "images" / ("=odd" if index % 2 else "even") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    table = tmp_path / "tables" / "guesses.csv"
+    arguments = ("--checkpoint", run[0], "--images", tmp_path / "images", "--table", table)
+    code, lines, errors = command(*arguments, "batch.evaluation=4", "data.workers=2")
+    assert (code, lines, errors) == (DONE, [f"{table}: 9 images"], [])
+    with open(table, newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    files = sorted(str(path) for path in (tmp_path / "images").rglob("*.png"))
+    assert [row["file"] for row in rows] == files
+    assert list(rows[0]) == ["file", "class", "probability"] + [
+        f"{kind}_{place}" for place in range(2, 6) for kind in ("class", "probability")
+    ]
+    _, one_by_one, _ = command("--checkpoint", run[0], "--images", *files)
+    for row, line in zip(rows, one_by_one):
+        assert line.startswith(f"{row['file']}: {row['class']} {float(row['probability']):.1%}, {row['class_2']} ")
+    (tmp_path / "images" / "broken.jpg").write_bytes(b"no image")
+    code, lines, (error,) = command(*arguments)
+    assert code == WRONG_INPUT and "broken.jpg" in error and error.endswith("data.bad_images=skip")
+    with open(table, newline="") as stream:
+        assert len(list(csv.DictReader(stream))) == 9, "the table of before was replaced by half of one"
+    code, lines, errors = command(*arguments, "data.bad_images=skip")
+    assert (code, errors, len(lines)) == (DONE, [], 2)
+    assert "broken.jpg: " in lines[0] and lines[0].endswith("; left out")
+    assert lines[1] == f"{table}: 9 images; 1 unreadable left out"
+
+
+def test_a_table_without_images_is_refused(run, command, tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        command("--checkpoint", run[0], "--table", tmp_path / "t.csv")
+    assert exit.value.code == WRONG_INPUT
 
 
 def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, tmp_path):

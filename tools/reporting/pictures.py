@@ -343,7 +343,8 @@ def _scores_text(report: Scores, missed: int, source: Source, checkpoint: str) -
     assert report.confusion is not None  # `scoring.score` makes one
     # Each class is among the likeliest of five or fewer.
     top5 = f"top-5 {share(report.top5)}, " if len(report.confusion) > TOP else ""
-    scores = f"top-1 {share(report.top1)}, {top5}{missed:,} misclassified."
+    quality = scoring.quality(report)
+    scores = f"top-1 {share(report.top1)}, {top5}{missed:,} misclassified; {quality}."
     if _is_sample(report, source):
         text = (
             f"A random sample of the validation images, {report.images:,} of {len(source):,}, as "
@@ -358,13 +359,18 @@ def _scores_text(report: Scores, missed: int, source: Source, checkpoint: str) -
     return text + "".join(f" {note}." for note in source.notes)
 
 
-def _worst_classes(report: Scores, names: Sequence[str]) -> List[Tuple[str, int, str, str]]:
-    """Return (class, images, top-1, most often taken for) of the classes with most mistakes."""
+def _worst_classes(report: Scores, names: Sequence[str]) -> List[tuple]:
+    """Return rows of the classes with most mistakes.
+
+    Returns:
+        (class, images, recall, precision, F1, class that it is most often taken for), as text.
+    """
     rows = []
     for row in scoring.class_rows(report, names):
         if row["images"] and row["top1"] < 1:
             taken_for = f"{row['taken_for']} ({plural(row['times'], 'time')})"
-            rows.append((row["class"], row["images"], share(row["top1"]), taken_for))
+            shares = (share(row["top1"]), share(row["precision"]), share(row["f1"]))
+            rows.append((row["class"], row["images"], *shares, taken_for))
     return rows[:_WORST]
 
 

@@ -18,7 +18,7 @@ from typing import (
 )
 
 from common.credentials import masked
-from common.text import count
+from common.text import count, duration
 from recipe import loading
 from recipe.batch import peak_learning_rate
 from recipe.config import Recipe
@@ -35,7 +35,7 @@ from tools.reporting.run import (
     session_times,
     state,
 )
-from training.monitor import duration, pace
+from training.monitor import pace
 
 _DIFFERS_ALWAYS = ("run.name", "run.output")  # in any two runs
 _OF_A_START = ("started", "command", "step")  # keys of environment.json that every start has anew
