@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import Any, Dict
 
-from common import cores
+from common import additions, cores
 from common.credentials import masked
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, UserError
 from common.files import expanded
@@ -39,9 +39,30 @@ _interrupted = None  # when Ctrl-C came, in seconds of time.monotonic
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of all commands: a leading ~ of a value is expanded, and faults are one line without
-    credentials.
+    """Parser of all commands: a leading ~ of a value is expanded, faults are one line without
+    credentials, and --import takes files that add to recipes.
     """
+
+    def __init__(self, *arguments, remedy=None, **keywords):
+        """
+        Args:
+            arguments: of argparse's parser, as are `keywords`.
+            remedy: called with a flag that the command does not have, such as `--lr`; returns what
+                to write instead, or nothing.
+        """
+        super().__init__(*arguments, **keywords)
+        self._remedy = remedy
+        additions.add_flag(self)
+
+    def parse_intermixed_args(self, args=None, namespace=None):
+        """Parse `args` as argparse does, with remedies for unknown flags."""
+        options, unknown = self.parse_known_intermixed_args(args, namespace)
+        if unknown:
+            remedies = [self._remedy(word) for word in unknown] if self._remedy else []
+            known = [remedy for remedy in remedies if remedy]
+            fault = f"unrecognized arguments: {' '.join(unknown)}"
+            self.error("; ".join([fault, *known[:1]]))
+        return options
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse `args` as argparse does; a shell leaves the ~ in --flag=~/path alone, so it is

@@ -200,7 +200,9 @@ class Kind(OpenSection):
             name = values.get(cls.tag, name)
         if isinstance(name, str) and name in cls.kinds:
             return cls.kinds[name]
-        expected = either([repr(known) for known in cls.kinds])
+        # A kind of the user's own is known only while the file that adds it is imported.
+        known = either([repr(kind) for kind in cls.kinds])
+        expected = f"{known} (one of your own: --import FILE.py)"
         # The same fault as pydantic's own for a wrong Literal, so that errors of all keys read alike.
         fault: InitErrorDetails = {
             "type": "literal_error",

@@ -62,6 +62,34 @@ def runs(tmp_path_factory):
     return folder
 
 
+def test_all_of_them_train_on_two_replicas_and_are_scored_and_exported(tmp_path):
+    """Each command imports the files itself; the launcher passes them on to its ranks."""
+    words = [word for name in ADDITIONS for word in ("--import", f"tests/additions/{name}.py")]
+    overrides = [override for name in ADDITIONS for override in ADDITIONS[name]]
+    run = tmp_path / "run"
+    recipe = ["--config", str(QUICKSTART), *tiny("model"), *overrides, f"run.output={run}"]
+    launch = ["tools/launch.py", *words, "--stages", "1", "--replicas", "2", *recipe]
+    assert "--import" not in command(*launch, "--dry-run").partition("launch")[0]
+    command(*launch)
+    assert len(losses(run)) == 4
+    assert len((run / "losses.txt").read_text().splitlines()) == 4
+    (line, *_) = command("evaluate.py", *words, "--checkpoint", str(run)).splitlines()
+    assert "trained weights: top1" in line and "(40 images)" in line
+    assert (run / "evaluation" / "scores.json").exists()
+    command("-m", "tools.export", *words, str(run))
+    assert list((run / "export").iterdir())
+    # Without the file that adds it a kind is unknown, and the line says what may be missing.
+    done = subprocess.run([sys.executable, "evaluate.py", "--checkpoint", str(run)], cwd=ROOT, capture_output=True)
+    assert done.returncode == 2 and b"--import" in done.stderr
+
+
+def command(*words):
+    """Run a command of ours and return what it prints."""
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def losses(folder):
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "end"

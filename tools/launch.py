@@ -27,13 +27,14 @@ import shutil
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
+from common import additions
 from common.command import Parser, naming, one_line
 from common.credentials import masked
 from common.errors import DONE, ConfigError, UserError
 from common.text import count
 from parallel import hosts, launchers
 from parallel.hosts import Hosts
-from recipe import batch, loading
+from recipe import batch, loading, suggestions
 from recipe.config import Recipe
 from recipe.ipu import poprun
 from tools.arguments import whole, within
@@ -160,7 +161,7 @@ def _plan(options: argparse.Namespace, place: Hosts, program: Path) -> _Plan:
     recipe = loading.load(options.config, [*given.overrides, f"parallel.replicas={replicas}"])
     layout = _Layout(place, replicas, recipe.parallel.stages)
     _check_layout(layout, recipe.parallel.elastic)
-    rank = [str(program), "--config", options.config, *given.overrides]
+    rank = [str(program), *additions.words(), "--config", options.config, *given.overrides]
     command = _command(options, layout, recipe, rank)
     on_ipus = recipe.run.device == "ipu"
     summary = _summary(layout, on_ipus, given.note, command)
@@ -199,7 +200,12 @@ def _parser() -> Parser:
     about = (
         "Train a recipe on all devices of one or several hosts, or under SLURM (docs/cluster.md)."
     )
-    parser = Parser(prog="run_pod.sh", description=about, allow_abbrev=False)
+    parser = Parser(
+        prog="run_pod.sh",
+        description=about,
+        allow_abbrev=False,
+        remedy=suggestions.for_flag,
+    )
     add = parser.add_argument
     config = "configs/quickstart.yaml"
     restarts = within(0, 10**9)

@@ -39,7 +39,8 @@ WITHIN_A_SECTION = [
     ("exchange.bits=5", r"exchange\.bits"),
     (
         "optimizer.name=adam",
-        r"optimizer\.name: must be 'lars', 'sgd', 'rmsprop', 'lamb', 'adamw' or 'muon', found 'adam'",
+        r"optimizer\.name: must be 'lars', 'sgd', 'rmsprop', 'lamb', 'adamw' or 'muon' "
+        r"\(one of your own: --import FILE\.py\), found 'adam'",
     ),
     ("optimizer.name=sgd optimizer.momentum=0 optimizer.nesterov=true", "nesterov needs a momentum above 0"),
     ("optimizer.momentum=0 optimizer.nesterov=true", "nesterov needs a momentum above 0"),

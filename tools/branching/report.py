@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
 
-from common.text import count
+from common.text import count, duration
 from recipe.batch import rate_factor
 from recipe.section import as_yaml
 from tools import output
@@ -15,7 +15,6 @@ from tools.branching.decision import Growth, Point
 from tools.branching.plan import RULES, Plan, share_for
 from tools.branching.source import Source
 from tools.formats import percent
-from training.monitor import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

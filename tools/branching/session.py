@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Sequence
 
+from common import additions
 from common.errors import (
     DONE,
     STOPPED,
@@ -235,6 +236,7 @@ def _command(source: Source, folder: Path, trainer: Sequence[str]) -> List[str]:
         command += ["--replicas", str(source.replicas)]
     else:
         command += trainer
+    command += additions.words()
     return [*command, "--config", str(folder / "config.yaml"), f"run.output={folder}"]
 
 
