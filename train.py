@@ -20,7 +20,7 @@ from typing import NamedTuple, Optional
 from common.command import AGAIN, Parser, fail, naming, one_line
 from common.errors import DONE, FAILED, STOPPED, UserError
 from parallel import launchers, topology
-from recipe import batch, loading
+from recipe import batch, loading, suggestions
 from recipe.ipu import poprun
 from training import preflight, relaunch, stopping
 from training.run_folder import check_owner
@@ -83,6 +83,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="train.py",
         description="Train a recipe; a run that was cut off resumes from its last checkpoint.",
+        remedy=suggestions.for_flag,
     )
     parser.add_argument(
         "--config",

@@ -306,6 +306,19 @@ def peak_learning_rate(recipe: Recipe) -> float:
     return schedule.peak * rate_factor(schedule.batch_rule, size / schedule.reference_batch)
 
 
+def unusual_peak(recipe: Recipe) -> str:
+    """Return a line about a peak rate that hardly any recipe with this optimizer has, or nothing."""
+    peak = peak_learning_rate(recipe)
+    optimizer = recipe.optimizer
+    lowest, highest = optimizer.usual_peaks
+    if lowest <= peak <= highest:
+        return ""
+    return (
+        f"a peak rate of {peak:.4g} is unusual for {optimizer.name} ({lowest:g} to {highest:g}); "
+        "was it meant for another optimizer? schedule.peak sets it"
+    )
+
+
 def rate_factor(rule: str, ratio: float) -> float:
     """Return the factor on a learning rate for a batch that is `ratio` times the one which the rate
     is meant for.
@@ -360,6 +373,7 @@ def describe(recipe: Recipe, here: bool = True) -> str:
         ("run", f"{recipe.run.name} -> {output_folder(recipe)}"),
         ("batch", division),
         ("peak", f"learning rate {peak_learning_rate(recipe):.6g}"),
+        ("", unusual_peak(recipe)),
         ("length", length),
         ("images", images.line),
     ]

@@ -2,7 +2,8 @@
 `average`.
 """
 
-from typing import ClassVar, Dict, Iterator, List, Literal, NamedTuple, Optional
+import math
+from typing import ClassVar, Dict, Iterator, List, Literal, NamedTuple, Optional, Tuple
 
 from pydantic import Field
 
@@ -59,6 +60,14 @@ class Optimizer(Kind):
         """The state tensors that are kept with these keys."""
         return self.all_slots
 
+    @property
+    def usual_peaks(self) -> Tuple[float, float]:
+        """The lowest and the highest peak rate of nearly all recipes, at any batch of any model.
+
+        A rate outside is hardly ever meant: most often it is another optimizer's.
+        """
+        return 0.0, math.inf
+
 
 class Lars(Optimizer):
     """Layer-wise adaptive rates (You et al., 1708.03888), with the defaults of the G16 recipe."""
@@ -81,6 +90,11 @@ class Lars(Optimizer):
     skip_lr_scale: float = Field(1.0, gt=0)
     """learning rate of skipped parameters relative to the others"""
 
+    @property
+    def usual_peaks(self) -> Tuple[float, float]:
+        """See `Optimizer.usual_peaks`. What counts is the rate times the trust coefficient."""
+        return 5e-5 / self.trust_coefficient, 0.1 / self.trust_coefficient
+
     def faults(self) -> Iterator[str]:
         """Yield faults of Nesterov's momentum."""
         if self.nesterov and not self.momentum:
@@ -101,6 +115,11 @@ class Sgd(Optimizer):
     weight_decay: float = Field(1e-4, ge=0)
     """weight decay; skipped parameters have none"""
     nesterov: bool = Field(False, description="Nesterov's momentum")
+
+    @property
+    def usual_peaks(self) -> Tuple[float, float]:
+        """See `Optimizer.usual_peaks`."""
+        return 1e-5, 30.0
 
     def faults(self) -> Iterator[str]:
         """Yield the fault of Nesterov's momentum without any."""
@@ -133,6 +152,11 @@ class RmsProp(Optimizer):
     alpha: float = Field(0.9, ge=0, lt=1, description="decay of the average of squared gradients")
 
     @property
+    def usual_peaks(self) -> Tuple[float, float]:
+        """See `Optimizer.usual_peaks`."""
+        return 1e-5, 3.0
+
+    @property
     def slots(self) -> Dict[str, Slot]:
         """The average of squares, and the momentum if there is one."""
         return {
@@ -157,6 +181,11 @@ class Lamb(Optimizer):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
 
+    @property
+    def usual_peaks(self) -> Tuple[float, float]:
+        """See `Optimizer.usual_peaks`."""
+        return 1e-6, 0.3
+
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101)."""
@@ -172,6 +201,11 @@ class AdamW(Optimizer):
     eps: float = Field(1e-8, gt=0, description="added to the divisor of the step")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the average of squared gradients")
+
+    @property
+    def usual_peaks(self) -> Tuple[float, float]:
+        """See `Optimizer.usual_peaks`."""
+        return 1e-6, 0.1
 
 
 class Muon(Optimizer):
@@ -201,6 +235,11 @@ class Muon(Optimizer):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's average of gradients")
     beta2: float = Field(0.95, ge=0, lt=1)
     """decay of AdamW's average of squared gradients"""
+
+    @property
+    def usual_peaks(self) -> Tuple[float, float]:
+        """See `Optimizer.usual_peaks`."""
+        return 1e-5, 0.2
 
     def faults(self) -> Iterator[str]:
         """Yield the fault of Nesterov's momentum without any."""

@@ -6,8 +6,13 @@ import difflib
 from typing import Dict, List
 
 from common.text import either
+from recipe import foreign_words
 from recipe.config import SECTIONS
 from recipe.kinds import Kind
+
+# Likeness, by difflib's ratio, from which on a key of another section may have been meant. Within
+# the section that was named difflib's own limit of 0.6 is enough.
+_CLOSE = 0.8
 
 
 def for_unknown(section: str, key: str | None = None) -> str:
@@ -29,7 +34,10 @@ def for_unknown(section: str, key: str | None = None) -> str:
         meant = difflib.get_close_matches(section, keys, n=1) or _anywhere(section)
         known = f"; the sections are {', '.join(keys)}"
     else:
-        similar = difflib.get_close_matches(key, keys[section], n=1)
+        # A word that other programs have is no misspelling of one of ours.
+        similar = (
+            [] if key in foreign_words.KEYS else difflib.get_close_matches(key, keys[section], n=1)
+        )
         meant = _named(key) + [f"{section}.{name}" for name in similar]
         meant = meant or _anywhere(key)
         known = f"; {section} has {', '.join(keys[section])}"
@@ -52,8 +60,32 @@ def for_override(name: str, value: str) -> str:
         meant = [] if "." in name else _anywhere(name)
     if not meant or not value:
         return "write section.key=value, e.g. run.seed=1"
+    if name in foreign_words.KEYS:
+        return _translated(meant)
     overrides = [f"{key}={value}" for key in meant]
     return f"did you mean {either(overrides)}?"
+
+
+def for_flag(word: str) -> str:
+    """Return the remedy for a flag that a command does not have: the key that may have been meant.
+
+    Args:
+        word: as `--lr` or `--batch-size=64`.
+
+    Returns:
+        `did you mean schedule.peak=...? ...`, or nothing.
+    """
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    meant = _anywhere(name)
+    return _translated(meant) if meant else ""
+
+
+def _translated(keys: List[str]) -> str:
+    """Return the remedy for a word of another program, whose values may differ from ours."""
+    overrides = [f"{key}=..." for key in keys]
+    return (
+        f"did you mean {either(overrides)}? docs/coming_from.md translates words of other programs"
+    )
 
 
 def _keys() -> Dict[str, List[str]]:
@@ -68,10 +100,12 @@ def _named(key: str) -> List[str]:
 
 
 def _anywhere(key: str) -> List[str]:
-    """Return the keys of this name, else those of the most similar name in any section."""
-    same = _named(key)
+    """Return the keys of this name, or that other programs call so, else those of the most similar
+    name in any section.
+    """
+    same = _named(key) or list(foreign_words.KEYS.get(key, ()))
     if same:
         return same
     names = [name for keys in _keys().values() for name in keys]
-    similar = difflib.get_close_matches(key, names, n=1)
+    similar = difflib.get_close_matches(key, names, n=1, cutoff=_CLOSE)
     return _named(similar[0]) if similar else []

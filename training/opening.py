@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import List
 
-from common.text import count
+from common.text import count, duration
 from models import shapes
-from recipe.batch import Lengths, output_folder
+from recipe.batch import Lengths, output_folder, unusual_peak
 from recipe.config import Recipe
 from recipe.division import Batch
 from training.images import Images
-from training.monitor import duration
 
 
 def lines(
@@ -37,7 +36,7 @@ def lines(
     blocks = shapes.blocks(model, model.image_size)
     parameters = sum(block.parameters for block in blocks.values())
     classes = count(model.classes, "class", "classes")
-    return [
+    described = [
         f"run {recipe.run.name} in {output_folder(recipe)}, on {device}",
         f"{model.describe()}: {parameters:,} parameters, {model.image_size} px",
         f"{images.training_images:,} training and {images.validation_images:,} validation images "
@@ -45,6 +44,8 @@ def lines(
         batch.describe(),
         lengths.describe(),
     ]
+    unusual = unusual_peak(recipe)
+    return [*described, unusual] if unusual else described
 
 
 def finished(output: str, event: dict) -> str:

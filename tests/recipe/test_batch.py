@@ -329,3 +329,26 @@ def test_a_model_whose_name_has_no_size_needs_one_in_the_recipe():
     model = recipe.model.model_copy(update={"image_size": None})
     with pytest.raises(ConfigError, match=r"model\.image_size is null, .* give the pixels a side"):
         divide(recipe.model_copy(update={"model": model}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
+def test_a_peak_of_lars_under_another_optimizer_is_said(optimizer):
+    recipe = load(QUICKSTART, [f"optimizer.name={optimizer}", "schedule.peak=8.49"])
+    assert f"a peak rate of 8.49 is unusual for {optimizer} (" in batch.describe(recipe)
+    assert "schedule.peak sets it" in batch.describe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("peak", "coefficient", "is_usual"),
+    [(0.001, 0.001, False), (0.3, 0.001, True), (31, 0.001, True), (0.01, 0.01, True), (31, 0.01, False)],
+)
+def test_a_peak_of_lars_is_usual_with_its_trust_coefficient(peak, coefficient, is_usual):
+    overrides = [f"schedule.peak={peak}", f"optimizer.trust_coefficient={coefficient}"]
+    assert (batch.unusual_peak(load(QUICKSTART, overrides)) == "") == is_usual
+
+
+def test_all_recipes_of_the_repository_have_usual_peaks():
+    recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if "sweeps" not in path.parts]
+    assert len(recipes) > 15
+    for path in recipes:
+        assert batch.unusual_peak(load(path)) == "", path

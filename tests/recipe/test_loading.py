@@ -209,6 +209,7 @@ def test_overrides_are_section_dot_key_equals_value(write):
         ("epochs=1", "run.epochs=1"),
         ("epoch=1", "run.epochs=1"),
         ("optimizer=sgd", "optimizer.name=sgd"),
+        ("crop_fractoin=1", "data.crop_fraction=1"),
         ("every_epochs=2", "evaluation.every_epochs=2 or checkpoint.every_epochs=2"),
     ):
         assert refusal(path, text) == f"command line: {text!r} is not an override; did you mean {meant}?"
