@@ -6,6 +6,7 @@ from typing import Dict, Iterator, List, Literal, Optional, Type, Union
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
+from common.credentials import masked
 from recipe.distribution import Parallel
 from recipe.exchange import Exchange, Selecting
 from recipe.hardware import EngineSection, Ipu
@@ -162,6 +163,17 @@ class Checkpoint(Section):
     keep_last: int = Field(2, ge=2)
     """newest checkpoints to keep; two, in case the newest is damaged"""
     keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
+    mirror: Optional[PathText] = None
+    """URL that fsspec knows (s3://bucket/run), or a folder: a copy of the run folder, sent after each
+    checkpoint, from which an empty run folder is filled"""
+
+    @field_validator("mirror")
+    @classmethod
+    def _without_credentials(cls, value: Optional[str]) -> Optional[str]:
+        """Refuse credentials in the URL, which would be stored with the recipe."""
+        if value is not None and masked(value) != value:
+            raise ValueError("has credentials in it; give them as the store's package reads them")
+        return value
 
 
 class Recipe(Section):

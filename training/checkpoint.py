@@ -22,6 +22,7 @@ import torch
 from common.errors import CheckpointError
 from common.files import write
 from training.manifest import File, Manifest, decode, encode
+from training.mirror import Mirror
 from training.unpickling import reading, unpickled
 
 FORMAT = 1
@@ -36,16 +37,24 @@ _CHUNK = 1 << 20  # bytes that are read at a time for a checksum
 class CheckpointFolder:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep_last: int, keep_best: bool):
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        keep_best: bool,
+        mirror: Optional[Mirror] = None,
+    ):
         """
         Args:
             folder: of the checkpoints; the first that is saved makes it.
             keep_last: number of checkpoints that are kept, the newest.
             keep_best: whether the one with the highest top-1 is kept, too.
+            mirror: of the run folder, to which each new checkpoint is sent.
         """
         self.folder = folder
         self._keep_last = keep_last
         self._keep_best = keep_best
+        self._mirror = mirror
         self._damaged: Set[int] = set()  # steps whose files are damaged
         self._reported: Set[int] = set()  # damaged or cut off; the user hears of each step once
 
@@ -104,7 +113,12 @@ class CheckpointFolder:
         # It may have taken the place of a damaged one.
         self._damaged.discard(step)
         self._reported.discard(step)
+        # Of what is being sent nothing may be removed.
+        if self._mirror is not None:
+            self._mirror.wait()
         self._prune(warn)
+        if self._mirror is not None:
+            self._mirror.send()
         return path
 
     def load_newest(

@@ -289,6 +289,7 @@ def _train(session: _Session) -> None:
         session.path / "checkpoints",
         session.recipe.checkpoint.keep_last,
         session.recipe.checkpoint.keep_best,
+        mirror=session.folder.mirror if session.folder else None,
     )
     progression = _restore(session, checkpoints)
     # Checkpoints of this session name what it trains with, which may have changed at the user's word.

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import functools
 import os
 import platform
 import shlex
@@ -18,11 +19,13 @@ from common import cores
 from common.errors import CheckpointError, ConfigError
 from common.files import check_same, write_text
 from common.json_io import json_text, read_json
+from common.text import count
 from recipe import loading
 from recipe.batch import output_folder, settled
 from recipe.config import Log, Parallel, Recipe
 from recipe.hardware import EngineSection, Ipu
 from training import metrics
+from training.mirror import Mirror
 
 CONFIG = "config.yaml"
 DECISIONS = "decisions.json"
@@ -39,7 +42,7 @@ _FREE = {
     "parallel": set(Parallel.fields()),
     "data": {"root", "workers", "prefetch", "bad_images", "changed_images"},
     "log": set(Log.fields()),
-    "checkpoint": {"keep_last", "keep_best"},
+    "checkpoint": {"keep_last", "keep_best", "mirror"},
     "engine": set(EngineSection.model_fields),
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
@@ -70,6 +73,11 @@ class RunFolder:
         self._lock: IO[str] = open(self.path / _LOCK, "a+")  # noqa: SIM115
         if recipe.run.lock:
             self._acquire()
+        try:
+            self.mirror = self._open_mirror(recipe)
+        except BaseException:
+            self._lock.close()
+            raise
         # Held open, so that a folder that is removed or replaced meanwhile is noticed.
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         # An earlier start, after which nothing was trained, may have had another recipe.
@@ -109,8 +117,35 @@ class RunFolder:
     def close(self) -> None:
         """Give the folder back; a second call does nothing."""
         if not self._lock.closed:
+            if self.mirror is not None:
+                self.mirror.close()
             self._lock.close()
             os.close(self._opened)
+
+    def _open_mirror(self, recipe: Recipe) -> Optional[Mirror]:
+        """Return the mirror that the recipe names, and fill an empty folder from it.
+
+        Raises ConfigError, and CheckpointError where the mirror has a run of another recipe.
+        """
+        url = recipe.checkpoint.mirror
+        if url is None:
+            return None
+        say = functools.partial(print, flush=True)
+        mirror = Mirror(url, self.path, say)
+        text = mirror.text(CONFIG)
+        if text is None:
+            return mirror
+        if _has_begun(self.path):
+            _check_same_run(loading.loads(text, url), recipe, url)
+            mirror.check_not_ahead()
+            return mirror
+        if recipe.run.resume == "never":
+            fault = f"{url} holds a run and run.resume is never"
+            raise ConfigError(f"checkpoint.mirror: {fault}; give another mirror")
+        _check_same_run(loading.loads(text, url), recipe, url)
+        files = mirror.restore()
+        say(f"{self.path}: {count(files, 'file')} restored from {url}")
+        return mirror
 
     def _acquire(self) -> None:
         """Lock the folder; raise ConfigError where that is not possible."""
@@ -153,18 +188,28 @@ def check_owner(recipe: Recipe) -> None:
         raise ConfigError(f"{path} {fault}; {_ANOTHER_FOLDER}")
     # What `auto` stood for when the run began is no difference.
     begun = begun_recipe(recipe)
-    if begun is None:
-        return
+    if begun is not None:
+        _check_same_run(begun, recipe, str(path))
+
+
+def _check_same_run(begun: Recipe, recipe: Recipe, place: str) -> None:
+    """Raise CheckpointError unless a run may go on with a recipe.
+
+    Args:
+        begun: recipe of the run.
+        recipe: for the sessions to come.
+        place: where the run is.
+    """
     if recipe.exchange.method == "auto":
         recipe = recipe.model_copy(update={"exchange": begun.exchange})
     if recipe.batch.micro is None:
         recipe = settled(recipe, begun.batch.micro)
     difference = first_difference(begun, recipe)
     if difference:
-        weights = shlex.quote(f"model.init_from={path}")
+        weights = shlex.quote(f"model.init_from={place}")
         remedy = f"give the key its old value to resume, or {_ANOTHER_FOLDER}"
         longer = f"(add {weights} to start from its weights, as for a longer training)"
-        raise CheckpointError(f"{path} belongs to another recipe: {difference}; {remedy} {longer}")
+        raise CheckpointError(f"{place} belongs to another recipe: {difference}; {remedy} {longer}")
 
 
 def starts(folder: Path) -> List[dict]:

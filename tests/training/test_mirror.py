@@ -1,0 +1,184 @@
+"""A run whose disk is lost goes on from its mirror, to equal bits; faults of the store never end it."""
+
+import json
+import shutil
+import threading
+
+import fsspec
+import pytest
+import torch
+
+from common.errors import CheckpointError, ConfigError
+from recipe import loading
+from tests import ranks
+from tests.conftest import QUICKSTART
+from tests.tensors import flat
+from training.checkpoint import CheckpointFolder
+from training.metrics import TIMING_FIELDS
+from training.mirror import Mirror
+
+RECIPE = (*ranks.RECIPE, *ranks.SMALL, "batch.micro=12")
+MEMORY = "memory://bucket/runs/mine"
+
+
+@pytest.fixture(autouse=True)
+def _empty_store():
+    """fsspec keeps what is in memory for the whole process."""
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+def weights_and_events(folder):
+    content = CheckpointFolder(folder / "checkpoints", 2, True).load_newest(warn=pytest.fail)
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in flat(content["engine"]).items()}
+    events = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        events.append({key: value for key, value in json.loads(line).items() if key not in TIMING_FIELDS})
+    return tensors, events
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(session, tmp_path, kind):
+    run = tmp_path / "run"
+    mirror = str(tmp_path / "far" / "away") if kind == "folder" else MEMORY
+    session(*RECIPE)
+    undisturbed = weights_and_events(run)
+    shutil.rmtree(run)
+    session(*RECIPE, f"checkpoint.mirror={mirror}", stop_at=8)
+    shutil.rmtree(run)
+    said = session(*RECIPE, f"checkpoint.mirror={mirror}")
+    assert f"restored from {mirror}" in said and "resuming at step 8 of 10" in said
+    assert weights_and_events(run) == undisturbed
+    starts = json.loads((run / "environment.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 8]
+    # What is there in the end is the run folder, but for the lock of this machine.
+    here = files(run)
+    del here["lock"]
+    if kind == "folder":
+        there = files(tmp_path / "far" / "away")
+    else:
+        store = fsspec.filesystem("memory")
+        root = "/bucket/runs/mine/"
+        there = {path[len(root) :]: store.cat_file(path) for path in store.find(root)}
+    assert there == here
+
+
+def test_a_mirror_of_another_run_or_of_other_files_is_refused_and_left_alone(session, tmp_path):
+    place = tmp_path / "mirror"
+    overrides = (*RECIPE, f"checkpoint.mirror={place}")
+    session(*overrides)
+    before = files(place)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=f"^{place} belongs to another recipe: optimizer.momentum is "):
+        session(*overrides, "optimizer.momentum=0.5")
+    with pytest.raises(ConfigError, match=r"holds a run and run\.resume is never"):
+        session(*overrides, "run.resume=never")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "mine.jpg").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"photos holds files that are no run \(mine.jpg\); name a place of its own"):
+        session(*RECIPE, f"checkpoint.mirror={tmp_path / 'photos'}")
+    assert files(place) == before and len(files(tmp_path / "photos")) == 1
+
+
+def test_a_mirror_that_is_ahead_of_the_folder_loses_nothing(session, tmp_path):
+    """Another machine went on from it: its newer checkpoints would be removed."""
+    place = tmp_path / "mirror"
+    overrides = (*RECIPE, f"checkpoint.mirror={place}")
+    session(*overrides, stop_at=5)
+    shutil.copytree(tmp_path / "run", tmp_path / "stale")
+    session(*overrides)
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(tmp_path / "stale", tmp_path / "run")
+    before = files(place)
+    with pytest.raises(ConfigError, match=r"is ahead of .*run \(checkpoints/step-00000010.json\); remove the folder"):
+        session(*overrides)
+    assert files(place) == before
+
+
+def test_faults_of_the_store_are_said_and_tried_again(session, tmp_path, monkeypatch):
+    """The third file cannot be sent; the next checkpoint sends it."""
+    sent = []
+    send_file = Mirror._send_file
+
+    def failing(mirror, name):
+        sent.append(name)
+        if len(sent) == 3:
+            raise PermissionError("quota exceeded")
+        send_file(mirror, name)
+
+    monkeypatch.setattr(Mirror, "_send_file", failing)
+    said = session(*RECIPE, f"checkpoint.mirror={tmp_path / 'mirror'}")
+    line = f"checkpoint.mirror: {tmp_path / 'mirror'}: quota exceeded; it is tried again with the next checkpoint"
+    assert said.count(line) == 1
+    here = files(tmp_path / "run")
+    del here["lock"]
+    assert files(tmp_path / "mirror") == here
+
+
+def test_manifests_come_last_and_go_first(tmp_path, monkeypatch):
+    """At each moment what is in the mirror is a run whose listed checkpoints are whole."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mirror = Mirror(str(tmp_path / "mirror"), folder, pytest.fail)
+    checkpoints = CheckpointFolder(folder / "checkpoints", 1, False, mirror)
+    order = []
+    monkeypatch.setattr(mirror, "_send_file", order.append)
+    monkeypatch.setattr(mirror._system, "rm_file", lambda path: order.append(f"-{path.rpartition('/')[2]}"))
+    there = set()
+    monkeypatch.setattr(mirror, "_remote_names", lambda: there)
+    for step in (1, 2):
+        checkpoints.save(step, {"engine": {"w": torch.zeros(9)}}, None, [{"residual": torch.zeros(9)}])
+        mirror.wait()
+        there = {f"checkpoints/step-0000000{step}.{kind}" for kind in ("pt", "json", "replica-0000.pt")}
+    first, second = order[:3], order[3:]
+    assert first[-1] == "checkpoints/step-00000001.json" and len(first) == 3
+    assert second[0] == "-step-00000001.json" and second[-1] == "checkpoints/step-00000002.json"
+
+
+def test_training_goes_on_while_files_are_sent(session, tmp_path, monkeypatch):
+    threads = set()
+    send = Mirror._send
+
+    def noted(mirror):
+        threads.add(threading.current_thread() is threading.main_thread())
+        send(mirror)
+
+    monkeypatch.setattr(Mirror, "_send", noted)
+    session(*RECIPE, f"checkpoint.mirror={MEMORY}")
+    assert threads == {False}
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nowhere://bucket/run", r"checkpoint.mirror: nowhere://bucket/run: Protocol not known"),
+        ("s3://me:secret@bucket/run", "has credentials in it; give them as the store's package reads them"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_refused(session, url, said):
+    with pytest.raises(ConfigError, match=said) as refusal:
+        session(*RECIPE, f"checkpoint.mirror={url}")
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path):
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/bucket/run/config.yaml", b"")
+    store.store["/bucket/run/../../outside"] = store.store["/bucket/run/config.yaml"]
+    mirror = Mirror("memory://bucket/run", tmp_path, pytest.fail)
+    with pytest.raises(ConfigError, match=r"a file is named '\.\./\.\./outside'"):
+        mirror.restore()
+
+
+def test_the_key_may_change_between_sessions(session, tmp_path):
+    session(*RECIPE, stop_at=5)
+    session(*RECIPE, f"checkpoint.mirror={tmp_path / 'mirror'}", stop_at=8)
+    session(*RECIPE)
+    manifests = sorted(path.name for path in (tmp_path / "mirror" / "checkpoints").glob("*.json"))
+    assert manifests[-1] == "step-00000008.json"
+    assert loading.load(tmp_path / "run" / "config.yaml").checkpoint.mirror is None
+    assert loading.load(QUICKSTART).checkpoint.mirror is None

@@ -1,0 +1,230 @@
+"""A copy of a run folder in another place, such as an object store, by fsspec: `checkpoint.mirror`.
+
+Machines whose disks vanish with them (Kubernetes, spot instances) keep a run there: an empty run
+folder is filled from its mirror, and the run goes on as from its own disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path, PurePosixPath
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+
+from common.errors import ConfigError, first_line
+from common.files import replacing
+
+_CHECKPOINTS = "checkpoints/step-*"
+_MANIFESTS = "checkpoints/step-*.json"
+_WEIGHTS = "checkpoints/step-*.pt"
+_KEPT_HERE = ("lock",)  # files that belong to this machine
+_UNFINISHED = ".tmp"
+
+
+class _Version(NamedTuple):
+    """What tells one content of a file from another."""
+
+    size: int
+    modified: int
+
+
+class Mirror:
+    """Sends what has changed in a run folder, after each checkpoint, while the training goes on.
+
+    A checkpoint's manifest is sent after its other files, and removed before them, so a transfer
+    that is cut off leaves no checkpoint that only seems whole. What fails is said, and tried again
+    with the next checkpoint: it never ends a run.
+    """
+
+    def __init__(self, url: str, folder: Path, say: Callable[[str], None]):
+        """
+        Args:
+            url: that fsspec knows, or a folder.
+            folder: of the run.
+            say: prints a line.
+
+        Raises:
+            ConfigError: fsspec does not know the URL, or a package is missing.
+        """
+        self._url = url
+        self._folder = folder
+        self._say = say
+        self._system, self._root = _connect(url)
+        # What is there, as far as this process has sent it.
+        self._sent: Dict[str, _Version] = {}
+        self._sending: Optional[threading.Thread] = None
+
+    def text(self, name: str) -> Optional[str]:
+        """Return the text of a small file of the mirror; None where the mirror is empty.
+
+        Args:
+            name: relative to the run folder.
+
+        Raises:
+            ConfigError: the mirror cannot be read, or has other files, but not this one.
+        """
+        with self._reading():
+            names = self._remote_names()
+            if name in names:
+                return self._system.cat_file(self._path(name)).decode()
+        if names:
+            fault = f"{self._url} holds files that are no run ({min(names)})"
+            raise ConfigError(f"checkpoint.mirror: {fault}; name a place of its own")
+        return None
+
+    def restore(self) -> int:
+        """Fill the run folder, which has no run in it, from the mirror.
+
+        Returns:
+            The number of files.
+
+        Raises:
+            ConfigError: the mirror cannot be read. To begin anew would cost a run of days.
+        """
+        with self._reading():
+            names = self._remote_names()
+            # Manifests last, as they are sent: what is cut off here is no whole checkpoint.
+            for name in sorted(names, key=_is_manifest):
+                place = self._folder / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(place, durable=True) as temporary:
+                    self._system.get_file(self._path(name), str(temporary))
+                self._sent[name] = _version(place)
+        return len(names)
+
+    def check_not_ahead(self) -> None:
+        """Raise ConfigError where the mirror has a later checkpoint than the run folder, which would
+        be removed there.
+        """
+        with self._reading():
+            there = max(filter(_is_manifest, self._remote_names()), default="")
+        here = max(
+            (f"checkpoints/{path.name}" for path in self._folder.glob(_MANIFESTS)), default=""
+        )
+        # Names have equally many digits, up to a step that no run reaches.
+        if there > here:
+            fault = f"{self._url} is ahead of {self._folder} ({there})"
+            remedy = "remove the folder to go on from there, or give another mirror"
+            raise ConfigError(f"checkpoint.mirror: {fault}; {remedy}")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise ConfigError for whatever a store raises while it is read."""
+        try:
+            yield
+        except Exception as error:
+            remedy = "mend that, or train without it by checkpoint.mirror=null"
+            raise ConfigError(
+                f"checkpoint.mirror: {self._url}: {first_line(error)}; {remedy}"
+            ) from None
+
+    def send(self) -> None:
+        """Begin to send what has changed; wait first until the transfer before has ended."""
+        self.wait()
+        # As it is now: files that go on growing are sent up to here.
+        self._sending = threading.Thread(target=self._send, name="mirror", daemon=True)
+        self._sending.start()
+
+    def close(self) -> None:
+        """Send what is left, and wait for it."""
+        self.send()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being sent: then files may be removed."""
+        if self._sending is not None:
+            self._sending.join()
+            self._sending = None
+
+    def _send(self) -> None:
+        """Make the mirror like the run folder."""
+        try:
+            here = self._local_files()
+            # Before its first checkpoint a run may still be begun anew, with another recipe.
+            if not any(map(_is_manifest, here)):
+                return
+            # Nothing else is ever removed, whatever lies there.
+            gone = {name for name in self._remote_names() if _is_checkpoint(name)} - set(here)
+            for name in sorted(gone, key=_is_manifest, reverse=True):
+                self._system.rm_file(self._path(name))
+                self._sent.pop(name, None)
+            for name in sorted(here, key=_is_manifest):
+                if self._sent.get(name) != here[name]:
+                    self._send_file(name)
+                    self._sent[name] = here[name]
+        except Exception as error:  # stores raise anything
+            fault = f"checkpoint.mirror: {self._url}: {first_line(error)}"
+            self._say(f"{fault}; it is tried again with the next checkpoint")
+
+    def _send_file(self, name: str) -> None:
+        """Send one file."""
+        place = self._folder / name
+        remote = self._path(name)
+        self._system.makedirs(str(PurePosixPath(remote).parent), exist_ok=True)
+        if PurePosixPath(name).match(_WEIGHTS):
+            self._system.put_file(str(place), remote)
+        else:
+            # Metrics grow meanwhile; stores want to know a file's length beforehand.
+            self._system.pipe_file(remote, place.read_bytes())
+
+    def _local_files(self) -> Dict[str, _Version]:
+        """Return the versions of the files of the run folder by their names relative to it."""
+        found = {}
+        for place, _, names in os.walk(self._folder):
+            for name in names:
+                path = Path(place, name)
+                relative = path.relative_to(self._folder).as_posix()
+                if relative not in _KEPT_HERE and not name.endswith(_UNFINISHED) and path.is_file():
+                    found[relative] = _version(path)
+        return found
+
+    def _remote_names(self) -> Set[str]:
+        """Return the names of the mirror's files, relative to it."""
+        self._system.invalidate_cache()
+        if not self._system.exists(self._root):
+            return set()
+        root = self._root.rstrip("/") + "/"
+        paths: List[str] = self._system.find(self._root)
+        names = {path[len(root) :] for path in paths if path.startswith(root)}
+        for name in names:
+            # A store takes any text as a name; as a path it must not lead out of the run folder.
+            if ".." in PurePosixPath(name).parts:
+                raise ValueError(f"a file is named {name!r}")
+        return names
+
+    def _path(self, name: str) -> str:
+        """Return the path of a file in the mirror."""
+        return f"{self._root.rstrip('/')}/{name}"
+
+
+def _connect(url: str) -> Tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path in it. Raises ConfigError."""
+    try:
+        # Few runs need it.
+        import fsspec
+
+        return fsspec.url_to_fs(url)
+    except ImportError as error:
+        fault = first_line(error)
+    except ValueError as error:  # an unknown scheme
+        fault = first_line(error)
+    raise ConfigError(
+        f"checkpoint.mirror: {url}: {fault}; pip install what it names, or correct the URL"
+    )
+
+
+def _is_checkpoint(name: str) -> bool:
+    """Return whether a file belongs to a checkpoint."""
+    return PurePosixPath(name).match(_CHECKPOINTS)
+
+
+def _is_manifest(name: str) -> bool:
+    """Return whether a file is a checkpoint's manifest."""
+    return PurePosixPath(name).match(_MANIFESTS)
+
+
+def _version(path: Path) -> _Version:
+    """Return the version of a local file."""
+    status = path.stat()
+    return _Version(status.st_size, status.st_mtime_ns)
