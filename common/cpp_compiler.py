@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Iterator, List, Optional, Sequence, Tuple
 
-from common import files
+from common import files, progress
 
 _SUFFIXES = (".cpp", ".h")
 _SECONDS = 120.0  # for a compiler; it takes two to twenty, and many times that on a busy machine
@@ -90,7 +90,8 @@ def _compiled(
 ) -> Tuple[ctypes.CDLL, bytes]:
     """Compile a file beside itself. Returns: the library, loaded, and its content."""
     made = source.with_suffix(".so")
-    _run([*command, str(source), "-o", str(made)], source.parent / "messages")
+    with progress.lines(lambda: f"compiling {source.name} for this processor"):
+        _run([*command, str(source), "-o", str(made)], source.parent / "messages")
     library = ctypes.CDLL(str(made))
     for name in functions:
         if not hasattr(library, name):

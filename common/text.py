@@ -35,6 +35,12 @@ def listed(names: Sequence[str]) -> str:
     return f"{first} and {more:,} more" if more > 0 else first
 
 
+def duration(seconds: float) -> str:
+    """Return `seconds` as H:MM:SS."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
 def printable(text: str) -> str:
     """Return `text` with escapes such as \\x1b for what cannot be printed or encoded, or is no
     UTF-8.

@@ -14,6 +14,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import torch
 from safetensors.torch import load, save
 
+from common import progress
 from common.command import fail
 from common.errors import DONE, FAILED, DataError
 from common.files import write
@@ -27,7 +28,7 @@ from recipe import loading
 from recipe.config import Data, Model, Recipe
 from recipe.settled import image_size
 from tools import output
-from training import classes, exported, progress, weights
+from training import classes, exported, weights
 from training.classes import Known
 from training.weights import StoredWeights
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from common import progress
 from common.errors import DataError
 from common.files import replacing, write
 from data import base, shard_index
@@ -31,7 +32,6 @@ from parallel import parent_death
 from parallel.parent_death import die_with_parent
 from recipe.randomness import bits32, key
 from tools.indexing import scan
-from training import progress
 
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 

@@ -31,7 +31,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeV
 
 import numpy as np
 
-from common import cores
+from common import cores, progress
 from common.command import Parser, fail, one_line
 from common.errors import DONE, FAILED, WRONG_INPUT, DataError
 from common.files import write
@@ -50,7 +50,6 @@ from tools import imagenet
 from tools.arguments import whole, within
 from tools.indexing import LeftOut, Scan, scan
 from tools.packing import Options, make_manifest, pack
-from training import progress
 
 _NAMED = 20  # faults that verify names, and images that pack names
 _MAX_NUMBERED = 100_000  # classes without names

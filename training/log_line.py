@@ -6,9 +6,10 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional
 
 import torch
 
+from common.text import duration
 from engines.base import NoiseScale, StepResult
 from optim.norms import Norms
-from training.monitor import Lap, duration, pace
+from training.monitor import Lap, pace
 
 _NORMS = ("gradient", "weight", "update")
 _DIGITS = ".6g"  # of trust ratios and noise scales by layer: more are noise

@@ -28,9 +28,9 @@ from typing import (
 
 import torch
 
-from common import cores
+from common import cores, progress
 from common.errors import DataError
-from common.text import count
+from common.text import count, duration
 from data.batches import MicroBatch
 from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
@@ -42,7 +42,7 @@ from recipe.course import Course, Update
 from training import log_line, timeline
 from training.checkpoint import CheckpointFolder
 from training.continuation import Continuation
-from training.monitor import Clock, Monitor, duration, pace, workers_needed
+from training.monitor import Clock, Monitor, pace, workers_needed
 from training.profiling import Recordings
 from training.progression import Progression
 from training.scoring import accuracy, evaluate
@@ -106,6 +106,7 @@ class Trainer:
         self._updates = 0  # of this session
         self._signal: Optional[int] = self.continuation.signal
         self._last_unreadable = ""
+        self._activity = "training"
 
     def _interval(self, epochs: float) -> int:
         """Return an interval in steps, at least one."""
@@ -125,7 +126,8 @@ class Trainer:
         """
         # Before the first update: a replica may be lost within it.
         self._remember()
-        with contextlib.closing(self.recordings), StopSignals(self._note_signal):
+        shown = progress.lines(self._progress, self._share, elsewhere=False)
+        with contextlib.closing(self.recordings), StopSignals(self._note_signal), shown:
             self._stop_between_generations()
             for update in self._course.updates(self.progression.step):
                 try:
@@ -157,10 +159,20 @@ class Trainer:
         with self._pause():
             self.recordings.after_update(last)
             if evaluated:
+                self._activity = "evaluating"
                 self._evaluate(update.end)
+                self._activity = "training"
             self._trace(last)
         scheduled = last or update.reaches(self._save_every)
         self._save_or_stop(update.end, last=last, scheduled=scheduled, evaluated=evaluated)
+
+    def _progress(self) -> str:
+        """Return the live line of a terminal. Another thread calls it: nothing waits for a device."""
+        return f"{self._activity}: step {self.progression.step:,} of {self.lengths.total:,}"
+
+    def _share(self) -> float:
+        """Return the share of the run's steps that are done."""
+        return self.progression.step / self.lengths.total
 
     def _count(self, result: StepResult, update: Update) -> None:
         """Add an update to the sums since the last log line. Nothing waits for the device."""
@@ -453,7 +465,8 @@ class Trainer:
         with self.engine.using(TRAINED):
             scores = evaluate(self.engine, self.evaluation_batches)
         values = scores._asdict()
-        del values["confusion"]  # of evaluate.py only
+        for name in ("calibration_error", "confusion"):  # of evaluate.py only
+            del values[name]
         top = accuracy(scores.top1, scores.top5, self.recipe.model.classes)
         text = f"{top}  loss {scores.loss:.4f}"
         for name in self.engine.averages():

@@ -164,9 +164,3 @@ def pace(images_per_second: float) -> str:
     if images_per_second >= 10:
         return f"{images_per_second:.0f} img/s"
     return f"{images_per_second:.2g} img/s"
-
-
-def duration(seconds: float) -> str:
-    """Return `seconds` as H:MM:SS."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training import progress
+from common import progress
 
 
 @pytest.fixture

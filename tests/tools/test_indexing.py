@@ -9,12 +9,12 @@ import time
 import pytest
 
 from benchmarks.fuzz import names
+from common import progress
 from common.errors import DataError
 from data.shards import ShardsSource
 from tests.data.tar_shards import jpeg, run, tar_bytes, write_tar
 from tools import imagenet, shards
 from tools.indexing import LeftOut, Part, split
-from training import progress
 
 
 def labelled(place):

@@ -2,10 +2,11 @@
 
 import json
 
+from common.text import duration
 from training import monitor
 from training.loggers import Session
 from training.metrics import Metrics
-from training.monitor import Clock, Monitor, duration, pace, workers_needed
+from training.monitor import Clock, Monitor, pace, workers_needed
 from training.services import TensorBoardLogger
 
 

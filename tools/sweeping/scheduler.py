@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from common import cores
+from common import additions, cores
 from common.errors import DONE, STOPPED, WRONG_INPUT, ConfigError, UserError
+from common.progress import lines
 from common.text import count
 from recipe.config import Recipe
 from tools.reporting.run import in_use
@@ -25,6 +26,7 @@ from tools.sweeping.trials import (
     FAILED,
     IMPOSSIBLE,
     PRUNED,
+    RUNNING,
     Progress,
     Record,
     progress,
@@ -109,6 +111,7 @@ class Scheduler:
         self._metric = self.candidates.sweep.definition.metric
         self._threads = max(1, cores.available() // self.workers)  # of OpenMP, of each trial
         self._running: List[Trial] = []
+        self._ended = 0  # trials of all sessions
         # Trials whose input is wrong, while none was complete: by the line without the trial's own
         # folder.
         self._put_off: Dict[str, _PutOff] = {}
@@ -124,8 +127,16 @@ class Scheduler:
             UserError: two trials ended with the same complaint about the input, and none was ever
                 complete.
         """
+        records = self.study.records()
+        self._ended = sum(1 for record in records if record.state != RUNNING)
+
+        def text() -> str:
+            """Return the live line of a terminal."""
+            return f"{self._ended} of {trials} trials have ended, {len(self._running)} run"
+
         try:
-            self._run_until_all_ended(trials)
+            with lines(text, lambda: self._ended / trials, elsewhere=False):
+                self._run_until_all_ended(trials)
         finally:
             # An error here must leave no process behind.
             for trial in self._running:
@@ -201,7 +212,8 @@ class Scheduler:
         # The full path, because the log shows the command to be repeated anywhere.
         config = str(self.candidates.sweep.recipe.resolve())
         # Unbuffered: the last line of the log is the reason of a failure.
-        return [sys.executable, "-u", *self.trainer, "--config", config, *overrides]
+        program = [sys.executable, "-u", *self.trainer, *additions.words()]
+        return [*program, "--config", config, *overrides]
 
     def _watch(self, trial: Trial) -> None:
         """Look at a trial once: how far it is, whether its process runs, and what its end means."""
@@ -341,6 +353,7 @@ class Scheduler:
             value: of the metric; for complete ones only.
         """
         self._running = [trial for trial in self._running if trial.number != number]
+        self._ended += 1
         # First into the study, from which the report makes its files.
         record = self.study.end(
             number,
