@@ -151,7 +151,11 @@ def pack(
     damaged = []
     # More workers than shards would only load the source.
     processes = min(workers, len(missing))
-    with progress.lines(_progress_line(task, missing)):
+    total = sum(len(images) for images in missing.values())
+    with progress.lines(
+        lambda: f"packing: {task.images_done.value:,} of {total:,} images",
+        lambda: task.images_done.value / max(total, 1),
+    ):
         for name, packed in _pack_shards(task, missing, processes, context):
             indexes[name] = packed.index
             left_out += packed.left_out
@@ -171,17 +175,6 @@ def pack(
         left_out=left_out,
         damaged=damaged,
     )
-
-
-def _progress_line(task: _Task, shards: Mapping[str, list[int]]) -> Callable[[], str]:
-    """Return what says how many images of these shards are done."""
-    total = sum(len(images) for images in shards.values())
-
-    def line() -> str:
-        """Return the line for now."""
-        return f"packing: {task.images_done.value:,} of {total:,} images"
-
-    return line
 
 
 def make_manifest(classes: tuple[str, ...], indexes: Mapping[str, Index]) -> Manifest:

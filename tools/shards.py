@@ -498,7 +498,7 @@ def _reading(activity: str, total: int) -> Iterator[Callable[[int], None]]:
         """Return how far it is."""
         return f"{activity}: {done / 1e9:,.2f} of {total / 1e9:,.2f} GB are read"
 
-    with progress.lines(line):
+    with progress.lines(line, lambda: done / max(total, 1)):
         yield advance
 
 
