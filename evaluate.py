@@ -4,8 +4,9 @@
     python evaluate.py --checkpoint runs/quickstart --images PATH ... [--table FILE.csv]
 
 A checkpoint is a run folder (its newest checkpoint), a checkpoint, weights (.safetensors, a timm or torch
-file), or a program that tools.export wrote (.onnx, .pt2). Weights that do not carry their recipe
-need --config. Exit codes are train.py's: 0 done, 1 failed, 2 wrong input.
+file), a program that tools.export wrote (.onnx, .pt2), or timm:NAME, weights that timm downloads and
+whose images are prepared as timm does. Other weights that do not carry their recipe need --config.
+Exit codes are train.py's: 0 done, 1 failed, 2 wrong input.
 """
 
 if __name__ == "__main__":  # before the imports: see run
@@ -94,7 +95,7 @@ def _parser() -> Parser:
         "--checkpoint",
         required=True,
         metavar="PATH",
-        help="run folder, checkpoint, weights, .onnx, .pt2",
+        help="run folder, checkpoint, weights, timm:NAME, .onnx, .pt2",
     )
     parser.add_argument(
         "--config",

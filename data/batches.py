@@ -1,6 +1,6 @@
 """Requests to a reader, and the micro batches that an engine gets."""
 
-from typing import List, NamedTuple, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
@@ -14,6 +14,16 @@ class Request(NamedTuple):
     number: int  # within the step, counted over all replicas
     image_size: int  # pixels a side
     indices: List[int]  # of the images in their source
+    copies: Optional[List[int]] = None  # which repetition each image is; None: all are the only one
+    repeats: int = 1  # data.repeats
+
+    def showings(self) -> List[int]:
+        """Return the number of times that each image was to be seen before, which names its draws:
+        the epoch, or with repetitions epoch x repeats + copy.
+        """
+        if self.copies is None:
+            return [self.epoch] * len(self.indices)
+        return [self.epoch * self.repeats + copy for copy in self.copies]
 
 
 class MicroBatch(NamedTuple):

@@ -1,4 +1,4 @@
-// Crops of uint8 images, resized bilinearly with antialiasing: see crops.py.
+// Crops of uint8 images, resized by bilinear or bicubic filters with antialiasing: see crops.py.
 //
 // As in Pillow and torch, columns are resized before rows, each time to uint8, by weights of 16 bits.
 
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -36,6 +37,7 @@ struct Frame {
     int64_t first_row;  // of the resized box
     int64_t first_column;
     int64_t flip;
+    int64_t cubic;  // 1: bicubic, 0: bilinear
 };
 
 // Resizing along one axis: each result is a weighted sum of neighbouring pixels.
@@ -47,11 +49,23 @@ struct Axis {
     std::vector<int16_t> weights;  // [results, taps], times 2^precision
 };
 
+// Bilinear interpolation: 1 - |x|, for |x| < 1.
+double triangle(double distance) { return distance < 1.0 ? 1.0 - distance : 0.0; }
+
+// Bicubic interpolation, for |x| < 2. Source: Keys (1981), equation 4, with a = -1/2.
+double keys_cubic(double distance) {
+    constexpr double a = -0.5;
+    const double x = distance;
+    if (x < 1.0) return ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0;
+    if (x < 2.0) return ((a * x - 5.0 * a) * x + 8.0 * a) * x - 4.0 * a;
+    return 0.0;
+}
+
 // Returns the weights of `results` pixels, from `first_result` on, of `length` pixels resized to
 // `resized`. The precision is that of all resized pixels.
-Axis axis_of(int64_t length, int64_t resized, int64_t first_result, int64_t results) {
+Axis axis_of(int64_t length, int64_t resized, int64_t first_result, int64_t results, bool cubic) {
     const double scale = double(length) / double(resized);
-    const double support = std::max(scale, 1.0);
+    const double support = (cubic ? 2.0 : 1.0) * std::max(scale, 1.0);
     const double sharpness = scale >= 1.0 ? 1.0 / scale : 1.0;
     Axis axis;
     axis.taps = int64_t(support + 1.0) * 2 + 1;
@@ -68,7 +82,7 @@ Axis axis_of(int64_t length, int64_t resized, int64_t first_result, int64_t resu
         for (int64_t tap = 0; tap < count[result]; tap++) {
             double distance = (tap + first[result] - center + 0.5) * sharpness;
             if (distance < 0.0) distance = -distance;
-            own[tap] = distance < 1.0 ? 1.0 - distance : 0.0;
+            own[tap] = cubic ? keys_cubic(distance) : triangle(distance);
             total += own[tap];
         }
         for (int64_t tap = 0; tap < count[result]; tap++) {
@@ -84,8 +98,10 @@ Axis axis_of(int64_t length, int64_t resized, int64_t first_result, int64_t resu
     axis.count.assign(count.begin() + first_result, count.begin() + first_result + results);
     axis.weights.resize(results * axis.taps);
     const double* kept = &weights[first_result * axis.taps];
-    for (int64_t weight = 0; weight < results * axis.taps; weight++)
-        axis.weights[weight] = int16_t(0.5 + kept[weight] * (1 << axis.precision));
+    for (int64_t weight = 0; weight < results * axis.taps; weight++) {
+        const double scaled = kept[weight] * (1 << axis.precision);
+        axis.weights[weight] = int16_t(scaled < 0.0 ? scaled - 0.5 : scaled + 0.5);
+    }
     return axis;
 }
 
@@ -95,16 +111,17 @@ public:
     explicit Axes(int64_t results) : results_(results) {}
 
     // A reference that stays valid.
-    const Axis& of(int64_t length, int64_t resized, int64_t first_result) {
-        const auto key = std::make_tuple(length, resized, first_result);
+    const Axis& of(int64_t length, int64_t resized, int64_t first_result, bool cubic) {
+        const auto key = std::make_tuple(length, resized, first_result, cubic);
         const auto found = made_.find(key);
         if (found != made_.end()) return found->second;
-        return made_.emplace(key, axis_of(length, resized, first_result, results_)).first->second;
+        Axis axis = axis_of(length, resized, first_result, results_, cubic);
+        return made_.emplace(key, std::move(axis)).first->second;
     }
 
 private:
     int64_t results_;
-    std::map<std::tuple<int64_t, int64_t, int64_t>, Axis> made_;
+    std::map<std::tuple<int64_t, int64_t, int64_t, bool>, Axis> made_;
 };
 
 uint8_t rounded(int32_t sum, int precision) {
@@ -164,8 +181,9 @@ extern "C" void crop(const Images* images,
     std::vector<int32_t> sums(size * CHANNELS);
     for (int64_t number = 0; number < count; number++) {
         const Frame& frame = frames[number];
-        const Axis& columns = axes.of(frame.width, frame.resized_width, frame.first_column);
-        const Axis& lines = axes.of(frame.height, frame.resized_height, frame.first_row);
+        const bool cubic = frame.cubic != 0;
+        const Axis& columns = axes.of(frame.width, frame.resized_width, frame.first_column, cubic);
+        const Axis& lines = axes.of(frame.height, frame.resized_height, frame.first_row, cubic);
         rows.resize(frame.height * size * CHANNELS);
         resize_columns(*images, frame, columns, rows.data());
         resize_rows(lines, size, rows.data(), sums.data(),

@@ -1,7 +1,8 @@
 """Crops of images that are in memory, those of a micro batch in one call of a C++ function.
 
-Every pixel is that of torch's `interpolate` (bilinear, antialiased, uint8), which takes several
-calls an image: for small ones these calls take longer than the training step of a small model.
+Every pixel is that of torch's `interpolate` (bilinear or bicubic, antialiased, uint8), which takes
+several calls an image: for small ones these calls take longer than the training step of a small
+model.
 """
 
 import ctypes
@@ -77,9 +78,11 @@ def crop(
     assert pixels.shape[1] == 3
     assert len(indices) <= len(out)
     assert out.stride() == (3 * size * size, 1, 3 * size, 3), out.stride()
-    rows = np.empty((len(indices), 10), np.int64)  # `Frame` of crops.cpp
+    rows = np.empty((len(indices), 11), np.int64)  # `Frame` of crops.cpp
     for row, index, frame in zip(rows, indices, frames):
-        row[:] = (index, *frame.box, frame.height, frame.width, *frame.corner, frame.flip)
+        sizes = (frame.height, frame.width)
+        cubic = frame.interpolation == "bicubic"
+        row[:] = (index, *frame.box, *sizes, *frame.corner, frame.flip, cubic)
     images = _Images(pixels.data_ptr(), *pixels.stride(), size)
     loaded.crop(
         ctypes.byref(images),

@@ -41,6 +41,7 @@ class _Opened(NamedTuple):
     """An image that is to be made, or the error in its place."""
 
     image: Union[Image, UnreadableImage]
+    showing: int  # see Request.showings
     job: Optional[_Job] = None  # None if it is not for DALI
 
 
@@ -114,13 +115,13 @@ class DaliLoader:
         """Open the images of a request, and make the jobs of those that are for DALI."""
         opened = []
         images = self._reader.source.open_all(request.indices)
-        for index, image in zip(request.indices, images):
+        for index, image, showing in zip(request.indices, images, request.showings()):
             # DALI would decode others with other pixels: see the head of this file.
             job = None
             if isinstance(image, EncodedImage) and image.plain and image.orientation == 1:
-                frame = self._transform.frame(image, request.image_size, request.epoch, index)
+                frame = self._transform.frame(image, request.image_size, showing, index)
                 job = _job(image, frame)
-            opened.append(_Opened(image, job))
+            opened.append(_Opened(image, showing, job))
         return opened
 
     def _gather(
@@ -148,13 +149,13 @@ class DaliLoader:
 
         def make_next(index: int) -> torch.Tensor:
             """Return the pixels of the next image, number `index` of the source."""
-            image, job = next(opened)
+            image, showing, job = next(opened)
             pixels = None if job is None else next(made)
             if isinstance(image, UnreadableImage):
                 raise image
             if pixels is not None:
-                return self._transform.finish(pixels, request.epoch, index)
-            pixels = self._transform(image, size, request.epoch, index)
+                return self._transform.finish(pixels, showing, index)
+            pixels = self._transform(image, size, showing, index)
             if image.damage:
                 damaged.append(image.damage)
             return pixels

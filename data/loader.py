@@ -14,7 +14,8 @@ from typing import Callable, Generator, Iterable, Iterator, Optional, Sequence, 
 import torch
 
 from data import damage
-from data.base import Source, UnreadableImage
+from data.augmentation import IMAGENET, Colours
+from data.base import Source, UnreadableImage, repeated
 from data.batches import MicroBatch, ReadBatch, Request
 from data.prefetch import Prefetcher
 from data.reader import Reader
@@ -56,6 +57,7 @@ class TrainingBatches:
         last_step: int,
         share: Optional[range] = None,
         device: torch.device = _CPU,
+        colours: Colours = IMAGENET,
     ):
         """
         Args:
@@ -70,6 +72,7 @@ class TrainingBatches:
             last_step: number of the step behind the last.
             share: the replica's, of the micro batches of a step; None for all.
             device: where the images are wanted.
+            colours: by which the model normalises images.
         """
         # recipe/batch.py refuses both for a recipe, with the remedy.
         sizes = (len(source), global_batch, micro)
@@ -85,8 +88,9 @@ class TrainingBatches:
             seed=seed,
             steps=range(first_step, last_step),
             share=range(global_batch // micro) if share is None else share,
+            repeats=data.repeats,
         )
-        reader = Reader(source, micro, Training(data, seed))
+        reader = Reader(source, micro, Training(data, seed, colours))
         self._loader: Optional[Iterable[ReadBatch]]  # None once it is closed
         self._loader = _loader(reader, self._requests, data, device)
         self._ahead = _prefetched(self._loader, data, device)
@@ -138,6 +142,7 @@ class _Requests:
     seed: int
     steps: range
     share: range
+    repeats: int
 
     def __iter__(self) -> Iterator[Request]:
         per_epoch = steps_per_epoch(len(self.source), self.global_batch)
@@ -152,9 +157,18 @@ class _Requests:
             # Images left over at the end of an order are in no step of the epoch.
             first = within * self.global_batch
             for number in self.share:
-                start = first + number * self.micro
-                indices = order[start : start + self.micro].tolist()
-                yield Request(step, epoch, number, image_size=pixels, indices=indices)
+                start = number * self.micro
+                rows = range(start, start + self.micro)
+                shown = [repeated(first, self.global_batch, self.repeats, row) for row in rows]
+                yield Request(
+                    step,
+                    epoch,
+                    number,
+                    image_size=pixels,
+                    indices=[int(order[place]) for place, _ in shown],
+                    copies=[copy for _, copy in shown],
+                    repeats=self.repeats,
+                )
 
     def _pixels(self, epoch: int) -> int:
         """Return the pixels a side of an epoch's images."""
@@ -199,7 +213,7 @@ class EvaluationBatches:
             self._requests.append(request)
         self._data = data
         self._device = device
-        reader = Reader(source, batch, Evaluation(data.crop_fraction))
+        reader = Reader(source, batch, Evaluation(data))
         self._loader = _loader(reader, self._requests, data, device)
 
     def __len__(self) -> int:

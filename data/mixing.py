@@ -1,4 +1,4 @@
-"""Mixup and cutmix of a micro batch by the rules of the published G16 recipe.
+"""Mixup and cutmix of a micro batch: by the rules of the published G16 recipe, or by timm's.
 
 Draws are made on the host, images are mixed on the device. Partners are rows of the same micro
 batch, and draws are a function of (seed, step, micro batch).
@@ -32,17 +32,12 @@ class Mixing(NamedTuple):
     shows row donor[i].
     """
 
-    share: torch.Tensor  # float32 [N], from 0.5 to 1
+    share: torch.Tensor  # float32 [N], from 0 to 1; by the G16 recipe from 0.5
     partner: torch.Tensor  # int64 [N]
     # Top, left, height, width in pixels, the same in all rows; height or width 0: none.
     box: _Box
     donor: torch.Tensor  # int64 [N]
     kept: float  # share of the image's pixels that are outside the box
-
-
-def mixes(data: Data) -> bool:
-    """Return whether a recipe with this section `data` mixes images."""
-    return bool(data.mixup) or data.cutmix is not None
 
 
 def draw(
@@ -75,18 +70,15 @@ def draw(
     Returns:
         None where the recipe does not mix.
     """
-    if not mixes(data):
+    if not data.mixes:
         return None
     # A single image has no partner.
     share = np.ones(rows, np.float32)
     box = _NO_BOX
-    if data.mixup and valid > 1:
-        drawn = _mixup_shares(data.mixup, key("mixup", seed, step, number), rows)
+    if valid > 1:
+        draw_by_rule = _by_timm if data.mixing == "timm" else _by_g16
+        drawn, box = draw_by_rule(data, (seed, step, number), rows, height, width)
         share[:valid] = drawn[:valid]
-    # A key of its own: beside mixup the boxes are those of a recipe with cutmix alone.
-    if data.cutmix is not None and valid > 1:
-        stream = Stream(key("cutmix", seed, step, number))
-        box = _cutmix_box(data.cutmix, stream, height, width)
     _, _, box_height, box_width = box
     # The same box for all rows, so that a single copy moves it, and labels have one share.
     return Mixing(
@@ -154,17 +146,92 @@ def _before(distance: int, rows: int, valid: int, device: torch.device) -> torch
     return sent(torch.from_numpy(partners), device)
 
 
+def _by_g16(
+    data: Data,
+    names: Tuple[int, int, int],
+    rows: int,
+    height: int,
+    width: int,
+) -> Tuple[np.ndarray, _Box]:
+    """Draw the shares of rows, float64 [rows], and the box of a micro batch, by the G16 recipe.
+
+    Args:
+        data: with the strengths.
+        names: seed, step and number of the micro batch.
+        rows: of the micro batch.
+        height: of the images in pixels.
+        width: of the images in pixels.
+    """
+    share = np.ones(rows)
+    box = _NO_BOX
+    if data.mixup:
+        share = _mixup_shares(data.mixup, key("mixup", *names), rows)
+    # A key of its own: beside mixup the boxes are those of a recipe with cutmix alone.
+    if data.cutmix:
+        box = _cutmix_box(data.cutmix, Stream(key("cutmix", *names)), height, width)
+    return share, box
+
+
+def _by_timm(
+    data: Data,
+    names: Tuple[int, int, int],
+    rows: int,
+    height: int,
+    width: int,
+) -> Tuple[np.ndarray, _Box]:
+    """Draw shares and box as timm's Mixup does in its mode `batch`: see `_by_g16`.
+
+    A micro batch has one share from a Beta distribution, for mixup or for cutmix. timm pairs
+    image i with image N - 1 - i; here partners are those of the G16 recipe, which IPUs find by
+    rolling: images come in random order, so the pairs are distributed alike.
+    """
+    share = np.ones(rows)
+    stream = Stream(key("mixing", *names))
+    # All numbers are drawn, used or not, so that no key changes what another one draws.
+    is_mixed = stream.uniform() < data.mixing_probability
+    switches = stream.uniform() < data.mixing_switch
+    if not is_mixed:
+        return share, _NO_BOX
+    if data.cutmix and (switches or not data.mixup):
+        kept = _beta(data.cutmix, key("mixing share", *names), 1).item()
+        return share, _timm_box(kept, stream, height, width)
+    share[:] = _beta(data.mixup, key("mixing share", *names), 1)
+    return share, _NO_BOX
+
+
+def _timm_box(kept: float, stream: Stream, height: int, width: int) -> _Box:
+    """Draw the box of timm's cutmix: of the image's aspect and 1 - kept of its area, its centre
+    uniform over the pixels, cut off where it leaves the image.
+
+    Source: Yun et al., 1905.04899, appendix A; timm.data.mixup.rand_bbox.
+    """
+    side = math.sqrt(1 - kept)
+    edges = []
+    for pixels in (height, width):
+        length = int(pixels * side)
+        centre = stream.integer(pixels)
+        edges.append(max(0, centre - length // 2))
+        edges.append(min(pixels, centre + (length + 1) // 2))
+    top, bottom, left, right = edges
+    return top, left, bottom - top, right - left
+
+
 def _mixup_shares(alpha: float, draw: int, count: int) -> np.ndarray:
-    """Return max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count].
+    """Return max(l, 1 - l) for l from Beta(alpha, alpha): float64 [count]."""
+    # The larger share makes the row itself, not its partner, the main content.
+    drawn = _beta(alpha, draw, count)
+    return np.maximum(drawn, 1 - drawn)
+
+
+def _beta(alpha: float, draw: int, count: int) -> np.ndarray:
+    """Draw numbers from Beta(alpha, alpha): float64 [count].
 
     NumPy 1.24 and 2.4 draw the same.
     """
-    # Philox is keyed, so that no state is shared. The larger share makes the row itself, not its
-    # partner, the main content.
+    # Philox is keyed, so that no state is shared.
     alpha = max(alpha, _SMALLEST_ALPHA)
     generator = np.random.Generator(np.random.Philox(key=draw))
-    drawn = generator.beta(alpha, alpha, count)
-    return np.maximum(drawn, 1 - drawn)
+    return generator.beta(alpha, alpha, count)
 
 
 def _cutmix_box(cutmix: float, stream: Stream, height: int, width: int) -> _Box:

@@ -38,15 +38,15 @@ class Reader(Dataset):
         if self._crops_at_once:
             return self._cropped_at_once(request)
         size = request.image_size
-        opened = iter(self.source.open_all(request.indices))
+        opened = iter(zip(self.source.open_all(request.indices), request.showings()))
         damaged: List[str] = []
 
         def read_next(index: int) -> torch.Tensor:
             """Return the pixels of the next image, number `index` of the source."""
-            image = next(opened)
+            image, showing = next(opened)
             if isinstance(image, UnreadableImage):
                 raise image
-            pixels = self.transform(image, size, request.epoch, index)
+            pixels = self.transform(image, size, showing, index)
             if image.damage:
                 damaged.append(image.damage)
             return pixels
@@ -82,19 +82,19 @@ class Reader(Dataset):
     def _cropped_at_once(self, request: Request) -> ReadBatch:
         """Read a micro batch of images that are in memory."""
         assert isinstance(self.source, MemorySource)
-        epoch = request.epoch
+        showings = request.showings()
         images = self._empty_images(request.image_size)
         pixels = self.source.pixels
         any_image = Pixels(pixels[0])  # all have its size
         frames = []
-        for index in request.indices:
-            frame = self.transform.frame(any_image, request.image_size, epoch, index)
+        for index, showing in zip(request.indices, showings):
+            frame = self.transform.frame(any_image, request.image_size, showing, index)
             frames.append(frame)
         crops.crop(pixels, request.indices, frames, images)
         # torchvision augments image by image.
         if self.transform.augments:
-            for row, index in zip(images, request.indices):
-                row.copy_(self.transform.finish(row, epoch, index))
+            for row, index, showing in zip(images, request.indices, showings):
+                row.copy_(self.transform.finish(row, showing, index))
         return self._micro_batch(request, images, request.indices, unreadable=())
 
     def _micro_batch(

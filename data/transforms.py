@@ -14,6 +14,8 @@ import torch
 import torchvision
 from torch.nn.functional import interpolate
 
+from data import augmentation
+from data.augmentation import IMAGENET, Colours
 from data.base import Box, Image
 from recipe.config import Data
 from recipe.randomness import Stream, key
@@ -74,6 +76,7 @@ class Frame(NamedTuple):
     size: int  # pixels a side of the square that is cut out of the middle of the resized box
     flip: bool  # left to right
     exact: bool  # whether the box must be decoded at its own size, however small it becomes
+    interpolation: str  # data.interpolation
 
     @property
     def corner(self) -> Tuple[int, int]:
@@ -93,7 +96,7 @@ class Transform(abc.ABC):
         Args:
             image: of which only height and width are read.
             size: pixels a side of the result.
-            epoch: from 0.
+            epoch: from 0; with data.repeats the number of the showing, see `Request.showings`.
             index: number of the image in its source.
         """
 
@@ -122,7 +125,7 @@ class Transform(abc.ABC):
         # are decoded. Scores come from the box at its own size, as other programs compute them.
         frame = self.frame(image, size, epoch, index)
         pixels = image.pixels(frame.box, None if frame.exact else size)
-        pixels = _resize(pixels, frame.height, frame.width)
+        pixels = _resize(pixels, frame.height, frame.width, frame.interpolation)
         top, left = frame.corner
         pixels = pixels[:, top : top + size, left : left + size]
         if frame.flip:
@@ -131,18 +134,27 @@ class Transform(abc.ABC):
 
 
 class Training(Transform):
-    """Random crop, resized to a square, mirrored or not, then data.augment by torchvision.
+    """Random crop, resized to a square, mirrored or not, then data.augment, jitter and erasing.
 
     Draws are a function of (seed, epoch, sample index), those of data.augment also of torchvision's
-    order of draws.
+    or timm's order of draws.
 
-    Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158.
+    Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158; Hendrycks et
+    al., 1912.02781; and those of data/augmentation.py.
     """
 
-    def __init__(self, data: Data, seed: int):
+    def __init__(self, data: Data, seed: int, colours: Colours = IMAGENET):
+        """
+        Args:
+            data: how images are cropped and augmented.
+            seed: of the run.
+            colours: by which the model normalises images.
+        """
         self._data = data
         self._seed = seed
-        self.augments = data.augment != "none"
+        self._colours = colours
+        others = data.color_jitter > 0 or data.random_erasing > 0
+        self.augments = others or data.augment != "none"
 
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
         """Draw the box and the flip of an image: see `Transform.frame`."""
@@ -151,33 +163,71 @@ class Training(Transform):
         stream = Stream(key("augment", self._seed, epoch, index))
         flip = stream.uniform() < data.flip
         box = crop_box(stream, image.height, image.width, data.crop_area, data.crop_aspect)
-        return Frame(box, height=size, width=size, size=size, flip=flip, exact=False)
+        return Frame(
+            box=box,
+            height=size,
+            width=size,
+            size=size,
+            flip=flip,
+            exact=False,
+            interpolation=data.interpolation,
+        )
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
-        """Do data.augment to the `pixels` of a frame: see `Transform.finish`."""
+        """Augment the `pixels` of a frame: see `Transform.finish`."""
         data = self._data
-        if not self.augments:
-            return pixels
+        names = (self._seed, epoch, index)
+        # Each has a key of its own, so that none changes what another draws.
+        if data.augment != "none":
+            pixels = self._by_policy(pixels, key(data.augment, *names))
+        if data.color_jitter:
+            stream = Stream(key("color_jitter", *names))
+            pixels = augmentation.jitter(pixels, data.color_jitter, stream)
+        erasing = data.random_erasing
+        if erasing and Stream(key("random_erasing", *names)).uniform() < erasing:
+            pixels = augmentation.erase(
+                pixels,
+                data.random_erasing_count,
+                data.random_erasing_mode,
+                colours=self._colours,
+                draw=key("erased", *names),
+            )
+        return pixels
+
+    def _by_policy(self, pixels: torch.Tensor, draw: int) -> torch.Tensor:
+        """Do data.augment to pixels, uint8 [3, size, size], with a 64-bit key."""
+        data = self._data
+        if data.augment == "timm_randaugment":
+            policy = data.timm_randaugment
+            return augmentation.timm_randaugment(pixels, policy, self._colours, draw)
+        if data.augment == "three_augment":
+            return augmentation.three_augment(pixels, Stream(draw))
         operations = _operations(
             data.augment,
             data.randaugment_operations,
             data.randaugment_magnitude,
+            severity=data.augmix_severity,
         )
         # torchvision draws from the global generator. torch.manual_seed would seed those of
         # devices, too.
         with _generator_in_use, torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(key(data.augment, self._seed, epoch, index))
+            torch.default_generator.manual_seed(draw)
             return operations(pixels)
 
 
 class Evaluation(Transform):
-    """The short side resized to round(size / crop_fraction), then the centre.
+    """The short side, or with data.crop_mode squash each side, resized to size / crop_fraction,
+    then the centre.
 
-    Sizes are rounded as by torchvision.
+    Sizes are rounded as by torchvision, with data.crop_rounding down as by timm.
     """
 
-    def __init__(self, crop_fraction: float):
-        self._crop_fraction = crop_fraction
+    def __init__(self, data: Data):
+        """
+        Args:
+            data: with the keys of evaluation.
+        """
+        self._data = data
 
     def frame(self, image: Image, size: int, epoch: int = 0, index: int = 0) -> Frame:
         """Return the centre of an `image`, the same in every epoch: see `Transform.frame`."""
@@ -187,16 +237,20 @@ class Evaluation(Transform):
         width = min(image.width, longest)
         top = round((image.height - height) / 2)
         left = round((image.width - width) / 2)
-        # The short side becomes `short` pixels, the other one keeps the aspect.
-        short = round(size / self._crop_fraction)
+        # The short side becomes `short` pixels. The other one keeps the aspect, or is made as long.
+        data = self._data
+        rounded = math.floor if data.crop_rounding == "down" else round
+        short = rounded(size / data.crop_fraction)
         shorter = min(height, width)
+        squashes = data.crop_mode == "squash"
         return Frame(
             box=Box(top, left, height, width),
-            height=short * height // shorter,
-            width=short * width // shorter,
+            height=short if squashes else short * height // shorter,
+            width=short if squashes else short * width // shorter,
             size=size,
             flip=False,
             exact=True,
+            interpolation=data.interpolation,
         )
 
 
@@ -205,8 +259,11 @@ def _operations(
     augment: str,
     count: int,
     magnitude: int,
+    severity: int = 3,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return torchvision's operations for data.augment; count and magnitude are RandAugment's."""
+    """Return torchvision's operations for data.augment; count and magnitude are RandAugment's,
+    severity is AugMix's.
+    """
     # Up to torchvision 0.15 the import warns that v2 may change. In today's versions v1 takes a
     # third longer.
     torchvision.disable_beta_transforms_warning()
@@ -216,11 +273,22 @@ def _operations(
         return v2.RandAugment(num_ops=count, magnitude=magnitude, fill=_GREY)
     if augment == "autoaugment":
         return v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET, fill=_GREY)
+    if augment == "augmix":
+        return v2.AugMix(severity=severity, fill=_GREY)
     return v2.TrivialAugmentWide(fill=_GREY)
 
 
-def _resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Resize uint8 [3, any, any] to uint8 [3, height, width], bilinear with antialiasing."""
+def _resize(
+    image: torch.Tensor,
+    height: int,
+    width: int,
+    interpolation: str,
+) -> torch.Tensor:
+    """Resize uint8 [3, any, any] to uint8 [3, height, width] with antialiasing.
+
+    The filters are Pillow's: a triangle for `bilinear`, for `bicubic` the cubic of Keys (1981) with
+    a = -0.5. Weights are rounded to 16 bits, Pillow's to 22.
+    """
     if image.shape[1:] == (height, width):
         return image
     # With these strides of a batch of one torch takes the short path; torch 2.0 misreads those of a
@@ -232,7 +300,7 @@ def _resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     resized = interpolate(
         batch,
         (height, width),
-        mode="bilinear",
+        mode=interpolation,
         align_corners=False,
         antialias=True,
     )

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from data import loader, mixing
+from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
 from data.prefetch import Prefetcher, sent
@@ -39,6 +40,7 @@ class ImageSettings(NamedTuple):
     data: section of the recipe.
     classes: number of classes.
     seed: of the run.
+    colours: by which the model normalises images.
     batch_statistics: whether the model normalises by statistics of a micro batch.
     size_of_epoch: pixels a side of training images, of an epoch counted from 0.
     """
@@ -46,6 +48,7 @@ class ImageSettings(NamedTuple):
     data: Data
     classes: int
     seed: int
+    colours: Colours
     batch_statistics: bool
     size_of_epoch: Callable[[int], int]
 
@@ -88,7 +91,7 @@ class Feed:
 
         Mixed ones lie between the integers.
         """
-        return torch.float32 if mixing.mixes(self._settings.data) else torch.uint8
+        return torch.float32 if self._settings.data.mixes else torch.uint8
 
     def start(
         self,
@@ -280,6 +283,7 @@ def training_batches(
         last_step=steps.stop,
         share=batch.shares[replica],
         device=device,
+        colours=settings.colours,
     )
 
 

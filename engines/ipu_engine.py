@@ -18,6 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 
 from common.errors import ConfigError
+from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
 from data.workers import begin_work
@@ -268,6 +269,7 @@ class IpuEngine(Engine):
             seed=recipe.run.seed,
             # A compiled program takes images of one size, as recipe/ipu/rules.py demands.
             size=training_image_size(recipe, 0),
+            colours=Colours(recipe.model.mean, recipe.model.std),
             instance=self._instance,
             instances=self.topology.world,
         )

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import Dataset
 
 from data import mixing
-from data.base import Source, UnreadableImage
+from data.augmentation import IMAGENET, Colours
+from data.base import Source, UnreadableImage, repeated
 from data.batches import MicroBatch
 from data.loader import EvaluationBatches, NotLeftOut, evaluation_share
 from data.transforms import Training
@@ -53,12 +54,13 @@ class _Place(NamedTuple):
     """The image at a position.
 
     row: within the step, over all instances.
+    showing: the epoch, or see `Request.showings`.
     image: its number in the source.
     """
 
     step: int
     row: int
-    epoch: int
+    showing: int
     image: int
 
 
@@ -97,6 +99,7 @@ class Positions(Dataset):
         *,
         seed: int,
         size: int,
+        colours: Colours = IMAGENET,
         instance: int = 0,
         instances: int = 1,
     ):
@@ -108,6 +111,7 @@ class Positions(Dataset):
             steps: of the run, from 0, whose images are read.
             seed: of the run.
             size: of the images, pixels a side.
+            colours: by which the model normalises images.
             instance: number of this process.
             instances: how many there are.
         """
@@ -120,7 +124,7 @@ class Positions(Dataset):
         self._share = batch.global_ // instances
         self._first = instance * self._share
         self._per_epoch = steps_per_epoch(len(source), batch.global_)
-        self._transform = Training(data, seed)
+        self._transform = Training(data, seed, colours)
         # The newest order of an epoch, and plan of a micro batch; neighbours in a run share them.
         self._order: Optional[_Order] = None
         self._plan: Optional[_Plan] = None
@@ -136,14 +140,14 @@ class Positions(Dataset):
         place = self._place(position)
         try:
             stream = self._source.open(place.image)
-            image = self._transform(stream, self._size, place.epoch, place.image)
+            image = self._transform(stream, self._size, place.showing, place.image)
             label = int(self._source.labels[place.image])
         except UnreadableImage:
             # The training process reports it: here it would be a worker's traceback.
             image = torch.zeros(3, self._size, self._size, dtype=torch.uint8)
             label = UNREADABLE
         labelled = (image, torch.tensor(label, dtype=torch.int32))
-        if not mixing.mixes(self._data):
+        if not self._data.mixes:
             return labelled
         number, row = divmod(place.row, self._batch.micro)
         return (*labelled, self._mixing(place.step, number)[row])
@@ -167,8 +171,11 @@ class Positions(Dataset):
         if order is None or order.epoch != epoch:
             order = _Order(epoch, self._source.order(self._seed, epoch))
             self._order = order
-        image = int(order.images[within * self._batch.global_ + row])
-        return _Place(step, row, epoch, image)
+        size = self._batch.global_
+        repeats = self._data.repeats
+        position, copy = repeated(within * size, size, repeats, row)
+        image = int(order.images[position])
+        return _Place(step, row, epoch * repeats + copy, image)
 
     def _mixing(self, step: int, number: int) -> torch.Tensor:
         """Return the plan of a step's micro batch, float32 [micro, 6]."""

@@ -19,7 +19,6 @@ import torch
 
 from common.errors import ConfigError
 from common.json_io import read_json
-from data import mixing
 from data.batches import MicroBatch
 from engines import cache, factory
 from engines.base import one_step
@@ -276,7 +275,7 @@ def _file(recipe: Recipe, sizes: Sequence[int], device: torch.device) -> Path:
     key += [
         sizes,
         sorted(training_image_sizes(recipe)),
-        mixing.mixes(recipe.data),
+        recipe.data.mixes,
         recipe.log.noise_scale,
         recipe.parallel.recompute,
         RESERVE,

@@ -9,6 +9,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 import torch
 
 from data import loader
+from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
 from engines import agreement, feed, graphs, model_part, noise_scale, state, tuning
@@ -222,7 +223,7 @@ class TorchEngine(Engine):
             self._model.draws,
             self.weights.gradients,
             loss_scale=self._loss_scale,
-            label_smoothing=recipe.data.label_smoothing,
+            data=recipe.data,
             listeners=self._listeners,
             check=self.processes.check,
             arm=self._arm,
@@ -575,6 +576,7 @@ def image_settings(recipe: Recipe) -> feed.ImageSettings:
         data=recipe.data,
         classes=recipe.model.classes,
         seed=recipe.run.seed,
+        colours=Colours(recipe.model.mean, recipe.model.std),
         batch_statistics=recipe.model.batch_statistics,
         size_of_epoch=functools.partial(training_image_size, recipe),
     )

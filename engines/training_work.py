@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Callable, Optional
 
 import torch
-from torch.nn import functional as F
 
+from engines import losses
 from engines.base import summable
 from engines.feed import Feed
 from engines.listeners import Listeners
@@ -14,6 +14,7 @@ from models.stochastic import Draws
 from optim.gradients import Gradients
 from optim.loss_scale import LossScale
 from parallel.work import Work
+from recipe.images import Data
 
 
 class TrainingWork(Work):
@@ -31,7 +32,7 @@ class TrainingWork(Work):
         gradients: Gradients,
         *,
         loss_scale: LossScale,
-        label_smoothing: float,
+        data: Data,
         listeners: Listeners,
         check: Callable[[], None],
         arm: Optional[Callable[[], None]],
@@ -42,7 +43,7 @@ class TrainingWork(Work):
             draws: of the model's random layers.
             gradients: in which micro batches are added up.
             loss_scale: factor on the loss.
-            label_smoothing: of the cross entropy.
+            data: section of the recipe, with the loss.
             listeners: that time spans.
             check: raises where the run must not go on.
             arm: called before the last backward pass of a step; None where no exchange overlaps it.
@@ -53,7 +54,7 @@ class TrainingWork(Work):
         self._draws = draws
         self._gradients = gradients
         self._loss_scale = loss_scale
-        self._label_smoothing = label_smoothing
+        self._data = data
         self._check = check
         self._arm = arm
         self._device = gradients.flat.device
@@ -74,7 +75,7 @@ class TrainingWork(Work):
         self._draws.micro_batch = micro_batch
 
     def loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy, times the loss scale.
+        """Return the mean loss, times the loss scale.
 
         An image that was left out counts as one with loss 0, so others keep their weight.
 
@@ -88,13 +89,7 @@ class TrainingWork(Work):
         labels, targets = self.feed.targets(number)
         # Padding comes last, and has no labels.
         logits = logits[: len(labels)].float()
-        losses = F.cross_entropy(
-            logits,
-            targets,
-            reduction="sum",
-            label_smoothing=self._label_smoothing,
-        )
-        loss = losses / self._rows
+        loss = losses.summed(self._data, logits, targets) / self._rows
         # Both stay on the device: to read them would be to wait.
         self.total += summable(loss.detach())
         self.correct += (logits.detach().argmax(1) == labels).sum()

@@ -74,7 +74,7 @@ def _single_images(recipe: Recipe) -> Iterator[str]:
         yield "model.norm batch takes statistics over a micro batch, but batch.micro is 1; raise it"
     if recipe.data.mixup:
         yield f"data.mixup {alone} data.mixup=0"
-    if recipe.data.cutmix is not None:
+    if recipe.data.cutmix:
         yield f"data.cutmix {alone} data.cutmix=null"
 
 

@@ -47,8 +47,8 @@ class Run(Section):
     """CPU threads of each rank, which change rounding; null: OMP_NUM_THREADS, or the host's cores
     over its ranks"""
     loss_limit: float = Field(10.0, gt=1)
-    """the run ends as diverged if three log lines in a row have a loss above this multiple of ln
-    classes (guessing)"""
+    """the run ends as diverged if three log lines in a row have a loss above this multiple of that
+    of guessing: ln classes, with data.loss=bce ln 2, times the classes where these are summed"""
 
     def faults(self) -> Iterator[str]:
         yield from exactly_one(self, ("epochs", "steps", "images"), required=True)

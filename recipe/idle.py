@@ -96,6 +96,25 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
     if data.augment != "randaugment":
         for key in ("randaugment_operations", "randaugment_magnitude"):
             yield Idle(f"data.{key}", "data.augment", "give data.augment=randaugment")
+    if data.augment != "augmix":
+        yield Idle("data.augmix_severity", "data.augment", "give data.augment=augmix")
+    if data.augment != "timm_randaugment":
+        remedy = "give data.augment=timm_randaugment"
+        yield Idle("data.timm_randaugment", "data.augment", remedy)
+    if not data.random_erasing:
+        for key in ("random_erasing_mode", "random_erasing_count"):
+            yield Idle(f"data.{key}", "data.random_erasing", "give data.random_erasing=0.25")
+    if not data.mixes:
+        yield Idle("data.mixing", "data.mixup", "give data.mixup or data.cutmix")
+    if data.mixing != "timm":
+        for key in ("mixing_switch", "mixing_probability"):
+            yield Idle(f"data.{key}", "data.mixing", "give data.mixing=timm")
+    elif not (data.mixup and data.cutmix):
+        missing = "cutmix" if data.mixup else "mixup"
+        yield Idle("data.mixing_switch", f"data.{missing}", f"give data.{missing}, too")
+    if data.loss != "bce":
+        for key in ("bce_threshold", "bce_reduction"):
+            yield Idle(f"data.{key}", "data.loss", "give data.loss=bce")
     yield from _of_model(recipe)
     yield from _of_exchange(recipe)
 

@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Iterator, List, Literal, Optional, Tuple
+from typing import Any, ClassVar, Dict, Iterator, List, Literal, Optional, Tuple
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common import credentials
 from common.errors import ConfigError, DataError
@@ -17,6 +17,9 @@ from recipe.section import PathText, check_pairs
 from recipe.torchvision_sets import SETS, SetName
 
 _UNKNOWN_CLASSES = 1000  # for a plan without images: a run needs data.root
+_DEFAULT_MIXING = "g16"
+# rand, then parts such as m9, n2, p0.5, mstd0.5, mmax10, inc1.
+_TIMM_RANDAUGMENT = r"^rand(-(m\d+|n[1-9]\d*|p[01](\.\d+)?|mstd\d+(\.\d+)?|mmax[1-9]\d*|inc[01]))*$"
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
 
 
@@ -42,23 +45,63 @@ class Data(Kind):
     crop_aspect: Tuple[float, float] = Field((0.75, 4 / 3), strict=False)
     """width over height of a crop"""
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
-    augment: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
-    """what else is done to each image after crop and flip"""
+    augment: Literal[
+        "none",
+        "randaugment",
+        "autoaugment",
+        "trivialaugment",
+        "augmix",
+        "three_augment",
+        "timm_randaugment",
+    ] = "none"
+    """what else is done to each image after crop and flip: a policy of torchvision, that of DeiT
+    III (three_augment: grey, solarised or blurred), or timm's RandAugment"""
     randaugment_operations: int = Field(2, ge=1, le=16)
     """operations that RandAugment strings together"""
     randaugment_magnitude: int = Field(
         9, ge=0, le=30, description="strength of RandAugment's operations (timm's m9: 27)"
     )
+    augmix_severity: int = Field(3, ge=1, le=10, description="strength of AugMix's operations")
+    timm_randaugment: str = Field("rand-m9-mstd0.5-inc1", pattern=_TIMM_RANDAUGMENT)
+    """timm's text for augment timm_randaugment (its --aa): magnitude m of 10, mstd its deviation, n
+    operations, each applied with probability p"""
+    color_jitter: float = Field(0.0, ge=0, le=1)
+    """strength of random brightness, contrast and saturation after augment (timm's --color-jitter);
+    0 is off"""
+    random_erasing: float = Field(0.0, ge=0, le=1)
+    """probability that random rectangles of an image are erased (timm's reprob)"""
+    random_erasing_mode: Literal["const", "pixel"] = "const"
+    """rectangles are filled with the model's mean (const), or with noise (pixel): timm's remode"""
+    random_erasing_count: int = Field(1, ge=1, le=16)
+    """most rectangles of an image, which share the area (timm's recount)"""
+    mixing: Optional[Literal["g16", "timm"]] = None
+    """rule of mixup and cutmix: g16 is that of the published G16 recipe, where both may happen to
+    an image; timm draws one of the two, and one share, for a micro batch; null: g16"""
     mixup: float = Field(0.0, ge=0, le=100)
     """alpha of mixup's Beta distribution, with the image before it in the micro batch; 0 is off"""
-    cutmix: Optional[float] = Field(None, ge=0.62, le=1)
-    """cutmix as the G16 recipe writes it (0.85), not timm's alpha; smaller is stronger: on average
-    0.62 replaces 23 % of the pixels, 0.85 15 %, 1 only 9 %; null is off"""
+    cutmix: Optional[float] = Field(None, ge=0, le=100)
+    """mixing timm: alpha of cutmix's Beta distribution, stronger the larger it is (timm's --cutmix
+    1); mixing g16: 0.62 to 1 as the G16 recipe writes it (0.85), where smaller is stronger: on
+    average 0.62 replaces 23 % of the pixels, 0.85 15 %, 1 only 9 %; null is off"""
+    mixing_switch: float = Field(0.5, ge=0, le=1)
+    """mixing timm with mixup and cutmix: probability that a micro batch gets cutmix"""
+    mixing_probability: float = Field(1.0, ge=0, le=1)
+    """mixing timm: probability that a micro batch is mixed at all"""
     image_sizes: Optional[List[List[int]]] = None
     """[first epoch, pixels] pairs of training sizes, e.g. [[0, 252], [300, 380]]; null, and
     evaluation: image_size"""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """how crops are resized, with antialiasing, in training and evaluation; DALI: bilinear only"""
     crop_fraction: float = Field(0.875, gt=0, le=1)
     """evaluation resizes the short side to image_size / crop_fraction, then crops the centre"""
+    crop_mode: Literal["center", "squash"] = "center"
+    """evaluation resizes the short side and keeps the aspect (center), or makes both sides as long
+    (squash, as timm does for some models)"""
+    crop_rounding: Literal["nearest", "down"] = "nearest"
+    """how image_size / crop_fraction becomes whole pixels; timm rounds down"""
+    repeats: int = Field(1, ge=1, le=64)
+    """times that each image is shown within a step, with other draws each time; an epoch has as many
+    steps as without, and shows one image in so many"""
     bad_images: Literal["error", "skip"] = "error"
     """an unreadable image: error stops the run, skip leaves the image out and counts it"""
     changed_images: Literal["error", "accept"] = "error"
@@ -66,6 +109,14 @@ class Data(Kind):
     other classes are always an error"""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """share of the target spread evenly over all classes"""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """training loss: softmax cross entropy, or a binary cross entropy for each class, as timm's
+    recipes A1 and A2 have it; not on IPUs; evaluation reports the cross entropy"""
+    bce_threshold: Optional[float] = Field(None, ge=0, lt=1)
+    """loss bce: targets above this count as 1, others as 0, after mixing and smoothing; null: as
+    they are (timm's bce_target_thresh)"""
+    bce_reduction: Literal["mean", "sum"] = "mean"
+    """loss bce: mean over classes, or their sum (timm's bce_sum)"""
 
     @field_validator("crop_area", "crop_aspect")
     @classmethod
@@ -80,9 +131,39 @@ class Data(Kind):
         return value
 
     def faults(self) -> Iterator[str]:
-        """Yield the fault of a reader of files where images are no files."""
+        """Yield faults of a reader that cannot make these images."""
         if self.reader == "dali" and not self.files:
             yield f"reader dali reads files, but source is {self.source}; use reader torch"
+        # DALI keeps fractions between its two passes, where Pillow and torch clip to a byte: beside
+        # hard edges a cubic filter's overshoot would differ by many levels.
+        if self.reader == "dali" and self.interpolation != "bilinear":
+            yield f"reader dali resizes bilinear only, not {self.interpolation}; use reader torch"
+        yield from self._faults_of_cutmix()
+
+    def _faults_of_cutmix(self) -> Iterator[str]:
+        """Yield faults of a cutmix that another program's users would take for something else."""
+        cutmix = self.cutmix
+        if cutmix is None or self.mixing == "timm":
+            return
+        if not 0.62 <= cutmix <= 1:
+            rule = "with mixing g16 it is 0.62 to 1, or null, and smaller is stronger"
+            yield f"cutmix {cutmix:g}: {rule}; use mixing timm for the alpha of a Beta distribution"
+        # By the published rule 1 is the weakest cutmix, elsewhere the usual one.
+        if cutmix == 1 and self.mixing is None:
+            weakest = "with mixing g16 that is the weakest, with mixing timm Beta(1, 1)"
+            yield f"cutmix 1: {weakest}; say which by data.mixing=g16 or data.mixing=timm"
+
+    @model_validator(mode="after")
+    def _name_mixing(self) -> "Data":
+        """Replace null by the rule that it stands for, once `faults` has seen that nobody said it."""
+        if self.mixing is None:
+            # Sections are frozen, also for their validators.
+            object.__setattr__(self, "mixing", _DEFAULT_MIXING)
+        return self
+
+    def defaults(self) -> Dict[str, Any]:
+        """Return the defaults, with the rule of mixing in the place of null."""
+        return {**super().defaults(), "mixing": _DEFAULT_MIXING}
 
     @field_validator("image_sizes")
     @classmethod
@@ -103,6 +184,11 @@ class Data(Kind):
     def possible_classes(self) -> range:
         """Numbers of classes that a model of these images may have."""
         return range(2, 2**31)
+
+    @property
+    def mixes(self) -> bool:
+        """True where images of a micro batch are mixed with each other."""
+        return bool(self.mixup) or bool(self.cutmix)
 
     @property
     def place(self) -> str:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from common.errors import ConfigError
 from common.files import expanded
 from common.yaml_text import Dumper, parse_yaml, read_yaml
-from recipe import idle, suggestions, timm_weights
+from recipe import idle, suggestions, timm_models, timm_weights
 from recipe.config import ALTERNATIVES, SECTIONS, Recipe
 from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
@@ -62,6 +62,31 @@ def load(path: str | Path, overrides: Sequence[str] = (), used: Container[str] =
     layering = _Layering(layers, overrides)
     recipe = layering.recipe(default=str(path))
     layering.check_effects(recipe, named, used)
+    return recipe
+
+
+def of_weights(init_from: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe by which weights of timm are scored: their model, and images as timm
+    prepares them.
+
+    Args:
+        init_from: `timm:NAME` or `timm:NAME:FILE`.
+        overrides: texts such as "data.root=/imagenet".
+
+    Raises:
+        ConfigError: timm has no such model, or an override is wrong or has no effect.
+    """
+    weights = timm_weights.parse(init_from)
+    assert weights is not None, init_from
+    model: Dict[str, Any] = {"init_from": init_from}
+    scoring = timm_models.scoring(weights.name)
+    if scoring is not None and scoring.classes > 0:  # some weights have no classifier
+        model["classes"] = scoring.classes
+    # Nothing is trained, but every recipe has a length and a rate.
+    layer = _Layer(init_from, {"run": {"epochs": 1}, "model": model, "schedule": {"peak": 0.1}})
+    layering = _Layering([layer], overrides)
+    recipe = layering.recipe(default=init_from)
+    layering.check_effects(recipe, named=1)
     return recipe
 
 
@@ -235,6 +260,8 @@ def _mapping(layer: Any, place: str) -> Dict[str, Any]:
 
 def _merge(merged: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:
     """Lay the sections of a layer over those of `merged`. Raises ConfigError."""
+    _unset_training_sizes(merged, layer)
+    layer = _with_images_of_weights(layer)
     for section, content in layer.items():
         if section not in merged:
             raise ConfigError(f"{section}: unknown key{suggestions.for_unknown(section)}")
@@ -258,6 +285,42 @@ def _merge(merged: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:
                 key: value for key, value in merged[section].items() if key in common
             }
         merged[section].update(laid)
+
+
+def _with_images_of_weights(layer: Dict[str, Any]) -> Dict[str, Any]:
+    """Return a layer with the keys of images that the weights which it names stand for.
+
+    Keys that the layer gives itself win.
+    """
+    model = layer.get("model")
+    # A run's config.yaml has all keys: one that it lacks is younger than the run.
+    if not isinstance(model, dict) or idle.is_resolved(layer):
+        return layer
+    weights = timm_weights.parse(model.get("init_from"))
+    if weights is None:
+        return layer
+    laid = dict(layer)
+    for section, keys in timm_weights.image_keys(weights.name).items():
+        given = layer.get(section) or {}
+        if not isinstance(given, dict):
+            continue  # which is refused below
+        if section == "data" and model.get("image_size") is not None:
+            keys = {**keys, "image_sizes": None}  # one size for all: the given one
+        laid[section] = {**keys, **given}
+    return laid
+
+
+def _unset_training_sizes(lower: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:
+    """Remove the training size of timm's weights from `lower` where `layer` gives model.image_size,
+    which is then the size of training, too.
+    """
+    model = layer.get("model")
+    if not isinstance(model, dict) or model.get("image_size") is None:
+        return
+    weights = timm_weights.parse(lower["model"].get("init_from"))
+    sizes = lower["data"].get("image_sizes")
+    if weights and sizes and sizes == timm_weights.training_sizes(weights.name):
+        del lower["data"]["image_sizes"]
 
 
 def _unset_alternatives(lower: Dict[str, Any], section: str, content: Dict[str, Any]) -> None:

@@ -1,14 +1,15 @@
 """Any model of timm by its name: what a recipe must know of it before the run begins.
 
-This is the one file here that loads timm, and only for a recipe that names such a model: nothing
-else knows whether a model has batch normalisation, or for which pixels it was made.
+This is the one file here that loads timm, and only for a recipe that names such a model or its
+weights: nothing else knows whether a model has batch normalisation, or for which pixels it was
+made.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from typing import Any, Dict, NamedTuple, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from common.errors import ConfigError
 from common.text import either
@@ -35,6 +36,25 @@ class Architecture(NamedTuple):
     has_batch_norm: bool
     norm_momentum: float
     classifier: str
+
+
+class Scoring(NamedTuple):
+    """How timm prepares images to score pretrained weights.
+
+    train_size: pixels a side that the weights were trained at.
+    test_size: pixels a side that they are scored at.
+    interpolation: `bilinear` or `bicubic`.
+    crop_fraction: share of the resized image's side that is shown.
+    crop_mode: `center` or `squash`.
+    classes: that the weights tell apart.
+    """
+
+    train_size: int
+    test_size: int
+    interpolation: str
+    crop_fraction: float
+    crop_mode: str
+    classes: int
 
 
 def is_known(name: str) -> bool:
@@ -88,6 +108,54 @@ def keys(name: str) -> Dict[str, Any]:
         "std": known.std,
         "norm_momentum": known.norm_momentum,
     }
+
+
+@functools.lru_cache(maxsize=None)
+def scoring(name: str) -> Optional[Scoring]:
+    """Return how timm scores its weights `name`, e.g. `resnet50.a1_in1k`.
+
+    Source: the pretrained configuration in timm's code, read as timm's validate.py does, which
+    prefers the sizes for tests.
+
+    Args:
+        name: of a model, with or without the tag of its weights; also one that timm has renamed.
+
+    Returns:
+        None where timm has no configuration of these weights.
+
+    Raises:
+        ConfigError: timm prepares images in a way that is not made here.
+    """
+    import timm
+
+    current = timm.models.get_deprecated_models().get(name) or name
+    # Asked for by its default tag too: that is what timm itself then takes.
+    architecture, _, tag = current.partition(".")
+    try:
+        configuration = timm.get_pretrained_cfg(current if tag else architecture)
+    except RuntimeError:  # a tag that timm does not have
+        return None
+    if configuration is None:
+        return None
+    train_height, train_width = configuration.input_size[1:]
+    test_height, test_width = (configuration.test_input_size or configuration.input_size)[1:]
+    if train_height != train_width or test_height != test_width:
+        raise ConfigError(f"model.init_from: timm's {name} takes images that are not square")
+    for key, value, known in (
+        ("interpolation", configuration.interpolation, ("bilinear", "bicubic")),
+        ("crop_mode", configuration.crop_mode, ("center", "squash")),
+    ):
+        if value not in known:
+            made = either(list(known))
+            raise ConfigError(f"model.init_from: timm's {name} has {key} {value}, not {made}")
+    return Scoring(
+        train_size=train_height,
+        test_size=test_height,
+        interpolation=configuration.interpolation,
+        crop_fraction=configuration.test_crop_pct or configuration.crop_pct,
+        crop_mode=configuration.crop_mode,
+        classes=configuration.num_classes,
+    )
 
 
 def _meant(name: str) -> str:

@@ -1,14 +1,15 @@
 """timm's pretrained weights: `model.init_from: timm:NAME` or `timm:NAME:FILE`, and the keys that the
-name sets, as padding and epsilon are not in a file of weights.
+name sets, as padding, epsilon and the size of images are not in a file of weights.
 
 EfficientNet-B0 to B7 are models of our own family, all others those of `model.name: timm`.
 """
 
 import re
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from common import files
 from recipe import timm_models
+from recipe.section import Section, as_yaml
 
 _PREFIX = "timm:"
 _ANY = "timm"  # `model.name` of any model of timm
@@ -36,6 +37,72 @@ def parse(init_from: Optional[str]) -> Optional[TimmWeights]:
         return None
     name, _, file = init_from[len(_PREFIX) :].partition(":")
     return TimmWeights(name, file or None)
+
+
+def image_keys(name: str) -> Dict[str, Dict[str, Any]]:
+    """Return the keys with which images are those that timm scores its weights by.
+
+    Args:
+        name: of weights, `resnet50.a1_in1k`.
+
+    Returns:
+        Keys of the sections `model` and `data`; none for weights that timm has no configuration of.
+
+    Raises:
+        ConfigError: timm prepares these images in a way that is not made here.
+    """
+    scoring = timm_models.scoring(name)
+    if scoring is None:
+        return {}
+    data = {
+        "interpolation": scoring.interpolation,
+        "crop_fraction": scoring.crop_fraction,
+        "crop_mode": scoring.crop_mode,
+        "crop_rounding": "down",
+        "image_sizes": training_sizes(name),
+    }
+    return {"model": {"image_size": scoring.test_size}, "data": data}
+
+
+def training_sizes(name: str) -> Optional[List[List[int]]]:
+    """Return `data.image_sizes` of weights `name`; None where timm scores them at the size that
+    they were trained at, or does not know them.
+    """
+    scoring = timm_models.scoring(name)
+    if scoring is None or scoring.train_size == scoring.test_size:
+        return None
+    return [[0, scoring.train_size]]
+
+
+def preparation(model: Section, data: Section) -> Optional[str]:
+    """Return a line about how images are prepared for weights of timm: the keys that have timm's
+    values, and those that have others.
+
+    Args:
+        model: section of the recipe, with `init_from`.
+        data: section of the recipe.
+
+    Returns:
+        None for other weights, and for those that timm has no configuration of.
+    """
+    values = {"model": model.model_dump(mode="json"), "data": data.model_dump(mode="json")}
+    weights = parse(values["model"]["init_from"])
+    if weights is None:
+        return None
+    taken = []
+    given = []
+    for section, keys in image_keys(weights.name).items():
+        for key, theirs in keys.items():
+            ours = values[section][key]
+            if ours == theirs:
+                if ours is not None:
+                    taken.append(f"{section}.{key}={as_yaml(ours)}")
+            else:
+                given.append(f"{section}.{key}={as_yaml(ours)} (timm: {as_yaml(theirs)})")
+    if not taken and not given:
+        return None
+    line = f"images as timm's {weights.name}: {', '.join(taken) or 'no key'}"
+    return f"{line}; given: {', '.join(given)}" if given else line
 
 
 def expanded(init_from: str) -> str:

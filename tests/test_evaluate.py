@@ -6,7 +6,11 @@ import re
 
 import pytest
 import safetensors.torch
+import timm
+import torch
 from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from torch.nn import functional as F
 
 import evaluate
 import train
@@ -14,6 +18,7 @@ from data.digits import DigitsSource
 from engines.torch_engine import TorchEngine
 from tests.conftest import QUICKSTART, TINY
 from tests.data.test_decode import png
+from tests.pictures import write_pictures
 from training.checkpoint import load
 
 DONE, WRONG_INPUT = 0, 2
@@ -160,6 +165,31 @@ def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, t
     assert code == DONE and "does not name its classes" in lines[0] and f"top1 {end['top1']:.2%}" in lines[1]
     safetensors.torch.save_file(content["engine"]["weights"], path, {"recipe": content["recipe"]})
     assert command("--checkpoint", path, *out)[1][:2] == lines[:2]
+
+
+def test_weights_of_timm_are_scored_by_their_name_as_timm_scores_them(command, tmp_path):
+    """Against timm's model on the images of timm's own transform. A pixel may differ by a level, the loss by little."""
+    weights = "resnet10t.c3_in1k"
+    folder = write_pictures(tmp_path / "images", "abcde", size=100, val=3)
+    torch.manual_seed(0)
+    theirs = timm.create_model("resnet10t", num_classes=5).eval()
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    name = f"timm:{weights}:{tmp_path / 'weights.pth'}"
+    given = (f"data.root={folder}", "model.classes=5", "data.workers=0")
+    code, lines, errors = command("--checkpoint", name, "--output", tmp_path / "scores", *given)
+    assert (code, errors) == (DONE, [])
+    assert lines[0].startswith(f"images as timm's {weights}: model.image_size=224, data.interpolation=bicubic, ")
+    found = json.loads((tmp_path / "scores" / "scores.json").read_text())
+
+    keys = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(weights).to_dict(), use_test_size=True)
+    transform = create_transform(**keys, is_training=False)
+    files = sorted((folder / "val").glob("*/*.png"))
+    images = torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
+    labels = torch.arange(5).repeat_interleave(3)
+    with torch.no_grad():
+        expected = F.cross_entropy(theirs(images), labels).item()
+    assert found["images"] == 15
+    assert found["loss"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(

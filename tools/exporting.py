@@ -215,6 +215,9 @@ def _metadata(stored: StoredWeights, recipe: Recipe, names: Sequence[str]) -> di
         "mean": json.dumps(recipe.model.mean),
         "std": json.dumps(recipe.model.std),
         "crop_fraction": json.dumps(recipe.data.crop_fraction),
+        "crop_mode": json.dumps(recipe.data.crop_mode),
+        "crop_rounding": json.dumps(recipe.data.crop_rounding),
+        "interpolation": json.dumps(recipe.data.interpolation),
     }
     if names:
         texts["classes"] = json.dumps(list(names))

@@ -7,7 +7,6 @@ undisturbed one.
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from common import cores, progress
 from common.errors import DataError
 from common.text import count, duration
 from data.batches import MicroBatch
+from engines import losses
 from engines.base import AVERAGES, Diverged, Engine, StepResult
 from optim import schedule
 from parallel.generations import Regroup
@@ -362,10 +362,9 @@ class Trainer:
 
     def _check_loss(self, loss: float, done: int) -> None:
         """Raise TrainingError where the loss was above run.loss_limit in some lines in a row."""
-        # Guessing has a loss of ln classes. Written so that a loss of NaN does not count, which
-        # max_skipped_steps is for.
+        # Written so that a loss of NaN does not count, which max_skipped_steps is for.
         times = self.recipe.run.loss_limit
-        limit = times * math.log(self.recipe.model.classes)
+        limit = times * losses.of_guessing(self.recipe.data, self.recipe.model.classes)
         progression = self.progression
         if not loss > limit:
             progression.lines_above_limit = 0

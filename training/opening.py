@@ -7,6 +7,7 @@ from typing import List
 
 from common.text import count, duration
 from models import shapes
+from recipe import timm_weights
 from recipe.batch import Lengths, output_folder, unusual_peak
 from recipe.config import Recipe
 from recipe.division import Batch
@@ -36,16 +37,34 @@ def lines(
     blocks = shapes.blocks(model, model.image_size)
     parameters = sum(block.parameters for block in blocks.values())
     classes = count(model.classes, "class", "classes")
+    repeats = recipe.data.repeats
+    preparation = timm_weights.preparation(model, recipe.data)
     described = [
         f"run {recipe.run.name} in {output_folder(recipe)}, on {device}",
         f"{model.describe()}: {parameters:,} parameters, {model.image_size} px",
         f"{images.training_images:,} training and {images.validation_images:,} validation images "
         f"of {classes} ({recipe.data.source})",
+        *([preparation] if preparation else []),
+        *([_repeated(repeats, lengths.steps_per_epoch * batch.global_)] if repeats > 1 else []),
         batch.describe(),
         lengths.describe(),
     ]
     unusual = unusual_peak(recipe)
     return [*described, unusual] if unusual else described
+
+
+def _repeated(repeats: int, images: int) -> str:
+    """Return the line about repeated augmentation.
+
+    Args:
+        repeats: times that each image is shown.
+        images: of the steps of an epoch, with repetitions.
+    """
+    shown = -(-images // repeats)
+    return (
+        f"data.repeats={repeats}: an epoch shows {shown:,} images {repeats} times each, in as many "
+        "steps as without repetitions"
+    )
 
 
 def finished(output: str, event: dict) -> str:

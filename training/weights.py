@@ -96,11 +96,16 @@ def opened(
         which: see `read`. None: in files of other programs, those that `model.init_weights` of
             `config` names.
         best: see `read`.
-        config: see `recipe_of`.
+        config: see `recipe_of`. Weights of timm, whose name stands for a model, need none.
         overrides: see `recipe_of`.
     """
     # The recipe is known only once the file is read, and may name averages in it: then read again.
     stored = read(path, which, best)
+    if timm_weights.parse(path) is not None and not config:
+        recipe = loading.of_weights(path, overrides)
+        note = timm_weights.preparation(recipe.model, recipe.data)
+        notes = (*stored.notes, note) if note else stored.notes
+        return stored._replace(notes=notes), recipe
     recipe = recipe_of(stored, config, overrides)
     if which is None and stored.recipe is None and recipe.model.init_weights == EMA:
         stored = read(path, EMA, best)

@@ -45,6 +45,11 @@ _ALLOWED = (
     ("exchange.order", ("fast",), "PopART decides in which order gradients are added"),
     ("batch.schedule", (None,), "the accumulation is compiled into the program"),
     ("data.bad_images", ("error",), "a compiled program takes whole micro batches only"),
+    (
+        "data.loss",
+        ("cross_entropy",),
+        "the binary cross entropy was never compiled by PopTorch here",
+    ),
     ("data.reader", ("torch",), "PopTorch's loader reads by worker processes of its own"),
     ("precision.compute", ("float16", "float32", "auto"), "the IPU has float16 and float32 only"),
     (
@@ -197,7 +202,7 @@ def _check_pipeline(recipe: Recipe, batch: Batch) -> None:
     if batch.accumulation >= needed:
         return
     # The largest micro batch that leaves enough of them, else a larger global batch.
-    least = 2 if recipe.data.mixup or recipe.data.cutmix is not None else 1  # mixing needs partners
+    least = 2 if recipe.data.mixes else 1  # mixing needs partners
     images = batch.global_ // replicas
     micros = [
         micro

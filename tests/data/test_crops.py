@@ -40,18 +40,22 @@ def cropped(images, transform, size):
     return out[:COUNT].flip(0)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("layout", ["first", "last", "part"])
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
-def test_every_pixel_is_torchs(kind, layout):
+def test_every_pixel_is_torchs(kind, layout, interpolation):
     """Larger and smaller than before, by whole and by broken factors, mirrored or not."""
     draws = random.Random(f"{kind} {layout}")
-    data = Data(source="digits", crop_area=(0.08, 1.0), crop_aspect=(0.5, 2.0))
+    keys = {"source": "digits", "interpolation": interpolation}
+    data = Data(**keys, crop_area=(0.08, 1.0), crop_aspect=(0.5, 2.0))
     sizes = [(28, 28, 16), (28, 28, 28), (8, 8, 32), (32, 32, 32), (200, 160, 2), (2, 3, 64)]
     sizes += [tuple(draws.randint(2, most) for most in (150, 150, 100)) for _ in range(40)]
     mirrored = 0
     for height, width, size in sizes:
         images = pictures(height, width, layout)
-        transform = Training(data, seed=size) if kind == "training" else Evaluation(draws.uniform(0.3, 1))
+        transform = Training(data, seed=size)
+        if kind == "evaluation":
+            transform = Evaluation(Data(**keys, crop_fraction=draws.uniform(0.3, 1)))
         theirs = torch.stack([transform(Pixels(image), size, 5, index) for index, image in enumerate(images)])
         assert torch.equal(cropped(images, transform, size), theirs), (height, width, size)
         mirrored += sum(transform.frame(Pixels(images[0]), size, 5, index).flip for index in range(COUNT))
@@ -62,7 +66,7 @@ def test_every_pixel_is_torchs(kind, layout):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_reader_gives_the_same_micro_batch_with_and_without_the_function(monkeypatch, training, augment):
     data = Data(source="digits", augment=augment)
-    transform = Training(data, seed=3) if training else Evaluation(data.crop_fraction)
+    transform = Training(data, seed=3) if training else Evaluation(data)
     source = DigitsSource("train")
     request = Request(step=2, epoch=1, number=5, image_size=20, indices=[700, 3, 5])
     at_once = Reader(source, 4, transform)[request]

@@ -125,7 +125,7 @@ def test_crops_are_those_of_the_other_reader_but_for_rounding(album, size):
 def test_centres_are_those_of_the_other_reader_but_for_rounding(shape):
     """The square is cut out of the resized box, so its edges are not the box's."""
     source = Album(4, **shape)
-    found = differences(by_dali(source, Evaluation(0.875), 64), by_torch(source, Evaluation(0.875), 64))
+    found = differences(by_dali(source, Evaluation(Data()), 64), by_torch(source, Evaluation(Data()), 64))
     assert found.max() <= 1
 
 
@@ -191,7 +191,7 @@ def test_without_dali_the_error_names_the_package_and_the_other_reader(album, mo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="decodes on a CUDA device")
-@pytest.mark.parametrize("transform", [Exact(section(), 3), Evaluation(0.875)], ids=["training", "evaluation"])
+@pytest.mark.parametrize("transform", [Exact(section(), 3), Evaluation(Data())], ids=["training", "evaluation"])
 def test_a_gpu_makes_about_the_same_pixels(mixed, transform):
     """nvJPEG repeats colours where libjpeg-turbo interpolates them. A missed flip is far more."""
     images, expected = by_dali(mixed, transform, device=torch.device("cuda")), by_torch(mixed, transform)

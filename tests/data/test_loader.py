@@ -181,7 +181,7 @@ def test_evaluation_shows_every_image_once_in_order_as_often_as_asked(workers):
     assert [index for batch in found for index in batch.indices.tolist()] == [*range(50), *[-1] * 6]
     images = torch.cat([batch.images for batch in found])
     for index in range(50):
-        assert torch.equal(images[index], Evaluation(0.875)(source.open(index), SIZE, 0, index))
+        assert torch.equal(images[index], Evaluation(Data())(source.open(index), SIZE, 0, index))
     assert found[-1].valid == 2 and found[-1].labels.tolist() == [0, 1] + [0] * 6
     assert not images[50:].any()
     batches.close()

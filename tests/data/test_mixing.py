@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from timm.data import auto_augment
+from timm.data import Mixup, auto_augment
 
 from data.mixing import draw, mix_images, mix_targets
 from data.transforms import _operations
@@ -92,7 +92,7 @@ def test_cutmix_keeps_what_the_published_rule_keeps(cutmix):
     """With a = e^-4: P(none) = 1.55 c - 0.96, and else P(lambda <= x) = (e^(4 x - 4) - a) / (1 - a), of mean
     1 + (5 a - 1) / (1 - a) / 4. On 10^5 pixels a side rounding is nothing. Kolmogorov's distance exceeds 2.2 /
     sqrt(n) once in 8000 samples."""
-    plans = [plan_of(Data(cutmix=cutmix), step, height=100_000, width=100_000) for step in range(MANY)]
+    plans = [plan_of(Data(mixing="g16", cutmix=cutmix), step, height=100_000, width=100_000) for step in range(MANY)]
     kept = np.array([plan.kept for plan in plans])
     none = 1.55 * cutmix - 0.96
     assert abs((kept == 1).mean() - none) < 5 * math.sqrt(none * (1 - none) / MANY) + 1e-9
@@ -135,6 +135,78 @@ def test_draws_depend_on_seed_step_and_micro_batch_alone_and_never_change():
         assert plan_of(BOTH, step, valid=3).share.tolist() == [*both.share[:3].tolist(), 1]
 
 
+TIMM = {"mixing": "timm", "mixup": 0.8, "cutmix": 1.0}
+
+
+def timms(count, **keys):
+    """timm's own share of `count` batches of two images of 60 x 90: an independent sample."""
+    np.random.seed(0)
+    options = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.0, "num_classes": 2, **keys}
+    theirs = Mixup(**options)
+    shares = []
+    labels = torch.tensor([0, 1])
+    for _ in range(count):
+        images = torch.stack([torch.zeros(1, 60, 90), torch.ones(1, 60, 90)])
+        shares.append(theirs(images, labels)[1][0, 0].item())
+    return np.array(shares)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"mixing_switch": 0.2, "mixing_probability": 0.7}, {"switch_prob": 0.2, "prob": 0.7}),
+        ({"mixup": 0.0, "cutmix": 0.5}, {"mixup_alpha": 0.0, "cutmix_alpha": 0.5}),
+        ({"cutmix": None}, {"cutmix_alpha": 0.0}),
+    ],
+    ids=["both", "rarer", "cutmix", "mixup"],
+)
+def test_shares_are_distributed_as_timms(ours, theirs):
+    """Each class's share of the target, after the box was cut off at the border: Kolmogorov's distance of two samples
+    of 4,000 exceeds 2.2 sqrt(2 / n) once in 8,000 pairs; and that nothing is mixed is as likely (five errors)."""
+    data = Data(**{**TIMM, **ours})
+    plans = [plan_of(data, step, rows=2, height=60, width=90) for step in range(MANY)]
+    targets = [mix_targets(torch.tensor([0, 1]), plan, 2)[0, 0].item() for plan in plans]
+    expected = timms(MANY, **theirs)
+    found = np.sort(np.array(targets))
+    levels = np.unique(np.concatenate([found, np.sort(expected)])) + 1e-6
+    distance = np.abs(np.searchsorted(found, levels) - np.searchsorted(np.sort(expected), levels)).max() / MANY
+    assert distance < 2.2 * math.sqrt(2 / MANY)
+    unmixed = [(values > 1 - 1e-6).mean() for values in (np.array(targets), expected)]
+    assert abs(unmixed[0] - unmixed[1]) < 5 * math.sqrt(2 * 0.25 / MANY)
+
+
+def test_a_micro_batch_has_one_share_and_either_mixup_or_cutmix():
+    cut = 0
+    for step in range(200):
+        plan = plan_of(Data(**TIMM), step, rows=5, valid=4, height=60, width=90)
+        shares = set(plan.share[:4].tolist())
+        assert len(shares) == 1 and plan.share[4] == 1
+        assert shares == {1.0} or plan.box == (0, 0, 0, 0)
+        cut += plan.box[2] > 0
+    assert 60 < cut < 140, "half of them, but for boxes without a pixel"
+
+
+@pytest.mark.parametrize("valid", [1, 2, 3, 5])
+def test_pixels_and_targets_of_timms_rule_agree(valid):
+    """Targets are the shares of images in a row's pixels: see the first test of this file."""
+    for step in range(8):
+        plan = plan_of(Data(**TIMM), step, rows=5, valid=valid)
+        shares = plan.share.double().numpy()
+        expected = mixed_by_the_row(pictures(5).numpy(), shares, plan.box, valid)
+        np.testing.assert_allclose(mix_images(pictures(5), plan).numpy(), expected, rtol=0, atol=4.6e-5)
+        colours = np.eye(5)[:, :, None, None] * np.ones((9, 7))
+        expected = mixed_by_the_row(colours, shares, plan.box, valid).mean((2, 3))
+        np.testing.assert_allclose(mix_targets(torch.arange(5), plan, 5).numpy(), expected, rtol=0, atol=1e-6)
+
+
+def test_null_is_the_published_rule():
+    for step in range(20):
+        named, null = plan_of(Data(mixing="g16", mixup=0.2, cutmix=0.85), step), plan_of(BOTH, step)
+        assert named.share.tolist() == null.share.tolist() and named.box == null.box
+    assert Data().mixing == "g16"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mixes on a CUDA device")
 def test_a_gpu_mixes_the_same_without_waiting():
@@ -157,11 +229,12 @@ def test_the_docs_give_the_share_of_pixels_that_cutmix_replaces():
     """Smaller is stronger, which no other program's key is. The mean of 4,000 boxes is exact to a percent."""
     text = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
     said = re.search(
-        r"`0.62` replaces (\d+) % of\s+the pixels on average, `0.85` (\d+) %, and `1`, the weakest, (\d+) %", text
+        r"`0.62` replaces (\d+) % of the pixels on average, `0.85` (\d+) %, and `1`, the weakest, (\d+) %", text
     )
     described = Data.fields()["cutmix"].description
     for cutmix, percent in zip((0.62, 0.85, 1.0), map(int, said.groups())):
-        plans = [plan_of(Data(cutmix=cutmix), step, height=100_000, width=100_000) for step in range(MANY)]
+        data = Data(mixing="g16", cutmix=cutmix)
+        plans = [plan_of(data, step, height=100_000, width=100_000) for step in range(MANY)]
         replaced = np.mean([1 - plan.kept for plan in plans])
         assert abs(100 * replaced - percent) < 1
         assert f"{percent} %" in described

@@ -82,17 +82,19 @@ def test_flips_come_at_their_rate(rate):
     assert abs(np.mean(flips) - rate) <= (0.032 if rate == 0.3 else 0)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["planes", "interleaved"])
 @pytest.mark.parametrize(("size", "height", "width"), [(32, 8, 8), (64, 150, 200), (380, 333, 500)])
-def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, width, interleaved):
+def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, width, interleaved, interpolation):
     """Both compute in 8-bit steps, horizontally and then vertically, with weights of their own rounding: one
     level for each pass at most, and hardly any on average. Decoded JPEGs are interleaved."""
     image, flips = picture(height, width, interleaved), set()
-    data = Data(crop_area=(0.3, 0.9))
+    data = Data(crop_area=(0.3, 0.9), interpolation=interpolation)
+    theirs = Image.Resampling[interpolation.upper()]
     for index in range(6):
         box, flip = framed(data, 0, 5, index, height, width)
         crop = Pixels(image).pixels(box).permute(1, 2, 0).numpy().copy()
-        expected = np.array(Image.fromarray(crop).resize((size, size), Image.BILINEAR))
+        expected = np.array(Image.fromarray(crop).resize((size, size), theirs))
         actual = Training(data, 0)(Pixels(image), size, 5, index)
         assert (actual.dtype, actual.shape) == (torch.uint8, (3, size, size))
         difference = np.abs(actual.permute(1, 2, 0).numpy().astype(int) - (expected[:, ::-1] if flip else expected))
@@ -109,13 +111,18 @@ def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, wid
         ("randaugment", "RandAugment", {}),
         ("autoaugment", "AutoAugment", {}),
         ("trivialaugment", "TrivialAugmentWide", {}),
+        ("augmix", "AugMix", {"severity": 5}),
     ],
     ids=str,
 )
 def test_operations_are_torchvisions_under_a_seed_of_the_sample(name, theirs, options):
     """Applied to the crop that is shown without them, which is mirrored already. 80 samples, so that each of
     RandAugment's 14 operations is there (missing one has a chance of 0.3 % at most)."""
-    ours = {"num_ops": "randaugment_operations", "magnitude": "randaugment_magnitude"}
+    ours = {
+        "num_ops": "randaugment_operations",
+        "magnitude": "randaugment_magnitude",
+        "severity": "augmix_severity",
+    }
     section = Data(augment=name, **{ours[option]: value for option, value in options.items()})
     torchvision.disable_beta_transforms_warning()
     transform = getattr(importlib.import_module("torchvision.transforms.v2"), theirs)(fill=128, **options)
@@ -137,7 +144,7 @@ def test_evaluation_crops_what_torchvision_crops(height, width):
     one level per pass."""
     image = picture(height, width)
     expected = reference.center_crop(reference.resize(image, [434], antialias=True), [380, 380])
-    actual = Evaluation(0.875)(Pixels(image), 380, epoch=0, index=0)
+    actual = Evaluation(Data())(Pixels(image), 380, epoch=0, index=0)
     assert (actual.dtype, actual.shape) == (torch.uint8, (3, 380, 380))
     difference = (actual.int() - expected.int()).abs()
     assert difference.max() <= 2
@@ -147,6 +154,6 @@ def test_evaluation_crops_what_torchvision_crops(height, width):
 @pytest.mark.parametrize("shape", [(1, 65535), (65535, 1)])
 def test_a_line_of_pixels_is_not_resized_to_gigabytes(shape):
     """At 434 pixels for its one row it would have 28 million columns."""
-    frame = Evaluation(0.875).frame(Pixels(picture(*shape)), 380)
+    frame = Evaluation(Data()).frame(Pixels(picture(*shape)), 380)
     assert math.prod((frame.height, frame.width)) < 434 * 434 * 20
-    assert Evaluation(0.875)(Pixels(picture(*shape)), 380, 0, 0).shape == (3, 380, 380)
+    assert Evaluation(Data())(Pixels(picture(*shape)), 380, 0, 0).shape == (3, 380, 380)

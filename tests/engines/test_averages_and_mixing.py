@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from timm.loss import BinaryCrossEntropy
 from torch.nn import functional as F
 
 from data import mixing
@@ -102,6 +103,27 @@ def test_mixed_images_and_targets_give_the_loss_and_gradients_of_a_plain_loop(cr
     loss.backward()
     result = engine.train_step(micro_batches(5, micro=3), one_step(5), 1.0, measure=True)
     assert result.loss.item() == pytest.approx(loss.item(), rel=1e-5) and result.correct == hits
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert result.norms.gradient.item() == pytest.approx(gradients.norm().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("keys", [(), ("data.bce_threshold=0.2", "data.bce_reduction=sum")], ids=["mean", "sum"])
+def test_binary_cross_entropies_of_mixed_images_give_the_loss_and_gradients_of_timms_loss(create, tiny, keys):
+    """timm's BinaryCrossEntropy in float64 on the images that are there; the rest of a micro batch has a loss of 0."""
+    plain = ("model.dropout=0", "model.drop_path=0", *FLOAT32)
+    overrides = (*plain, "data.mixup=0.4", "data.label_smoothing=0.1", "batch.micro=3", "data.loss=bce", *keys)
+    recipe, engine = tiny(*overrides), create(*overrides)
+    theirs = BinaryCrossEntropy(target_threshold=recipe.data.bce_threshold, sum_classes="sum" in str(keys))
+    model = build(recipe.model, recipe.run.seed).double()
+    loss = 0.0
+    for batch in micro_batches(5, micro=3, valid=2):
+        plan = mixing.draw(recipe.data, recipe.run.seed, 5, batch.number, 3, 2, 16, 16)
+        targets = mixing.mix_targets(batch.labels, plan, 10).double() * 0.9 + 0.1 / 10
+        logits = model(mixing.mix_images(batch.images, plan))
+        loss = loss + theirs(logits[:2], targets[:2]) * (2 / 3) / 8
+    loss.backward()
+    result = engine.train_step(micro_batches(5, micro=3, valid=2), one_step(5), 1.0, measure=True)
+    assert result.loss.item() == pytest.approx(loss.item(), rel=1e-5)
     gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert result.norms.gradient.item() == pytest.approx(gradients.norm().item(), rel=1e-4)
 

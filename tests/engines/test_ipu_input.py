@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from data.base import UnreadableImage
+from data.loader import TrainingBatches
 from data.sources import open_source
 from engines.ipu_input import EvaluationFeed, Positions, TrainingFeed, padded
 from recipe.batch import divide
@@ -39,6 +40,27 @@ class Loader:
 
     def terminate(self):
         self.ended = True
+
+
+def test_repeated_images_are_those_of_other_engines(tiny):
+    """Images and labels of every position against the loader's micro batches, over the end of an epoch."""
+    recipe, source = plan_of(tiny, "data.repeats=3")
+    positions = positions_of(source, recipe, range(3))
+    batches = TrainingBatches(
+        source,
+        data=recipe.data,
+        image_size=recipe.model.image_size,
+        global_batch=24,
+        micro=4,
+        seed=recipe.run.seed,
+        first_step=0,
+        last_step=3,
+    )
+    images, labels = zip(*((batch.images, batch.labels) for batch in batches))
+    found = [positions[position] for position in range(3 * 24)]
+    assert torch.equal(torch.stack([image for image, _, _ in found]), torch.cat(images))
+    assert [int(label) for _, label, _ in found] == torch.cat(labels).tolist()
+    assert len(set(torch.cat([batch.flatten(1) for batch in images]).sum(1).tolist())) > 60, "draws differ"
 
 
 def test_a_feed_gives_steps_names_an_unreadable_image_and_ends_its_loader(tiny, monkeypatch):

@@ -8,6 +8,12 @@ from recipe.loading import dump, load, loads
 from tests.conftest import QUICKSTART, RECIPES
 
 CASES = [
+    ("data.augmix_severity=5", "with data.augment=none; give data.augment=augmix, or remove it"),
+    ("data.timm_randaugment=rand-m5", "with data.augment=none; give data.augment=timm_randaugment, or remove it"),
+    ("data.random_erasing_mode=pixel", "with data.random_erasing=0; give data.random_erasing=0.25, or remove it"),
+    ("data.mixing_switch=0.2", "data.mixing_switch has no effect with data.mixing=g16; give data.mixing=timm"),
+    ("data.mixing=timm data.mixing_switch=0.2", "data.mixing_switch has no effect with data.cutmix=null; give"),
+    ("data.bce_threshold=0.2", "data.bce_threshold has no effect with data.loss=cross_entropy; give data.loss=bce"),
     ("data.root=/photos", "data.root has no effect with data.source=digits; give data.source=folder, data.source=sh"),
     ("data.train_images=5", "with data.source=digits; give data.source=folder, data.source=shards, data.source=glyphs"),
     ("data.dataset=CIFAR10", "with data.source=digits; give data.source=torchvision"),

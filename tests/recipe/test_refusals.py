@@ -56,10 +56,17 @@ WITHIN_A_SECTION = [
     ("data.crop_aspect=[2,1]", r"data\.crop_aspect: \[2.0, 1.0\] must be \[low, high\]"),
     ("data.image_sizes=[[0,8],[2,7]]", "every size must be 8 to 8192 pixels"),
     ("data.reader=dali", "reader dali reads files, but source is digits; use reader torch"),
+    ("data.source=folder data.reader=dali data.interpolation=bicubic", "dali resizes bilinear only, not bicubic"),
     ("data.source=torchvision data.reader=dali", "reader dali reads files, but source is torchvision; use reader"),
     ("data.source=huggingface data.reader=dali", "reader dali reads files, but source is huggingface; use reader"),
     ("data.source=huggingface data.root=/x data.dataset=y", "dataset and root are both given; keep one: data.root=nul"),
-    ("data.cutmix=0.5", r"data\.cutmix: must be greater than or equal to 0.62"),
+    ("data.augment=timm_randaugment data.timm_randaugment=rand-x9", r"data\.timm_randaugment: "),
+    ("data.mixing=null data.cutmix=0.5", "cutmix 0.5: with mixing g16 it is 0.62 to 1, .* smaller is stronger; use"),
+    ("data.mixing=g16 data.cutmix=2", "cutmix 2: with mixing g16 .*; use mixing timm for the alpha of a Beta"),
+    (
+        "data.mixing=null data.cutmix=1",
+        "cutmix 1: .* weakest, .* Beta.*; say which by data.mixing=g16 or data.mixing=timm",
+    ),
     ("log.trace=2 log.profile=1", "trace waits for the device at each span, which profile would show; give one"),
     ("ipu.available_memory_proportion=[1.5]", r"ipu\.available_memory_proportion: .* above 0 and at most 1"),
 ]

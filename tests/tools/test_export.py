@@ -102,9 +102,10 @@ def test_what_was_written_its_check_and_its_metadata_are_reported(run, files, fo
     recipe = loading.loads(metadata.pop("recipe"), "file")
     assert recipe == loading.load(run[0] / "config.yaml") and metadata.pop("weights") == "trained"
     sizes = {"image_size": 16, "mean": list(recipe.model.mean), "std": list(recipe.model.std)}
-    classes, crop = [str(digit) for digit in range(10)], recipe.data.crop_fraction
+    classes = [str(digit) for digit in range(10)]
+    crop = {"crop_fraction": 0.875, "crop_mode": "center", "crop_rounding": "nearest", "interpolation": "bilinear"}
     found = {name: json.loads(text) for name, text in metadata.items()}
-    assert found == {**sizes, "classes": classes, "crop_fraction": crop}
+    assert found == {**sizes, "classes": classes, **crop}
 
 
 def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, tmp_path, monkeypatch, call):

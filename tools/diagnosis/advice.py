@@ -216,8 +216,7 @@ def _more_micro_batches(recipe: Recipe, findings: Findings) -> str:
     """Return the override that makes twice as many micro batches in a step."""
     micro = findings.batch.micro
     # The two images of a mixed pair stay together.
-    is_mixed = recipe.data.mixup or recipe.data.cutmix is not None
-    least = 2 if is_mixed else 1
+    least = 2 if recipe.data.mixes else 1
     # Smaller ones keep the batch, and with it what is learned: a larger batch is the second choice.
     if micro % 2 or micro // 2 < least:
         return _twice(findings)

@@ -16,6 +16,7 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequenc
 import torch
 
 from common.errors import DataError
+from data.augmentation import Colours
 from data.base import Source, UnreadableImage
 from data.batches import Request
 from data.encoded import EncodedSource
@@ -166,7 +167,8 @@ def _read_by_reader(
         seconds: for measuring.
     """
     size = image_size(recipe.model)
-    reader = Reader(source, 1, Training(recipe.data, recipe.run.seed))
+    colours = Colours(recipe.model.mean, recipe.model.std)
+    reader = Reader(source, 1, Training(recipe.data, recipe.run.seed, colours))
     tried: Set[int] = set()
     unreadable: Dict[int, str] = {}  # the reason by index
 

@@ -17,6 +17,7 @@ from common import cores
 from common.errors import ConfigError, DataError, UserError, first_line
 from common.text import count as plural
 from data import loader, mixing
+from data.augmentation import Colours
 from data.base import Source, permutation
 from data.batches import MicroBatch
 from data.sources import open_source
@@ -116,6 +117,7 @@ def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
         seed=recipe.run.seed,
         first_step=0,
         last_step=-(-count // size),
+        colours=Colours(recipe.model.mean, recipe.model.std),
     )
     pictures: List[Picture] = []
     with contextlib.closing(batches):
@@ -273,7 +275,7 @@ def _mistaken_pictures(
     source: Source,
 ) -> List[Picture]:
     """Return pictures of misclassified images, cropped as they were classified."""
-    transform = Evaluation(recipe.data.crop_fraction)
+    transform = Evaluation(recipe.data)
     size = image_size(recipe.model)
     pictures = []
     for mistake in mistakes:

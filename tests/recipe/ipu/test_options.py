@@ -201,6 +201,7 @@ RULES = [
     ((TWO, "batch.global=4"), "4 = 4 micro x 1 x 1 replicas", "batch.global=12"),  # mixing needs two images
     ((TWO, "batch.global=4", "data.mixup=0"), "needs 2 x 2 - 1 = 3", "batch.micro=1"),
     ((TWO, "batch.global=8", "parallel.replicas=2"), "fewer replicas", "batch.global=24"),
+    (("data.loss=bce",), "never compiled by PopTorch", "data.loss=cross_entropy"),
     (("data.image_sizes=[[0, 20], [3, 28]]",), "another program to compile", "model.init_from"),
     ((TWO, "ipu.available_memory_proportion=[0.1, 0.2, 0.3]"), "2 stages have 2 IPUs", "one for each stage"),
     (("parallel.stages=3",), "powers of two", "use 2 or 4"),

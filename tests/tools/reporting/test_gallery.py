@@ -19,6 +19,7 @@ from engines.torch_engine import image_settings
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import batch
+from recipe.config import Data
 from tests.tools.reporting.runs import trained, written
 from tools.reporting import pictures, run
 
@@ -81,7 +82,8 @@ def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run, foun
         guess, _, share = rest.partition(", ")
         index = by_name[picture.name]
         assert int(label) == source.labels[index] != int(guess)
-        expected = Evaluation(0.933)(Pixels(source.read(index)), 16, 0, index).permute(1, 2, 0).numpy()
+        shown = Evaluation(Data(crop_fraction=0.933))(Pixels(source.read(index)), 16, 0, index)
+        expected = shown.permute(1, 2, 0).numpy()
         assert np.array_equal(pixels(picture.source), expected)
         shares.append(int(share[: -len("\u00a0%")]))
     assert shares == sorted(shares, reverse=True), "the surest first"
