@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.cpp_compiler import CompilerError, library
-from data.transforms import Frame
+from data.transforms import Frame, bicubic_is_pillows
 
 _SOURCE = Path(__file__).parent / "crops.cpp"
 _FLAGS = (
@@ -41,8 +41,16 @@ class _Images(ctypes.Structure):
     ]
 
 
-def available() -> bool:
-    """Return whether this machine has the function, which may be compiled first."""
+def available(interpolation: str = "bilinear") -> bool:
+    """Return whether this machine has the function, which may be compiled first, and it makes the
+    pixels of data/transforms.py.
+
+    Args:
+        interpolation: data.interpolation.
+    """
+    # With a torch whose filter is another one, transforms.py takes Pillow's.
+    if interpolation == "bicubic" and not bicubic_is_pillows():
+        return False
     return _library() is not None
 
 

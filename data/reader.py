@@ -31,7 +31,8 @@ class Reader(Dataset):
         self.rows = rows
         self.transform = transform
         # Here, so that workers find the function compiled.
-        self._crops_at_once = isinstance(source, MemorySource) and crops.available()
+        in_memory = isinstance(source, MemorySource)
+        self._crops_at_once = in_memory and crops.available(transform.interpolation)
 
     def __getitem__(self, request: Request) -> ReadBatch:
         """Read the micro batch of a `request`."""

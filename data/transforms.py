@@ -10,8 +10,10 @@ import math
 import threading
 from typing import Callable, NamedTuple, Tuple
 
+import numpy as np
 import torch
 import torchvision
+from PIL import Image as PillowImage
 from torch.nn.functional import interpolate
 
 from data import augmentation
@@ -101,6 +103,7 @@ class Transform(abc.ABC):
         """
 
     augments = False  # whether `finish` changes pixels
+    interpolation = "bilinear"  # of all frames: data.interpolation
 
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Augment the pixels of a frame.
@@ -153,6 +156,7 @@ class Training(Transform):
         self._data = data
         self._seed = seed
         self._colours = colours
+        self.interpolation = data.interpolation
         others = data.color_jitter > 0 or data.random_erasing > 0
         self.augments = others or data.augment != "none"
 
@@ -228,6 +232,7 @@ class Evaluation(Transform):
             data: with the keys of evaluation.
         """
         self._data = data
+        self.interpolation = data.interpolation
 
     def frame(self, image: Image, size: int, epoch: int = 0, index: int = 0) -> Frame:
         """Return the centre of an `image`, the same in every epoch: see `Transform.frame`."""
@@ -278,6 +283,25 @@ def _operations(
     return v2.TrivialAugmentWide(fill=_GREY)
 
 
+@functools.lru_cache(maxsize=None)
+def bicubic_is_pillows() -> bool:
+    """Return whether torch's bicubic filter is Pillow's; that of torch 2.0 (for IPUs) is another,
+    by up to 40 levels.
+    """
+    # An edge, beside which filters overshoot.
+    edge = torch.tensor([0, 0, 255, 255], dtype=torch.uint8).expand(3, 4, 4)
+    by_torch = _interpolated(edge.contiguous()[None], 16, 16, "bicubic")[0]
+    difference = by_torch.int() - _resize_by_pillow(edge, 16, 16).int()
+    return int(difference.abs().max()) <= 1
+
+
+def _resize_by_pillow(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Resize uint8 [3, any, any] to uint8 [3, height, width] by Pillow's bicubic filter."""
+    pixels = PillowImage.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    resized = pixels.resize((width, height), PillowImage.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+
+
 def _resize(
     image: torch.Tensor,
     height: int,
@@ -291,17 +315,28 @@ def _resize(
     """
     if image.shape[1:] == (height, width):
         return image
+    if interpolation == "bicubic" and not bicubic_is_pillows():
+        return _resize_by_pillow(image, height, width)
     # With these strides of a batch of one torch takes the short path; torch 2.0 misreads those of a
     # part of an image.
     if image.stride(0) == 1:
         batch = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     else:
         batch = image[None].contiguous()
-    resized = interpolate(
+    return _interpolated(batch, height, width, interpolation)[0]
+
+
+def _interpolated(
+    batch: torch.Tensor,
+    height: int,
+    width: int,
+    interpolation: str,
+) -> torch.Tensor:
+    """Resize uint8 [N, 3, any, any] to uint8 [N, 3, height, width] by torch."""
+    return interpolate(
         batch,
         (height, width),
         mode=interpolation,
         align_corners=False,
         antialias=True,
     )
-    return resized[0]

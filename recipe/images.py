@@ -134,8 +134,8 @@ class Data(Kind):
         """Yield faults of a reader that cannot make these images."""
         if self.reader == "dali" and not self.files:
             yield f"reader dali reads files, but source is {self.source}; use reader torch"
-        # DALI keeps fractions between its two passes, where Pillow and torch clip to a byte: beside
-        # hard edges a cubic filter's overshoot would differ by many levels.
+        # That DALI's cubic filter makes the same pixels, overshoot beside edges included, was not
+        # shown.
         if self.reader == "dali" and self.interpolation != "bilinear":
             yield f"reader dali resizes bilinear only, not {self.interpolation}; use reader torch"
         yield from self._faults_of_cutmix()
