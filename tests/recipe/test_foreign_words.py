@@ -42,6 +42,7 @@ def test_translations_are_those_of_the_page():
     [
         ("lr=0.1", f"did you mean schedule.peak=...? {PAGE}"),
         ("batch_size=64", f"did you mean batch.global=... or batch.micro=...? {PAGE}"),
+        ("reprob=0.25", f"did you mean data.random_erasing=...? {PAGE}"),
         ("aa=rand-m9", f"did you mean data.augment=...? {PAGE}"),
         ("epochs=3", "did you mean run.epochs=3?"),
         ("optimizer.lr=0.1", "optimizer.lr: unknown key; did you mean schedule.peak?"),
