@@ -1,6 +1,7 @@
 """Class folders on disk: one folder per class, JPEG and PNG files at any depth inside it."""
 
 import hashlib
+import itertools
 import os
 from collections import defaultdict
 from typing import Dict, Iterator, List, Optional, Tuple
@@ -11,6 +12,7 @@ from common.errors import DataError
 from common.text import printable
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Names, Source
 from data.encoded import EncodedSource, read_image
+from recipe import validation_share
 from recipe.class_folders import class_folders, images_below, listed, why_left_out
 from recipe.images import Folder, split_folder, split_place
 
@@ -23,11 +25,19 @@ class FolderSource(EncodedSource):
     out.
     """
 
-    def __init__(self, folder: str, empty_classes: bool = False):
+    def __init__(
+        self,
+        folder: str,
+        empty_classes: bool = False,
+        share: float = 0.0,
+        split: str = "train",
+    ):
         """
         Args:
             folder: of the class folders.
             empty_classes: whether a class folder may be without images.
+            share: of the images that validate, where the folder has both splits; else 0.
+            split: "train" or "validation", the images to take of such a folder.
 
         Raises:
             DataError: the folder cannot be listed, or has no class folders, no images, or a class
@@ -44,13 +54,14 @@ class FolderSource(EncodedSource):
         # millions of separate strings would fill the memory.
         for name in names:
             paths = _paths_of_class(scan, folder, name, may_be_empty=empty_classes)
+            chosen = validation_share.of_split(paths, share, split)
+            paths = list(itertools.compress(paths, chosen))
             blocks.append(b"".join(paths))
             lengths.append(np.array([len(path) for path in paths], dtype=np.uint64))
             if paths:  # so that an empty folder is the same as none
                 digest.update(b"\0".join(paths) + b"\0")  # each begins with its class
         if not any(blocks):
-            fault = "no .jpg, .jpeg or .png files in its class folders"
-            raise DataError(f"{folder}: {fault}; fill them")
+            raise DataError(_no_images(folder, share))
         self.digest = digest.hexdigest()
         # Labels are in the order of the blocks, so they need no path.
         self.classes = tuple(map(printable, names))
@@ -72,6 +83,14 @@ class FolderSource(EncodedSource):
         return os.fsdecode(os.path.join(self._folder, self._paths[index]))
 
 
+def _no_images(folder: str, share: float) -> str:
+    """Return the fault of a folder without images of a split, and the remedy."""
+    if share:
+        fault = f"none of its images falls into the share {share:g} that validates"
+        return f"{folder}: {fault}; raise data.validation_share, or add images"
+    return f"{folder}: no .jpg, .jpeg or .png files in its class folders; fill them"
+
+
 def _paths_of_class(scan: "Scan", folder: str, name: str, may_be_empty: bool) -> List[bytes]:
     """Return the paths of the images of a class, relative to the folder of all classes, sorted.
 
@@ -88,7 +107,13 @@ def _paths_of_class(scan: "Scan", folder: str, name: str, may_be_empty: bool) ->
 @SOURCES.implements(Folder)
 def _open(data: Folder, classes: int, split: str) -> Source:
     """Open the class folders of a split; only validation may lack images of a class."""
-    return FolderSource(split_folder(data, split), empty_classes=split == "validation")
+    return FolderSource(
+        split_folder(data, split),
+        # Where one folder has both splits, a class without images has none of either.
+        empty_classes=split == "validation" and not data.validation_share,
+        share=data.validation_share,
+        split=split,
+    )
 
 
 @CLASS_NAMES.implements(Folder)

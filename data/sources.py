@@ -12,6 +12,7 @@ from data import (  # noqa: F401  (they register themselves)
     folder,
     glyphs,
     huggingface,
+    image_list,
     shards,
     torchvision,
 )

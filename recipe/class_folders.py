@@ -62,6 +62,11 @@ def is_folder(entry: "os.DirEntry[bytes]") -> bool:
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
+def is_image(path: bytes) -> bool:
+    """Return whether a path has the extension of a JPEG or PNG file."""
+    return os.path.splitext(path)[1].lower() in _EXTENSIONS
+
+
 def why_left_out(entry: "os.DirEntry[bytes]", around: Sequence[bytes]) -> Optional[str]:
     """Return the kind of a folder or link in which images are not looked for; None for all others.
 
@@ -103,12 +108,12 @@ def images_below(
     inside = (*(around or (folder,)), place)
     for entry in listed(place):
         path = name + b"/" + entry.name
-        kind = os.path.splitext(entry.name)[1].lower()
         # Extensions first: the kind of an entry can cost a call to the file system. An image's name
         # on something that is no file is found when it is read.
-        if kind in _EXTENSIONS:
+        if is_image(entry.name):
             yield path
             continue
+        kind = os.path.splitext(entry.name)[1].lower()
         reason = why_left_out(entry, inside)
         if reason is not None:
             leave_out(reason, "", path)

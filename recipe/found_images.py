@@ -14,10 +14,10 @@ from typing import Any, Callable, Dict, NamedTuple, Optional
 from common.errors import DataError
 from common.json_io import read_json
 from common.text import count, listed, printable
-from recipe import torchvision_sets
+from recipe import image_lists, torchvision_sets, validation_share
 from recipe.class_folders import class_folders, images_below
 from recipe.config import Data, Recipe
-from recipe.images import MANIFEST, Files, Shards, Torchvision
+from recipe.images import MANIFEST, Folder, ImageList, Shards, Torchvision
 from recipe.kinds import Registry
 
 
@@ -137,16 +137,27 @@ def _of_shards(data: Shards, split: str, place: str) -> Found:
     )
 
 
-@_COUNTS.implements(Files)
-def _of_folder(data: Files, split: str, place: str) -> Found:
+@_COUNTS.implements(Folder)
+def _of_folder(data: Folder, split: str, place: str) -> Found:
     """Count the images of each class folder; what is left out is not reported here."""
     folder = os.fsencode(place)
     names = [os.fsencode(name) for name in class_folders(place)]
     by_class = {}
     for name in names:
-        images = images_below(folder, name, leave_out=lambda *_: None)
-        by_class[os.fsdecode(name)] = sum(1 for _ in images)
+        images = list(images_below(folder, name, leave_out=lambda *_: None))
+        chosen = validation_share.of_split(images, data.validation_share, split)
+        by_class[os.fsdecode(name)] = sum(chosen)
     return Found(place, sum(by_class.values()), len(names), by_class)
+
+
+@_COUNTS.implements(ImageList)
+def _of_list(data: ImageList, split: str, place: str) -> Found:
+    """Count the images of each class of a list."""
+    classes = {}
+    for label, rows in image_lists.by_class(image_lists.read(place)).items():
+        names = [os.fsencode(row.path) for row in rows]
+        classes[label] = sum(validation_share.of_split(names, data.validation_share, split))
+    return Found(place, sum(classes.values()), len(classes), classes)
 
 
 @_COUNTS.implements(Torchvision)

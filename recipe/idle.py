@@ -115,6 +115,11 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
     if data.loss != "bce":
         for key in ("bce_threshold", "bce_reduction"):
             yield Idle(f"data.{key}", "data.loss", "give data.loss=bce")
+    # A folder or list that is divided has both splits.
+    if getattr(data, "validation_share", 0):
+        for key in ("validation_folder", "validation_list"):
+            if key in data.fields():
+                yield Idle(f"data.{key}", "data.validation_share", "give data.validation_share=0")
     yield from _of_model(recipe)
     yield from _of_exchange(recipe)
 

@@ -10,7 +10,7 @@ from common import credentials
 from common.errors import ConfigError, DataError
 from common.json_io import read_json
 from common.text import count
-from recipe import torchvision_sets
+from recipe import image_lists, torchvision_sets
 from recipe.class_folders import class_folders
 from recipe.kinds import Kind
 from recipe.section import PathText, check_pairs
@@ -21,6 +21,9 @@ _DEFAULT_MIXING = "g16"
 # rand, then parts such as m9, n2, p0.5, mstd0.5, mmax10, inc1.
 _TIMM_RANDAUGMENT = r"^rand(-(m\d+|n[1-9]\d*|p[01](\.\d+)?|mstd\d+(\.\d+)?|mmax[1-9]\d*|inc[01]))*$"
 MANIFEST = "shards.json"  # beside tar shards, with the names of their classes
+# Names of folders that are the parts of a data set. Where all class folders are called so, they are
+# no classes.
+_SPLIT_FOLDERS = frozenset(["train", "training", "val", "valid", "validation", "test"])
 
 
 class Data(Kind):
@@ -256,8 +259,17 @@ class Stored(Data):
         return value and credentials.take(value)
 
 
+class Divisible(Stored):
+    """Keys of the sources that can take the validation images from the training images."""
+
+    validation_share: float = Field(0.0, ge=0, lt=1)
+    """share of the training images that validates instead, chosen by a hash of each image's name:
+    the same on every machine, and files that are added or removed move no other; each class keeps a
+    training image; 0: validation images have a folder or list of their own"""
+
+
 class Files(Stored):
-    """Keys of the sources that read files."""
+    """Keys of the sources that read files in folders."""
 
     files: ClassVar[bool] = True
     encoded: ClassVar[bool] = True
@@ -283,23 +295,34 @@ class Files(Stored):
         # The last three: a manifest that is no JSON, or has another form.
         except (DataError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.classes auto: {error}") from None
-        if classes < 2:
-            few = count(classes, "class", "classes")
-            raise ConfigError(f"model.classes auto: {self.root}: {few}; a model needs two")
-        return classes
+        return _at_least_two(classes, self.root)
+
+    def folder_key(self, split: str) -> str:
+        """Return the key that names the folder of a split, "train" or "validation"."""
+        return f"{split}_folder"
 
     def _classes_in(self, folder: str) -> int:
         """Return the number of classes of the images in a folder, or behind a URL."""
         raise NotImplementedError
 
 
-class Folder(Files):
+class Folder(Divisible, Files):
     """Class folders of images."""
 
     source: Literal["folder"] = "folder"
 
+    def folder_key(self, split: str) -> str:
+        """Return the key that names the folder of a `split`: one folder may have both splits."""
+        return "train_folder" if self.validation_share else super().folder_key(split)
+
     def _classes_in(self, folder: str) -> int:
-        return len(class_folders(folder))
+        names = class_folders(folder)
+        if self.validation_share and _SPLIT_FOLDERS.issuperset(map(str.lower, names)):
+            fault = f"{', '.join(names)} are parts of a data set, not classes"
+            raise DataError(
+                f"{folder}: {fault}; set data.train_folder to the one to divide, or data.validation_share=0"
+            )
+        return len(names)
 
 
 class Shards(Files):
@@ -437,6 +460,62 @@ class HuggingFace(Stored):
         )
 
 
+class ImageList(Divisible):
+    """Images that a CSV file lists with their classes."""
+
+    files: ClassVar[bool] = True
+    encoded: ClassVar[bool] = True
+    source: Literal["list"] = "list"
+    train_list: PathText = "train.csv"
+    """CSV file below root with the path and the label of each training image; paths in it are
+    relative to root, or without root to the folder of the file"""
+    validation_list: PathText = "val.csv"
+    """the same, for evaluation; classes may be missing"""
+
+    @property
+    def place(self) -> str:
+        return self.list_file("train")
+
+    def list_file(self, split: str) -> str:
+        """Return the path of the file that lists the images of a split, there or not.
+
+        Args:
+            split: "train" or "validation".
+        """
+        is_own = split == "validation" and not self.validation_share
+        name = self.validation_list if is_own else self.train_list
+        return os.path.join(self.root or "", name)
+
+    def located(self, split: str) -> Optional[str]:
+        """Return the list of a `split`: see `Data.located`."""
+        file = self.list_file(split)
+        if not os.path.isfile(file):
+            is_own = split == "validation" and not self.validation_share
+            key = "validation_list" if is_own else "train_list"
+            raise DataError(
+                f"{file}: no such file; set data.{key} to the list of the {split} images"
+            )
+        return file
+
+    def count_classes(self) -> int:
+        """Count the labels in the list of the training images."""
+        try:
+            file = self.located("train")
+            assert file is not None, "a list is a file of this machine"
+            rows = image_lists.read(file)
+        except DataError as error:
+            raise ConfigError(f"model.classes auto: {error}") from None
+        return _at_least_two(len({row.label for row in rows}), file)
+
+
+def _at_least_two(classes: int, place: Optional[str]) -> int:
+    """Return the number of classes found at a place. Raises ConfigError for fewer than two."""
+    if classes < 2:
+        few = count(classes, "class", "classes")
+        raise ConfigError(f"model.classes auto: {place}: {few}; a model needs two")
+    return classes
+
+
 def split_folder(data: Files, split: str) -> str:
     """Return the folder, or the URL, of the images of a split.
 
@@ -458,7 +537,7 @@ def split_folder(data: Files, split: str) -> str:
     if not os.path.isdir(data.root):
         raise DataError(f"{data.root}: no such folder; correct data.root")
     if not os.path.isdir(folder):
-        key = f"{split}_folder"
+        key = data.folder_key(split)
         name = getattr(data, key)
         raise DataError(
             f"{data.root}: no folder {name!r}; set data.{key} to the folder of the {split} images"
@@ -473,11 +552,13 @@ def split_place(data: Files, split: str) -> str:
         data: a section with `root`.
         split: "train" or "validation".
     """
-    return below(str(data.root), getattr(data, f"{split}_folder"))
+    return below(str(data.root), getattr(data, data.folder_key(split)))
 
 
 def below(root: str, name: str) -> str:
     """Return the folder `name` in the folder, or below the URL, `root`."""
+    if name == ".":
+        return root
     # os.path.join would let an absolute name take the place of a URL.
     if "://" in root:
         return f"{root.rstrip('/')}/{name}"

@@ -30,7 +30,8 @@ class Model(Kind):
     image_size: Optional[int] = Field(None, ge=8, le=8192)
     """pixels a side in training and evaluation; null takes the name's"""
     classes: int = Field(1000, ge=2, json_schema_extra=or_auto)
-    """classes of the data; auto counts class folders, or those that local shards name"""
+    """classes of the data; auto counts class folders, labels of a list, or those that local shards
+    name"""
     mean: Tuple[float, float, float] = Field((0.485, 0.456, 0.406), strict=False)
     """subtracted from the RGB values in [0, 1]"""
     std: Tuple[float, float, float] = Field((0.229, 0.224, 0.225), strict=False)

@@ -40,11 +40,12 @@ class Images(NamedTuple):
     @property
     def notes(self) -> Tuple[str, ...]:
         """Lines for the user about the sources."""
-        notes: Tuple[str, ...] = ()
+        notes: List[str] = []
         for source in (self.train, self.validation):
             if source is not None:
-                notes += tuple(source.notes)
-        return notes
+                notes += source.notes
+        # Once each: both may be of one folder, from which the same was left out.
+        return tuple(dict.fromkeys(notes))
 
 
 def open_sources(recipe: Recipe, topology: Topology) -> List[Source]:

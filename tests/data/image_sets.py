@@ -60,6 +60,12 @@ def write_class_folders(root, **splits):
     return root
 
 
+def write_list(file, folder):
+    """Write a list of the images in the class folders of `folder`, last ones first."""
+    paths = sorted(folder.glob("*/*.png"), reverse=True)
+    file.write_text("".join(f"{path.relative_to(file.parent)},{path.parent.name}\n" for path in paths))
+
+
 def write_parquet(root, names, kind="PNG", columns=("image", "label"), rows=None, **splits):
     """Write a folder of parquet files, two for each split, as the hub has them.
 

@@ -22,7 +22,7 @@ def test_the_promised_recipes_are_there():
     ladder = ("768", "1536", "3072", "6144", "768_rmsprop", "1536_rmsprop", "6144_rmsprop")
     others = {"b4_g16", "pod", "pod16_4stages", "gpu", "quickstart", "evidence"}
     by_name = {"fashion_mnist", "cifar10", "imagenet_huggingface"}
-    sequels = {"half_resolution", "finetune", "finetune_timm", "timm"}
+    sequels = {"half_resolution", "finetune", "finetune_timm", "timm", "photos"}
     assert {*PODS, *others, *sequels, *by_name, *(f"ablation/bs{each}" for each in ladder)} == set(IDS)
 
 

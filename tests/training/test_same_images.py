@@ -1,4 +1,4 @@
-"""The same images as a data set of torchvision, as class folders, as shards and as parquet files: the same weights.
+"""The same images as a data set of torchvision, as class folders, as lists, shards and parquet files: the same weights.
 
 Images have the same numbers in each of them, and all draws are functions of the number; PNG keeps every pixel. So
 weights, momentum and averages are compared bit for bit.
@@ -10,7 +10,7 @@ import pytest
 
 from tests import ranks
 from tests.conftest import QUICKSTART
-from tests.data.image_sets import draw, write_class_folders, write_idx, write_parquet
+from tests.data.image_sets import draw, write_class_folders, write_idx, write_list, write_parquet
 from tests.training.test_resume import Outcome
 from tests.training.test_several_ranks import in_this_process
 from tools import shards
@@ -39,9 +39,12 @@ def sources(tmp_path_factory):
         command = ["pack", "--config", str(QUICKSTART), "--split", split, "--keep-order", "--images-per-shard", "25"]
         where = [str(root / "shards" / folder), *data_set, *COUNTS]
         assert shards.main([*command, "--workers", "1", *where]) == 0
+    write_list(root / "train.csv", root / "train")
+    write_list(root / "val.csv", root / "val")
     ways = {
         "torchvision": data_set,
         "folder": ("data.source=folder", f"data.root={root}"),
+        "list": ("data.source=list", f"data.root={root}"),
         "shards": ("data.source=shards", f"data.root={root / 'shards'}"),
     }
     try:
