@@ -192,6 +192,9 @@ class _Recording:
         self._stage = stage
         self._within = _Within(stage)
         self._parameters = dict(stage.named_parameters())
+        self._trained = {
+            name: each for name, each in self._parameters.items() if each.requires_grad
+        }
         self._layers = []
         for layer in stage.modules():
             if isinstance(layer, RANDOM_LAYERS) and layer.rate:
@@ -245,12 +248,12 @@ class _Recording:
         """
         gradients = dict(zip(self._leaves, self._gradients))
         # A gradient that nobody has taken since the last time lies where the next one comes.
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             if parameter.grad is not None and parameter.grad is gradients[name]:
                 parameter.grad = parameter.grad.clone()
         self._dy.copy_(dy)
         self._backward()
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._trained.items():
             if parameter.grad is None:
                 parameter.grad = gradients[name]
             else:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Tuple
+from typing import Dict, Iterable, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
 
+from common.errors import ConfigError
 from engines import cuts, state, tuning
+from engines.frozen import Frozen
 from engines.stage import Stage, blocks_to_recompute
 from models.base import BlockList
 from models.families import build
 from models.normalization import norm_parameters
+from models.trained_parts import freeze, frozen_modules, trained_names
 from optim.factory import hidden_layers
 from parallel.processes import Processes
 from recipe.distribution import Parallel
@@ -27,11 +30,12 @@ class ModelPart:
 
     model: the part as one list of blocks.
     stages: the same as modules, by number of the part; several where stages are virtual.
-    parameters, buffers: of the part; buffers are running statistics.
-    together: names of the parameters that get a micro batch's gradients at once, as the backward
+    parameters, buffers: of the part, those that are trained; buffers are running statistics.
+    frozen: those that are not.
+    together: names of the trained parameters that get a micro batch's gradients at once, as the backward
         pass of their stage ends.
     part_names: names of the blocks of each part of the model, of all processes.
-    whole_names: names of the whole model's parameters.
+    whole_names: names of the whole model's trained parameters.
     shapes: of the whole model's parameters and persistent buffers.
     norms: names of the parameters of normalisations.
     hidden: result of `optim.factory.hidden_layers` for the whole model.
@@ -43,6 +47,7 @@ class ModelPart:
     stages: Dict[int, Stage]
     parameters: Dict[str, nn.Parameter]
     buffers: Dict[str, torch.Tensor]
+    frozen: Frozen
     together: List[List[str]]
     part_names: List[List[str]]
     whole_names: List[str]
@@ -93,10 +98,13 @@ def create(
         processes: of the run; all of them call.
 
     Raises:
-        ConfigError: cut points, or blocks to recompute, that the model does not have.
+        ConfigError: cut points, blocks to train or blocks to recompute that the model does not
+            have, or a stage of which nothing is trained.
     """
     # Built whole everywhere, so that initial weights do not depend on the cut.
     whole = build(section, seed).to(placement.device, placement.dtype)
+    trained = trained_names(section, whole)
+    freeze(whole, trained)
     memory_format = tuning.apply(whole, placement.engine, placement.device)
     parallel = placement.parallel
     recomputed = blocks_to_recompute(whole.names, parallel.recompute)
@@ -108,6 +116,9 @@ def create(
     if batch.stages > 1 and processes.topology.stages == 1:
         notes.append(f"one process computes all {batch.stages} stages itself, on one device")
 
+    if processes.topology.stages > 1:
+        _check_trained(part_names, trained)
+
     # What no part of this process contains is garbage once the stages are made.
     parts = cuts.own_parts(part_names, processes.topology)
     stages = {}
@@ -115,14 +126,17 @@ def create(
         stages[number] = Stage(whole.part(names), whole.draws, recomputed, memory_format)
     model = whole.part([name for names in parts.values() for name in names])
     model.draws = whole.draws
+    frozen = _frozen(model)
+    buffers = state.persistent_buffers(model)
     return ModelPart(
         model=model,
         stages=stages,
-        parameters=dict(model.named_parameters()),
-        buffers=state.persistent_buffers(model),
-        together=[_parameter_names(whole.part(names)) for names in parts.values()],
+        parameters={name: each for name, each in model.named_parameters() if name in trained},
+        buffers={name: buffer for name, buffer in buffers.items() if name not in frozen.names},
+        frozen=frozen,
+        together=[_trained_names(whole.part(names)) for names in parts.values()],
         part_names=part_names,
-        whole_names=_parameter_names(whole),
+        whole_names=_trained_names(whole),
         shapes=state.shapes(whole),
         norms=norm_parameters(whole),
         hidden=hidden_layers(whole),
@@ -131,5 +145,36 @@ def create(
     )
 
 
-def _parameter_names(model: BlockList) -> List[str]:
-    return [name for name, _ in model.named_parameters()]
+def _trained_names(model: BlockList) -> List[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _frozen(model: BlockList) -> Frozen:
+    """Return what of a part is not trained."""
+    modules = frozen_modules(model)
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            parameters[name] = parameter
+    # A running statistic belongs to the normalisation that it lies in.
+    buffers = {}
+    for name, buffer in state.persistent_buffers(model).items():
+        if any(name.startswith(f"{module}.") for module in modules):
+            buffers[name] = buffer
+    return Frozen(parameters, buffers, modules)
+
+
+def _check_trained(part_names: Sequence[Sequence[str]], trained: Iterable[str]) -> None:
+    """Raise ConfigError for a stage of which nothing is trained: it would have no gradient to send.
+
+    Args:
+        part_names: names of the blocks of each part of the model.
+        trained: names of parameters.
+    """
+    for blocks in part_names:
+        prefixes = tuple(f"{block}." for block in blocks)
+        if not any(name.startswith(prefixes) for name in trained):
+            first = f"the stage from {blocks[0]} to {blocks[-1]} has nothing that model.train names"
+            raise ConfigError(
+                f"{first}; use parallel.stages=1, or cut within what is trained (parallel.split)"
+            )

@@ -88,7 +88,7 @@ class Stage(nn.Module):
         """Compute the blocks on `x`, images or activations."""
         x = self._to_memory_format(x)
         for segment, compute, recomputed in self._passes():
-            if recomputed and torch.is_grad_enabled():
+            if recomputed and torch.is_grad_enabled() and _has_gradient(segment, x):
                 x = self._checkpointed(segment, compute, x)
             else:
                 x = compute(x)
@@ -142,6 +142,10 @@ class Stage(nn.Module):
                 output = compute(x)
             inputs = [x, *segment.parameters()]
             wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            # Blocks before the first that is trained have no backward pass.
+            if not wanted:
+                x = output
+                continue
             # Unlike backward() this fills no `.grad`, and calls no hook on it.
             torch.autograd.grad(output, wanted, torch.zeros_like(output))
             x = output.detach().requires_grad_()
@@ -217,6 +221,11 @@ class Stage(nn.Module):
             draws.step, draws.micro_batch = current
             for norm in norms:
                 norm.moves_statistics = True
+
+
+def _has_gradient(segment: nn.Module, x: torch.Tensor) -> bool:
+    """Return whether a segment has a backward pass, for its parameters or for its input `x`."""
+    return x.requires_grad or any(parameter.requires_grad for parameter in segment.parameters())
 
 
 def sent(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:

@@ -100,6 +100,7 @@ class TorchEngine(Engine):
         )
         self._model = self._part.model
         self._buffers = self._part.buffers
+        self._frozen = self._part.frozen
         self.shapes = self._part.shapes
         self.cut = self._part.cut
         self.notes = (*unused(recipe.run.device), *self._part.notes)
@@ -283,6 +284,8 @@ class TorchEngine(Engine):
         size = self._settings.size_of_epoch(update.step // self._steps_per_epoch)
         count = update.steps * len(share)
         self._model.train()
+        for module in self._frozen.modules.values():
+            module.eval()
         with self._listeners.span("compute"):
             self._feed.start(
                 micro_batches,
@@ -489,10 +492,11 @@ class TorchEngine(Engine):
     def load_weights(self, weights: Dict[str, torch.Tensor]) -> None:
         state.check_shapes(weights, self.shapes)
         parameters = {}
+        self._frozen.load(weights)
         for name, tensor in weights.items():
             if name in self._buffers:
                 self._buffers[name].copy_(tensor)
-            else:
+            elif name not in self._frozen.names:
                 parameters[name] = tensor
         self.weights.replace(parameters)
 
@@ -509,6 +513,7 @@ class TorchEngine(Engine):
                 **self._exchange.state_dict(),
                 "buffers": state.on_cpu(self._buffers),
             }
+            self._frozen.add_to(part)
             noise = self._noise.meter.state_dict()
             if noise:
                 part["noise_scale"] = noise
@@ -519,7 +524,8 @@ class TorchEngine(Engine):
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages.names())
         # Each stage loads its part.
         others = self.shapes.keys() - self._part.parameters.keys() - self._buffers.keys()
-        saved = state.without(saved, others)
+        self._frozen.load_from(saved)
+        saved = state.without(saved, others | self._frozen.names)
         self.weights.load_state_dict(saved)
         self._loss_scale.load_state_dict(saved["loss_scale"])
         self._exchange.load_state_dict(saved)
@@ -531,6 +537,7 @@ class TorchEngine(Engine):
         return {
             **self.weights.own_state(),
             **self._buffers,
+            **self._frozen.live_state(),
             **self._loss_scale.state(),
             **self._averages.live_state(),
             "noise_scale": self._noise.meter.moments,
@@ -542,6 +549,7 @@ class TorchEngine(Engine):
         for name, tensor in self.live_state().items():
             tensor.copy_(saved[name])
         self.weights.refresh()
+        self._frozen.refresh()
 
     def replica_states(self) -> Iterator[dict]:
         return self._exchange.replica_states()

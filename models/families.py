@@ -13,6 +13,17 @@ def build(section: Model, seed: int) -> BlockList:
     return FAMILIES.of(section).build(section, seed)
 
 
+def is_classifier(section: Model, name: str) -> bool:
+    """Return whether a tensor belongs to the classifier, so that it has a row for each class.
+
+    Args:
+        section: of the model.
+        name: of the tensor in it.
+    """
+    classifier = FAMILIES.of(section).classifier(section)
+    return bool(classifier) and timm_name(section, name).startswith(f"{classifier}.")
+
+
 def timm_name(section: Model, name: str) -> str:
     """Return timm's name of the parameter `name` of the section's model: see `Family.timm_name`."""
     return FAMILIES.of(section).timm_name(name)

@@ -41,6 +41,9 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
         yield from _automatic_micro_batch(recipe)
     if batch.micro == 1:
         yield from _single_images(recipe)
+    if recipe.model.train != "all" and recipe.exchange.method == "auto":
+        measured = "measures the exchange of all weights, of which model.train trains a part"
+        yield f"exchange.method auto {measured}; name a method, as exchange.method=dense"
     yield from _compressed_updates(recipe)
     yield from _late_gradients(recipe)
     if recipe.batch.schedule is not None:

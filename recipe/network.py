@@ -1,6 +1,6 @@
 """The section `model`: which network is trained; a class for each family of models."""
 
-from typing import Any, Dict, Iterator, Literal, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, List, Literal, Optional, Tuple, Type, Union
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,6 +23,9 @@ SCALES: Dict[str, Dict[str, Any]] = {
 }
 
 
+CLASSIFIER = "classifier"  # among the blocks of model.train
+
+
 class Model(Kind):
     """The network; each family has keys of its own, and its names their sizes."""
 
@@ -43,6 +46,10 @@ class Model(Kind):
     init_weights: Literal["trained", "step_average", "epoch_average", "ema"] = "trained"
     """which weights of a run folder or checkpoint to start from; ema: the averaged ones in a file
     of another program"""
+
+    train: Union[Literal["all", "classifier"], List[str]] = "all"
+    """parts that are trained: all, the classifier, or a list of blocks such as [blocks.6, head]; the
+    others keep their weights and running statistics and compute as in evaluation"""
 
     @property
     def batch_statistics(self) -> bool:
@@ -69,7 +76,9 @@ class Model(Kind):
         return super().class_for(values)
 
     def faults(self) -> Iterator[str]:
-        """Yield the fault of a choice among weights that are not named."""
+        """Yield faults of weights that are not named, and of parts without any."""
+        if not self.train:
+            yield "train is an empty list; name the blocks to train, or use train=all"
         if self.init_weights != "trained" and self.init_from is None:
             yield "init_weights says nothing without init_from; name the run folder or checkpoint there"
 

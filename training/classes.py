@@ -11,8 +11,9 @@ from common.text import listed, printable
 from data.base import ClassNames
 from data.classes import in_timm_order, places
 from data.sources import candidates
+from models.families import is_classifier
 from recipe.config import Data, Model
-from training.weights import StoredWeights, is_classifier
+from training.weights import StoredWeights
 
 
 class Known(NamedTuple):

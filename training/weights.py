@@ -15,7 +15,7 @@ import torch
 from common.errors import CheckpointError, ConfigError
 from common.json_io import parse_json
 from common.text import listed
-from models.families import FAMILIES, timm_name
+from models.families import FAMILIES, is_classifier, timm_name
 from recipe import loading, timm_weights
 from recipe.config import Model, Recipe
 from training import foreign
@@ -129,17 +129,6 @@ def recipe_of(stored: Any, config: Optional[str], overrides: Sequence[str]) -> R
         fault = "does not say which recipe it was trained by; name it by --config FILE"
         raise ConfigError(f"{stored.path}: {fault}")
     return loading.loads(stored.recipe, str(stored.path), overrides)
-
-
-def is_classifier(section: Model, name: str) -> bool:
-    """Return whether a tensor belongs to the classifier, so that it has a row for each class.
-
-    Args:
-        section: of the model.
-        name: of the tensor in it.
-    """
-    classifier = FAMILIES.of(section).classifier(section)
-    return bool(classifier) and timm_name(section, name).startswith(f"{classifier}.")
 
 
 def fitted(

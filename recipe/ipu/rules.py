@@ -30,6 +30,7 @@ def pipelined(recipe: Recipe) -> bool:
 _POPLAR = "Poplar compiles with layouts and kernels of its own"
 # The key, the values that IPUs take (the first is the remedy), and why.
 _ALLOWED = (
+    ("model.train", ("all",), "a compiled program updates all weights"),
     ("optimizer.clip_norm", (None,), "PopTorch's LAMB and RMSprop cannot clip gradients"),
     (
         "average.step_decay",
