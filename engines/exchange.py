@@ -23,6 +23,7 @@ from engines.delay import Delay, Late
 from engines.devices import DTYPES
 from engines.state import merged
 from optim import factory
+from optim.base import HasSlots
 from optim.norms import Norms
 from optim.replica_update import ReplicaUpdate
 from optim.weight_state import WeightState
@@ -52,6 +53,7 @@ def create_weights(
     *,
     norms: Iterable[str],
     hidden: Mapping[str, int],
+    depths: Mapping[str, int],
     seed: int,
     **options: Any,
 ) -> WeightState:
@@ -64,6 +66,7 @@ def create_weights(
         parameters: of this process, by name.
         norms: names of the normalisations' parameters.
         hidden: result of `optim.factory.hidden_layers` for the whole model.
+        depths: result of `models.families.depths`; empty without `optimizer.layer_decay`.
         seed: of stochastic rounding.
         options: of WeightState.
     """
@@ -73,7 +76,7 @@ def create_weights(
         section = _SUBTRACT
     return WeightState(
         parameters.items(),
-        lambda named: factory.create(section, named, norms, hidden),
+        lambda named: factory.create(section, named, norms, hidden, depths),
         dtype=DTYPES[sections.precision.weights],
         rounding=sections.precision.rounding,
         seed=seed,
@@ -129,6 +132,7 @@ class GradientExchange:
         sections: UpdateSections,
         *,
         norms: Iterable[str],
+        depths: Mapping[str, int],
         batch: Batch,
         processes: Processes,
         steps_per_epoch: Optional[int],
@@ -137,7 +141,7 @@ class GradientExchange:
         """
         Args:
             weights: of `create_weights`.
-            parameters, sections, norms: those with which the weights were created.
+            parameters, sections, norms, depths: those with which the weights were created.
             batch: of a step.
             processes: of the run.
             steps_per_epoch: None for an engine that does not train.
@@ -150,7 +154,19 @@ class GradientExchange:
         self._buffer = weights.gradients.flat
         self._replica_update: Optional[ReplicaUpdate] = None
         if section.compresses_update(sections.optimizer):
-            self._replica_update = _replica_update(weights, parameters, sections, norms, processes)
+            optimizer = factory.create(
+                sections.optimizer,
+                dict(parameters),
+                norms,
+                depths=depths,
+            )
+            self._replica_update = _replica_update(
+                weights,
+                optimizer,
+                parameters,
+                sections,
+                processes=processes,
+            )
         running = method.create(
             Setup(
                 batch=batch,
@@ -394,24 +410,24 @@ def _group_of(processes: Processes, delay: int) -> Group:
 
 def _replica_update(
     weights: WeightState,
+    optimizer: HasSlots,
     parameters: Mapping[str, nn.Parameter],
     sections: UpdateSections,
-    norms: Iterable[str],
+    *,
     processes: Processes,
 ) -> ReplicaUpdate:
     """Return what makes a replica's part of an update, before it is exchanged.
 
-    See GradientExchange for the arguments.
+    See GradientExchange for the arguments; `optimizer` is the recipe's.
     """
     section = sections.exchange
-    optimizer = sections.optimizer
     assert isinstance(section, Sparse), "only what selects from an update has a sketch of it"
     whole: List[str] = []
     if section.whole_1d:
         whole = [name for name, tensor in parameters.items() if tensor.dim() == 1]
     return weights.create_replica_update(
-        factory.create(optimizer, dict(parameters), norms),
-        clip_norm=optimizer.clip_norm,
+        optimizer,
+        clip_norm=sections.optimizer.clip_norm,
         buckets=section.sketch,
         replicas=processes.topology.replicas,
         add_up=processes.sum_over_replicas,

@@ -146,6 +146,7 @@ class DistributedOptimizer:
             parameters,
             norms=norms,
             hidden=factory.hidden_layers(module),
+            depths={},
             seed=seed,
         )
         self._exchange = GradientExchange(
@@ -153,6 +154,7 @@ class DistributedOptimizer:
             parameters,
             update,
             norms=norms,
+            depths={},
             batch=checked.batch,
             processes=self._processes,
             steps_per_epoch=steps_per_epoch,
@@ -312,6 +314,9 @@ def _checked(
             "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone; "
             "name a method, delay=0, order=fast"
         )
+    if recipe.optimizer.layer_decay is not None:
+        unknown = "which parameters lie how deep in a module is not known"
+        raise ConfigError(f"optimizer.layer_decay is for train.py alone: {unknown}; remove it")
     return _Checked(parameters, device, recipe, batch)
 
 

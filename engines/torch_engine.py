@@ -25,6 +25,7 @@ from engines.stage import compile_stages
 from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
 from engines.training_work import TrainingWork
+from models.families import depths
 from optim.loss_scale import LossScale
 from optim.norms import Norms
 from parallel import exchange
@@ -103,6 +104,9 @@ class TorchEngine(Engine):
         self._frozen = self._part.frozen
         self.shapes = self._part.shapes
         self.cut = self._part.cut
+        self._depths: Dict[str, int] = {}
+        if recipe.optimizer.layer_decay is not None:
+            self._depths = depths(recipe.model)
         self.notes = (*unused(recipe.run.device), *self._part.notes)
         self._create_weights()
         self._averages = Averages(recipe.average, self.weights, self._buffers)
@@ -119,6 +123,7 @@ class TorchEngine(Engine):
             self._part.parameters,
             norms=self._part.norms,
             hidden=self._part.hidden,
+            depths=self._depths,
             seed=recipe.run.seed,
             model=self._part.whole_names,
             tree=(self._leaves(), self._part.together) if recipe.exchange.in_tree else None,
@@ -143,6 +148,7 @@ class TorchEngine(Engine):
             self._part.parameters,
             _update_sections(recipe),
             norms=self._part.norms,
+            depths=self._depths,
             batch=self.batch,
             processes=self.processes,
             steps_per_epoch=steps_per_epoch,

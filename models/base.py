@@ -100,6 +100,28 @@ class Family:
         """
         return "classifier"
 
+    @classmethod
+    def depths(cls, section: Any) -> Dict[str, int]:
+        """Return how deep each parameter of the model lies, for `optimizer.layer_decay`.
+
+        Args:
+            section: the recipe's keys of the model.
+
+        Returns:
+            By parameter, 0 for the first layer; here the number of its block.
+        """
+        # Without memory: only names are needed.
+        with torch.device("meta"):
+            model = cls.build(section, seed=0)
+        depths: Dict[str, int] = {}
+        depth = 0
+        for block in model.names:
+            names = [f"{block}.{name}" for name, _ in model.block(block).named_parameters()]
+            depths.update(dict.fromkeys(names, depth))
+            # The cast of the images is no layer.
+            depth += bool(names)
+        return depths
+
     @staticmethod
     def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
         """Return keys of the section that weights show; none that they do not.

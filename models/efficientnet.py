@@ -69,6 +69,16 @@ class EfficientNetFamily(Family):
         """Return timm's `name` of a parameter or buffer: timm has no `stem` and `head`."""
         return name[len("stem.") :] if name.startswith(("stem.", "head.")) else name
 
+    @classmethod
+    def depths(cls, section: network.EfficientNet) -> Dict[str, int]:
+        """Return depths as timm's: the last convolution is as deep as the last block."""
+        depths = super().depths(section)
+        classifier = max(depths.values())
+        for name in depths:
+            if name.startswith(("head.conv_head.", "head.bn2.")):
+                depths[name] = classifier - 1
+        return depths
+
     @staticmethod
     def keys_of(shapes: Dict[str, Tuple[int, ...]]) -> Dict[str, Any]:
         """Return width, depth, groups, expansion and norm of an EfficientNet of B0 to B7.

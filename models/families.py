@@ -3,6 +3,8 @@
 A family is a file that registers itself in `FAMILIES`; ours are imported here.
 """
 
+from typing import Dict
+
 from models import efficientnet, timm_model  # noqa: F401  (they register themselves)
 from models.base import FAMILIES, BlockList
 from recipe.config import Model
@@ -22,6 +24,11 @@ def is_classifier(section: Model, name: str) -> bool:
     """
     classifier = FAMILIES.of(section).classifier(section)
     return bool(classifier) and timm_name(section, name).startswith(f"{classifier}.")
+
+
+def depths(section: Model) -> Dict[str, int]:
+    """Return how deep each parameter of the section's model lies: see `Family.depths`."""
+    return FAMILIES.of(section).depths(section)
 
 
 def timm_name(section: Model, name: str) -> str:

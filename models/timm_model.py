@@ -74,6 +74,16 @@ class TimmFamily(Family):
         """Return timm's `name` of a parameter or buffer."""
         return _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
 
+    @classmethod
+    def depths(cls, section: network.Timm) -> Dict[str, int]:
+        """Return the numbers of timm's groups of parameters, by which timm decays rates."""
+        from timm.models import group_parameters
+
+        with torch.device("meta"):
+            model = _exact_model(section, Draws(0))
+        groups = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+        return {name: groups[cls.timm_name(name)] for name in super().depths(section)}
+
     @staticmethod
     def classifier(section: network.Timm) -> str:
         """Return timm's name of the classifier: see `Family.classifier`."""

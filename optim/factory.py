@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 import types
-from typing import Dict, Iterable, Mapping, Set
+from typing import Any, Dict, Iterable, List, Mapping, Set
 
 from torch import nn
 
@@ -28,6 +28,7 @@ def create(
     parameters: Dict[str, nn.Parameter],
     norm_parameters: Iterable[str],
     hidden: Mapping[str, int] = _NO_LAYERS,
+    depths: Mapping[str, int] = _NO_LAYERS,
 ) -> HasSlots:
     """Create the optimizer of a section; its learning rate is set at each step.
 
@@ -39,6 +40,7 @@ def create(
         parameters: by name, float32.
         norm_parameters: names of the parameters that belong to normalisation layers.
         hidden: result of `hidden_layers` for the whole model; only Muon uses it.
+        depths: how deep each parameter of the whole model lies, from 0; for `layer_decay`.
 
     Returns:
         A torch optimizer.
@@ -46,10 +48,43 @@ def create(
     kind = OPTIMIZERS.of(section)
     skipped = skipped_names(section, parameters, norm_parameters)
     groups = kind.groups(section, parameters, skipped, hidden)
+    if section.layer_decay is not None:
+        groups = _by_depth(groups, parameters, depths, section.layer_decay)
     optimizer = kind.of(section, [group for group in groups if group["params"]])
     # The section's and not the class's: some slots are kept for some numbers only, as momentum is.
     optimizer.slots = section.slots
     return optimizer
+
+
+def _by_depth(
+    groups: Iterable[Dict[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    depths: Mapping[str, int],
+    decay: float,
+) -> List[Dict[str, Any]]:
+    """Divide parameter groups by the learning rate that follows from the depth.
+
+    The deepest parameters have the whole rate, those one layer before `decay` times as much.
+
+    Source: Clark et al., ELECTRA, 2003.10555, table 6; `param_groups_layer_decay` of timm.
+
+    Args:
+        groups: of torch's optimizers; a `lr_scale` of theirs is kept as a factor.
+        parameters: of these groups, by name.
+        depths: of all parameters of the model.
+        decay: of the rate from a layer to the one before.
+    """
+    deepest = max(depths.values())
+    scale_of = {id(each): decay ** (deepest - depths[name]) for name, each in parameters.items()}
+    divided = []
+    for group in groups:
+        by_scale: Dict[float, List[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_scale.setdefault(scale_of[id(parameter)], []).append(parameter)
+        for scale, members in by_scale.items():
+            lr_scale = group.get("lr_scale", 1.0) * scale
+            divided.append({**group, "params": members, "lr_scale": lr_scale})
+    return divided
 
 
 def skipped_names(

@@ -151,7 +151,7 @@ class OptimizerUpdate:
             for slot, buffer in self._buffers.slots.items():
                 self._slots[slot].copy_(buffer)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         for master, view in zip(self._masters, self._gradients):
             master.grad = view
         self.optimizer.at_step(index)

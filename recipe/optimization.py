@@ -54,6 +54,9 @@ class Optimizer(Kind):
     """parameters without trust ratio and weight decay: biases; scales of normalisation layers"""
     clip_norm: Optional[float] = Field(None, gt=0)
     """largest norm of the whole gradient; null: no limit"""
+    layer_decay: Optional[float] = Field(None, gt=0, le=1)
+    """factor on the learning rate from each block of the model to the one before, the classifier
+    having the whole rate, as timm's --layer-decay; null: one rate for all"""
 
     @property
     def slots(self) -> Dict[str, Slot]:

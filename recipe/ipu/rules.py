@@ -32,6 +32,7 @@ _POPLAR = "Poplar compiles with layouts and kernels of its own"
 _ALLOWED = (
     ("model.train", ("all",), "a compiled program updates all weights"),
     ("optimizer.clip_norm", (None,), "PopTorch's LAMB and RMSprop cannot clip gradients"),
+    ("optimizer.layer_decay", (None,), "PopTorch was never tried with a rate for each block"),
     (
         "average.step_decay",
         (None,),

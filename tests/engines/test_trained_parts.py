@@ -166,7 +166,7 @@ def test_blocks_that_are_not_there_are_refused(create, train, fault):
 def test_what_cannot_train_a_part_refuses(tiny):
     for keys, fault in (
         (
-            ["run.device=ipu"],
+            ["run.device=ipu", "optimizer.trust=momentum"],
             r"model\.train classifier on IPUs: a compiled program updates all weights; use",
         ),
         (["exchange.method=auto"], r"exchange\.method auto measures the exchange of all weights"),
