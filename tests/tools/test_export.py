@@ -103,7 +103,7 @@ def test_what_was_written_its_check_and_its_metadata_are_reported(run, files, fo
     assert recipe == loading.load(run[0] / "config.yaml") and metadata.pop("weights") == "trained"
     sizes = {"image_size": 16, "mean": list(recipe.model.mean), "std": list(recipe.model.std)}
     classes = [str(digit) for digit in range(10)]
-    crop = {"crop_fraction": 0.875, "crop_mode": "center", "crop_rounding": "nearest", "interpolation": "bilinear"}
+    crop = {"crop_fraction": 0.933, "crop_mode": "center", "crop_rounding": "nearest", "interpolation": "bilinear"}
     found = {name: json.loads(text) for name, text in metadata.items()}
     assert found == {**sizes, "classes": classes, **crop}
 
