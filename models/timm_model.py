@@ -80,7 +80,9 @@ class TimmFamily(Family):
         from timm.models import group_parameters
 
         with torch.device("meta"):
-            model = _exact_model(section, Draws(0))
+            model: Any = _exact_model(
+                section, Draws(0)
+            )  # `group_matcher` is of timm's models alone
         groups = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
         return {name: groups[cls.timm_name(name)] for name in super().depths(section)}
 
