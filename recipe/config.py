@@ -154,6 +154,9 @@ class Evaluation(Section):
     """When the validation images are scored, besides at the last step."""
 
     every_epochs: float = Field(1.0, gt=0, description="epochs between evaluations")
+    patience: Optional[int] = Field(None, gt=0)
+    """end the run after so many evaluations in a row without a better top-1 of the trained weights or
+    an average; null: train to the end"""
 
 
 class Checkpoint(Section):

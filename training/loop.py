@@ -130,6 +130,9 @@ class Trainer:
         with contextlib.closing(self.recordings), StopSignals(self._note_signal), shown:
             self._stop_between_generations()
             for update in self._course.updates(self.progression.step):
+                # Also of a resumed run, which may have been killed before it could report its end.
+                if self._lost_patience():
+                    break
                 try:
                     self._step(micro_batches, update)
                 except Diverged as error:
@@ -162,6 +165,8 @@ class Trainer:
                 self._activity = "evaluating"
                 self._evaluate(update.end)
                 self._activity = "training"
+            # The scores decide on all ranks alike, as they are sums over ranks.
+            last = last or self._lost_patience()
             self._trace(last)
         scheduled = last or update.reaches(self._save_every)
         self._save_or_stop(update.end, last=last, scheduled=scheduled, evaluated=evaluated)
@@ -192,6 +197,11 @@ class Trainer:
             self.monitor.say(f"left out: {message}")
         progression.step = update.end
         self._updates += 1
+
+    def _lost_patience(self) -> bool:
+        """Return whether so many evaluations found nothing better that the run ends."""
+        patience = self.recipe.evaluation.patience
+        return patience is not None and self.progression.without_better >= patience
 
     def _save_or_stop(self, done: int, *, last: bool, scheduled: bool, evaluated: bool) -> None:
         """Save the run if it is time, and leave the loop if a signal or a replica asks for it."""
@@ -485,6 +495,7 @@ class Trainer:
         """Keep the best top-1 of the trained weights, and of all weights; at a tie the earlier."""
         # best_top1 is what metrics report, best_of_all what --best chooses.
         progression = self.progression
+        best = progression.best_of_all
         progression.best_top1 = max(progression.best_top1, trained)
         if progression.best_of_all < progression.best_top1:
             progression.best_of_all = progression.best_top1
@@ -493,6 +504,8 @@ class Trainer:
             if top1 > progression.best_of_all:
                 progression.best_of_all = top1
                 progression.best_weights = name
+        better = progression.best_of_all > best
+        progression.without_better = 0 if better else progression.without_better + 1
 
     # Saving -----------------------------------------------------------------------------------
 
@@ -546,7 +559,9 @@ class Trainer:
         """Report the run as a whole."""
         scores = self.progression.scores
         seconds = self._clock.seconds()
-        images = self.lengths.total * self.recipe.batch.global_
+        # Fewer than the recipe's where evaluations found nothing better for too long.
+        done = self.progression.step
+        images = done * self.recipe.batch.global_
         # Evaluations also wait for images, but more workers for training would not shorten them.
         training_seconds = max(seconds - self._clock.paused, 1e-9)
         waited = self._clock.waited / training_seconds
@@ -570,7 +585,16 @@ class Trainer:
             workers_needed=workers,
         )
         lines = [self._result(scores, images / seconds, seconds), *self._advice(waited, workers)]
-        self.monitor.event("end", self.lengths.total, values, "\n".join(lines))
+        if self._lost_patience():
+            lines.insert(0, self._why_early())
+        self.monitor.event("end", done, values, "\n".join(lines))
+
+    def _why_early(self) -> str:
+        """Return the line about a run that ends before its last step."""
+        done = f"step {self.progression.step} of {self.lengths.total}"
+        evaluations = count(self.progression.without_better, "evaluation")
+        best = f"{self.progression.best_of_all:.2%}"
+        return f"ended at {done}: {evaluations} without a better top1 than {best} (evaluation.patience)"
 
     def _advice(self, waited: float, workers: Optional[int]) -> Iterator[str]:
         """Yield lines on what went wrong in a run that came to its end.
@@ -579,7 +603,7 @@ class Trainer:
             waited: share of the training time that went to waiting for images.
             workers: that would keep up; None where waiting was short.
         """
-        if 2 * self.progression.skipped > self.lengths.total:
+        if 2 * self.progression.skipped > self.progression.step:
             yield (
                 "most updates were skipped: their gradients were not finite, and only the others "
                 "changed the weights; start a new run with a lower schedule.peak (or "
@@ -605,7 +629,7 @@ class Trainer:
                 parts.append(f"{name.replace('_', ' ')} {scores[name]['top1']:.2%}")
         parts.append(f"{duration(seconds)}, {pace(rate)} with evaluation and checkpoints")
         if self.progression.skipped:
-            parts.append(self._skipped_of(self.lengths.total))
+            parts.append(self._skipped_of(self.progression.step))
         return "  ".join(parts)
 
     def _epochs(self, step: int) -> float:

@@ -26,6 +26,7 @@ class Progression:
     skipped: updates left out until the last log line.
     scores: of the last evaluation.
     growth: see recipe.course.Course.
+    without_better: the last evaluations in a row whose best top-1 was not above best_of_all.
     """
 
     # Each number has a default, so that a checkpoint of an older version can be read: a new number
@@ -50,3 +51,4 @@ class Progression:
     skipped: int = 0
     scores: dict = field(default_factory=dict)
     growth: list = field(default_factory=list)
+    without_better: int = 0
