@@ -82,12 +82,14 @@ def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run, foun
         guess, _, share = rest.partition(", ")
         index = by_name[picture.name]
         assert int(label) == source.labels[index] != int(guess)
-        shown = Evaluation(Data(crop_fraction=0.933))(Pixels(source.read(index)), 16, 0, index)
-        expected = shown.permute(1, 2, 0).numpy()
+        cropped = Evaluation(Data(crop_fraction=0.933))(Pixels(source.read(index)), 16, 0, index)
+        expected = cropped.permute(1, 2, 0).numpy()
         assert np.array_equal(pixels(picture.source), expected)
         shares.append(int(share[: -len("\u00a0%")]))
     assert shares == sorted(shares, reverse=True), "the surest first"
-    label, images, top1, _ = shown["worst"][0]
+    label, images, top1, precision, f1, _ = shown["worst"][0]
+    assert 0 <= float(f1[:-2]) <= 100
+    assert precision == "" or 0 <= float(precision[:-2]) <= 100, "empty where no image was taken for the class"
     assert images == (source.labels == int(label)).sum() and 0 <= float(top1[:-2]) < 100 * end["top1"]
 
 
