@@ -34,6 +34,8 @@ def of_timm(architecture):
 )
 def test_rates_are_those_of_timm(section, theirs):
     """Exactly: both are powers of the same number."""
+    if section["name"] == "timm":
+        pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
     section = Model(**section, classes=1000)
     model = timm.create_model(theirs)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
