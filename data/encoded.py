@@ -1,13 +1,15 @@
 """Images as JPEG and PNG files: headers are read at once, pixels only as far as they are needed."""
 
 import abc
+import os
 from typing import Optional
 
 import torch
 
 from common.files import read_regular
+from common.text import printable
 from data import decode, jpeg
-from data.base import Box, Image, Pixels, Source, UnreadableImage
+from data.base import Box, Image, Names, Pixels, Source, UnreadableImage
 
 # Of the image: larger boxes take longer by themselves than within the whole.
 _LARGEST_PART = 0.6
@@ -130,3 +132,25 @@ class EncodedSource(Source):
     def read(self, index: int) -> torch.Tensor:
         """Decode image number `index`: see `Source.read`."""
         return self.open(index).pixels()
+
+
+class FileSource(EncodedSource):
+    """A source whose images are files of this machine, each in one of its own.
+
+    Subclasses set `_folder`, to which paths are relative, and `_paths`, by number of the image.
+    """
+
+    _folder: bytes
+    _paths: Names
+
+    def name(self, index: int) -> str:
+        """Return the path of image number `index`."""
+        return printable(self._path(index))
+
+    def encoded(self, index: int) -> bytes:
+        """Read the file of image number `index`: see `EncodedSource.encoded`."""
+        return read_image(self._path(index))
+
+    def _path(self, index: int) -> str:
+        """Return the path of an image, which may hold bytes that are no UTF-8."""
+        return os.fsdecode(os.path.join(self._folder, self._paths[index]))

@@ -11,13 +11,13 @@ import numpy as np
 from common.errors import DataError
 from common.text import printable
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Names, Source
-from data.encoded import EncodedSource, read_image
+from data.encoded import FileSource
 from recipe import validation_share
 from recipe.class_folders import class_folders, images_below, listed, why_left_out
 from recipe.images import Folder, split_folder, split_place
 
 
-class FolderSource(EncodedSource):
+class FolderSource(FileSource):
     """The images of a folder of class folders, in the order of class and path as bytes.
 
     So the order is the same everywhere. Hidden files and folders, those of file systems, other
@@ -70,24 +70,11 @@ class FolderSource(EncodedSource):
         self._paths = Names(blocks, lengths)
         self.notes = scan.notes()
 
-    def name(self, index: int) -> str:
-        """Return the path of image number `index`."""
-        return printable(self._path(index))
-
-    def encoded(self, index: int) -> bytes:
-        """Read the file of image number `index`: see `EncodedSource.encoded`."""
-        return read_image(self._path(index))
-
-    def _path(self, index: int) -> str:
-        """Return the path of an image, which may hold bytes that are no UTF-8."""
-        return os.fsdecode(os.path.join(self._folder, self._paths[index]))
-
 
 def _no_images(folder: str, share: float) -> str:
     """Return the fault of a folder without images of a split, and the remedy."""
     if share:
-        fault = f"none of its images falls into the share {share:g} that validates"
-        return f"{folder}: {fault}; raise data.validation_share, or add images"
+        return validation_share.no_images(folder, share)
     return f"{folder}: no .jpg, .jpeg or .png files in its class folders; fill them"
 
 

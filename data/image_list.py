@@ -10,13 +10,13 @@ import numpy as np
 from common.errors import DataError
 from common.text import printable
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Names, Source
-from data.encoded import EncodedSource, read_image
+from data.encoded import FileSource
 from recipe import image_lists, validation_share
 from recipe.image_lists import Row
 from recipe.images import ImageList
 
 
-class ListSource(EncodedSource):
+class ListSource(FileSource):
     """The images of a list, in the order of class and path as bytes.
 
     That is the order of class folders, so a list of the paths in class folders gives the same
@@ -49,8 +49,7 @@ class ListSource(EncodedSource):
             rows += kept
             images_of_class.append(len(kept))
         if not rows:
-            fault = f"none of its images falls into the share {share:g} that validates"
-            raise DataError(f"{file}: {fault}; raise data.validation_share, or add images")
+            raise DataError(validation_share.no_images(file, share))
         self._check_there(rows[0])
         self.classes = tuple(map(printable, names))
         self.labels = np.repeat(np.arange(len(names), dtype=np.int64), images_of_class)
@@ -69,18 +68,6 @@ class ListSource(EncodedSource):
             fault = f"line {row.line}: no file {os.fsdecode(path)}"
             remedy = "correct the path, or set data.root to the folder that paths are relative to"
             raise DataError(printable(f"{self.place}: {fault}; {remedy}"))
-
-    def name(self, index: int) -> str:
-        """Return the path of image number `index`."""
-        return printable(self._path(index))
-
-    def encoded(self, index: int) -> bytes:
-        """Read the file of image number `index`: see `EncodedSource.encoded`."""
-        return read_image(self._path(index))
-
-    def _path(self, index: int) -> str:
-        """Return the path of an image, which may hold bytes that are no UTF-8."""
-        return os.fsdecode(os.path.join(self._folder, self._paths[index]))
 
 
 @SOURCES.implements(ImageList)

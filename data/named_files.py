@@ -8,11 +8,11 @@ import numpy as np
 from common.errors import DataError
 from common.text import printable
 from data.base import Names
-from data.encoded import EncodedSource, read_image
+from data.encoded import FileSource
 from data.folder import Scan
 
 
-class NamedFiles(EncodedSource):
+class NamedFiles(FileSource):
     """Image files in the order in which they are named; all labels are 0.
 
     In the place of a folder are the JPEG and PNG files at any depth in it, sorted by their paths as
@@ -44,20 +44,9 @@ class NamedFiles(EncodedSource):
         self.classes = ()
         self.labels = np.zeros(len(files), np.int64)
         self.notes = tuple(notes)
+        self._folder = b""  # paths are as they were named
         lengths = np.array([len(file) for file in files], dtype=np.uint64)
         self._paths = Names([b"".join(files)], [lengths])
-
-    def name(self, index: int) -> str:
-        """Return the path of image number `index`."""
-        return printable(self.path(index))
-
-    def path(self, index: int) -> str:
-        """Return the path of image number `index`, which may hold bytes that are no UTF-8."""
-        return os.fsdecode(self._paths[index])
-
-    def encoded(self, index: int) -> bytes:
-        """Read the file of image number `index`: see `EncodedSource.encoded`."""
-        return read_image(self.path(index))
 
 
 def _images_in(scan: Scan, folder: str) -> List[bytes]:

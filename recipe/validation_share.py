@@ -40,6 +40,12 @@ def of_split(names: Sequence[bytes], share: float, split: str) -> List[bool]:
     return validates if split == "validation" else [not value for value in validates]
 
 
+def no_images(place: str, share: float) -> str:
+    """Return the fault of a `place` none of whose images falls into the `share`, and the remedy."""
+    fault = f"none of its images falls into the share {share:g} that validates"
+    return f"{place}: {fault}; raise data.validation_share, or add images"
+
+
 def _hash(name: bytes) -> int:
     """Return the first 64 bits of the SHA-256 of a name."""
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
