@@ -77,7 +77,8 @@ def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) ->
         loaded = _loaded(kept, key, folder)
         if loaded is not None:
             return loaded
-        with _alone(kept):
+        # Around the wait as well: the rank that shows progress may not be the one that compiles.
+        with progress.lines(lambda: f"compiling {source.name} for this processor"), _alone(kept):
             loaded = _loaded(kept, key, folder)  # compiled by another process meanwhile
             if loaded is None:
                 loaded, binary = _compiled(command, folder / source.name, functions)
@@ -90,8 +91,7 @@ def _compiled(
 ) -> Tuple[ctypes.CDLL, bytes]:
     """Compile a file beside itself. Returns: the library, loaded, and its content."""
     made = source.with_suffix(".so")
-    with progress.lines(lambda: f"compiling {source.name} for this processor"):
-        _run([*command, str(source), "-o", str(made)], source.parent / "messages")
+    _run([*command, str(source), "-o", str(made)], source.parent / "messages")
     library = ctypes.CDLL(str(made))
     for name in functions:
         if not hasattr(library, name):

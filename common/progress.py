@@ -11,7 +11,16 @@ import os
 import sys
 import threading
 import time
-from typing import IO, TYPE_CHECKING, Callable, Iterable, Iterator, Optional, TypeVar
+from typing import (
+    IO,
+    TYPE_CHECKING,
+    Callable,
+    ContextManager,
+    Iterable,
+    Iterator,
+    Optional,
+    TypeVar,
+)
 
 from common.text import duration
 
@@ -38,6 +47,8 @@ def lines(
 ) -> Iterator[None]:
     """Show how far a block is while it runs.
 
+    The first of a run's ranks does; the others are as far, and their lines would be the same.
+
     Within another such block, on a terminal, only the outer one is shown.
 
     Args:
@@ -45,7 +56,9 @@ def lines(
         share: returns what is done, from 0 to 1; called in another thread. None: that is not known.
         elsewhere: also where there is no terminal, by lines; not for work that prints lines itself.
     """
-    if _on_terminal():
+    if os.environ.get("RANK", "0") != "0":
+        shown: ContextManager[None] = contextlib.nullcontext()
+    elif _on_terminal():
         shown = contextlib.nullcontext() if _live is not None else _live_line(text, share)
     elif elsewhere:
         shown = _plain_lines(text)
@@ -72,10 +85,8 @@ def counted(items: Iterable[Item], total: int, noun: str) -> Iterator[Item]:
 
 def _on_terminal() -> bool:
     """Return whether stdout is a terminal that this process has to itself."""
-    # Ranks of one host share a terminal; the first of them reports.
-    is_first = os.environ.get("RANK", "0") == "0"
     is_able = os.environ.get("TERM", "dumb") != "dumb"
-    return is_first and is_able and sys.stdout is not None and sys.stdout.isatty()
+    return is_able and sys.stdout is not None and sys.stdout.isatty()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -106,3 +107,12 @@ def test_a_plain_line_comes_every_so_often(monkeypatch, capsys):
     with progress.lines(lambda: "said elsewhere", elsewhere=False):
         pass
     assert "said" not in capsys.readouterr().out
+
+
+def test_other_ranks_print_no_plain_lines(monkeypatch, capsys):
+    """A line of each rank of a host would be the same line many times, and none could be told apart."""
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setenv("RANK", "1")
+    with progress.lines(lambda: "work"):
+        time.sleep(0.1)
+    assert capsys.readouterr().out == ""
