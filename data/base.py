@@ -188,36 +188,6 @@ _ClassNamesOf = Callable[[Any, str], Optional[ClassNames]]
 CLASS_NAMES: "Registry[_ClassNamesOf]" = Registry("names of the classes of images")
 
 
-def repeated(first: int, size: int, repeats: int, row: int) -> Tuple[int, int]:
-    """Return the image of a row where each image is shown several times in a row of steps.
-
-    In the order of an epoch each image is repeated. A step takes the next `size` of these, and puts
-    the first copies before the second ones and so on: copies of an image are as far apart as a step
-    allows, in other micro batches and mostly in other replicas. Of n images an epoch shows the
-    first n / repeats of its order, so it has as many steps as without repetitions.
-
-    Source: Hoffer et al., 1901.09335 (batch augmentation), with the length of an epoch as in
-    Touvron et al., 2012.12877 (DeiT).
-
-    Args:
-        first: repetitions in the epoch before this step.
-        size: images of a step.
-        repeats: copies of each image.
-        row: within the step.
-
-    Returns:
-        The image's place in the order of the epoch, and the number of the copy, from 0.
-    """
-    for copy in range(repeats):
-        # Repetition q is copy q % repeats of place q // repeats.
-        start = -(-(first - copy) // repeats)
-        stop = -(-(first + size - copy) // repeats)
-        if row < stop - start:
-            return start + row, copy
-        row -= stop - start
-    raise AssertionError(f"row {row} is beyond a step of {size}")
-
-
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     """Return an epoch's random order of images.
 

@@ -14,16 +14,11 @@ class Request(NamedTuple):
     number: int  # within the step, counted over all replicas
     image_size: int  # pixels a side
     indices: List[int]  # of the images in their source
-    copies: Optional[List[int]] = None  # which repetition each image is; None: all are the only one
-    repeats: int = 1  # data.repeats
+    shown: Optional[List[int]] = None  # see `showings`; None: once an epoch
 
     def showings(self) -> List[int]:
-        """Return the number of times that each image was to be seen before, which names its draws:
-        the epoch, or with repetitions epoch x repeats + copy.
-        """
-        if self.copies is None:
-            return [self.epoch] * len(self.indices)
-        return [self.epoch * self.repeats + copy for copy in self.copies]
+        """Return the number that names the draws of each image: see data/epochs.Shown."""
+        return [self.epoch] * len(self.indices) if self.shown is None else self.shown
 
 
 class MicroBatch(NamedTuple):

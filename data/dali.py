@@ -41,7 +41,7 @@ class _Opened(NamedTuple):
     """An image that is to be made, or the error in its place."""
 
     image: Union[Image, UnreadableImage]
-    showing: int  # see Request.showings
+    showing: int  # see data/epochs.Shown
     job: Optional[_Job] = None  # None if it is not for DALI
 
 

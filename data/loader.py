@@ -15,8 +15,9 @@ import torch
 
 from data import damage
 from data.augmentation import IMAGENET, Colours
-from data.base import Source, UnreadableImage, repeated
+from data.base import Source, UnreadableImage
 from data.batches import MicroBatch, ReadBatch, Request
+from data.epochs import Epoch
 from data.prefetch import Prefetcher
 from data.reader import Reader
 from data.transforms import Evaluation, Training
@@ -82,13 +83,13 @@ class TrainingBatches:
         self._waited = 0.0
         self._requests = _Requests(
             source=source,
+            data=data,
             image_size=image_size,
             global_batch=global_batch,
             micro=micro,
             seed=seed,
             steps=range(first_step, last_step),
             share=range(global_batch // micro) if share is None else share,
-            repeats=data.repeats,
         )
         reader = Reader(source, micro, Training(data, seed, colours))
         self._loader: Optional[Iterable[ReadBatch]]  # None once it is closed
@@ -136,13 +137,13 @@ class _Requests:
     """The requests of TrainingBatches; each iteration begins anew."""
 
     source: Source
+    data: Data
     image_size: Union[int, Callable[[int], int]]
     global_batch: int
     micro: int
     seed: int
     steps: range
     share: range
-    repeats: int
 
     def __iter__(self) -> Iterator[Request]:
         per_epoch = steps_per_epoch(len(self.source), self.global_batch)
@@ -151,7 +152,7 @@ class _Requests:
             epoch, within = divmod(step, per_epoch)
             # An order costs a sort of all images: it is made once an epoch.
             if epoch != epoch_of_order:
-                order = self.source.order(self.seed, epoch)
+                order = Epoch(self.source, self.data, self.seed, epoch)
                 epoch_of_order = epoch
                 pixels = self._pixels(epoch)
             # Images left over at the end of an order are in no step of the epoch.
@@ -159,15 +160,14 @@ class _Requests:
             for number in self.share:
                 start = number * self.micro
                 rows = range(start, start + self.micro)
-                shown = [repeated(first, self.global_batch, self.repeats, row) for row in rows]
+                shown = [order.shown(first, self.global_batch, row) for row in rows]
                 yield Request(
                     step,
                     epoch,
                     number,
                     image_size=pixels,
-                    indices=[int(order[place]) for place, _ in shown],
-                    copies=[copy for _, copy in shown],
-                    repeats=self.repeats,
+                    indices=[row.image for row in shown],
+                    shown=[row.showing for row in shown],
                 )
 
     def _pixels(self, epoch: int) -> int:

@@ -98,7 +98,7 @@ class Transform(abc.ABC):
         Args:
             image: of which only height and width are read.
             size: pixels a side of the result.
-            epoch: from 0; with data.repeats the number of the showing, see `Request.showings`.
+            epoch: from 0; or the number of the showing, see data/epochs.Shown.
             index: number of the image in its source.
         """
 

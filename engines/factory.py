@@ -5,7 +5,7 @@ Engines are imported when they are needed: each has its own dependencies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, Sequence
 
 from engines.base import Engine
 from parallel.processes import Processes
@@ -47,6 +47,8 @@ def create(
     batch: Batch,
     processes: Optional[Processes] = None,
     steps_per_epoch: Optional[int] = None,
+    *,
+    class_weights: Optional[Sequence[float]] = None,
 ) -> Engine:
     """Create the engine of `run.device`.
 
@@ -55,6 +57,7 @@ def create(
         batch: of a step.
         processes: of the run; None for a single one.
         steps_per_epoch: of a run that trains.
+        class_weights: factors on the loss by class; None: 1.
 
     Raises:
         ConfigError: a device or library that this machine does not have, or cut points that the
@@ -68,4 +71,10 @@ def create(
         return IpuEngine(recipe, batch, processes)
     from engines.torch_engine import TorchEngine
 
-    return TorchEngine(recipe, batch, processes, steps_per_epoch)
+    return TorchEngine(
+        recipe,
+        batch,
+        processes,
+        steps_per_epoch,
+        class_weights=class_weights,
+    )

@@ -12,14 +12,14 @@ import time
 from multiprocessing import resource_tracker
 from typing import Callable, Iterator, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from data import mixing
 from data.augmentation import IMAGENET, Colours
-from data.base import Source, UnreadableImage, repeated
+from data.base import Source, UnreadableImage
 from data.batches import MicroBatch
+from data.epochs import Epoch
 from data.loader import EvaluationBatches, NotLeftOut, evaluation_share
 from data.transforms import Training
 from data.workers import signals_withheld
@@ -54,7 +54,7 @@ class _Place(NamedTuple):
     """The image at a position.
 
     row: within the step, over all instances.
-    showing: the epoch, or see `Request.showings`.
+    showing: see data/epochs.Shown.
     image: its number in the source.
     """
 
@@ -62,13 +62,6 @@ class _Place(NamedTuple):
     row: int
     showing: int
     image: int
-
-
-class _Order(NamedTuple):
-    """The images of an epoch: int64 [images], their numbers in the source."""
-
-    epoch: int
-    images: np.ndarray
 
 
 class _Plan(NamedTuple):
@@ -126,7 +119,7 @@ class Positions(Dataset):
         self._per_epoch = steps_per_epoch(len(source), batch.global_)
         self._transform = Training(data, seed, colours)
         # The newest order of an epoch, and plan of a micro batch; neighbours in a run share them.
-        self._order: Optional[_Order] = None
+        self._epoch: Optional[Epoch] = None
         self._plan: Optional[_Plan] = None
 
     def __len__(self) -> int:
@@ -167,15 +160,11 @@ class Positions(Dataset):
         step = self._steps[number]
         row += self._first
         epoch, within = divmod(step, self._per_epoch)
-        order = self._order
-        if order is None or order.epoch != epoch:
-            order = _Order(epoch, self._source.order(self._seed, epoch))
-            self._order = order
+        if self._epoch is None or self._epoch.number != epoch:
+            self._epoch = Epoch(self._source, self._data, self._seed, epoch)
         size = self._batch.global_
-        repeats = self._data.repeats
-        position, copy = repeated(within * size, size, repeats, row)
-        image = int(order.images[position])
-        return _Place(step, row, epoch * repeats + copy, image)
+        shown = self._epoch.shown(within * size, size, row)
+        return _Place(step, row, shown.showing, shown.image)
 
     def _mixing(self, step: int, number: int) -> torch.Tensor:
         """Return the plan of a step's micro batch, float32 [micro, 6]."""

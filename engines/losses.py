@@ -6,6 +6,7 @@ Evaluation reports the cross entropy whatever a run trains by: see engines/base.
 from __future__ import annotations
 
 import math
+from typing import Optional
 
 import torch
 from torch.nn import functional as F
@@ -14,7 +15,12 @@ from data import mixing
 from recipe.images import Data
 
 
-def summed(data: Data, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def summed(
+    data: Data,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    class_weights: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     """Return the loss of a micro batch, added up over its images.
 
     Args:
@@ -22,6 +28,7 @@ def summed(data: Data, logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
         logits: float32 or float64 [rows, classes].
         targets: int64 [rows], labels; or of mixed images float32 [rows, classes], shares of the
             classes before smoothing.
+        class_weights: [classes], in the dtype of the logits; factors on the cross entropy. None: 1.
 
     Returns:
         [], in the dtype of the logits.
@@ -30,6 +37,7 @@ def summed(data: Data, logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
         return F.cross_entropy(
             logits,
             targets,
+            class_weights,
             reduction="sum",
             label_smoothing=data.label_smoothing,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -52,6 +52,8 @@ class TorchEngine(Engine):
         batch: Batch,
         processes: Processes,
         steps_per_epoch: Optional[int] = None,
+        *,
+        class_weights: Optional[Sequence[float]] = None,
     ):
         """
         Args:
@@ -60,6 +62,7 @@ class TorchEngine(Engine):
             processes: of the run; all of them call.
             steps_per_epoch: for what changes with the epoch; None for an engine that does not
                 train.
+            class_weights: factors on the loss by class; None: 1.
         """
         self.batch = batch
         self.processes = processes
@@ -68,6 +71,9 @@ class TorchEngine(Engine):
         self._recipe = recipe
         self._trains = steps_per_epoch is not None
         self._steps_per_epoch = steps_per_epoch or 1
+        self._class_weights: Optional[torch.Tensor] = None
+        if class_weights is not None:
+            self._class_weights = torch.tensor(class_weights, device=self.device)
         self._batches: Optional[feed.Batches] = None
         # Before anything computes: cuBLAS reads its variable once, as CUDA starts.
         if self.device.type == "cuda":
@@ -231,6 +237,7 @@ class TorchEngine(Engine):
             self.weights.gradients,
             loss_scale=self._loss_scale,
             data=recipe.data,
+            class_weights=self._class_weights,
             listeners=self._listeners,
             check=self.processes.check,
             arm=self._arm,

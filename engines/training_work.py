@@ -33,6 +33,7 @@ class TrainingWork(Work):
         *,
         loss_scale: LossScale,
         data: Data,
+        class_weights: Optional[torch.Tensor],
         listeners: Listeners,
         check: Callable[[], None],
         arm: Optional[Callable[[], None]],
@@ -44,6 +45,7 @@ class TrainingWork(Work):
             gradients: in which micro batches are added up.
             loss_scale: factor on the loss.
             data: section of the recipe, with the loss.
+            class_weights: float32 [classes], factors on the loss; None: 1.
             listeners: that time spans.
             check: raises where the run must not go on.
             arm: called before the last backward pass of a step; None where no exchange overlaps it.
@@ -55,6 +57,7 @@ class TrainingWork(Work):
         self._gradients = gradients
         self._loss_scale = loss_scale
         self._data = data
+        self._class_weights = class_weights
         self._check = check
         self._arm = arm
         self._device = gradients.flat.device
@@ -89,7 +92,8 @@ class TrainingWork(Work):
         labels, targets = self.feed.targets(number)
         # Padding comes last, and has no labels.
         logits = logits[: len(labels)].float()
-        loss = losses.summed(self._data, logits, targets) / self._rows
+        summed = losses.summed(self._data, logits, targets, self._class_weights)
+        loss = summed / self._rows
         # Both stay on the device: to read them would be to wait.
         self.total += summable(loss.detach())
         self.correct += (logits.detach().argmax(1) == labels).sum()

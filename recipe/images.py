@@ -102,6 +102,10 @@ class Data(Kind):
     (squash, as timm does for some models)"""
     crop_rounding: Literal["nearest", "down"] = "nearest"
     """how image_size / crop_fraction becomes whole pixels; timm rounds down"""
+    balance: Literal["none", "sampling", "loss"] = "none"
+    """classes with few images: sampling shows as many images of each class in an epoch, rare ones
+    several times with other draws, and some of a frequent class; loss weighs the cross entropy of a
+    class by images / (classes x images of the class); on IPUs sampling only"""
     repeats: int = Field(1, ge=1, le=64)
     """times that each image is shown within a step, with other draws each time; an epoch has as many
     steps as without, and shows one image in so many"""
@@ -141,6 +145,9 @@ class Data(Kind):
         # shown.
         if self.reader == "dali" and self.interpolation != "bilinear":
             yield f"reader dali resizes bilinear only, not {self.interpolation}; use reader torch"
+        # Weights of classes would weigh what an image is not just as what it is.
+        if self.balance == "loss" and self.loss == "bce":
+            yield "balance loss weighs the cross entropy, but loss is bce; use balance sampling"
         yield from self._faults_of_cutmix()
 
     def _faults_of_cutmix(self) -> Iterator[str]:

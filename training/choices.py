@@ -10,7 +10,7 @@ on what it changes, and, if replicas of an elastic run could settle it different
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Sequence
 
 from common.text import count
 from engines import factory
@@ -110,6 +110,7 @@ def create_engine(
     processes: Processes,
     *,
     steps_per_epoch: int,
+    class_weights: Optional[Sequence[float]],
     say: Say,
 ) -> Engine:
     """Return the engine of a recipe, and store its choices in the run folder.
@@ -122,6 +123,7 @@ def create_engine(
         batch: of `recipe`.
         processes: of the run.
         steps_per_epoch: of the run.
+        class_weights: factors on the loss by class; None: 1.
         say: prints a line, on the main rank.
     """
     folder = Path(output_folder(recipe))
@@ -132,7 +134,15 @@ def create_engine(
         processes.from_main(lambda: decisions.keep(folder, _ON_ENGINE, place, chosen))
 
     def create() -> Engine:
-        return processes.together(lambda: factory.create(recipe, batch, processes, steps_per_epoch))
+        return processes.together(
+            lambda: factory.create(
+                recipe,
+                batch,
+                processes,
+                steps_per_epoch,
+                class_weights=class_weights,
+            )
+        )
 
     stages = processes.topology.stages
     if recipe.parallel.split is not None or stages == 1:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
+import numpy as np
+
 from common.errors import DataError
+from data.balance import class_weights
 from data.base import Source
 from data.sources import open_source
 from parallel.processes import Processes
@@ -20,6 +23,7 @@ class _Facts(NamedTuple):
     training_images: int
     validation_images: int
     classes: List[str]
+    images_of_class: List[int]
     digest: str
 
 
@@ -27,6 +31,7 @@ class Images(NamedTuple):
     """Sources, None on ranks where no images enter, and what is in them.
 
     classes: their names.
+    images_of_class: training images of each.
     digest: of both sources, joined by a hyphen.
     """
 
@@ -35,7 +40,14 @@ class Images(NamedTuple):
     training_images: int
     validation_images: int
     classes: Sequence[str]
+    images_of_class: Sequence[int]
     digest: str
+
+    @property
+    def class_weights(self) -> List[float]:
+        """Weights of the classes in a loss to which all of them contribute equally."""
+        weights: List[float] = class_weights(np.array(self.images_of_class)).tolist()
+        return weights
 
     @property
     def notes(self) -> Tuple[str, ...]:
@@ -80,7 +92,14 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
         # Lengths and names say more to the user than a digest, which finds all differences.
         train, validation = sources
         digest = "-".join(source.digest for source in sources)
-        facts = _Facts(len(train), len(validation), list(train.classes), digest)
+        images_of_class = np.bincount(train.labels, minlength=len(train.classes))
+        facts = _Facts(
+            training_images=len(train),
+            validation_images=len(validation),
+            classes=list(train.classes),
+            images_of_class=images_of_class.tolist(),
+            digest=digest,
+        )
     by_rank = processes.gather(facts)
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
@@ -93,6 +112,7 @@ def agreed(sources: Sequence[Source], processes: Processes) -> Images:
         training_images=first.training_images,
         validation_images=first.validation_images,
         classes=first.classes,
+        images_of_class=first.images_of_class,
         digest=first.digest,
     )
 

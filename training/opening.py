@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import List
+from typing import Iterator, List
+
+import numpy as np
 
 from common.text import count, duration
+from data.balance import parts_of
 from models import shapes
 from recipe import timm_weights
 from recipe.batch import Lengths, output_folder, unusual_peak
@@ -46,11 +49,32 @@ def lines(
         f"of {classes} ({recipe.data.source})",
         *([preparation] if preparation else []),
         *([_repeated(repeats, lengths.steps_per_epoch * batch.global_)] if repeats > 1 else []),
+        *_balanced(recipe.data.balance, images),
         batch.describe(),
         lengths.describe(),
     ]
     unusual = unusual_peak(recipe)
     return [*described, unusual] if unusual else described
+
+
+def _balanced(balance: str, images: Images) -> Iterator[str]:
+    """Yield the line about classes that are balanced, where they are.
+
+    Args:
+        balance: data.balance.
+        images: that the run trains on.
+    """
+    counts = [images_of_class for images_of_class in images.images_of_class if images_of_class]
+    rarest = count(min(counts), "image")
+    if balance == "sampling":
+        part = max(parts_of(np.array(counts)))
+        shown = f"{part:,} images of each class in an epoch"
+        most = -(-part // min(counts))
+        yield f"data.balance=sampling: {shown}; those of the rarest ({rarest}) up to {most} times"
+    elif balance == "loss":
+        weights = [weight for weight in images.class_weights if weight]
+        heaviest = f"{max(weights):.3g} (the rarest class, {rarest})"
+        yield f"data.balance=loss: weights of the classes from {min(weights):.3g} to {heaviest}"
 
 
 def _repeated(repeats: int, images: int) -> str:

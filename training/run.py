@@ -219,12 +219,15 @@ def _describe(plan: _Plan, processes: Processes, say: Say) -> None:
 
 def _engine(plan: _Plan, processes: Processes, say: Say) -> Engine:
     """Return the engine of a plan, and print its notes."""
+    is_weighted = plan.recipe.data.balance == "loss"
+    weights = plan.images.class_weights if is_weighted else None
     engine = choices.create_engine(
         plan.recipe,
         plan.given,
         plan.batch,
         processes,
         steps_per_epoch=plan.lengths.steps_per_epoch,
+        class_weights=weights,
         say=say,
     )
     for note in engine.notes:

@@ -52,6 +52,11 @@ _ALLOWED = (
         ("cross_entropy",),
         "the binary cross entropy was never compiled by PopTorch here",
     ),
+    (
+        "data.balance",
+        ("sampling", "none"),
+        "a loss with weights of classes was never compiled by PopTorch here",
+    ),
     ("data.reader", ("torch",), "PopTorch's loader reads by worker processes of its own"),
     ("precision.compute", ("float16", "float32", "auto"), "the IPU has float16 and float32 only"),
     (

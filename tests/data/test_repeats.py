@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 
-from data.base import permutation, repeated
+from data.base import permutation
+from data.epochs import repeated
 from data.loader import TrainingBatches
 from data.transforms import Training
 from recipe.config import Data

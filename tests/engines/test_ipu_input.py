@@ -42,9 +42,10 @@ class Loader:
         self.ended = True
 
 
-def test_repeated_images_are_those_of_other_engines(tiny):
+@pytest.mark.parametrize("balance", ["none", "sampling"])
+def test_repeated_images_are_those_of_other_engines(tiny, balance):
     """Images and labels of every position against the loader's micro batches, over the end of an epoch."""
-    recipe, source = plan_of(tiny, "data.repeats=3")
+    recipe, source = plan_of(tiny, "data.repeats=3", f"data.balance={balance}")
     positions = positions_of(source, recipe, range(3))
     batches = TrainingBatches(
         source,

@@ -70,3 +70,23 @@ def test_guessing_has_the_loss_of_equal_logits(keys):
 def test_a_micro_batch_without_images_has_no_loss():
     empty = torch.zeros(0, CLASSES, dtype=torch.float64)
     assert summed(Data(loss="bce"), empty, torch.zeros(0, dtype=torch.int64)) == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_class_weights_are_factors_on_the_classes_of_the_target(mixed, smoothing):
+    """Written out: - sum over classes of weight x target x log softmax, added up over images, not divided by weights.
+
+    Float64, some ten operations: 1e-13.
+    """
+    logits, labels = logits_and_labels()
+    weights = torch.tensor([0.0, 0.25, 1.0, 3.0, 7.0], dtype=torch.float64)
+    shares = F.one_hot(labels, CLASSES).double()
+    if mixed:
+        shares = 0.7 * shares + 0.3 * shares.roll(1, dims=0)
+    targets = shares * (1 - smoothing) + smoothing / CLASSES
+    expected = -(weights * targets * logits.log_softmax(1)).sum()
+    data = Data(balance="loss", label_smoothing=smoothing)
+    found = summed(data, logits, shares if mixed else labels, weights)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(gradient(found, logits), gradient(expected, logits), rtol=1e-12, atol=1e-14)

@@ -1,0 +1,79 @@
+"""Runs with balanced classes: stopped and resumed, on replicas and stages."""
+
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests import ranks
+from tests.training.test_resume import Outcome
+from tests.training.test_several_ranks import STOPPED, in_this_process, train_to_the_end
+
+pytestmark = pytest.mark.multiprocess
+
+IMAGES = {"common": 90, "rare": 12, "single": 3}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Folder of noise, of which one class is much rarer than another."""
+    root = tmp_path_factory.mktemp("photos")
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name, images in IMAGES.items():
+            (root / split / name).mkdir(parents=True)
+            for number in range(images):
+                pixels = random.integers(0, 256, (10, 10, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
+    return root
+
+
+def given(photos, balance):
+    source = ("data.source=folder", f"data.root={photos}", "model.classes=3", f"data.balance={balance}")
+    # Sums of the noise meter over stages are added in another order.
+    return (*ranks.SMALL[4:], *source, "log.noise_scale=false")
+
+
+@pytest.fixture(scope="module", params=["sampling", "loss"])
+def one(request, photos, tmp_path_factory, _one_thread):
+    """Keys, and the folder of their run in one process."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    keys = given(photos, request.param)
+    train_to_the_end(1, *keys, f"run.output={folder}")
+    return keys, folder
+
+
+@pytest.mark.parametrize(
+    ("balance", "line"),
+    [
+        (
+            "sampling",
+            "data.balance=sampling: 35 images of each class in an epoch; those of the rarest (3 images) up to 12 times",
+        ),
+        (
+            "loss",
+            "data.balance=loss: weights of the classes from 0.389 to 11.7 (the rarest class, 3 images)",
+        ),
+        ("none", None),
+    ],
+)
+def test_a_run_says_what_it_balances(photos, tmp_path, balance, line):
+    ended = ranks.train(1, *given(photos, balance), "run.steps=3", "run.epochs=null", f"run.output={tmp_path / 'run'}")
+    said = [each for each in ended[0].out if each.startswith("data.balance")]
+    assert (ended[0].code, said) == (0, [line] if line else [])
+
+
+def test_a_stopped_run_goes_on_to_equal_bits(one, tmp_path):
+    keys = (*one[0], f"run.output={tmp_path / 'run'}")
+    assert in_this_process(*keys, stop_at=5).code == STOPPED
+    train_to_the_end(1, *keys)
+    Outcome(tmp_path / "run").assert_same(Outcome(one[1]))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_ranks_are_one_process(one, tmp_path, stages):
+    """The stage with the loss has no images: it learns from the first how many there are of each class."""
+    train_to_the_end(2, *one[0], f"parallel.stages={stages}", f"run.output={tmp_path / 'run'}")
+    two, whole = Outcome(tmp_path / "run"), Outcome(one[1])
+    assert two.of("train") == whole.of("train")
+    assert two.tensors() == whole.tensors()
