@@ -3,6 +3,7 @@
 // As in Pillow and torch, columns are resized before rows, each time to uint8, by weights of 16 bits.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <tuple>
@@ -13,6 +14,7 @@ namespace {
 
 constexpr int CHANNELS = 3;
 constexpr int LARGEST_PRECISION = 22;
+constexpr int64_t ROWS = 32;    // whose columns are resized together
 constexpr int WEIGHT_BITS = 15;  // apart from the sign
 
 // The images of a data set, and the size of what is cut out of them.
@@ -128,33 +130,47 @@ uint8_t rounded(int32_t sum, int precision) {
     return uint8_t(std::min(std::max(sum >> precision, 0), 255));
 }
 
-// Writes [box height, size, CHANNELS]: the rows of a box with resized columns, mirrored or not.
-void resize_columns(const Images& images, const Frame& frame, const Axis& axis, uint8_t* out) {
+// Writes [box height, size, COLOURS]: the rows of a box with resized columns, mirrored or not.
+// columns: [box width, ROWS, COLOURS], for its use.
+template <int COLOURS>
+void resize_columns(
+    const Images& images, const Frame& frame, const Axis& axis, int32_t* columns, uint8_t* out) {
+    constexpr int64_t LANES = ROWS * COLOURS;
     const uint8_t* box = images.pixels + frame.image * images.image_stride +
                          frame.top * images.row_stride + frame.left * images.column_stride;
     const int32_t half = axis.precision ? 1 << (axis.precision - 1) : 0;
-    for (int64_t row = 0; row < frame.height; row++) {
+    for (int64_t begin = 0; begin < frame.height; begin += ROWS) {
+        const int64_t count = std::min(ROWS, frame.height - begin);
+        // Pixels of several rows side by side, so that a processor computes them at once.
+        for (int64_t row = 0; row < count; row++)
+            for (int64_t column = 0; column < frame.width; column++)
+                for (int colour = 0; colour < COLOURS; colour++)
+                    columns[column * LANES + row * COLOURS + colour] =
+                        box[(begin + row) * images.row_stride + column * images.column_stride +
+                            colour * images.channel_stride];
         for (int64_t column = 0; column < images.size; column++) {
-            const int16_t* weights = &axis.weights[column * axis.taps];
-            const uint8_t* pixel =
-                box + row * images.row_stride + axis.first[column] * images.column_stride;
-            int32_t sums[CHANNELS] = {half, half, half};
+            int32_t sums[LANES];
+            std::fill_n(sums, LANES, half);
             for (int64_t tap = 0; tap < axis.count[column]; tap++) {
-                for (int channel = 0; channel < CHANNELS; channel++)
-                    sums[channel] += weights[tap] * pixel[channel * images.channel_stride];
-                pixel += images.column_stride;
+                const int32_t weight = axis.weights[column * axis.taps + tap];
+                const int32_t* from = columns + (axis.first[column] + tap) * LANES;
+                for (int64_t lane = 0; lane < LANES; lane++) sums[lane] += weight * from[lane];
             }
             const int64_t place = frame.flip ? images.size - 1 - column : column;
-            for (int channel = 0; channel < CHANNELS; channel++)
-                out[(row * images.size + place) * CHANNELS + channel] =
-                    rounded(sums[channel], axis.precision);
+            for (int64_t row = 0; row < count; row++)
+                for (int colour = 0; colour < COLOURS; colour++)
+                    out[((begin + row) * images.size + place) * COLOURS + colour] =
+                        rounded(sums[row * COLOURS + colour], axis.precision);
         }
     }
 }
 
-// Writes [size, size, CHANNELS]: resized rows of what resize_columns wrote.
+// Writes [size, size, CHANNELS]: resized rows of what resize_columns wrote, [height, size, COLOURS].
+// sums: [size, COLOURS], for its use.
+template <int COLOURS>
 void resize_rows(const Axis& axis, int64_t size, const uint8_t* rows, int32_t* sums, uint8_t* out) {
-    const int64_t bytes = size * CHANNELS;  // of a row
+    constexpr int COPIES = CHANNELS / COLOURS;
+    const int64_t bytes = size * COLOURS;  // of a row
     const int32_t half = axis.precision ? 1 << (axis.precision - 1) : 0;
     for (int64_t row = 0; row < size; row++) {
         std::fill(sums, sums + bytes, half);
@@ -163,30 +179,142 @@ void resize_rows(const Axis& axis, int64_t size, const uint8_t* rows, int32_t* s
             const uint8_t* from = rows + (axis.first[row] + tap) * bytes;
             for (int64_t byte = 0; byte < bytes; byte++) sums[byte] += weight * from[byte];
         }
+        uint8_t* to = out + row * size * CHANNELS;
         for (int64_t byte = 0; byte < bytes; byte++)
-            out[row * bytes + byte] = rounded(sums[byte], axis.precision);
+            for (int copy = 0; copy < COPIES; copy++)
+                to[byte * COPIES + copy] = rounded(sums[byte], axis.precision);
     }
 }
 
-}  // namespace
-
-extern "C" void crop(const Images* images,
-                     int64_t count,
-                     const Frame* frames,  // [count]
-                     uint8_t* out          // [count, size, size, CHANNELS], written
-) {
-    const int64_t size = images->size;
+// COLOURS: channels that differ; 1 of a grey image.
+template <int COLOURS>
+void crop_all(const Images& images, int64_t count, const Frame* frames, uint8_t* out) {
+    const int64_t size = images.size;
     Axes axes(size);
     std::vector<uint8_t> rows;
-    std::vector<int32_t> sums(size * CHANNELS);
+    std::vector<int32_t> box_columns;
+    std::vector<int32_t> sums(size * COLOURS);
     for (int64_t number = 0; number < count; number++) {
         const Frame& frame = frames[number];
         const bool cubic = frame.cubic != 0;
         const Axis& columns = axes.of(frame.width, frame.resized_width, frame.first_column, cubic);
         const Axis& lines = axes.of(frame.height, frame.resized_height, frame.first_row, cubic);
-        rows.resize(frame.height * size * CHANNELS);
-        resize_columns(*images, frame, columns, rows.data());
-        resize_rows(lines, size, rows.data(), sums.data(),
-                    out + number * size * size * CHANNELS);
+        rows.resize(frame.height * size * COLOURS);
+        // Rows beyond the box are computed, too, and left out.
+        box_columns.resize(frame.width * ROWS * COLOURS);
+        resize_columns<COLOURS>(images, frame, columns, box_columns.data(), rows.data());
+        uint8_t* result = out + number * size * size * CHANNELS;
+        resize_rows<COLOURS>(lines, size, rows.data(), sums.data(), result);
     }
+}
+
+// What random boxes are drawn by: see crop_box in transforms.py.
+struct Drawing {
+    int64_t height;  // of the images
+    int64_t width;
+    int64_t size;   // pixels a side of a result
+    int64_t cubic;  // see Frame
+    double flip;    // probability
+    double smallest_area;
+    double largest_area;
+    double narrowest;  // width over height
+    double widest;
+    double log_narrowest;
+    double log_widest;
+};
+
+// Random numbers of one key: `Stream` of recipe/randomness.py.
+class Stream {
+public:
+    explicit Stream(uint64_t key) : state_(key) {}
+
+    double uniform(double low, double high) {
+        const double unit = double(bits() >> 11) * 0x1p-53;
+        return low + (high - low) * unit;
+    }
+
+    int64_t integer(int64_t stop) {
+        return int64_t((static_cast<unsigned __int128>(bits()) * uint64_t(stop)) >> 64);
+    }
+
+private:
+    uint64_t bits() {
+        state_ += 0x9E3779B97F4A7C15;
+        uint64_t z = state_;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+        return z ^ (z >> 31);
+    }
+
+    uint64_t state_;
+};
+
+constexpr int TRIES = 10;
+
+// Sets the box of a frame: crop_box of transforms.py, with its bits.
+void draw_box(const Drawing& by, Stream& stream, Frame* frame) {
+    for (int attempt = 0; attempt < TRIES; attempt++) {
+        const double area =
+            double(by.height * by.width) * stream.uniform(by.smallest_area, by.largest_area);
+        const double aspect = std::exp(stream.uniform(by.log_narrowest, by.log_widest));
+        // To even where a half is left over, as Python rounds.
+        const int64_t width = int64_t(std::nearbyint(std::sqrt(area * aspect)));
+        const int64_t height = int64_t(std::nearbyint(std::sqrt(area / aspect)));
+        if (0 < width && width <= by.width && 0 < height && height <= by.height) {
+            frame->height = height;
+            frame->width = width;
+            frame->top = stream.integer(by.height - height + 1);
+            frame->left = stream.integer(by.width - width + 1);
+            return;
+        }
+    }
+    // Only an image that is narrower or wider than the aspect allows is cut.
+    frame->height = by.height;
+    frame->width = by.width;
+    const double aspect = double(by.width) / double(by.height);
+    if (aspect < by.narrowest)
+        frame->height =
+            std::max<int64_t>(1, int64_t(std::nearbyint(double(by.width) / by.narrowest)));
+    if (aspect > by.widest)
+        frame->width =
+            std::max<int64_t>(1, int64_t(std::nearbyint(double(by.height) * by.widest)));
+    frame->top = (by.height - frame->height) / 2;
+    frame->left = (by.width - frame->width) / 2;
+}
+
+}  // namespace
+
+// Draws the box and the flip of each image: `Training.frame` of transforms.py.
+extern "C" void draw(const Drawing* by,
+                     int64_t count,
+                     const int64_t* indices,  // [count], of the images
+                     const uint64_t* keys,    // [count], of their draws
+                     Frame* frames            // [count], written
+) {
+    for (int64_t number = 0; number < count; number++) {
+        Stream stream(keys[number]);
+        Frame frame{};
+        frame.image = indices[number];
+        // First, since a box takes a number of draws that varies.
+        frame.flip = stream.uniform(0.0, 1.0) < by->flip;
+        draw_box(*by, stream, &frame);
+        // The box as a whole becomes the result.
+        frame.resized_height = by->size;
+        frame.resized_width = by->size;
+        frame.cubic = by->cubic;
+        frames[number] = frame;
+    }
+}
+
+// Cuts a frame out of each image, and resizes it.
+extern "C" void crop(const Images* images,
+                     int64_t count,
+                     const Frame* frames,  // [count]
+                     uint8_t* out          // [count, size, size, CHANNELS], written
+) {
+    // The channels of a grey image are the same bytes of memory.
+    if (images->channel_stride == 0)
+        crop_all<1>(*images, count, frames, out);
+    else
+        crop_all<CHANNELS>(*images, count, frames, out);
 }

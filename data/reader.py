@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, get_worker_info
 from data import crops
 from data.base import MemorySource, Pixels, Source, UnreadableImage
 from data.batches import ReadBatch, Request
-from data.transforms import Transform
+from data.transforms import Training, Transform
 
 _PADDING_INDEX = -1
 
@@ -86,17 +86,43 @@ class Reader(Dataset):
         showings = request.showings()
         images = self._empty_images(request.image_size)
         pixels = self.source.pixels
-        any_image = Pixels(pixels[0])  # all have its size
-        frames = []
-        for index, showing in zip(request.indices, showings):
-            frame = self.transform.frame(any_image, request.image_size, showing, index)
-            frames.append(frame)
-        crops.crop(pixels, request.indices, frames, images)
+        crops.crop(pixels, self._rows(request, showings, pixels), images)
         # torchvision augments image by image.
         if self.transform.augments:
             for row, index, showing in zip(images, request.indices, showings):
                 row.copy_(self.transform.finish(row, showing, index))
         return self._micro_batch(request, images, request.indices, unreadable=())
+
+    def _rows(
+        self,
+        request: Request,
+        showings: Sequence[int],
+        pixels: torch.Tensor,
+    ) -> np.ndarray:
+        """Return the plans of images that are all in memory: see data/crops.py.
+
+        Args:
+            request: of the micro batch.
+            showings: of its images.
+            pixels: of all images, uint8 [n, 3, height, width].
+        """
+        numbered = list(zip(showings, request.indices))
+        # Draws of whole micro batches in Python would take as long as their crops.
+        if isinstance(self.transform, Training):
+            return crops.draw(
+                request.indices,
+                [self.transform.draw_key(showing, index) for showing, index in numbered],
+                self.transform.data,
+                height=pixels.shape[2],
+                width=pixels.shape[3],
+                size=request.image_size,
+            )
+        any_image = Pixels(pixels[0])  # all have its size
+        frames = [
+            self.transform.frame(any_image, request.image_size, showing, index)
+            for showing, index in numbered
+        ]
+        return crops.rows_of(request.indices, frames)
 
     def _micro_batch(
         self,

@@ -144,6 +144,8 @@ class Training(Transform):
 
     Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158; Hendrycks et
     al., 1912.02781; and those of data/augmentation.py.
+
+    data: how images are cropped and augmented.
     """
 
     def __init__(self, data: Data, seed: int, colours: Colours = IMAGENET):
@@ -153,7 +155,7 @@ class Training(Transform):
             seed: of the run.
             colours: by which the model normalises images.
         """
-        self._data = data
+        self.data = data
         self._seed = seed
         self._colours = colours
         self.interpolation = data.interpolation
@@ -163,8 +165,8 @@ class Training(Transform):
     def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
         """Draw the box and the flip of an image: see `Transform.frame`."""
         # The flip is drawn first, since a box takes a number of draws that varies.
-        data = self._data
-        stream = Stream(key("augment", self._seed, epoch, index))
+        data = self.data
+        stream = Stream(self.draw_key(epoch, index))
         flip = stream.uniform() < data.flip
         box = crop_box(stream, image.height, image.width, data.crop_area, data.crop_aspect)
         return Frame(
@@ -177,9 +179,13 @@ class Training(Transform):
             interpolation=data.interpolation,
         )
 
+    def draw_key(self, epoch: int, index: int) -> int:
+        """Return the 64-bit key of the box and the flip of an image: see `Transform.frame`."""
+        return key("augment", self._seed, epoch, index)
+
     def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
         """Augment the `pixels` of a frame: see `Transform.finish`."""
-        data = self._data
+        data = self.data
         names = (self._seed, epoch, index)
         # Each has a key of its own, so that none changes what another draws.
         if data.augment != "none":
@@ -200,7 +206,7 @@ class Training(Transform):
 
     def _by_policy(self, pixels: torch.Tensor, draw: int) -> torch.Tensor:
         """Do data.augment to pixels, uint8 [3, size, size], with a 64-bit key."""
-        data = self._data
+        data = self.data
         if data.augment == "timm_randaugment":
             policy = data.timm_randaugment
             return augmentation.timm_randaugment(pixels, policy, self._colours, draw)

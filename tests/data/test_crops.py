@@ -21,8 +21,11 @@ pytestmark = pytest.mark.skipif(not crops.available(), reason="needs a C++ compi
 
 
 def pictures(height, width, layout):
-    """Uint8 [COUNT, 3, height, width]: channels first or last in memory, or a part of larger images."""
+    """Uint8 [COUNT, 3, height, width]: channels first or last in memory, a part of larger images, or grey."""
     numbers = np.random.RandomState(height * 1000 + width)
+    if layout == "grey":
+        grey = torch.from_numpy(numbers.randint(0, 256, (COUNT, 1, height, width), np.uint8))
+        return grey.expand(COUNT, 3, height, width)
     if layout == "part":
         larger = torch.from_numpy(numbers.randint(0, 256, (COUNT, 3, height + 3, width + 5), np.uint8))
         return larger[:, :, 1 : height + 1, 2 : width + 2]
@@ -35,13 +38,13 @@ def cropped(images, transform, size):
     indices = list(reversed(range(COUNT)))
     frames = [transform.frame(Pixels(images[index]), size, 5, index) for index in indices]
     out = torch.zeros(COUNT + 1, 3, size, size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-    crops.crop(images, indices, frames, out)
+    crops.crop(images, crops.rows_of(indices, frames), out)
     assert not out[COUNT:].any()
     return out[:COUNT].flip(0)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("layout", ["first", "last", "part"])
+@pytest.mark.parametrize("layout", ["first", "last", "part", "grey"])
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
 def test_every_pixel_is_torchs(kind, layout, interpolation):
     """Larger and smaller than before, by whole and by broken factors, mirrored or not."""
@@ -62,6 +65,24 @@ def test_every_pixel_is_torchs(kind, layout, interpolation):
         assert torch.equal(cropped(images, transform, size), theirs), (height, width, size)
         mirrored += sum(transform.frame(Pixels(images[0]), size, 5, index).flip for index in range(COUNT))
     assert (kind == "training") == (mirrored > 0)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("area", [(0.05, 1.0), (0.7, 1.0), (1.0, 1.0), (0.001, 0.002)])
+@pytest.mark.parametrize("aspect", [(0.75, 4 / 3), (1.0, 1.0), (0.1, 10.0), (3.0, 4.0)])
+def test_boxes_and_flips_are_those_of_single_images(aspect, area, interpolation):
+    """Of every kind: boxes that fit at once, after some tries, and never, on both sides of the aspect."""
+    draws = random.Random(f"{aspect} {area}")
+    data = Data(source="digits", crop_aspect=aspect, crop_area=area, flip=0.3, interpolation=interpolation)
+    transform = Training(data, seed=11)
+    sizes = [(28, 28), (1, 1), (1, 60), (60, 1)] + [(draws.randint(1, 300), draws.randint(1, 300)) for _ in range(40)]
+    for height, width in sizes:
+        image = Pixels(torch.zeros(3, height, width, dtype=torch.uint8))
+        indices = [draws.randrange(2**40) for _ in range(50)]
+        frames = [transform.frame(image, 16, 3, index) for index in indices]
+        keys = [transform.draw_key(3, index) for index in indices]
+        drawn = crops.draw(indices, keys, data, height=height, width=width, size=16)
+        assert drawn.tolist() == crops.rows_of(indices, frames).tolist(), (height, width)
 
 
 @pytest.mark.parametrize("augment", ["none", "randaugment"])
