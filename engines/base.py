@@ -170,12 +170,14 @@ def total(
     # float64 holds these sums exactly, see `summable`, so that their order does not matter.
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     if counts:
+        # All four counts of a batch in one row: processes then need one message for them.
         rows = []
         for row in counts:
             values = [torch.as_tensor(value, device=device).double() for value in row]
             rows.append(torch.stack(values))
         sums = torch.stack(rows).sum(0)
     images, loss, top1, top5 = processes.sum(sums)
+    # A process without messages gathers as well: the others wait for its part.
     by_rank = processes.gather(list(unreadable))
     messages = [message for part in by_rank for message in part]
     return Counts(int(images), loss, top1.long(), top5.long()), messages

@@ -118,6 +118,7 @@ def settle(
     section = recipe.exchange
     if not isinstance(section, Auto):
         return recipe
+    # A run that goes on keeps its method: what it has saved may not fit another.
     if begun is not None and begun.method != "auto":
         method = exchange.of(begun)
         report(f"exchange.method auto: {method.name}, as the run began")
@@ -129,6 +130,7 @@ def settle(
         report("exchange.method auto: dense; one replica has nobody to send to")
     else:
         method = _predicted(recipe, section, batch, processes, report)
+    # Keys that only `auto` could take are named, so that nobody believes that they count.
     dropped = section.refused_by(method.section.method)
     if dropped:
         keys = ", ".join(dropped)
@@ -159,6 +161,7 @@ def _predicted(
         selection=costs.selection,
         rounding=costs.rounding,
     )
+    # All are listed, also those that lose too much: the user may accept more for their speed.
     for candidate in candidates:
         report(f"  {candidate}")
     accepted = [candidate for candidate in candidates if candidate.accepted(section.accept_loss)]
@@ -210,6 +213,7 @@ def predict(
     candidates = []
     for method in methods:
         section = method.section
+        # With the recipe's own keys, as the method would run if it were taken.
         if recipe.exchange.method == "auto":
             section = method.taken_by(recipe.exchange)
         # Some methods do not go with what else the recipe asks for: these are no candidates.
@@ -256,6 +260,7 @@ def _gradient(recipe: Recipe, batch: Batch, stages: int) -> Gradient:
 
     Measured cuts are taken as if they balanced multiply-adds.
     """
+    # Without memory: only the sizes of the parameters count.
     with torch.device("meta"):
         model = build(recipe.model, 0)
     parts = [model.names]
@@ -302,6 +307,7 @@ def _measured(
     from parallel import probe, selection
 
     generator = torch.Generator().manual_seed(0)
+    # As many elements as a replica selects from: the others are sent whole, without a choice.
     vector = torch.randn(gradient.elements - gradient.whole, generator=generator).to(device)
     # The density of most steps, once a warm-up has come down to it.
     count = min(max(1, round(density * len(vector))), len(vector))

@@ -116,6 +116,7 @@ class Feed:
         self._share = share
         self._rows = rows
         self._size = size
+        # What the loader says about each micro batch; it stays empty where images do not enter.
         self._own_numbers: Dict[int, int] = {}
         self.images_seen = 0
         self.unreadable: List[str] = []
@@ -149,6 +150,7 @@ class Feed:
         assert batch is not None, f"only {number} micro batches came"
         if self._topology.world > 1:
             assert batch.number == self.place(number)[1], (batch.number, number)
+        # Before the plan of mixing is drawn, which is keyed by the loader's number.
         self._own_numbers[number] = batch.number
         self._size = batch.images.shape[-1]
         self.images_seen += batch.valid
@@ -271,6 +273,7 @@ def training_batches(
         device: to which they are sent.
     """
     if source is None:
+        # The loop closes its batches and asks how long they took, also where there are none.
         return Prefetcher(_no_batches(), device, depth=0)
     return loader.TrainingBatches(
         source,

@@ -143,6 +143,7 @@ class Graphed(nn.Module):
             return self.stage(x)
         # Of any layout: the stage has its own.
         kind = (x.shape, x.dtype)
+        # A recording is of one shape and dtype: images of another size begin anew.
         if kind != self._kind:
             self._kind = kind
             self._seen = 0
@@ -195,6 +196,7 @@ class _Recording:
         self._trained = {
             name: each for name, each in self._parameters.items() if each.requires_grad
         }
+        # Layers that draw: their masks are inputs of a recording, as the images are.
         self._layers = []
         for layer in stage.modules():
             if isinstance(layer, RANDOM_LAYERS) and layer.rate:
@@ -258,6 +260,7 @@ class _Recording:
                 parameter.grad = gradients[name]
             else:
                 parameter.grad.add_(gradients[name])
+        # A copy: the recording is free from here on, and another micro batch may overwrite it.
         return gradients["x"].clone() if "x" in gradients else None
 
     def _drawn(self, rows: int) -> List[torch.Tensor]:
@@ -335,6 +338,7 @@ class _Passes(torch.autograd.Function):
         free: List[_Recording],
     ) -> torch.Tensor:
         """Compute the output of `x`."""
+        # The output is no copy: this recording is not free before its backward pass.
         ctx.recording = recording
         ctx.free = free
         return recording.forward(x).detach()
@@ -343,6 +347,7 @@ class _Passes(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Tuple[Optional[torch.Tensor], None, None, None]:
         """Return the gradient of x from `dy`, that of the output."""
         dx = ctx.recording.backward(dy)
+        # To its own step's list: one that was broken off must not free what a later step uses.
         ctx.free.append(ctx.recording)
         return dx, None, None, None
 
@@ -351,6 +356,7 @@ def _alike(result: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether tensors are equal within rounding, also in where NaN and infinity are."""
     result = result.float()
     expected = expected.float()
+    # The largest finite number: with an infinite tolerance all would be alike.
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     tolerance = _TOLERANCE * largest
     return torch.allclose(result, expected, rtol=0.0, atol=tolerance, equal_nan=True)

@@ -115,6 +115,7 @@ class TorchEngine(Engine):
             self._depths = depths(recipe.model)
         self.notes = (*unused(recipe.run.device), *self._part.notes)
         self._create_weights()
+        # In this order: averages are laid out as the weights, and the exchange may move both.
         self._averages = Averages(recipe.average, self.weights, self._buffers)
         steps_per_epoch = self._steps_per_epoch if self._trains else None
         self._exchange = self.exchange_of(recipe, steps_per_epoch)
@@ -217,6 +218,7 @@ class TorchEngine(Engine):
         wanted = self._recipe.log.noise_scale
         batches = noise_scale.compared(self.batch, self.topology.replica, summed=summed)
         obstacle = noise_scale.obstacle(batches, self._recipe.model.batch_statistics)
+        # `auto` measures where that is possible: only who asked by name is told of an obstacle.
         if obstacle and self._trains and wanted not in ("auto", False):
             self.notes += (f"log.noise_scale: not measured, as {obstacle}",)
         measures = self._trains and wanted and not obstacle
@@ -288,6 +290,7 @@ class TorchEngine(Engine):
         with self._listeners.span("exchange"):
             self._exchange.after_update(update.step)
         self._listeners.applied(update, agreed.finite)
+        # Last: what divides this update's gradients is the scale by which its loss was multiplied.
         self._loss_scale.update(agreed.finite)
         return self._account(update, agreed, norms)
 
@@ -297,6 +300,7 @@ class TorchEngine(Engine):
         size = self._settings.size_of_epoch(update.step // self._steps_per_epoch)
         count = update.steps * len(share)
         self._model.train()
+        # `train` reaches all modules: frozen ones go back, as their statistics must not move.
         for module in self._frozen.modules.values():
             module.eval()
         with self._listeners.span("compute"):
@@ -310,6 +314,7 @@ class TorchEngine(Engine):
             self._work.start(self.batch.micro)
             self._passes.training(size, count, self._feed.image_dtype).train(self._work)
             self._feed.finish()
+        # The gradient is a sum of the micro batches' means, each times the loss scale.
         micro_batches_here = self.batch.accumulation * update.steps
         self._listeners.computed(self._loss_scale.scale * micro_batches_here)
 
@@ -380,6 +385,7 @@ class TorchEngine(Engine):
         """
         if self.topology.world == 1:
             return self._feed.images_seen, self._feed.unreadable
+        # Elsewhere an image that cannot be read ends the run: here all were seen.
         if self._settings.data.bad_images != "skip":
             return steps * self.batch.global_, []
         by_rank = self.processes.gather((self._feed.images_seen, self._feed.unreadable))
@@ -407,6 +413,7 @@ class TorchEngine(Engine):
 
         Every rank calls, between two steps.
         """
+        # Whatever depends on shares follows: a part left out would count other micro batches.
         self.batch = self.batch.with_shares(shares)
         share = shares[self.topology.replica]
         self.weights.gradients.set_leaves(self._leaves())
@@ -530,6 +537,7 @@ class TorchEngine(Engine):
             noise = self._noise.meter.state_dict()
             if noise:
                 part["noise_scale"] = noise
+        # The ranks of replica 0, which has all that is saved.
         stages = range(self.topology.stages)
         return state.merged(self.processes.gather_to_main(part, stages))
 
@@ -537,6 +545,7 @@ class TorchEngine(Engine):
         state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages.names())
         # Each stage loads its part.
         others = self.shapes.keys() - self._part.parameters.keys() - self._buffers.keys()
+        # Frozen tensors leave the state here: the weights refuse names that are not theirs.
         self._frozen.load_from(saved)
         saved = state.without(saved, others | self._frozen.names)
         self.weights.load_state_dict(saved)
