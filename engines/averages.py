@@ -102,6 +102,7 @@ class Averages(StepListener):
         """
         saved = {}
         for name, average in self._by_name.items():
+            # No mean of these: where weights have one, in local steps, recipes have no statistics.
             buffers = dict(zip(self._buffers, average.tensors[1:]))
             saved[name] = {
                 "weights": self._weights.by_name(means[name]),

@@ -34,6 +34,7 @@ def place(kind: str, *key: object) -> Path:
 def programs() -> List[object]:
     """Return the versions of torch, cuDNN and Triton, and a digest of our kernels' files."""
     triton = [package.version for package in metadata.distributions(name="triton")]
+    # Our kernels by their text: they are changed without a new version.
     sources = hashlib.sha256()
     for file in sorted(Path(patching.__file__).parent.glob("*.py")):
         sources.update(file.read_bytes())

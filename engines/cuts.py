@@ -127,6 +127,7 @@ def _measured_costs(
 ) -> Dict[str, balance.BlockCost]:
     """Measure the blocks by random images, the same result on all processes, which all call."""
     size = image_size(blocks.section)
+    # The same pixels on all processes, so that times differ by the machines alone.
     generator = torch.Generator().manual_seed(0)
     shape = (blocks.batch.micro, 3, size, size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -189,6 +190,7 @@ def _automatic(
         origin = f"counted, not measured: {bound}, so that another cut would be another result"
     else:
         block_costs = _measured_costs(blocks, processes, device)
+        # The parts of one process share its memory.
         memory = memory_of(device) // (parallel.virtual_stages or 1)
         origin = "measured"
     # One process decides: free memory differs between hosts.

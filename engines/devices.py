@@ -43,6 +43,7 @@ def device_of(wanted: str, topology: Topology) -> torch.device:
     # The current GPU, which the user of a library may have set.
     if topology.world == 1:
         return torch.device("cuda")
+    # One GPU for each rank of this host, by its number there.
     devices = torch.cuda.device_count()
     if topology.local_rank >= devices:
         raise ConfigError(
@@ -104,6 +105,7 @@ class Stopwatch:
 
         Waits for the device.
         """
+        # An event has no time before the device has passed it.
         synchronize(self._device)
         marks = self._marks
         self._marks = []
@@ -174,6 +176,7 @@ def _check_cublas() -> None:
         raise ConfigError(
             f"run.deterministic: CUBLAS_WORKSPACE_CONFIG is {given}; set it to {wanted}, or unset it"
         )
+    # Unset, and CUDA has not started: cuBLAS will read this value.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _REPEATING[0])
 
 

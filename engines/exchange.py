@@ -152,6 +152,7 @@ class GradientExchange:
         self._weights = weights
         self._processes = processes
         self._buffer = weights.gradients.flat
+        # Where updates are compressed the recipe's optimizer runs here: the weights only subtract.
         self._replica_update: Optional[ReplicaUpdate] = None
         if section.compresses_update(sections.optimizer):
             optimizer = factory.create(
@@ -167,6 +168,7 @@ class GradientExchange:
                 sections,
                 processes=processes,
             )
+        # All processes are here at once: a delayed exchange forms a group of its own.
         running = method.create(
             Setup(
                 batch=batch,
@@ -276,6 +278,7 @@ class GradientExchange:
             ValueError: names what does not fit.
         """
         delayed = saved.get("delayed", {})
+        # One is applied in each step and one added: a longer queue would stay longer for ever.
         if len(delayed) > self._late:
             raise ValueError(
                 f"{len(delayed)} gradients are still to be applied, but exchange.delay is {self._late}"
@@ -440,6 +443,7 @@ def _overlap(old: int, olds: int, new: int, news: int) -> float:
 
     Replicas take a step's micro batches in order, each as many as the others.
     """
+    # In parts of 1 / (olds x news) of a step, in which all bounds are whole numbers.
     first = max(old * news, new * olds)
     last = min((old + 1) * news, (new + 1) * olds)
     return max(0, last - first) / news

@@ -71,6 +71,7 @@ class Frozen:
         Raises:
             ValueError: a tensor is missing, or has another shape; names it.
         """
+        # All are checked before the first is changed.
         stored = {**saved["weights"], **saved["buffers"]}
         for name, tensor in self.live_state().items():
             if name not in stored:

@@ -338,9 +338,9 @@ class _Passes(torch.autograd.Function):
         free: List[_Recording],
     ) -> torch.Tensor:
         """Compute the output of `x`."""
-        # The output is no copy: this recording is not free before its backward pass.
         ctx.recording = recording
         ctx.free = free
+        # The output is no copy: this recording is not free before its backward pass.
         return recording.forward(x).detach()
 
     @staticmethod

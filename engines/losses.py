@@ -42,6 +42,7 @@ def summed(
             label_smoothing=data.label_smoothing,
         )
     classes = logits.shape[1]
+    # Each class is a question of its own, so that labels become a row of answers.
     if targets.dim() == 1:
         targets = mixing.mix_targets(targets, None, classes)
     targets = targets.to(logits.dtype)

@@ -71,4 +71,5 @@ class MeasuredShares(StepListener):
                 yield
         else:
             yield
+        # Also after a step that was left out: the next one counts.
         self._settled = True

@@ -116,6 +116,7 @@ def create(
     if batch.stages > 1 and processes.topology.stages == 1:
         notes.append(f"one process computes all {batch.stages} stages itself, on one device")
 
+    # A process that has all stages may leave some untrained: it sends no gradient on.
     if processes.topology.stages > 1:
         _check_trained(part_names, trained)
 
@@ -124,6 +125,7 @@ def create(
     stages = {}
     for number, names in parts.items():
         stages[number] = Stage(whole.part(names), whole.draws, recomputed, memory_format)
+    # All blocks here once more as one list: state has the names of the whole model.
     model = whole.part([name for names in parts.values() for name in names])
     model.draws = whole.draws
     frozen = _frozen(model)

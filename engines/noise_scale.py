@@ -137,12 +137,15 @@ class Meter:
             Of each micro batch that is measured, and of the large batch: float64 [measured + 1], to
             be added up over all stages and replicas.
         """
+        # What other replicas have measured is 0 here, and comes by the sum over processes.
         none = torch.zeros((), dtype=torch.float64, device=scale.device)
         small = []
         for number in self._measured:
             for norms in self._norms:
                 small.append(norms.get(number, none))
+        # A micro batch's gradient is a mean already, times the loss scale alone.
         small_squares = (torch.stack(small) / scale).square().view(len(self._measured), -1)
+        # The large batch's is a sum of such means: the divisor has their number, too.
         large_norms = torch.stack([norm(gradient) for gradient in gradients]) / divisor
         large_squares = large_norms.square()
         # Averages by parameter are of this replica's micro batches alone.

@@ -172,6 +172,7 @@ class DistributedOptimizer:
         """
         # `module.zero_grad()` of an ordinary loop may have removed the gradients.
         self.weights.gradients.show()
+        # No other pass adds to these gradients, so that the exchange may begin within this one.
         last = self._passes == self._batch.accumulation - 1
         if last and self._exchange.arm is not None:
             self._exchange.arm()
@@ -299,6 +300,7 @@ def _checked(
         raise ConfigError(
             f"accumulation is {accumulation!r}; use a whole number of backward passes, 1 or more"
         )
+    # One image stands for a micro batch: how many it has only the user's loop knows.
     batch = Batch(
         global_=accumulation * replicas,
         micro=1,
@@ -308,6 +310,7 @@ def _checked(
     )
     recipe = _recipe(sections, dtype, seed)
     checks.check(recipe, batch)
+    # Keys that a recipe may have, but only the engine's loop can follow.
     exchange = recipe.exchange
     if exchange.method == "auto" or exchange.delay or exchange.in_tree:
         raise ConfigError(
