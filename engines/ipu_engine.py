@@ -138,6 +138,7 @@ class IpuEngine(Engine):
         blocks = cuts.Blocks(models[0], recipe.model, recipe.parallel, self.batch)
         parts, note = cuts.counted(blocks)
         names = models[0].names
+        # Refused now, not after the minutes that a program takes to compile.
         for name in recipe.ipu.keep_activations:
             if name not in names:
                 listed = ", ".join(names)
@@ -338,6 +339,7 @@ class IpuEngine(Engine):
 
     def _train(self, images: StepImages, lr: float) -> Tuple[torch.Tensor, torch.Tensor]:
         """Make an update on the IPUs. Returns losses and hits of this instance's replicas."""
+        # PopTorch reads a changed rate only as the optimizer is set again.
         for group, scale in zip(self._optimizer.param_groups, self._rate_scales):
             group["lr"] = lr * scale
         self._training.setOptimizer(self._optimizer)
@@ -481,6 +483,7 @@ class IpuEngine(Engine):
         self._slots_are_on_device = False
         tensors = self._optimizer.state_dict()["ipu_state"]
         host = self._host.state_dict()
+        # The device's factor is taken out: files hold momenta as all engines do.
         for slot in self._host.optimizer.slots:
             host[slot] = {}
             for name, key in self._slot_keys(slot):

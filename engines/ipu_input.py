@@ -160,6 +160,7 @@ class Positions(Dataset):
         step = self._steps[number]
         row += self._first
         epoch, within = divmod(step, self._per_epoch)
+        # Neighbours are mostly of one epoch, whose order costs a sort of all images.
         if self._epoch is None or self._epoch.number != epoch:
             self._epoch = Epoch(self._source, self._data, self._seed, epoch)
         size = self._batch.global_

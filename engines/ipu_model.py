@@ -193,6 +193,7 @@ def device_model(section: Model, seed: int, dtype: torch.dtype) -> BlockList:
     preprocess = model.block("preprocess")
     assert isinstance(preprocess, Preprocess), "so every family of models begins"
     model.preprocess = Entry(preprocess, dtype)
+    # Whatever draws numbers shares one source, which is the device's own.
     draws = HardwareDraws(seed)
     for module in model.modules():
         if isinstance(module, _Drawing):

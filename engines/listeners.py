@@ -95,6 +95,7 @@ class Listeners(StepListener):
             listener.exchanged(divisor)
 
     def contribution(self) -> Dict[str, torch.Tensor]:
+        # By name: two listeners must not contribute the same one.
         joined: Dict[str, torch.Tensor] = {}
         for listener in self._listeners:
             joined.update(listener.contribution())

@@ -220,8 +220,10 @@ def _train(recipe: Recipe, micro: int, device: torch.device) -> None:
     reserve = torch.empty(int(RESERVE * memory_of(device)), dtype=torch.uint8, device=device)
     plan = _single_replica(recipe, micro)
     processes = Processes(Topology(), device)
+    # An engine that trains: what only training needs takes memory, too.
     engine = factory.create(plan, divide(plan, 1), processes, steps_per_epoch=1)
     try:
+        # The largest images of the run: smaller ones fit where these do.
         batch = _random_batch(micro, max(training_image_sizes(recipe)), device)
         engine.train_step(itertools.repeat(batch), one_step(0), lr=0.0)
         synchronize(device)

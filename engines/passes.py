@@ -80,6 +80,7 @@ class Passes:
         """
         if self._processes.topology.stages == 1:
             return WholeModel(self._training[0], count)
+        # The size changes with the epoch, the number with the steps of an update.
         if (size, count) not in self._pipelines:
             from parallel.pipeline import Pipeline  # needs a newer torch than the IPU's
 

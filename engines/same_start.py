@@ -136,6 +136,7 @@ def _difference(
         two = other.get(name, "missing")
         if one != two:
             return name, one, two
+    # Alike but for the order, which decides where a parameter lies in the buffers.
     orders: List[List[str]] = [list(first), list(other)]
     for one, two in zip(*orders):
         if one != two:

@@ -129,10 +129,12 @@ class Stage(nn.Module):
         """
         before = [(buffer, buffer.clone()) for buffer in self.buffers()]
         x = self._to_memory_format(x)
+        # Activations have a gradient in training, and without one a block is another program.
         if not self._takes_images:
             x = x.detach().requires_grad_()
         # Each segment goes forward and backward by itself, so that little memory is needed.
         for segment, compute, recomputed in self._passes():
+            # Training computes it twice, the first time without a gradient: these are two programs.
             again: ContextManager[None] = contextlib.nullcontext()
             if recomputed:
                 with torch.no_grad():
@@ -148,6 +150,7 @@ class Stage(nn.Module):
                 continue
             # Unlike backward() this fills no `.grad`, and calls no hook on it.
             torch.autograd.grad(output, wanted, torch.zeros_like(output))
+            # Cut off from this segment, whose activations are not needed any more.
             x = output.detach().requires_grad_()
         for buffer, value in before:
             buffer.copy_(value)

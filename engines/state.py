@@ -77,6 +77,7 @@ def load_buffers(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, torch.
         ValueError: a name is missing or unknown.
     """
     if buffers.keys() != saved.keys():
+        # Sets have no order: sorted, the message is the same on all processes.
         name = sorted(buffers.keys() ^ saved.keys())[0]
         raise ValueError(f"{name} is {'missing' if name in buffers else 'unknown'}")
     for name, buffer in buffers.items():

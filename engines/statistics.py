@@ -93,8 +93,10 @@ def combine_statistics(
     # One message for all buffers: float64, so that the sum does not depend on the replicas' order.
     start = _joined(before)
     end = _joined(buffers)
+    # This replica's T, made smaller by the micro batches that come later in the step.
     combined = (end - start * decay ** len(share)) * decay ** (count - share.stop)
     processes.sum_over_replicas(combined)
+    # R only now: it is in all replicas, and counts once.
     combined = combined + start * decay**count
     lengths = [buffer.numel() for buffer in buffers]
     for buffer, values in zip(buffers, combined.split(lengths)):

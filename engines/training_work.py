@@ -72,6 +72,7 @@ class TrainingWork(Work):
 
     def before_forward(self, number: int) -> None:
         """Let random layers draw for micro batch `number`, counted in this replica."""
+        # An elastic run whose replicas change leaves the step here, at the next micro batch.
         self._check()
         step, micro_batch = self.feed.place(number)
         self._draws.step = step

@@ -180,6 +180,7 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
         The layout, for the stages.
     """
     if device.type != "cuda":
+        # A CPU's layout follows from its kernels: in channels_last only ours keep all digits.
         if section.kernels != "native" or native_fault(next(model.parameters()).dtype):
             return torch.contiguous_format
         return torch.channels_last if native.patch(model) else torch.contiguous_format
@@ -229,6 +230,7 @@ def settle(
         dtype = compute_dtype(recipe.precision.compute, device)
         choice = _on_cpu(section, dtype, processes, report, begun)
         return recipe if choice is None else _with(recipe, choice)
+    # A GPU: what repeats if that is asked for, what the run has had, or what is fastest.
     candidates = _on_gpu(section)
     before = _before(section, begun)
     if recipe.run.deterministic:
@@ -369,6 +371,7 @@ def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
     entering = boundaries(parts, model, images, dtype)
     counts = shapes.blocks(recipe.model, size)
     work = [sum(counts[name].multiply_adds for name in names) for names in parts]
+    # A pipeline is as fast as its slowest part.
     largest = work.index(max(work))
     return _Part(
         model=recipe.model,
@@ -388,6 +391,7 @@ def _outcome(part: _Part, candidate: Candidate) -> Outcome:
         # Memory, a compiler, a kernel: whatever is wrong with one candidate, others may work.
         return Outcome(math.inf, first_line(error))
     finally:
+        # The next candidate gets the memory of this one.
         torch.cuda.empty_cache()
 
 
