@@ -184,6 +184,7 @@ class IpuEngine(Engine):
     def _create_training(self, model: BlockList) -> None:
         """Create the executor of training. Nothing is compiled before the first images come."""
         recipe = self._recipe
+        # PopTorch is not to reduce the loss again: the module gives a mean.
         marks = Marks(
             loss=functools.partial(self._library.identity_loss, reduction="none"),
             keep=self._library.recomputationCheckpoint,

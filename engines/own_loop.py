@@ -141,6 +141,7 @@ class DistributedOptimizer:
         update = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
         # Only a module's author knows its normalisations: one dimension is the mark that most have.
         norms = [name for name, parameter in parameters.items() if parameter.dim() == 1]
+        # Without depths: layer decay, which needs them, is refused for a user's module.
         self.weights = create_weights(
             update,
             parameters,

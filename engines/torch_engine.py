@@ -110,6 +110,7 @@ class TorchEngine(Engine):
         self._frozen = self._part.frozen
         self.shapes = self._part.shapes
         self.cut = self._part.cut
+        # Only layer decay asks how deep parameters lie.
         self._depths: Dict[str, int] = {}
         if recipe.optimizer.layer_decay is not None:
             self._depths = depths(recipe.model)
@@ -244,6 +245,7 @@ class TorchEngine(Engine):
             check=self.processes.check,
             arm=self._arm,
         )
+        # Training may go by recordings of the stages, scores go by the stages themselves.
         self._passes = Passes(
             self._part,
             recipe.model,
