@@ -114,6 +114,9 @@ class Averages(StepListener):
     def load_state_dict(self, saved: dict) -> None:
         """Load what `state_dict` gave.
 
+        Args:
+            saved: the averages by name.
+
         Raises:
             ValueError: an average, or a tensor of it, is missing or does not fit.
         """

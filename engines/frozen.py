@@ -60,13 +60,20 @@ class Frozen:
         self.refresh()
 
     def add_to(self, saved: dict) -> None:
-        """Add these tensors to the weights and buffers of an engine's state, and of its averages."""
+        """Add these tensors to the weights and buffers of an engine's state, and of its averages.
+
+        Args:
+            saved: the state, changed in place.
+        """
         for part in (saved, *saved["averages"].values()):
             part["weights"].update(state.on_cpu(self._weights))
             part["buffers"].update(state.on_cpu(self._buffers))
 
     def load_from(self, saved: dict) -> None:
         """Load what `add_to` has added.
+
+        Args:
+            saved: the state of an engine, with weights and buffers.
 
         Raises:
             ValueError: a tensor is missing, or has another shape; names it.
