@@ -273,7 +273,7 @@ def training_batches(
         device: to which they are sent.
     """
     if source is None:
-        # The loop closes its batches and asks how long they took, also where there are none.
+        # The loop closes its batches and asks how long it waited, also where there are none.
         return Prefetcher(_no_batches(), device, depth=0)
     return loader.TrainingBatches(
         source,

@@ -387,7 +387,7 @@ class TorchEngine(Engine):
         """
         if self.topology.world == 1:
             return self._feed.images_seen, self._feed.unreadable
-        # Elsewhere an image that cannot be read ends the run: here all were seen.
+        # Where none may be left out, one that cannot be read has ended the run: all were seen.
         if self._settings.data.bad_images != "skip":
             return steps * self.batch.global_, []
         by_rank = self.processes.gather((self._feed.images_seen, self._feed.unreadable))
