@@ -30,6 +30,7 @@ from recipe.division import Batch
 from recipe.images import Data
 
 _LABELS = 1  # tag of the labels' messages, apart from those of the schedules
+_MOST_SENT = 64  # labels of batches that are scored, on their way to the last stage
 
 Batches = Union[Prefetcher, loader.TrainingBatches]
 
@@ -78,7 +79,7 @@ class Feed:
         self._group = processes.host_stage_group
         self._topology = processes.topology
         self._device = device
-        self._sent: List[Tuple[dist.Work, torch.Tensor]] = []
+        self._sent: Deque[Tuple[dist.Work, torch.Tensor]] = deque()
         # What was drawn last: a process with one stage asks for it twice.
         self._mixed = _Mixed((), None)
         # Labels, where this stage has them; else messages that are on their way from the first one.
@@ -191,6 +192,9 @@ class Feed:
         Their labels go to the last stage.
         """
         self._forget_labels()  # of a batch whose scores nobody asked for
+        # Labels of batches before the newest few have arrived, and would pile up.
+        if len(self._sent) >= _MOST_SENT:
+            self._sent.popleft()[0].wait()
         self._send_labels(batch)
         return batch.images.to(self._device, non_blocking=True)
 

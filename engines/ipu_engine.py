@@ -391,10 +391,12 @@ class IpuEngine(Engine):
             yield
             return
         # The device has to be sent the average, and afterwards the trained weights again.
-        with self._averages.shown(weights, mean=_alike):
+        try:
+            with self._averages.shown(weights, mean=_alike):
+                self._inference_is_stale = True
+                yield
+        finally:
             self._inference_is_stale = True
-            yield
-        self._inference_is_stale = True
 
     def evaluate_step(self, batch: Optional[MicroBatch]) -> Counts:
         """Score a `batch`: see `Engine`."""

@@ -91,7 +91,9 @@ def settle(
         # One rank prints the reason, and all end.
         raise ConfigError(message if processes.topology.is_main else "")
     if results.trials:
-        cache.write(results.file, {"micro": micro})
+        # This rank's own: another one may have a smaller or a fuller device.
+        own = results.by_rank[processes.topology.rank]
+        cache.write(results.file, {"micro": own})
     _report(results, sizes, images, report)
     return settled(recipe, micro)
 

@@ -103,9 +103,7 @@ class DistributedOptimizer:
         processes = _Group(group)
         replicas = processes.topology.replicas
 
-        # Objects travel over NCCL on the current GPU, which the user may not have set to the
-        # module's.
-        with _current_gpu(module):
+        with _current_gpu(*module.parameters()):
             # What one replica refuses ends all of them, and so does a module or setting that
             # another does not have.
             checked = same_start.agreed(
@@ -242,8 +240,9 @@ class DistributedOptimizer:
             The state on the first replica, elsewhere {}.
         """
         # All replicas take part in both, before all but the first leave.
-        replicas = list(self._exchange.replica_states())
-        weights = self._exchange.mean(self.weights.flat)
+        with _current_gpu(self.weights.flat):
+            replicas = list(self._exchange.replica_states())
+            weights = self._exchange.mean(self.weights.flat)
         if not self._processes.topology.is_main:
             return {}
         return {
@@ -265,7 +264,8 @@ class DistributedOptimizer:
         Raises:
             ValueError: names what is missing or does not fit.
         """
-        first = self._processes.from_main(lambda: saved or {})
+        with _current_gpu(self.weights.flat):
+            first = self._processes.from_main(lambda: saved or {})
         state.check_parts(first, ("steps", "loss_scale", "replicas"), ())
         self.weights.load_state_dict(first)
         self._scale.load_state_dict(first["loss_scale"])
@@ -275,11 +275,14 @@ class DistributedOptimizer:
         self.steps = first["steps"]
 
 
-def _current_gpu(module: nn.Module) -> ContextManager[object]:
-    """Return a context in which a module's GPU, if it has one, is the current one."""
-    for parameter in module.parameters():
-        if parameter.is_cuda:
-            return torch.cuda.device(parameter.device)
+def _current_gpu(*tensors: torch.Tensor) -> ContextManager[object]:
+    """Return a context in which the GPU of the first tensor that has one is the current one.
+
+    Objects travel over NCCL on the current GPU, which the user may not have set to the module's.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()
 
 

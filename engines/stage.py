@@ -128,6 +128,15 @@ class Stage(nn.Module):
             x: what enters the stage.
         """
         before = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        try:
+            self._pass_by_segments(x)
+        finally:
+            # Also where a compiler fails: training goes on without it.
+            for buffer, value in before:
+                buffer.copy_(value)
+
+    def _pass_by_segments(self, x: torch.Tensor) -> None:
+        """Compute each segment forward and backward by itself: see `dry_pass`."""
         x = self._to_memory_format(x)
         # Activations have a gradient in training, and without one a block is another program.
         if not self._takes_images:
@@ -152,8 +161,6 @@ class Stage(nn.Module):
             torch.autograd.grad(output, wanted, torch.zeros_like(output))
             # Cut off from this segment, whose activations are not needed any more.
             x = output.detach().requires_grad_()
-        for buffer, value in before:
-            buffer.copy_(value)
 
     def dry_evaluation(self, x: torch.Tensor) -> None:
         """Score a micro batch, for what happens only once.

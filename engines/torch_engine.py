@@ -291,7 +291,9 @@ class TorchEngine(Engine):
         # Means of weights, where replicas make updates alone; averages take these means.
         with self._listeners.span("exchange"):
             self._exchange.after_update(update.step)
-        self._listeners.applied(update, agreed.finite)
+        # While a late gradient is on its way the weights are as they were.
+        is_applied = torch.zeros_like(agreed.finite) if divisor is None else agreed.finite
+        self._listeners.applied(update, is_applied)
         # Last: what divides this update's gradients is the scale by which its loss was multiplied.
         self._loss_scale.update(agreed.finite)
         return self._account(update, agreed, norms)
@@ -544,7 +546,8 @@ class TorchEngine(Engine):
         return state.merged(self.processes.gather_to_main(part, stages))
 
     def load_state_dict(self, saved: dict) -> None:
-        state.check_parts(saved, ("loss_scale", "averages", "buffers"), self._averages.names())
+        parts = ("weights", "loss_scale", "averages", "buffers")
+        state.check_parts(saved, parts, self._averages.names())
         # Each stage loads its part.
         others = self.shapes.keys() - self._part.parameters.keys() - self._buffers.keys()
         # Frozen tensors leave the state here: the weights refuse names that are not theirs.

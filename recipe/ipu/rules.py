@@ -145,6 +145,11 @@ def _faults_of_precision(recipe: Recipe) -> Iterator[str]:
             "PopART finds the scale from float16 gradients; use precision.dynamic_loss_scale=false"
         )
         yield f"precision.dynamic_loss_scale on IPUs: {reason}"
+    # A checkpoint would hold momenta times a scale that nobody has stored.
+    if recipe.precision.dynamic_loss_scale and recipe.optimizer.name == "sgd":
+        reason = "PopTorch keeps SGD's momentum multiplied by the scale, which PopART changes"
+        remedy = "use precision.dynamic_loss_scale=false"
+        yield f"precision.dynamic_loss_scale with optimizer.name sgd on IPUs: {reason}; {remedy}"
 
 
 def _faults_of_activations(recipe: Recipe) -> Iterator[str]:

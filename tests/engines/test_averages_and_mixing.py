@@ -107,6 +107,16 @@ def test_mixed_images_and_targets_give_the_loss_and_gradients_of_a_plain_loop(cr
     assert result.norms.gradient.item() == pytest.approx(gradients.norm().item(), rel=1e-4)
 
 
+def test_an_update_without_a_gradient_yet_does_not_count_in_the_average(create):
+    """While the first gradient is on its way the weights are those of the start."""
+    engine = create("exchange.delay=1", "average.step_decay=0.9")
+    counts = []
+    for step in range(3):
+        engine.train_step(micro_batches(step), one_step(step), 0.05)
+        counts.append(int(engine.state_dict()["averages"]["step_average"]["count"]))
+    assert counts == [0, 1, 2]
+
+
 @pytest.mark.parametrize("keys", [(), ("data.bce_threshold=0.2", "data.bce_reduction=sum")], ids=["mean", "sum"])
 def test_binary_cross_entropies_of_mixed_images_give_the_loss_and_gradients_of_timms_loss(create, tiny, keys):
     """timm's BinaryCrossEntropy in float64 on the images that are there; the rest of a micro batch has a loss of 0."""

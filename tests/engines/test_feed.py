@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 
 from engines import feed
@@ -9,7 +10,7 @@ from engines.base import one_step
 from engines.listeners import Listeners, StepListener
 from recipe.division import Batch
 from tests.engines import worlds
-from tests.engines.worlds import engine_of, micro_batches
+from tests.engines.worlds import case, engine_of, micro_batches, outcome
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,23 @@ def test_where_no_images_enter_there_are_no_micro_batches_and_they_can_be_closed
     )
     assert list(batches) == [] and batches.waited() == 0
     batches.close()
+
+
+def scored(processes, most):
+    """A case: scores of batches, and how many messages with labels are kept."""
+    feed._MOST_SENT = most
+    engine = engine_of(processes, ())
+    scores = worlds.evaluation(engine)
+    return scores, len(engine._feed._sent), (scores, len(engine._feed._sent))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("run", [case(2, 1, scored, 1), case(2, 1, scored, 64)])
+def test_labels_that_have_arrived_are_not_kept(run):
+    """Of a validation in two stages; without training nothing else would wait for them."""
+    scores, kept = outcome(run)
+    assert scores == worlds.evaluation(engine_of(worlds.single(), ()))
+    assert kept == min(4, run.arguments[0])
 
 
 class Told(StepListener):

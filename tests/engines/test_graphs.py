@@ -148,6 +148,17 @@ def test_what_cannot_be_recorded_is_computed_without_and_a_line_says_why(recorde
     assert line.startswith("engine.graphs: passes are not recorded: ") and why in line and "\n" not in line
 
 
+@pytest.mark.parametrize("recorder", [Wrong(), failing])
+def test_a_recording_that_fails_leaves_running_statistics_as_they_would_be(recorder):
+    found, draws = graphed(recorder, norm="batch")
+    plain, others = stage_of(norm="batch")
+    three_steps(found, draws)
+    three_steps(plain, others)
+    assert found.lines
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(found.stage.get_buffer(name).cpu(), buffer), name
+
+
 # In an engine --------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engines import micro_batch
+from engines import cache, micro_batch
 from engines.micro_batch import largest
 from engines.torch_engine import TorchEngine
 from parallel.processes import Processes
@@ -159,6 +159,8 @@ def test_all_ranks_take_what_fits_on_each_and_all_try_where_one_has_not(tiny, mo
     pretend([400, 100], tried, monkeypatch)
     monkeypatch.setattr(micro_batch, "_read", lambda file, sizes: None if threads.rank() else 384)
     recipe = tiny("run.device=cpu", "batch.global=768", "batch.micro=auto")
+    kept = {}
+    monkeypatch.setattr(cache, "write", lambda file, content: kept.update({threads.rank(): content}))
 
     def choose(processes):
         lines = []
@@ -167,6 +169,8 @@ def test_all_ranks_take_what_fits_on_each_and_all_try_where_one_has_not(tiny, mo
 
     (first, lines), (second, _) = threads.run(2, 1, choose)
     assert first == second == 96 and tried.count(32) == 2
+    # Each keeps what its own device has room for.
+    assert kept == {0: {"micro": 384}, 1: {"micro": 96}}
     assert lines[-1] == "  taken: 96, of 16 sizes from 1 to 384; it is rank 1 that has no room for more"
 
 
@@ -235,10 +239,10 @@ def test_memory_of_a_trial_that_fails_is_free_before_the_next(tiny, monkeypatch)
     """The error has the frames in which the engine is."""
     engines, alive, begin, train_step = weakref.WeakSet(), [], TorchEngine.__init__, TorchEngine.train_step
 
-    def created(engine, *arguments):
+    def created(engine, *arguments, **options):
         alive.append(len(engines))
         engines.add(engine)
-        begin(engine, *arguments)
+        begin(engine, *arguments, **options)
 
     def update(engine, *arguments, **options):
         if engine.batch.micro > 4:

@@ -1,5 +1,6 @@
 """The gradient noise scale: against its definition, and the same however a step is divided."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from engines.noise_scale import Batches, Meter, estimate
 from recipe.course import Update
 from recipe.shares import by_speed
 from tests.engines import worlds
+from tests.engines.recording import on_cpus
 from tests.engines.worlds import FLOAT32, case, engine_of, micro_batches, outcome
 
 ONE = torch.tensor(1.0)
@@ -188,6 +190,22 @@ def test_without_an_exchange_the_large_batch_has_as_many_images_of_an_update_of_
         batches = itertools.chain.from_iterable(micro_batches(step, engine) for step in range(steps))
         engine.train_step(batches, Update(0, steps, 0), 0.05)
         found.append(engine.state_dict()["noise_scale"])
+    for name, moments in found[1].items():
+        assert torch.equal(found[0][name], moments)
+
+
+@pytest.mark.parametrize("noise", ["true", "layers"])
+def test_it_is_measured_where_passes_are_recorded(noise):
+    """To the bit, with a first update that is measured as the passes are recorded."""
+    found = []
+    for recorded in (True, False):
+        with on_cpus() if recorded else contextlib.nullcontext() as recorder:
+            engine = engine_of(worlds.single(), (f"log.noise_scale={noise}",), steps_per_epoch=10)
+            for step in range(9):
+                engine.train_step(micro_batches(step, engine), one_step(step), 0.05)
+        assert not recorded or recorder.replays > 50
+        found.append(engine.state_dict()["noise_scale"])
+    assert found[0].keys() == found[1].keys() and found[1][""].abs().min() > 0
     for name, moments in found[1].items():
         assert torch.equal(found[0][name], moments)
 

@@ -199,6 +199,21 @@ def test_blocks_behind_others_are_compiled_for_what_enters_them_and_share_progra
     assert x.grad.abs().sum() > 0
 
 
+def test_a_dry_pass_that_fails_moves_no_running_statistics(monkeypatch):
+    """As where a compiler fails at the last of some blocks."""
+    stage, _ = stage_of((), FEW, norm="batch")
+    before = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+
+    def fail(module, inputs):
+        raise RuntimeError("no program for this block")
+
+    stage._sequences[-1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no program"):
+        stage.dry_pass(torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8))
+    for name, buffer in stage.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
 def test_the_mode_is_torch_compiles(monkeypatch):
     modes = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: modes.append(options) or function)

@@ -182,6 +182,11 @@ RULES = [
     (("precision.compute=float32",), "in the format that it computes in", "precision.compute=float16"),
     (("precision.weights=float32",), "in the format that it computes in", "precision.compute=float32"),
     ((*FULL, "precision.dynamic_loss_scale=true"), "float16 gradients", "precision.dynamic_loss_scale=false"),
+    (
+        ("optimizer.name=sgd", "precision.dynamic_loss_scale=true"),
+        "keeps SGD's momentum multiplied by the scale",
+        "precision.dynamic_loss_scale=false",
+    ),
     ((TWO, "parallel.schedule=interleaved"), "one way of its own", "parallel.schedule=1f1b"),
     (("parallel.recompute=[blocks.1.0]",), "all blocks or none", "parallel.recompute=true"),
     (("ipu.keep_activations=[blocks.1.0]",), "all activations are kept", "parallel.recompute=true"),
