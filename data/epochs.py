@@ -10,7 +10,7 @@ from recipe.config import Data
 
 
 class Shown(NamedTuple):
-    """What a row shows.
+    """Image of a row, and the number of its showing.
 
     image: its number in the source.
     showing: number of times that the image could have been shown before in the run, which names its

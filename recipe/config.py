@@ -107,7 +107,7 @@ class BatchSection(Section):
 
 
 class Log(Parts):
-    """What is recorded during training; each logger adds its keys."""
+    """Records of training; each logger adds its keys."""
 
     every_steps: int = Field(50, gt=0)
     """updates between two log lines, each of which waits for the device"""

@@ -18,7 +18,7 @@ _MOMENTUM = 0.1  # torch's own
 
 
 class Architecture(NamedTuple):
-    """What is known of a model of timm without weights.
+    """Facts about a model of timm, known without its weights.
 
     image_size: pixels a side, as timm's configuration of the model says.
     mean, std: of RGB in [0, 1], likewise.

@@ -23,7 +23,7 @@ _UNFINISHED = ".tmp"
 
 
 class _Version(NamedTuple):
-    """What tells one content of a file from another."""
+    """Mark of a file by which its content is told from another."""
 
     size: int
     modified: int

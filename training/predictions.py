@@ -18,7 +18,7 @@ from training.scoring import spreadsheet_text
 
 
 class Prediction(NamedTuple):
-    """What an image shows.
+    """Classes of an image, as the model sees them.
 
     path: of its file, printable.
     likeliest: names and probabilities of at most five classes, the likeliest first.
