@@ -1,4 +1,4 @@
-"""Runs with balanced classes: stopped and resumed, on replicas and stages."""
+"""Runs whose images are balanced, repeated, mixed and augmented: stopped and resumed, on replicas and stages."""
 
 
 import numpy as np
@@ -28,17 +28,25 @@ def photos(tmp_path_factory):
     return root
 
 
-def given(photos, balance):
-    source = ("data.source=folder", f"data.root={photos}", "model.classes=3", f"data.balance={balance}")
+# What a recipe of timm does to images and targets, all at once.
+AUGMENTED = (
+    *("data.balance=sampling", "data.repeats=2", "data.loss=bce", "data.bce_threshold=0.2"),
+    *("data.mixing=timm", "data.mixup=0.8", "data.cutmix=1", "data.augment=three_augment"),
+    *("data.color_jitter=0.3", "data.random_erasing=0.5", "data.random_erasing_mode=pixel"),
+)
+
+
+def given(photos, *keys):
+    source = ("data.source=folder", f"data.root={photos}", "model.classes=3", *keys)
     # Sums of the noise meter over stages are added in another order.
     return (*ranks.SMALL[4:], *source, "log.noise_scale=false")
 
 
-@pytest.fixture(scope="module", params=["sampling", "loss"])
+@pytest.fixture(scope="module", params=[("data.balance=loss",), AUGMENTED], ids=["weighted", "augmented"])
 def one(request, photos, tmp_path_factory, _one_thread):
     """Keys, and the folder of their run in one process."""
     folder = tmp_path_factory.mktemp("runs") / "one"
-    keys = given(photos, request.param)
+    keys = given(photos, *request.param)
     train_to_the_end(1, *keys, f"run.output={folder}")
     return keys, folder
 
@@ -58,7 +66,8 @@ def one(request, photos, tmp_path_factory, _one_thread):
     ],
 )
 def test_a_run_says_what_it_balances(photos, tmp_path, balance, line):
-    ended = ranks.train(1, *given(photos, balance), "run.steps=3", "run.epochs=null", f"run.output={tmp_path / 'run'}")
+    keys = (*given(photos, f"data.balance={balance}"), "run.steps=3", "run.epochs=null")
+    ended = ranks.train(1, *keys, f"run.output={tmp_path / 'run'}")
     said = [each for each in ended[0].out if each.startswith("data.balance")]
     assert (ended[0].code, said) == (0, [line] if line else [])
 
