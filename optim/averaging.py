@@ -51,6 +51,7 @@ class WeightAverage:
             times = torch.ones_like(self.count)
         else:
             times = counts.to(torch.int64)
+        # Counted first: the sum that divides includes the new weights.
         self.count = self.count + times
         # 1 for the first, (1 - decay) in the long run; 0 where nothing counts, and lerp then
         # changes no bit.

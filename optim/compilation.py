@@ -52,12 +52,14 @@ def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
         why.
     """
     start = time.perf_counter()
+    # Where the weights are the module's own, a step writes no copies of them.
     working = None if buffers.working is buffers.weights else buffers.working.dtype
     to_nearest = buffers.weights.dtype == torch.float16 and not stochastic
     if working not in _WORKING or to_nearest:
         return in_parts, (
             f"{_UNCOMPILED}: not with these of precision.compute, precision.weights and precision.rounding"
         )
+    # Without a compiler a run is slower but learns the same, so that is no error.
     try:
         passes = _Compiled(library(_SOURCE, _FUNCTIONS, _FLAGS))
     except (OSError, CompilerError) as error:  # no compiler, half installed, or a full disk

@@ -48,6 +48,7 @@ def create(
     kind = OPTIMIZERS.of(section)
     skipped = skipped_names(section, parameters, norm_parameters)
     groups = kind.groups(section, parameters, skipped, hidden)
+    # After the kind has made its groups: depth divides them, and keeps their options.
     if section.layer_decay is not None:
         groups = _by_depth(groups, parameters, depths, section.layer_decay)
     optimizer = kind.of(section, [group for group in groups if group["params"]])
@@ -74,6 +75,7 @@ def _by_depth(
         depths: of all parameters of the model.
         decay: of the rate from a layer to the one before.
     """
+    # Of the whole model: a stage must not take its own deepest layer for the classifier.
     deepest = max(depths.values())
     scale_of = {id(each): decay ** (deepest - depths[name]) for name, each in parameters.items()}
     divided = []

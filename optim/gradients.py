@@ -72,12 +72,14 @@ class Gradients:
             leaves: micro batches of each.
         """
         self._leaves = leaves
+        # Sums that stay keep their memory: the first is `flat`, of which others hold views.
         self.sums = self.sums[: len(leaves)]
         while len(self.sums) < len(leaves):
             self.sums.append(torch.zeros_like(self.flat))
 
     def zero(self) -> None:
         """Empty the accumulators, before the first micro batch of a step."""
+        # In tree order nothing is cleared here: each leaf comes as zeros, each sum is overwritten.
         for part in self._parts:
             part.begin(self._leaves, self.sums)
             self._open(part)
@@ -216,6 +218,7 @@ class _Part:
     def finish(self) -> bool:
         """Store a sum that is complete; return whether another one follows."""
         _, stored = self._coming.popleft()
+        # A copy, as the tree's buffers serve the next sum.
         stored[self._place].copy_(self.tree.total)
         if not self._coming:
             return False

@@ -67,6 +67,7 @@ class LarsUpdate:
         """Make the first pass. See WeightState.prepare for `divisor` and the result."""
         scale = divisor.reciprocal()
         sums = self._sums(scale)
+        # Kept for `apply`: in between all processes agree on whether everything is finite.
         self._prepared = scale, sums
         return sums.finite
 
@@ -100,6 +101,7 @@ class LarsUpdate:
             return None
         assert gradient_norm is not None and subtracted is not None  # they are measured
         return Norms(
+            # The weights are those before the step: the first pass has added up their squares.
             gradient=gradient_norm.float(),
             weight=self._model.norm(sums.weight).float(),
             update=self._model.norm(subtracted).float(),
@@ -181,7 +183,9 @@ class LarsUpdate:
         """
         buffers = self._buffers
         bits = self._bits
+        # In float64 until it is clamped: the product may be larger than a float32.
         rate = self._layout.spread(clamped(lr * self._rules.lr_scale * ratios))
+        # None for what there is not: copies of the module's own weights, bits of a float32 state.
         rows = StepRows(
             gradient=in_rows(buffers.gradients),
             weight=in_rows(buffers.weights),
@@ -191,6 +195,7 @@ class LarsUpdate:
             decay=self._decay,
             bits=None if bits is None else bits.rows,
         )
+        # One draw serves weight and momentum, which take different bits of a word.
         constants = StepConstants(
             by_momentum=self._rules.by_momentum,
             nesterov=self._rules.nesterov,

@@ -52,6 +52,7 @@ class Layout:
         # parameter, [parameters], and parameter of each row, [rows].
         counts = [rows.stop - rows.start for rows in self.rows]
         self._counts = torch.tensor(counts, device=self.device)
+        # Its size is given: torch would wait for a GPU to learn it.
         self._owners = torch.repeat_interleave(self._counts, output_size=first)
 
     def zeros(self, dtype: torch.dtype, value: float = 0.0) -> torch.Tensor:

@@ -109,6 +109,7 @@ class Muon(HasSlots):
         """
         defaults = {"lr": lr, "weight_decay": weight_decay, "matrices": 0}
         super().__init__(params, defaults)
+        # Numbers that all parameters share are no options of groups.
         self._momentum = momentum
         self._nesterov = nesterov
         self._ns_steps = ns_steps
@@ -228,6 +229,7 @@ class Muon(HasSlots):
 
     def _step_by_adamw(self, group: Mapping[str, Any], trained: Sequence[_Trained]) -> None:
         """Step parameters that are no matrices of hidden layers."""
+        # By torch's function: a second optimizer would keep a state that nothing saves.
         states = [self.state[parameter] for parameter, _ in trained]
         adamw(
             [parameter for parameter, _ in trained],

@@ -154,6 +154,7 @@ class OptimizerUpdate:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         for master, view in zip(self._masters, self._gradients):
             master.grad = view
+        # Before the step: the libraries add 1 to this count, then use it.
         self.optimizer.at_step(index)
         self.optimizer.step()
 

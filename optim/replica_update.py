@@ -219,6 +219,7 @@ class ReplicaUpdate:
             share=factors.share,
             mu=factors.mu,
         )
+        # The direction takes the gradient's memory: from here on its norm counts.
         in_parts(_average, average, scale)
         self._ratio = self._rules.ratios(weight_squares, self._mean_squares(gradient.flatten()))
         residual.addcmul_(gradient, self._rate() * moves)
@@ -280,6 +281,7 @@ class ReplicaUpdate:
             nu = (math.sqrt(late * late + 4 * late) - late) / 2  # solves nu^2 / (1 - nu) = late
         else:
             nu = late / (1 + late)  # solves nu / (1 - nu) = late
+        # Parameters that are sent whole do not wait: they keep the momentum of the recipe.
         waits = torch.full_like(self._whole, nu, dtype=torch.float64)
         return torch.where(self._whole, mu, waits)
 
@@ -303,6 +305,7 @@ class ReplicaUpdate:
         """
         if self._single:
             return self._sums_of_squares(in_rows(vector))
+        # Norms of replicas' vectors do not add up to that of the sum; sketches do.
         sketches = self._sketch(vector)
         self._add_up(sketches)
         parameters = len(self._layout.names)

@@ -121,6 +121,7 @@ def _decay(
         left: share of the way that is left when a share of the decay is done.
     """
     final = peak * final_ratio
+    # Above 0: recipe/batch.py refuses a warm-up as long as the run.
     steps = lengths.total - lengths.warmup
 
     def rate(step: int) -> float:

@@ -98,10 +98,12 @@ class WeightState:
             model=self._whole_model(sum_over_stages),
         )
 
+        # Last: it may create a further optimizer, and scratch memory beside these buffers.
         self._update: Update = self.optimizer.create_update(self._target, create_optimizer)
         self.notes: Tuple[str, ...] = ()
         if compile and self._layout.device.type == "cpu":
             self._compile()
+        # Weights may have been rounded to float16: the module computes with what persists.
         self.refresh()
 
     def _move_parameters(self) -> torch.Tensor:
@@ -314,6 +316,7 @@ class WeightState:
         else:
             whole = flat.float()  # rounding keeps all values that float16 holds
             whole[start:end] = values
+            # Bits of their own ("mean"): those of the weights have served this update already.
             keep = torch.ones((), dtype=torch.bool, device=flat.device)
             round_stochastically(whole, self._bits, index, "mean", out=flat, keep=keep)
         self.refresh()

@@ -166,6 +166,7 @@ def _run_attempts(
             outcome = others.settle(_attempt(program, others, 0, signals))
         if outcome.line:
             _print(outcome.line)
+        # Only a failure is tried again: wrong input would fail alike, a stop is wanted.
         if outcome.code != FAILED or outcome.last or attempt == max_restarts:
             return outcome.code
         attempt += 1
@@ -196,6 +197,7 @@ def _attempt(program: _Program, others: Others, attempt: int, signals: Signals) 
 
     None is left on return, nor after an exception.
     """
+    # Waits for all hosts: ranks that start earlier would time out while others are missing.
     port = others.gather(attempt)
     ranks: Ranks = {}
     start = functools.partial(_start, ranks, others, port, program)
@@ -206,6 +208,7 @@ def _attempt(program: _Program, others: Others, attempt: int, signals: Signals) 
         if not others.returned:
             for number in numbers:
                 start(number, 0)
+        # After the start, so that a signal that came meanwhile reaches all of them.
         signals.watch(ranks)
         elastic: Optional[Replacements] = None
         if program.stages:

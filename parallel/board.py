@@ -252,6 +252,7 @@ class Board(_Board):
         """
         with self._lock:
             entries: Entries = {"who": self.who}
+            # What was read in an earlier attempt says nothing about this one.
             if attempt != self._attempt:
                 self._attempt = attempt
                 self._attempts = {}
@@ -320,6 +321,7 @@ class Board(_Board):
                 "entries": entries,
             }
             _send(connection, self._key, challenge + b"ask", question)
+            # An answer has the entries of all hosts.
             limit = self._hosts.number * _BYTES
             answer = _receive(stream, self._key, our_challenge.encode() + b"answer", limit)
         return _ANSWER.validate_json(answer)

@@ -68,7 +68,9 @@ class Elastic:
         self._membership = create_membership(joining.connect(host, port, _STORE_LIMIT))
         # The listener's own: a connection to the store serves one thread.
         self._heard = create_membership(joining.connect(host, port, _STORE_LIMIT))
+        # Before it enters: with other files it would train another model than the members.
         self._check_identity(identity)
+        # A first life founds the run with all others; a later one waits to be taken in.
         if member.life:
             self._enter(self._membership.join)
         else:
@@ -196,6 +198,7 @@ class Elastic:
             while not self._heard.is_over():
                 if self._done.wait(pause):
                     return
+            # Who has said so is waited for longer: it reports as soon as its calls have ended.
             self._heard.say_alive()
         except RuntimeError:
             self._leave_without_store()

@@ -113,6 +113,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Hosts:
     # A batch script has the variables of its job, too, but is a process by itself.
     if "SLURM_STEP_ID" not in environment or not nodes.isdecimal() or int(nodes) < 2:
         return Hosts()
+    # Each task starts all ranks of its node: a second one would start them again.
     tasks = environment.get("SLURM_STEP_NUM_TASKS", nodes)
     if tasks != nodes:
         raise UserError(

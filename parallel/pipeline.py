@@ -229,6 +229,7 @@ class _TrainingStage(PipelineStage):
         if self.is_first:
             with self.work.span("load", fwd_chunk_id):
                 args = (self.work.images(fwd_chunk_id),)
+        # Only what was received ahead: torch's schedule waits for all others itself.
         forward, _ = self._coming
         for message in forward.get(fwd_chunk_id, ()):
             message.wait()

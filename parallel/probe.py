@@ -104,6 +104,7 @@ def _around(size: int, group: Group, device: torch.device) -> torch.Tensor:
         bruck.transfer([message], group)
         _wait_for(device)
         seconds[number] = time.perf_counter() - start
+    # The slowest rank counts, as an exchange waits for it in each round.
     distributed.all_reduce(seconds, distributed.ReduceOp.MAX, group=group)
     # The first message may have had to connect.
     return seconds[1:].cpu()

@@ -77,6 +77,7 @@ class QuantizedSum:
             arrived = torch.empty_like(messages)
             distributed.all_to_all_single(arrived, messages, group=self._group)
         total = torch.zeros(share, device=messages.device)
+        # In the order of the replicas, so that a run repeats to the bit.
         for message in arrived.split(len(arrived) // self._replicas):
             total += self._quantizer.decode(message, share)
         return total

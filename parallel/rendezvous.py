@@ -68,6 +68,7 @@ class Others:
         self.lost_master = False
         self._shape = shape[:LONGEST]
         self._signals = signals
+        # With less a launcher would count as lost between two of its polls.
         self._silence = max(silence, _LEAST_SILENCE)
         self._elastic = elastic
         self._attempt = 0
@@ -204,8 +205,10 @@ class Others:
             if board.error:
                 raise board.error
             self._look_again()
+        # A new one for each attempt: the store before has the keys of ranks that are gone.
         listening = listen(Hosts(master=self.address))
         address, port, *_ = listening.getsockname()
+        # Held here: a store that Python collects stops listening.
         self._ranks_store = TCPStore(
             address,
             port,
@@ -252,6 +255,7 @@ class Others:
         is_own = entries is not None and entries["who"] == self._board.who
         # In an elastic run an earlier launcher of this host is not yet silent for long enough.
         joined = is_own or (entries is not None and not self._elastic)
+        # Who has been on the board once has reached the master: from then on it can be lost.
         if joined or self._attempt:
             self._check_master()
         elif waited > REACH_SECONDS or self._board.refused or self._board.gone:

@@ -199,6 +199,7 @@ class Replacements:
             elif self._closing or self._replicas[number].starts >= _MOST_STARTS:
                 # Nobody has met it, and nobody can train without it.
                 goes_on = False
+        # Only members know the state of the run: without a living one it does not go on.
         if not goes_on or (self._generations.is_founded() and not self._generations.living()):
             return False
         if not self._closing:

@@ -60,6 +60,7 @@ class SparseExchange(Running):
         if whole:
             self._dense = torch.cat(whole)
         elements = sum(parameter.numel() for _, parameter in setup.places) - sum(map(len, whole))
+        # By rank, of which the first ones are the stages of replica 0; all replicas are alike.
         self._elements = setup.processes.gather(elements)[: place.stages]
         self._everyone = setup.processes.further_group()
         self._shares: Optional[StageShares] = None
@@ -150,6 +151,7 @@ class SparseExchange(Running):
             density: share of the entries that a replica sends.
             finite: bool []; if not the residual stays as it was.
         """
+        # Places that are sent whole hold 0 by now, so they are chosen last.
         indices = largest(self.residual, self._count(density))
         selected = Sparse(indices, self.residual[indices])
         # The gradient is in the residual by now, so that its buffer is free.
@@ -172,6 +174,7 @@ class SparseExchange(Running):
         """Return the entries that each replica of this stage sends; the same on all of them."""
         count = round(density * self._elements[self._stage])
         if self._shares is not None:
+            # At least one for each stage, which `divided` relies on.
             of_model = max(round(density * sum(self._elements)), len(self._elements))
             count = self._shares(self.residual, of_model)[self._stage]
         return min(max(1, count), len(self.residual))

@@ -205,6 +205,7 @@ def lengths(recipe: Recipe, train_images: int) -> Lengths:
     per_epoch = steps_per_epoch(train_images, size)
     if per_epoch == 0:
         raise DataError(_too_few_images(recipe, train_images))
+    # A part of an epoch may round to no step at all.
     total = max(1, _length(recipe.run, "", per_epoch, size))
     warmup = _length(recipe.schedule, "warmup_", per_epoch, size)
     # Schedules divide by the steps after the warm-up.
@@ -361,11 +362,13 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     Raises:
         ConfigError, DataError: the run would be refused.
     """
+    # First what a run would refuse: its plan would only mislead.
     batch = planned(recipe)
     recipe.data.check_classes(recipe.model.classes)
     images = _images(recipe) if here else _Images("", None)
     length = _described_length(recipe, images.training)
     division = batch.describe()
+    # What fits into a GPU is known only once it is tried, which a plan does not do.
     if recipe.batch.micro is None and recipe.run.device != "cpu":
         division += "; batch.micro auto: a GPU takes the largest that fits"
     # What follows from several keys, then the keys of each section.

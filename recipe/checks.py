@@ -39,6 +39,7 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
         yield f"{unset}; give the pixels a side, e.g. model.image_size=224"
     if recipe.batch.micro is None:
         yield from _automatic_micro_batch(recipe)
+    # Asked of the batch, as `auto` may have become 1.
     if batch.micro == 1:
         yield from _single_images(recipe)
     if recipe.model.train != "all" and recipe.exchange.method == "auto":
@@ -55,6 +56,7 @@ def _faults(recipe: Recipe, batch: Batch) -> Iterator[str]:
         yield "log.memory records the memory of CUDA devices, but run.device is cpu; use log.memory=false"
     if recipe.parallel.elastic:
         yield from _elastic(recipe, batch)
+    # IPUs pipeline by rules of their own, which `check` asks after these.
     if recipe.run.device != "ipu":
         yield from _pipeline(recipe, batch)
 

@@ -110,6 +110,7 @@ class Course:
             The new batch in images, or None.
         """
         steps = 2 * self._changes[-1][1]
+        # Less the error: a batch that has grown by mistake never shrinks again.
         if noise - error < steps * self._size:
             return None
         self._changes.append((done, steps))

@@ -93,6 +93,7 @@ def _of_other_kinds(recipe: Recipe, merged: Mapping[str, dict]) -> Iterator[Idle
 def _beside_others(recipe: Recipe) -> Iterator[Idle]:
     """Yield the keys that values of other keys make idle."""
     data = recipe.data
+    # Each way to augment reads its own numbers only.
     if data.augment != "randaugment":
         for key in ("randaugment_operations", "randaugment_magnitude"):
             yield Idle(f"data.{key}", "data.augment", "give data.augment=randaugment")
@@ -106,6 +107,7 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
             yield Idle(f"data.{key}", "data.random_erasing", "give data.random_erasing=0.25")
     if not data.mixes:
         yield Idle("data.mixing", "data.mixup", "give data.mixup or data.cutmix")
+    # Only timm's way of mixing has these two, and it switches only where both are on.
     if data.mixing != "timm":
         for key in ("mixing_switch", "mixing_probability"):
             yield Idle(f"data.{key}", "data.mixing", "give data.mixing=timm")

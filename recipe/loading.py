@@ -260,12 +260,14 @@ def _mapping(layer: Any, place: str) -> Dict[str, Any]:
 
 def _merge(merged: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:
     """Lay the sections of a layer over those of `merged`. Raises ConfigError."""
+    # First what names of weights stand for, as keys that the layer gives itself win over it.
     _unset_training_sizes(merged, layer)
     layer = _with_images_of_weights(layer)
     for section, content in layer.items():
         if section not in merged:
             raise ConfigError(f"{section}: unknown key{suggestions.for_unknown(section)}")
         if content is None:
+            # A section with nothing below it, as an empty `data:` in a file.
             continue
         if not isinstance(content, dict):
             raise ConfigError(f"{section}: expected keys below it, found {content!r}")

@@ -183,6 +183,7 @@ class Timm(Model):
         if not isinstance(architecture, str):
             return values  # which the key's own check refuses
         known = timm_models.keys(architecture)
+        # Null is as good as not given: the architecture's own value takes its place.
         given = {key: value for key, value in values.items() if value is not None}
         return {**values, **known, **given}
 

@@ -61,6 +61,7 @@ def first_fault(error: ValidationError, suggest: Callable[..., str]) -> Tuple[tu
         error: with one fault or more.
         suggest: called with the place of an unknown key; returns the remedy.
     """
+    # Only the first, in one line: later faults may follow from it.
     fault, *more = error.errors(include_url=False)
     if fault["type"] == "extra_forbidden":
         words = f"unknown key{suggest(*fault['loc'])}"

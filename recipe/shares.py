@@ -87,6 +87,7 @@ def additions(parts: Sequence[range]) -> List[List[Tuple[int, int]]]:
             return places[subtree], 0
         first, second = halves(subtree)
         left, left_rounds = add(first)
+        # Both sums must be there, so this addition is in the round after the later one.
         right, right_rounds = add(second)
         done = max(left_rounds, right_rounds)
         while len(rounds) <= done:
@@ -177,6 +178,7 @@ def _depth(leaf: int, micro_batches: int) -> int:
     depth = 0
     subtree = range(micro_batches)
     first, second = halves(subtree)
+    # This ends, as every leaf but the first is where some second half begins.
     while second.start != leaf:
         subtree = first if leaf < first.stop else second
         first, second = halves(subtree)

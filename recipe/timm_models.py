@@ -76,17 +76,21 @@ def architecture(name: str) -> Architecture:
     import timm
     import torch
 
+    # What follows a dot is a tag of weights, which an architecture does not have.
     if "." in name or not timm.is_model(name):
         raise ConfigError(f"model.architecture: timm has no model {name!r}{_meant(name)}")
+    # Without memory; the number of classes changes nothing that is asked below.
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=2)
     configuration: Dict[str, Any] = vars(model)["pretrained_cfg"]
     classifier = configuration["classifier"]
+    # By torch's private base class, which timm's own batch norms have, too.
     batch_norms = [
         module
         for module in model.modules()
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
     ]
+    # Torch's None is a plain mean over all batches, which the recipe's key cannot express.
     momenta = [norm.momentum for norm in batch_norms if norm.momentum is not None]
     return Architecture(
         image_size=configuration["input_size"][-1],
@@ -139,8 +143,10 @@ def scoring(name: str) -> Optional[Scoring]:
         return None
     train_height, train_width = configuration.input_size[1:]
     test_height, test_width = (configuration.test_input_size or configuration.input_size)[1:]
+    # `model.image_size` is one number, so it can only be a square's side.
     if train_height != train_width or test_height != test_width:
         raise ConfigError(f"model.init_from: timm's {name} takes images that are not square")
+    # Refused and not replaced: scores with other pixels would not be timm's.
     for key, value, known in (
         ("interpolation", configuration.interpolation, ("bilinear", "bicubic")),
         ("crop_mode", configuration.crop_mode, ("center", "squash")),

@@ -89,12 +89,14 @@ def preparation(model: Section, data: Section) -> Optional[str]:
     weights = parse(values["model"]["init_from"])
     if weights is None:
         return None
+    # Asked of the finished recipe: overrides may have changed what the name has set.
     taken = []
     given = []
     for section, keys in image_keys(weights.name).items():
         for key, theirs in keys.items():
             ours = values[section][key]
             if ours == theirs:
+                # Null on both sides says nothing of the images, so the line leaves it out.
                 if ours is not None:
                     taken.append(f"{section}.{key}={as_yaml(ours)}")
             else:

@@ -202,6 +202,7 @@ def _add_squares(
         tl.store(partial + 2 * programs + program, _squares(u))
     else:
         tl.store(partial + 2 * programs + program, 0.0)
+    # g - g is 0, or NaN where g is infinite or NaN: finiteness for no further read.
     tl.store(partial + 3 * programs + program, _total(g - g))
 
 
@@ -419,6 +420,7 @@ def _rounded(source, noise):
     """Make `rounded` of optim/rounding.py; the result is still float32."""
     bits = source.to(tl.uint32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    # By comparison, which is false for NaN: a NaN stays.
     magnitude = tl.where(magnitude > _LARGEST_HALF, _LARGEST_HALF, magnitude)
     # Moved up by 2**-14, subnormal numbers are normal ones of the right spacing.
     moved = tl.where(magnitude < _SMALLEST_NORMAL_HALF, _SMALLEST_NORMAL_HALF, 0.0)

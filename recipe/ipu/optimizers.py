@@ -74,6 +74,7 @@ def optimizer(recipe: Recipe) -> DeviceOptimizer:
         ConfigError: PopTorch has none.
     """
     section = recipe.optimizer
+    # Asked of the registry, so that a form of somebody's own is offered, too.
     with_form = [kind for kind, _ in FORMS.items() if issubclass(kind, Optimizer)]
     if not isinstance(section, tuple(with_form)):
         names = ", ".join(kind.default_name() for kind in with_form)

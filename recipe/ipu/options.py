@@ -194,8 +194,10 @@ def model_calls(recipe: Recipe, batch: Batch, training: bool) -> List[Setting]:
     if isinstance(parallel.split, list):
         later = parallel.split
     else:
+        # Where it cuts follows from the model, which a plan does not build.
         later = ["the cut by multiply-adds"] * (parallel.stages - 1)
     calls = []
+    # Each block opens a stage, which lasts until the next one opens.
     for stage, block in enumerate(["preprocess", *later]):
         arguments = (block, f"stage {stage}", stage)
         calls.append(Setting("poptorch.BeginBlock", arguments, "parallel.split"))
@@ -225,6 +227,7 @@ def _overlap_calls() -> List[Setting]:
 def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> Iterator[Setting]:
     """Yield the options that training and evaluation have in common."""
     stages = recipe.parallel.stages
+    # Under poprun the options know their replicas already.
     if not under_poprun:
         instead = f"under poprun popdist.poptorch.Options(ipus_per_replica={stages}) brings them"
         yield Setting("Options.replicationFactor", (served,), f"parallel.replicas; {instead}")
@@ -234,12 +237,14 @@ def _common(recipe: Recipe, served: int, under_poprun: bool, overlap: bool) -> I
     yield Setting("Options.setExecutionStrategy", (strategy,), "parallel.stages, parallel.schedule")
     yield from _memory(recipe)
     yield from _arithmetic(recipe)
+    # Tiles that move data do not compute, so they are reserved only where transfers overlap.
     if overlap:
         tiles = (recipe.ipu.io_tiles,)
         source = "ipu.io_tiles, ipu.overlap_io"
         yield Setting("Options.TensorLocations.numIOTiles", tiles, source)
     depth = recipe.ipu.prefetch_depth
     yield _popart("defaultPrefetchBufferingDepth", depth, "ipu.prefetch_depth")
+    # Before the tools, of which profiling adds to these options.
     yield _engine_options(recipe)
     yield from _tools(recipe)
 
@@ -316,6 +321,7 @@ def _updates(recipe: Recipe, batch: Batch) -> Iterator[Setting]:
     reason = "always: the learning rate changes with every update"
     yield Setting("Options.deviceIterations", (1,), reason)
     yield from _sums(batch)
+    # PopART then changes the scale by itself, from precision.loss_scale on.
     if precision.dynamic_loss_scale:
         source = "precision.dynamic_loss_scale"
         yield Setting("Options.Training.setAutomaticLossScaling", (True,), source)

@@ -184,14 +184,17 @@ def _faults_of_numbers(recipe: Recipe, batch: Batch) -> Iterator[str]:
     """Yield the fault of each number that PopTorch or the pod does not take."""
     ipu = recipe.ipu
     stages = recipe.parallel.stages
+    # A single number stands for every IPU of a replica.
     proportions = ipu.available_memory_proportion
     if proportions is not None and len(proportions) not in (1, stages):
         reason = f"{stages} stages have {stages} IPUs; give one number, or one for each stage"
         yield f"ipu.available_memory_proportion {proportions} on IPUs: {reason}"
+    # A pipeline is filled and drained in each call.
     iterations = ipu.evaluation_iterations
     if iterations is not None and pipelined(recipe) and iterations < stages:
         reason = f"a pipeline of {stages} stages needs at least {stages} batches; use ipu.evaluation_iterations=null"
         yield f"ipu.evaluation_iterations {iterations} on IPUs: {reason}"
+    # Of the batch: poprun may have decided on the replicas where the recipe says auto.
     counts = {"parallel.stages": batch.stages, "parallel.replicas": batch.replicas}
     for key, value in counts.items():
         if not is_power(value):
