@@ -52,7 +52,7 @@ def compiled(buffers: Buffers, stochastic: bool) -> Tuple[Run, str]:
         why.
     """
     start = time.perf_counter()
-    # Where the weights are the module's own, a step writes no copies of them.
+    # None where the weights are the module's own: a step then writes no copies.
     working = None if buffers.working is buffers.weights else buffers.working.dtype
     to_nearest = buffers.weights.dtype == torch.float16 and not stochastic
     if working not in _WORKING or to_nearest:

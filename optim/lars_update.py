@@ -101,8 +101,8 @@ class LarsUpdate:
             return None
         assert gradient_norm is not None and subtracted is not None  # they are measured
         return Norms(
-            # The weights are those before the step: the first pass has added up their squares.
             gradient=gradient_norm.float(),
+            # The weights are those before the step: the first pass has added up their squares.
             weight=self._model.norm(sums.weight).float(),
             update=self._model.norm(subtracted).float(),
             trust=self._model.ratios(self._rules.named(ratios)),

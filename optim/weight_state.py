@@ -316,8 +316,8 @@ class WeightState:
         else:
             whole = flat.float()  # rounding keeps all values that float16 holds
             whole[start:end] = values
-            # Bits of their own ("mean"): those of the weights have served this update already.
             keep = torch.ones((), dtype=torch.bool, device=flat.device)
+            # Bits of their own ("mean"): those of the weights have served this update already.
             round_stochastically(whole, self._bits, index, "mean", out=flat, keep=keep)
         self.refresh()
 

@@ -87,8 +87,8 @@ def additions(parts: Sequence[range]) -> List[List[Tuple[int, int]]]:
             return places[subtree], 0
         first, second = halves(subtree)
         left, left_rounds = add(first)
-        # Both sums must be there, so this addition is in the round after the later one.
         right, right_rounds = add(second)
+        # Both sums must be there, so this addition is in the round after the later one.
         done = max(left_rounds, right_rounds)
         while len(rounds) <= done:
             rounds.append([])
