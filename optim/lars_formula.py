@@ -3,8 +3,9 @@
 `LARS.step` makes updates by it. The fast forms update a whole model in few passes over the memory:
 lars_update.py in plain torch, kernels/update.cpp in C++, kernels/lars.py in Triton. Tests compare
 plain torch with this formula in float64 to a few roundings of float32, and with it in float32 to
-the bit where the norms are exact. They compare C++ with plain torch to the bit, and Triton to a bit
-of a float32 (tests/optim/test_lars_formula.py, test_lars_update.py).
+the bit where the norms are exact. They compare C++ with plain torch to the bit, but for the order of
+sums within a tensor and float32's 1 - mu, and Triton to a bit of a float32
+(tests/optim/test_lars_formula.py, test_lars_update.py).
 """
 
 from __future__ import annotations

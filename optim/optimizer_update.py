@@ -157,6 +157,10 @@ class OptimizerUpdate:
         # Before the step: the libraries add 1 to this count, then use it.
         self.optimizer.at_step(index)
         self.optimizer.step()
+        # Where the masters are the module's own parameters, the next backward pass would otherwise
+        # add into the sum, to which what it leaves is then added once more.
+        for master in self._masters:
+            master.grad = None
 
     def _store(
         self,

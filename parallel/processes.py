@@ -68,7 +68,7 @@ class Processes:
         self._host: Group = None  # all processes, for tensors on the CPU
         self.elastic = elastic
         self._world = topology.world
-        self._pending: Optional[Tuple[dist.Work, torch.Tensor]] = None  # of `agree`
+        self._pending: Optional[Tuple[dist.Work, torch.Tensor]] = None  # of `agree_late`
         if self._world == 1:
             return
         # In an elastic run a process may be lost while they connect.

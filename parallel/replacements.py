@@ -203,8 +203,11 @@ class Replacements:
         if not goes_on or (self._generations.is_founded() and not self._generations.living()):
             return False
         if not self._closing:
+            # A replica with the wrong input stays away, whatever its other ranks ended with.
+            away = {rank // self._stages for rank, code in failed if code == WRONG_INPUT}
             for rank, code in failed:
-                self._plan_start(rank, code)
+                if code == WRONG_INPUT or rank // self._stages not in away:
+                    self._plan_start(rank, code)
         return True
 
     def _is_own_fault(self, failed: Sequence[Tuple[int, int]]) -> bool:
@@ -250,8 +253,8 @@ class Replacements:
         # Ranks of a replica may fail at once: the first of them plans its start.
         if replica.due is None:
             replica.due = now + pause
-        # After each short life the next one begins later.
-        replica.pause = min(_LONGEST_PAUSE, max(2.0, 2 * replica.pause)) if is_short else 0.0
+            # After each short life the next one begins later.
+            replica.pause = min(_LONGEST_PAUSE, max(2.0, 2 * replica.pause)) if is_short else 0.0
         others = "the others wait"
         if self._generations.has_begun(self._member(number)):
             others = "the others go on"

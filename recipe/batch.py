@@ -233,11 +233,13 @@ def _too_few_images(recipe: Recipe, train_images: int) -> str:
     replicas = recipe.parallel.replicas or 1
     unit = (recipe.batch.micro or 1) * replicas
     fitting = train_images // unit * unit
+    micro = train_images // replicas
     if fitting:
         remedy = f"batch.global={fitting}"
-    else:  # not even one micro batch on each replica
-        micro = train_images // replicas
+    elif micro:  # not even one micro batch on each replica
         remedy = f"batch.global={micro * replicas} batch.micro={micro}"
+    else:
+        remedy = f"use at most {count(train_images, 'replica')}"
     fault = f"batch.global {recipe.batch.global_} is more than the {train_images} training images"
     return f"{fault}; give more images or {remedy}"
 

@@ -18,6 +18,7 @@ _NAME = re.compile(r"(?P<tf>tf_)?(?P<model>efficientnet_b[0-7])(?P<training>[_.]
 _OTHER_MEANS = {"ap", "ra4"}  # trained with AdvProp, or by timm's newest rules
 _MEANS = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 _UNGIVEN = {"width": None, "depth": None, "image_size": None}  # so that those of the name are taken
+_USUAL_MEANS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 _ORIGINAL = {"group_size": 1, "expansion": 6, "norm": "batch"}
 
 
@@ -137,8 +138,9 @@ def keys(name: str, family: Optional[str] = None) -> Dict[str, Any]:
         timm_models.architecture(architecture)  # refuses what timm does not know
         own = {"image_size": None, "mean": None, "std": None}  # those of the architecture
         return {"name": _ANY, "architecture": architecture, **own}
-    # The keys of lower layers must not stay: a width of another size would not fit the file.
-    keys = {"name": match["model"], **_UNGIVEN, **_ORIGINAL}
+    # The keys of lower layers must not stay: a width of another size would not fit the file, and
+    # images would be normalised as for other weights.
+    keys = {"name": match["model"], **_UNGIVEN, **_ORIGINAL, **_USUAL_MEANS}
     if match["tf"] is not None:
         keys.update(norm_eps=1e-3, padding="same")
     else:

@@ -359,7 +359,8 @@ def _step(
     m = tl.load(momenta + places, mask=mask, other=0.0).to(tl.float32)
     m *= MU
 
-    # The parameter's rate: made in float64, and at most float32's largest number.
+    # The parameter's rate: made in float64 of a rate that Triton passes as float32, and at most
+    # float32's largest number.
     ratio = tl.load(ratios + owner)
     rate = lr * tl.load(lr_scales + owner) * ratio
     rate = tl.minimum(rate, _LARGEST).to(tl.float32)

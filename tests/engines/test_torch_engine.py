@@ -10,8 +10,10 @@ from common.errors import ConfigError
 from engines.base import one_step
 from engines.torch_engine import TorchEngine
 from models.kernels import patching
+from optim import gradients
 from optim.lars import update_class
 from optim.lars_update import LarsUpdate
+from tests.engines import worlds
 from tests.engines.noise import as_micro_batches, micro_batches, noise_images
 from tests.tensors import assert_bitwise_equal, flat
 
@@ -201,3 +203,14 @@ def test_a_gpu_that_auto_leaves_out_is_named_in_one_line(create, backend, name):
         engine = create("run.device=cpu")
         assert not any("run.device" in note for note in engine.notes)
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "muon"])
+def test_no_gradient_is_counted_twice_where_autograd_leaves_new_tensors(monkeypatch, name):
+    """As on GPUs, with float16 weights of a model that computes in float32: the module's own parameters are stepped."""
+    keys = (f"optimizer.name={name}", "precision.compute=float32", "precision.weights=float16")
+    expected = worlds.trains(worlds.single(), keys, {"lr": 0.01})
+    monkeypatch.setattr(gradients, "_ONE_BY_ONE", ())
+    results, digests, state = worlds.trains(worlds.single(), keys, {"lr": 0.01})
+    assert_bitwise_equal(state[2], expected[2][2])
+    assert (results, digests) == expected[:2]

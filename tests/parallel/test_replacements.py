@@ -229,3 +229,16 @@ def test_a_newcomer_with_other_code_is_refused(host, monkeypatch):
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(ConfigError, match=r"^replica 1 has other code than the run that it would join; give its host"):
         Elastic(Topology(2, 2, 2, 0), Parallel(stages=2, elastic=True), {"code": "other"})
+
+
+def test_ranks_of_a_replica_that_fail_together_lengthen_the_pause_once(host):
+    assert host.replacements.replace([host.end(2, KILLED), host.end(3, KILLED)])
+    assert host.replacements._replicas[1].pause == 2.0
+
+
+def test_a_replica_with_the_wrong_input_stays_away_whatever_its_other_ranks_end_with(host, capfd):
+    host.replacements._replicas[1].life = 1  # in a first life it would be the run's own fault
+    failed = [host.end(2, KILLED), host.end(3, WRONG_INPUT)]
+    assert host.replacements.replace(failed)
+    assert host.replacements._replicas[1].due is None
+    assert capfd.readouterr().err.count("replica 1 stays away") == 1

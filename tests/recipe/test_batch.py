@@ -174,6 +174,11 @@ def test_an_epoch_holds_a_whole_batch(replicas, images, remedy):
     assert divide(mended).global_ <= images and lengths(mended, images).steps_per_epoch == 1
 
 
+def test_fewer_images_than_replicas_ask_for_fewer_replicas():
+    with pytest.raises(DataError, match=r"5 training images; give more images or use at most 5 replicas$"):
+        lengths(recipe(48, 3, replicas=8), 5)
+
+
 def test_a_rate_follows_a_batch_not_at_all_by_the_root_or_linearly():
     found = {rule: [rate_factor(rule, ratio) for ratio in (0.25, 1, 2.25)] for rule in ("none", "sqrt", "linear")}
     assert found == {"none": [1, 1, 1], "sqrt": [0.5, 1, 1.5], "linear": [0.25, 1, 2.25]}

@@ -27,6 +27,14 @@ def test_means_are_those_of_timms_registry(name):
     assert (model.mean, model.std) == (expected.mean, expected.std)
 
 
+def test_means_of_weights_in_a_lower_layer_do_not_stay(tmp_path):
+    lower = tmp_path / "lower.yaml"
+    lower.write_text(f"extends: {QUICKSTART}\nmodel: {{init_from: 'timm:tf_efficientnet_b5.ap_in1k'}}")
+    model = loading.load(lower, ["model.init_from=timm:efficientnet_b0.ra_in1k"]).model
+    assert model.mean == timm.get_pretrained_cfg("efficientnet_b0.ra_in1k").mean
+    assert model.std == timm.get_pretrained_cfg("efficientnet_b0.ra_in1k").std
+
+
 @pytest.mark.parametrize("name", ["efficientnet_b0.ra_in1k", "tf_efficientnet_b0_ns", "tf_efficientnet_b1.ap_in1k"])
 def test_the_model_is_timms(name):
     """Parameters fit with no other key, and padding and epsilon are the layers' own."""
