@@ -233,6 +233,7 @@ def _write(folder: Path, evaluation: _Evaluation) -> None:
         "classes": evaluation.rows,
         "notes": evaluation.notes,
     }
+    # A tensor, which is no JSON; the picture shows it.
     del summary["confusion"]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

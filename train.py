@@ -66,6 +66,7 @@ def main(arguments=None) -> int:
         The exit code.
     """
     options = _parser().parse_intermixed_args(arguments)
+    # Before torch is loaded, which takes seconds: an unheard SIGUSR1 would end this process.
     stopping.listen_early()
     try:
         return _run(options)
@@ -149,6 +150,7 @@ def _train(config, recipe) -> int:
         return fail(error, STOPPED)
     except TrainingError as error:
         return fail(error, FAILED)
+    # Of faults of the machine torch has few classes: they are known by their words.
     except RuntimeError as error:
         fault = _fault_in(str(error))
         if fault is None:

@@ -308,6 +308,7 @@ def _best_edges(
             largest, edges_before = best[span.stage, span.first]
             candidate = (max(largest, getattr(cost, kind)), [*edges_before, span.end])
             place = (span.stage + 1, span.end)
+            # Equal costs are decided by the edges, so all processes find the same cut.
             best[place] = min(best.get(place, candidate), candidate)
         if (stages, blocks) not in best:
             return None

@@ -59,6 +59,7 @@ def measure(model: BlockList, images: torch.Tensor, repetitions: int = 10) -> Di
     """
     model = copy.deepcopy(model).train()
     blocks = {name: model.block(name) for name in model.names}
+    # Whatever the caller has switched off: else nothing would be saved for backward.
     with torch.enable_grad():
         sizes = _measure_sizes(blocks, images)
         rounds = []

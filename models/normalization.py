@@ -176,6 +176,7 @@ class ProxyNormAct(_FullPrecisionBuffers, GroupNormAct):
         """Return the normalised, activated and again normalised `x`, [N, C, H, W]."""
         mean, variance = self.moments()
         scale = (variance + self.proxy_eps).rsqrt()
+        # (z - mean) * scale as z * scale + shift: one pass over the pixels.
         shift = -mean * scale
         z = super().forward(x)
         # A number of each channel for all of its pixels: [C, 1, 1].

@@ -316,6 +316,7 @@ class _Layers:
 
         It keeps its input, padded where it is.
         """
+        # The same for both kinds of padding: see `models.blocks.geometry`.
         side = -(-size // stride)
         weights = out * channels // groups * kernel**2
         self.multiply_adds += weights * side**2

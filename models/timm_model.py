@@ -256,6 +256,7 @@ def _inexact(model: nn.Module) -> Iterator[str]:
             yield f"{module_name} ({kind}) drops activations by torch's generator"
         if isinstance(module, (timm_drop.DropPath, timm_drop.DropBlock2d)) and module.drop_prob:
             yield f"{module_name} ({kind}) drops activations by torch's generator"
+        # Ours moves its statistics in a way that engines know and can repeat.
         if isinstance(module, BatchNormAct):
             continue
         for buffer in module._buffers:
@@ -368,6 +369,7 @@ def _trace(model: nn.Module) -> fx.Graph | None:
         model.train()
     if str(trained) != str(evaluated):
         return None
+    # Blocks are made of the model itself, which does not know the name within the wrapper.
     for node in trained.nodes:
         if node.op in ("call_module", "get_attr"):
             node.target = node.target[len(f"{_MODEL}.") :]
@@ -378,6 +380,7 @@ def _segments(model: nn.Module, graph: fx.Graph) -> List[_Segment]:
     """Divide the graph of a model into calls of its parts, and what lies between them."""
     segments: List[_Segment] = []
     for node in graph.nodes:
+        # Reads of parameters are copied to where they are used: see `_module_of`.
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if _calls_part(model, node):
@@ -429,6 +432,7 @@ def _joined(segments: List[_Segment], images: fx.Node, tensors: Set[str]) -> Lis
             crossed[number].add(node)
     shared = _shared(segments, segment_of)
 
+    # The model can be cut where the last value before is a tensor, and all that passes.
     joined = [segments[0]]
     for number in range(1, len(segments)):
         passed = segments[number - 1].nodes[-1]
@@ -474,6 +478,7 @@ def _module_of(model: nn.Module, segment: _Segment) -> fx.GraphModule:
         """Return the segment's node for a node of the model's graph."""
         if used.op == "get_attr" and used not in copies:
             copies[used] = graph.node_copy(used)
+        # What is neither read nor computed here is the one value that enters.
         return copies.get(used, entering)
 
     for node in segment.nodes:
@@ -507,6 +512,7 @@ def _count(block: nn.Module, x: torch.Tensor) -> Tuple[BlockShape, torch.Tensor]
         output = block(x)
     parameters = list(block.parameters())
     vectors = [parameter.numel() for parameter in parameters if parameter.dim() <= 1]
+    # Operations become multiply-adds, and bytes of float32 elements; all of one image.
     shape = BlockShape(
         multiply_adds=counter.get_total_flops() // 2 // _TRACED_IMAGES,
         parameters=sum(parameter.numel() for parameter in parameters),

@@ -66,5 +66,6 @@ def _collect(module: nn.Module, name: str, frozen: Dict[str, nn.Module]) -> None
     if not any(trains):
         frozen[name] = module
         return
+    # Some of it is trained and some is not: frozen modules are further in.
     for child_name, child in module.named_children():
         _collect(child, f"{name}.{child_name}" if name else child_name, frozen)

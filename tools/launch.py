@@ -437,6 +437,7 @@ def _become_poprun(plan: _Plan) -> None:
         raise UserError(
             "run.device=ipu needs poprun on the PATH; source the SDK's `enable`, or --dry-run"
         )
+    # Flushed, since execv throws away what is still in the buffer.
     print(plan.summary, flush=True)
     os.execv(program, [program, *plan.command[1:]])
 

@@ -368,6 +368,7 @@ def _members(
     encoded, extension = _encoded(source.open(image), options, damaged)
     stem = os.path.splitext(name)[0]
     plain = re.sub("[^A-Za-z0-9_-]", "_", stem)
+    # The number makes keys unique; the name tells people which file it was.
     sample = f"{image:08d}-{plain[:_KEY]}"
     label = b"%d" % source.labels[image]
     return {f"{sample}.{extension}": encoded, f"{sample}.cls": label}

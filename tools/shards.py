@@ -184,6 +184,7 @@ def _pack(options: argparse.Namespace) -> _Report:
             raise
         fault = f"{error.filename}: {error.strerror}"
         raise DataError(f"{fault}; name the files as they were downloaded") from None
+    # Before packing, which may take hours: what is left out may be a mistake.
     for note in source.notes:
         print(note, flush=True)
     packed = pack(

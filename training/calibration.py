@@ -30,6 +30,7 @@ class Calibration:
             hits: bool [images], whether the predicted class is the label.
         """
         edges = torch.arange(1, BINS, dtype=torch.float64) / BINS
+        # By default an edge belongs to the bin below it, as the paper has it.
         bins = torch.bucketize(confidence, edges)
         self._images += torch.bincount(bins, minlength=BINS)
         self._hits += torch.bincount(bins[hits], minlength=BINS)

@@ -232,6 +232,7 @@ class CheckpointFolder:
     def _load_whole(self, manifest: Manifest, with_replicas: bool) -> dict:
         """Return the content; raise CheckpointError unless the files match `manifest`."""
         content = load(self.path(manifest.step), manifest)
+        # Compared, not loaded: all of them together may not fit into memory.
         if with_replicas:
             for replica, file in enumerate(manifest.replicas):
                 _compare(self.replica_path(manifest.step, replica), file)
@@ -337,6 +338,7 @@ def load_named(path: Path, warn: Callable[[str], None]) -> dict:
     """
     manifest = None
     name = _NAME.fullmatch(path.name)
+    # Under another name there is no manifest that would belong to it.
     if name:
         try:
             manifest = _read_manifest(path.with_suffix(".json"), int(name.group(1)))

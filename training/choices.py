@@ -156,6 +156,7 @@ def create_engine(
         parallel = recipe.parallel.model_copy(update={"split": cut})
         recipe = recipe.model_copy(update={"parallel": parallel})
     engine = create()
+    # Once the engine is there: a cut that cannot be built must not be found again.
     processes.from_main(lambda: decisions.keep(folder, _ON_SPLIT, where, list(engine.cut)))
     return engine
 

@@ -65,4 +65,5 @@ def macro(confusion: torch.Tensor) -> MacroScores:
 
 def _quotient(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     """Return numerator / denominator, with 0 where both are 0."""
+    # Counts are whole numbers: a 1 in the place of 0 changes no other quotient.
     return numerator / denominator.clamp(min=1)

@@ -167,7 +167,9 @@ class Memory(Continuation):
                 sent = state.on_cpu() if state is not None else None
                 state = processes.pass_on(sent, have[0], lack)
         engine.load_live_state(state.engine)
+        # A later state is of a step that not all have done: it is made again.
         self.states = {step: state}
+        # A copy, which the loop changes: the remembered one must stay as it was.
         return dataclasses.replace(state.progression)
 
 

@@ -191,6 +191,7 @@ def _names_files(message: Any) -> bool:
     """Return whether a tensor within a message of ONNX has its numbers in a file."""
     if message.DESCRIPTOR.name == "TensorProto":
         return bool(message.external_data) or message.data_location != message.DEFAULT
+    # Tensors also lie in attributes and graphs within others, so all messages are searched.
     for field, value in message.ListFields():
         if field.message_type is None:
             continue  # a number or text

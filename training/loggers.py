@@ -221,6 +221,7 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
             earlier=states.get(kind.key),
             say=say,
         )
+        # A service may fail. What is written into the run folder must not, or the run ends.
         logger = Service(kind, session) if kind.package else kind(session)
         loggers.append(logger)
         if logger.run:

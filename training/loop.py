@@ -95,6 +95,7 @@ class Trainer:
         self._rate = schedule.create(recipe, self.lengths)
         self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
         self._save_every = self._interval(recipe.checkpoint.every_epochs)
+        # Measured before the clock starts: it is no part of the run.
         self._peak_flops = self.engine.peak_flops()
         self._clock = Clock(progression.seconds, progression.paused, progression.waited)
         # On the device, so that nothing waits. The loss in double precision, as a window may have
@@ -152,10 +153,12 @@ class Trainer:
         # Before anything is noted of the update, which an elastic run may have to make again.
         self.continuation.check(self.engine)
         self._count(result, update)
+        # Before the evaluation, which also scores the average over epochs.
         if update.end % self.lengths.steps_per_epoch == 0:
             self.engine.end_epoch()
         if log:
             self._log(result, update)
+        # Before the save: a resumed run must have grown, too.
         self._grow(update.end)
         # No training time: a rate, and the share that was waited for images, would be too low.
         evaluated = last or update.reaches(self._evaluate_every)
@@ -214,7 +217,9 @@ class Trainer:
             stop, regroup = divmod(processes.agree_late(2 * (self._signal or 0) + waits), 2)
             if scheduled or stop:
                 self._save(scheduled, evaluated)
+        # Last: a step counts as done only with its scores and its checkpoint.
         self._remember()
+        # A run that has come to its end reports that, whoever asked it to stop.
         if last:
             return
         if stop:
@@ -310,6 +315,7 @@ class Trainer:
         self.progression.skipped = values["skipped_steps"]
         if self.recipe.log.trust_ratios and result.norms is not None:
             values["trust"] = log_line.trust_ratios(result.norms)
+        # Seconds, at the pace of this window: evaluations and checkpoints to come are left out.
         left = (self.lengths.total - done) * self.recipe.batch.global_ / lap.images
         text = log_line.text_of(values, done, self.lengths.total, left)
         if self.progression.skipped:
@@ -317,6 +323,7 @@ class Trainer:
         text += self._add_noise(values)
         self.monitor.event("train", done, values, text)
         self._begin_window()
+        # Between two updates: replicas may compute other shares of the next one.
         if done < self.lengths.total:
             for line in self.engine.balance(done):
                 self.monitor.say(line)
@@ -454,6 +461,7 @@ class Trainer:
         spans = recorder.collect() if recorder else []
         if not spans:
             return
+        # Nothing is written into a folder that was replaced meanwhile.
         self.monitor.check()
         stages = self.engine.topology.stages
         virtual = self.recipe.parallel.virtual_stages or 1
@@ -483,6 +491,7 @@ class Trainer:
                 average = evaluate(self.engine, self.evaluation_batches)
             values[name] = {"top1": average.top1, "top5": average.top5, "loss": average.loss}
             text += f"  {name.replace('_', ' ')} {average.top1:.2%}"
+        # Kept for the checkpoint: by these --best chooses among its weights.
         self.progression.scores = values
         self._note_best(scores.top1, values)
         epochs = self._epochs(step)
@@ -497,6 +506,7 @@ class Trainer:
         progression = self.progression
         best = progression.best_of_all
         progression.best_top1 = max(progression.best_top1, trained)
+        # A checkpoint of an older version has no best of all, only that of the trained weights.
         if progression.best_of_all < progression.best_top1:
             progression.best_of_all = progression.best_top1
             progression.best_weights = TRAINED
@@ -568,6 +578,7 @@ class Trainer:
         workers = None
         if waited > _INPUT_BOUND:
             workers = workers_needed(self.recipe.data.workers, waited)
+        # Reports judge a finished run by this event, not by its last evaluation.
         values = {
             "top1": scores["top1"],
             "top5": scores["top5"],

@@ -90,6 +90,7 @@ class Mirror:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(place, durable=True) as temporary:
                     self._system.get_file(self._path(name), str(temporary))
+                # It is there already, and need not be sent back.
                 self._sent[name] = _version(place)
         return len(names)
 
@@ -181,6 +182,7 @@ class Mirror:
 
     def _remote_names(self) -> Set[str]:
         """Return the names of the mirror's files, relative to it."""
+        # fsspec may remember a listing of before this process, or another one, changed it.
         self._system.invalidate_cache()
         if not self._system.exists(self._root):
             return set()

@@ -88,6 +88,7 @@ def predict(
         batch=batch,
         device=engine.device,
     )
+    # Workers end also where the caller reads no further.
     with contextlib.closing(batches):
         for micro_batch in progress.counted(batches, len(batches), "batches are classified"):
             for message in micro_batch.unreadable:

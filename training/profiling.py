@@ -176,6 +176,7 @@ class Recordings:
         """End the profile, and return its profiler."""
         self._name_spans(False)
         profiler = self._profiler
+        # Forgotten first: if stopping fails, `close` does not try it again.
         self._profiler = None
         profiler.stop()
         return profiler

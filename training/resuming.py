@@ -143,6 +143,7 @@ def start_from(engine: Engine, recipe: Recipe, images: Images) -> List[str]:
     tensors = processes.together(
         lambda: weights.fitted(stored, engine.shapes, model, new_classifier=True)
     )
+    # On the main rank: later stages have no images.
     data_classes = processes.from_main(lambda: _trained_classes(recipe, images))
     fitted = processes.together(
         lambda: classes.for_data(

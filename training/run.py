@@ -89,11 +89,13 @@ def run(recipe: Recipe) -> None:
         UserError: recipe, data or run folder cannot be used.
         Stopped, TrainingError: see training.loop.
     """
+    # Before anything is computed: sums round differently with another number of threads.
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     # Before ranks meet: each finds the fault by itself, and none waits for the others.
     place = topology.from_environment(recipe)
     _check_division(recipe, place)
+    # A single process has nobody to lose, so it runs as any other.
     if recipe.parallel.elastic and place.world > 1:
         from training import elastic
 
@@ -111,6 +113,7 @@ def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> No
     plan = _plan(recipe, processes, continuation, say_first)
     with _run_folder(plan.recipe, processes, continuation) as folder:
         output = arithmetic.output_folder(plan.recipe)
+        # Before the engine is built, which takes long: a finished run needs none.
         event = processes.from_main(lambda: folder.finished() if folder else None)
         if event:
             say_first(opening.finished(output, event))
@@ -192,6 +195,7 @@ def _plan(
     for note in opened.notes:
         say(note)
     replicas = processes.topology.replicas
+    # `auto` is settled by this division; the micro batch that it finds may make another.
     batch = arithmetic.divide(recipe, replicas)
     given = continuation.with_micro_batch(recipe, processes)
     settled = choices.settle(given, batch, processes, say)
@@ -242,6 +246,7 @@ def _run_folder(
     continuation: Continuation,
 ) -> Iterator[Optional[RunFolder]]:
     """Open the run folder on the main rank, in a context at whose end it is closed."""
+    # Before the folder is made: a missing package leaves nothing behind.
     processes.from_main(lambda: loggers.check(recipe.log))
     # Only the main rank has it; all end with its error.
     is_main = processes.topology.is_main
@@ -326,6 +331,7 @@ def _train(session: _Session) -> None:
             raise
         engine.close()
     finally:
+        # Also after an error: workers must not outlive the session, and loggers learn how it ended.
         micro_batches.close()
         evaluation.close()
         monitor.close(_exit_code(sys.exc_info()[1]))
@@ -430,6 +436,7 @@ def _monitor(session: _Session, progression: Progression) -> Monitor:
     folder = session.folder
     if folder is None:
         return Monitor(None, (), session.say)
+    # Before the file is cut back: it still tells which events services have been sent.
     services_of_run = loggers.start(session.recipe, progression.step, session.say)
     metrics = Metrics(folder.metrics, keep_bytes=progression.metrics_bytes)
     return Monitor(metrics, services_of_run, session.say)

@@ -70,7 +70,9 @@ class RunFolder:
         except (FileExistsError, NotADirectoryError):
             fault = "a file is in the way; choose a folder by run.output=FOLDER"
             raise ConfigError(f"{self.path}: {fault}") from None
+        # Opened to be written, without which there is no exclusive lock.
         self._lock: IO[str] = open(self.path / _LOCK, "a+")  # noqa: SIM115
+        # Before the mirror is read: only one process may fill an empty folder.
         if recipe.run.lock:
             self._acquire()
         try:
@@ -117,6 +119,7 @@ class RunFolder:
     def close(self) -> None:
         """Give the folder back; a second call does nothing."""
         if not self._lock.closed:
+            # While the lock is held: another process may change the folder once it is free.
             if self.mirror is not None:
                 self.mirror.close()
             self._lock.close()
@@ -135,10 +138,12 @@ class RunFolder:
         text = mirror.text(CONFIG)
         if text is None:
             return mirror
+        # What is here counts. The mirror must be of the same run, as it is written from now on.
         if _has_begun(self.path):
             _check_same_run(loading.loads(text, url), recipe, url)
             mirror.check_not_ahead()
             return mirror
+        # A folder that is filled would be resumed.
         if recipe.run.resume == "never":
             fault = f"{url} holds a run and run.resume is never"
             raise ConfigError(f"checkpoint.mirror: {fault}; give another mirror")
@@ -242,6 +247,7 @@ def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
 
 def describe_environment() -> dict:
     """Return versions, revision and devices: what a result depends on besides its recipe."""
+    # Late: `check_owner` must not load it.
     import torch
 
     return {

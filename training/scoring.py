@@ -135,6 +135,7 @@ def score(
     Raises:
         DataError: none of the images can be read.
     """
+    # Flat, so that label and prediction are one number, which bincount counts.
     confusion = torch.zeros(classes * classes, dtype=torch.int64)
     calibration = Calibration()
     counts: List[Counts] = []

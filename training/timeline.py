@@ -193,6 +193,7 @@ def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
         _draw_row(axes, height, of_rank, window)
     labels = [f"replica {replica}, {stages}" for (replica, _), stages in rows.items()]
     milliseconds = (window.end - window.start) * 1e3
+    # From the larger bound to the smaller one: the first stage is on top.
     axes.set(xlim=(0, milliseconds), xlabel="milliseconds", ylim=(len(rows) - 0.45, -0.55))
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "left", "right"]].set_visible(False)

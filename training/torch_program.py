@@ -185,6 +185,7 @@ def _call(node: dict) -> _Call:
     name = target[len(_PREFIX) :] if target.startswith(_PREFIX) else ""
     if name not in _OPERATORS:
         raise ValueError(f"operator {target!r} is none of a model")
+    # Only a name of the list is looked up in torch: no file reaches anything else there.
     operator, overload = name.split(".")
     arguments = []
     keywords = {}

@@ -161,6 +161,7 @@ def fitted(
             continue
         of_classifier = is_classifier(section, name)
         if new_classifier and of_classifier:
+            # One of another shape goes, too, or it would be loaded all the same.
             tensors.pop(name, None)
             fresh.append(name)
             continue
@@ -288,6 +289,7 @@ def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
         fault = f"no {missing} in this folder; name a run folder that holds one"
         raise CheckpointError(f"{folder}: {fault}")
     progression = content["progression"]
+    # The checkpoint was chosen for the best top-1 of all its weights: take those.
     if best and which is None:
         top1 = top1_by_weights(progression["scores"])
         which = max(top1, key=lambda name: (top1[name], name == TRAINED))  # trained ones at a tie
@@ -347,6 +349,7 @@ def _read_safetensors(path: Path, which: str) -> StoredWeights:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a whole .safetensors file: {error}") from None
+    # Files of tools.export say what they are; all others are recognised by their names.
     if "recipe" not in metadata and "weights" not in metadata:
         return _of_other_program(path, tensors, which)
     return StoredWeights(

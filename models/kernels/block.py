@@ -117,6 +117,7 @@ class _Expansion(torch.autograd.Function):
             groups=1,
             output_mask=[False, ctx.needs_input_grad[1], False],
         )
+        # In both layouts `flatten` gives a view: of a copy the sum would be lost.
         matrix = weight.flatten(1)  # [out, in]
         if dx.is_contiguous():
             # A product for each image: [in, out] by [out, pixels].

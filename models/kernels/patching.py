@@ -38,6 +38,7 @@ def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
     files = [importlib.import_module(f"{__package__}.{name}") for name in kernels]
     replaced = []
     for file in files:
+        # A list, as modules are replaced on the way.
         for name, module in list(model.named_modules()):
             if file.replaces(module):
                 parent, _, last = name.rpartition(".")

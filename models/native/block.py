@@ -413,6 +413,7 @@ class _PooledNormAct(torch.autograd.Function):
         x, *norm = ctx.saved_tensors
         norm = Norm(*norm)
         pixels = x.shape[1] * x.shape[2]
+        # Each pixel has an equal share in the mean, and so in its gradient.
         gate = Gate(gate=None, pooled=dy.contiguous() / pixels)
         sums = library.gradient_sums(POOLED, x, norm)
         dweight, dbias, by_group = library.merged_gradients(POOLED, x, norm, sums, gate=gate)

@@ -535,4 +535,5 @@ def _address(tensor: Optional[torch.Tensor]) -> Optional[ctypes.c_void_p]:
         return None
     plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
     assert plain, f"{tensor.dtype}, strides {tensor.stride()}"
+    # An address keeps nothing alive: callers hold the tensor until the call has returned.
     return ctypes.c_void_p(tensor.data_ptr())

@@ -52,6 +52,7 @@ def patch(model: BlockList) -> List[str]:
     for kind in kinds:
         for name, module in model.named_modules():
             if kind.replaces(module):
+                # The class alone changes: parameters, hooks and references to the layer stay.
                 module.__class__ = kind
                 replaced.append(name)
     # The first layers then make channels-last activations, and all others go on with that.

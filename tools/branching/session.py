@@ -111,6 +111,7 @@ def store(output: Path, wanted: Mapping[str, float], recipe: Recipe, plan: Plan)
     """
     output.mkdir(parents=True, exist_ok=True)
     write_text(output / _RECIPE, loading.dump(recipe))
+    # The plan comes last: where it is, `stored` also finds the recipe.
     content = {"options": dict(wanted), "plan": plan._asdict()}
     write_text(output / _PLAN, json_text(content, indent=1) + "\n")
 
@@ -189,6 +190,7 @@ def _train_branch(
     # Beside the folder, which must be that of a run and nothing else.
     log = folder.with_name(f"{folder.name}.log")
     process = TrainingProcess(_command(source, folder, trainer), log)
+    # A signal may have come while torch was loading: then nothing is begun.
     if stop.name:
         raise Stopped(stop.name)
     process.start()

@@ -199,6 +199,7 @@ class Scheduler:
         try:
             recipe = self.candidates.recipe(overrides)
         except ConfigError as error:
+            # No fault of the sweep: some combinations of values make no recipe.
             self._end(number, IMPOSSIBLE, reason=str(error))
             return
         # Its process starts once no other one holds the run folder: see `_watch`.
