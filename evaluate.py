@@ -190,6 +190,7 @@ def _evaluation(model: _Model) -> _Evaluation:
         counted = progress.counted(batches, len(batches), "batches are scored")
         report = scoring.score(model.engine, counted, label_count)
     finally:
+        # Also after an error: workers must not outlive the command.
         batches.close()
         model.engine.close()
     return _Evaluation(

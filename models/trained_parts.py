@@ -52,7 +52,11 @@ def freeze(model: BlockList, trained: Set[str]) -> None:
 
 
 def frozen_modules(model: nn.Module) -> Dict[str, nn.Module]:
-    """Return the outermost modules that have parameters, of which none is trained, by name."""
+    """Return the outermost modules that have parameters, of which none is trained, by name.
+
+    Args:
+        model: of which `freeze` may have frozen a part.
+    """
     frozen: Dict[str, nn.Module] = {}
     _collect(model, "", frozen)
     return frozen

@@ -265,6 +265,7 @@ def _onnx(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
         output_names=[exported.OUTPUT],
         dynamo=True,
         verbose=False,
+        # One file: evaluate.py refuses a program whose numbers are in others.
         external_data=False,
     )
     assert program is not None  # only the older exporter returns none

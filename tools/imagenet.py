@@ -268,6 +268,7 @@ def _numbered(content: bytes) -> dict[int, str]:
             if left < 0:
                 raise ValueError(f"more than {_MAX_BYTES >> 20} MB when unpacked")
             ((_, data),) = _elements(data)
+        # An array: its name stands behind flags and shape, and its content behind that.
         _flags, _shape, (_, name), *rest = _elements(data)
         if name == b"synsets":
             return _wnids_of_synsets(rest)

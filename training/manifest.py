@@ -43,6 +43,7 @@ def encode(manifest: Manifest) -> bytes:
     fields = manifest._asdict()
     if not manifest.replicas:
         del fields["replicas"]  # which older programs do not know
+    # Last: it covers all fields that are written.
     fields[_CHECKSUM] = _checksum(fields)
     return (json.dumps(fields) + "\n").encode()
 

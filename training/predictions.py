@@ -54,7 +54,11 @@ class Table:
         self._writer.writerow(heading)
 
     def add(self, prediction: Prediction) -> None:
-        """Write a row."""
+        """Write a row.
+
+        Args:
+            prediction: of one image, with as many classes as the heading has.
+        """
         row = [spreadsheet_text(prediction.path)]
         for name, share in prediction.likeliest:
             row += [spreadsheet_text(name), f"{share:.6f}"]

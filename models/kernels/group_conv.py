@@ -370,6 +370,10 @@ class _Launches:
         """Compute the weights' gradient.
 
         A program adds up one column of the kernel, over a part of the pixels.
+
+        Args:
+            x: the input, [N, C, H, W].
+            dy: gradient of the output.
         """
         lines = self._summed_lines()
         division = self._parts(lines)

@@ -333,6 +333,7 @@ def _output(*arguments: Any) -> Tuple[torch.Tensor, torch.Tensor]:
     tiles = Tiles(x, inputs.groups)
     residual = inputs.residual
     if residual is not None:
+        # The kernel finds its elements where those of x are, so it must lie in memory alike.
         residual = residual.contiguous(memory_format=tiles.memory_format)
     moments = statistics(x, tiles, inputs.eps)
     tiles.map(

@@ -210,6 +210,7 @@ def _gate(inputs: _Inputs, tiles: Tiles, sums: torch.Tensor) -> _Gates:
         squeezed=torch.empty((tiles.images, rank), dtype=torch.float32, device=sums.device),
         gates=torch.empty_like(pooled),
     )
+    # A program for each image: a gate depends on all of its channels.
     kernels.gate[(tiles.images,)](
         sums=sums,
         reduce=inputs.reduce,

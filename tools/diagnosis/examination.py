@@ -166,6 +166,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
         source=source,
     )
     figures = _measure(setup, seconds, say)
+    # All ranks have the same figures by now; one concludes and reports.
     if not is_main:
         return None
     elapsed = time.perf_counter() - started

@@ -239,6 +239,7 @@ def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Wor
     images = recipe.data.images("train")
     if images is None:
         return row
+    # Many replicas may need a larger batch, and then the run has fewer steps.
     grown = workload.changed(recipe, "batch", global_=row.global_batch)
     try:
         length = lengths(grown, images)

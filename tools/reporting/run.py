@@ -354,6 +354,7 @@ def headline(run: Run) -> dict:
         "seconds": seconds,
         "global_batch": run.recipe.batch.global_ if run.recipe else None,
         "device": device(run),
+        # The run began with its first start; the newest has the code that trained last.
         "started": run.starts[0].get("started") if run.starts else None,
         "revision": run.starts[-1].get("revision") if run.starts else None,
         "starts": len(run.starts),

@@ -159,6 +159,7 @@ class Study:
         trial = self._running(number)
         outcome = {"state": state, "epochs": epochs, "seconds": seconds, "reason": reason}
         trial.set_user_attr("outcome", outcome)  # one write: each waits for the disk
+        # After the outcome: a trial that is cut off between the two runs again.
         self._study.tell(trial, value, state=_TO_OPTUNA[state])
         return self.records()[number]
 
