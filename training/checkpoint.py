@@ -277,7 +277,7 @@ class CheckpointFolder:
         for leftover in self.folder.glob("step-*.tmp"):  # of a process that was killed as it wrote
             leftover.unlink()
         whole, faults = self._examine()
-        for step in faults.keys() - self._reported:
+        for step in sorted(faults.keys() - self._reported):
             warn(faults[step])
         self._reported.update(faults)
         # Damaged checkpoints push out no whole ones, and are kept: their files may be restored.

@@ -30,6 +30,7 @@ from recipe.config import Recipe
 from training.continuation import Continuation
 from training.images import open_sources
 from training.progression import Progression
+from training.run_folder import RunFolder
 from training.stopping import StopSignals, launched
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +91,13 @@ class Memory(Continuation):
     def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
         """Return the images of the run's `recipe`, which stay open; `processes` are not asked."""
         return self.sources
+
+    def open_folder(self, recipe: Recipe) -> RunFolder:
+        """Open the run folder of a `recipe`; in later generations it holds this very run."""
+        if self.later:
+            run = recipe.run.model_copy(update={"resume": "auto"})
+            recipe = recipe.model_copy(update={"run": run})
+        return super().open_folder(recipe)
 
     def with_micro_batch(self, recipe: Recipe, processes: Processes) -> Recipe:
         """Return the `recipe` with the micro batch that any of the `processes` remembers."""

@@ -51,7 +51,7 @@ from training.weights import TRAINED, top1_by_weights
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
 _INPUT_BOUND = 0.1  # share of the training time above which waiting for images is worth a word
-_LOWER_THE_PEAK = "lower schedule.peak (or peak_per_image)"
+_LOWER_THE_PEAK = "start a new run with a lower schedule.peak (or peak_per_image)"
 
 
 class TrainingError(Exception):
@@ -399,9 +399,9 @@ class Trainer:
         # A few are usual with a dynamic loss scale, which looks for its limit.
         if in_row <= self.recipe.precision.max_skipped_steps:
             return
-        remedy = "lower precision.loss_scale or schedule.peak"
+        remedy = "start a new run with a lower precision.loss_scale or schedule.peak"
         if self.recipe.precision.dynamic_loss_scale:
-            remedy = f"the loss scale has fallen to {loss_scale:g}, so lower schedule.peak"
+            remedy = f"the loss scale has fallen to {loss_scale:g}, so start a new run with a lower schedule.peak"
         self._fail(
             f"step {done}: the last {count(in_row, 'update')} had gradients that are not finite "
             f"and were left out{self._not_finite()}; the weights are those of step "
@@ -504,12 +504,12 @@ class Trainer:
         """Keep the best top-1 of the trained weights, and of all weights; at a tie the earlier."""
         # best_top1 is what metrics report, best_of_all what --best chooses.
         progression = self.progression
-        best = progression.best_of_all
-        progression.best_top1 = max(progression.best_top1, trained)
         # A checkpoint of an older version has no best of all, only that of the trained weights.
         if progression.best_of_all < progression.best_top1:
             progression.best_of_all = progression.best_top1
             progression.best_weights = TRAINED
+        best = progression.best_of_all
+        progression.best_top1 = max(progression.best_top1, trained)
         for name, top1 in top1_by_weights(scores).items():
             if top1 > progression.best_of_all:
                 progression.best_of_all = top1

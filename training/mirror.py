@@ -145,15 +145,16 @@ class Mirror:
             # Before its first checkpoint a run may still be begun anew, with another recipe.
             if not any(map(_is_manifest, here)):
                 return
-            # Nothing else is ever removed, whatever lies there.
-            gone = {name for name in self._remote_names() if _is_checkpoint(name)} - set(here)
-            for name in sorted(gone, key=_is_manifest, reverse=True):
-                self._system.rm_file(self._path(name))
-                self._sent.pop(name, None)
             for name in sorted(here, key=_is_manifest):
                 if self._sent.get(name) != here[name]:
                     self._send_file(name)
                     self._sent[name] = here[name]
+            # Once the new ones are there: a store that takes no more, or a machine that vanishes
+            # now, must leave a whole checkpoint. Nothing else is ever removed, whatever lies there.
+            gone = {name for name in self._remote_names() if _is_checkpoint(name)} - set(here)
+            for name in sorted(gone, key=_is_manifest, reverse=True):
+                self._system.rm_file(self._path(name))
+                self._sent.pop(name, None)
         except Exception as error:  # stores raise anything
             fault = f"checkpoint.mirror: {self._url}: {first_line(error)}"
             self._say(f"{fault}; it is tried again with the next checkpoint")

@@ -306,12 +306,12 @@ def _train(session: _Session) -> None:
     engine = session.engine
     # From the step on that follows: the batches of a step are a function of seed and step.
     remaining = range(progression.step, session.lengths.total)
+    monitor = _monitor(session, progression)
     micro_batches = engine.training_batches(session.images.train, remaining)
     evaluation = engine.evaluation_batches(
         session.images.validation,
         session.images.validation_images,
     )
-    monitor = _monitor(session, progression)
     try:
         # The metrics end with what the checkpoint covers, and its own event comes after that.
         if progression.logged_checkpoint:

@@ -37,7 +37,7 @@ _ANOTHER_FOLDER = "choose another folder by run.output=FOLDER"
 # `data` can change more, at the user's word. A replica that joins an elastic run must have the same
 # values of all keys, and the same code: see `identity` in training/elastic.py.
 _FREE = {
-    "run": {"name", "output", "device", "resume", "lock", "threads"},
+    "run": {"name", "output", "device", "resume", "lock", "threads", "loss_limit"},
     "batch": {"evaluation"},
     "parallel": set(Parallel.fields()),
     "data": {"root", "workers", "prefetch", "bad_images", "changed_images"},

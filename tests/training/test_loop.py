@@ -135,7 +135,7 @@ def test_a_run_that_cannot_read_anything_any_more_stops_and_says_so(start):
     [
         ([], "out;", "false", "precision.loss_scale or"),
         (["a"], r"\(a\);", "false", "precision.loss_scale or"),
-        ([*"abc"], r"\(that of c and of 2 parameters before it\);", "true", "has fallen to 128, so lower"),
+        ([*"abc"], r"\(that of c and of 2 parameters before it\);", "true", "128, so start a new run with a lower"),
     ],
 )
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(start, names, where, dynamic, remedy):

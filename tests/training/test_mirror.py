@@ -119,7 +119,7 @@ def test_faults_of_the_store_are_said_and_tried_again(session, tmp_path, monkeyp
     assert files(tmp_path / "mirror") == here
 
 
-def test_manifests_come_last_and_go_first(tmp_path, monkeypatch):
+def test_manifests_come_last_and_go_first_once_the_next_is_there(tmp_path, monkeypatch):
     """At each moment what is in the mirror is a run whose listed checkpoints are whole."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -136,7 +136,8 @@ def test_manifests_come_last_and_go_first(tmp_path, monkeypatch):
         there = {f"checkpoints/step-0000000{step}.{kind}" for kind in ("pt", "json", "replica-0000.pt")}
     first, second = order[:3], order[3:]
     assert first[-1] == "checkpoints/step-00000001.json" and len(first) == 3
-    assert second[0] == "-step-00000001.json" and second[-1] == "checkpoints/step-00000002.json"
+    assert second[2] == "checkpoints/step-00000002.json" and second[3] == "-step-00000001.json"
+    assert len(second) == 6
 
 
 def test_training_goes_on_while_files_are_sent(session, tmp_path, monkeypatch):

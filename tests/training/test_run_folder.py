@@ -73,7 +73,7 @@ def test_where_and_how_it_is_computed_may_change(opened, begun):
         ("data.workers=3", "batch.evaluation=7", "data.bad_images=skip"),
         ("run.device=cpu", "parallel.stages=2", "checkpoint.keep_last=5", "checkpoint.keep_best=false"),
         ("log.every_steps=7", "log.tensorboard=true", "log.trace=2", "log.wandb=true", "log.mlflow=true"),
-        ("log.profile=2", "log.memory=true"),
+        ("log.profile=2", "log.memory=true", "run.loss_limit=1e9"),
         ("engine.compile=true", "engine.memory_format=channels_last", "engine.kernels=triton"),
         ("run.device=ipu", "ipu.partials=float"),
     ):

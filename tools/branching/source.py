@@ -157,6 +157,7 @@ def branch_recipe(source: Source, plan: Plan, branch: Branch, folder: Path) -> R
         "schedule.warmup_steps=0",
         f"evaluation.every_epochs={_NEVER}",
         f"checkpoint.every_epochs={_NEVER}",
+        "checkpoint.mirror=null",  # the run's is the run's alone
         f"log.every_steps={max(1, plan.steps // _LINES)}",
         *_QUIET,
         *_growth(plan, branch),

@@ -86,6 +86,8 @@ class Workload(NamedTuple):
     def imbalance(self) -> float:
         """Return by which share the slowest stage takes longer than the mean: 0 if cut evenly."""
         work = [stage.multiply_adds for stage in self.stages]
+        if not sum(work):
+            return 0.0
         return max(work) * len(work) / sum(work) - 1
 
 

@@ -28,7 +28,8 @@ from recipe.config import ALTERNATIVES, Recipe
 from recipe.loading import find
 from recipe.section import PathText, Section, first_fault
 
-_OWN_KEYS = ("run.name", "run.output", "run.resume")  # the sweep gives each trial its own
+# The sweep gives each trial its own, and no mirror.
+_OWN_KEYS = ("run.name", "run.output", "run.resume", "checkpoint.mirror")
 # Combinations. A grid is listed and shuffled in memory, and no sweep trains as many trials.
 _MAX_GRID = 100_000
 

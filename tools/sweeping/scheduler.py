@@ -111,6 +111,9 @@ class Scheduler:
         self._metric = self.candidates.sweep.definition.metric
         self._threads = max(1, cores.available() // self.workers)  # of OpenMP, of each trial
         self._running: List[Trial] = []
+        # Trials would take each other's checkpoints for their own.
+        is_mirrored = self.candidates.base.checkpoint.mirror is not None
+        self._unmirrored = ["checkpoint.mirror=null"] if is_mirrored else []
         self._ended = 0  # trials of all sessions
         # Trials whose input is wrong, while none was complete: by the line without the trial's own
         # folder.
@@ -195,6 +198,7 @@ class Scheduler:
             *self.candidates.overrides(parameters),
             f"run.output={as_text(str(self.folder.trial(number)))}",
             f"run.name={as_text(name)}",
+            *self._unmirrored,
         ]
         try:
             recipe = self.candidates.recipe(overrides)

@@ -120,7 +120,8 @@ def test_the_schedule_can_be_pasted_and_has_the_rates_of_the_branches(make_run, 
 
 
 def test_the_recipes_of_branches_differ_in_rates_batches_draws_and_records_alone(make_run):
-    run = make_run("optimizer.momentum=0.8", "average.step_decay=0.9", "run.resume=never", "schedule.warmup_steps=9")
+    keys = ("optimizer.momentum=0.8", "average.step_decay=0.9", "run.resume=never", "schedule.warmup_steps=9")
+    run = make_run(*keys, "checkpoint.mirror=/elsewhere")
     origin = read(run, [])
     plan = batch.plans.make(list(POINTS), points=2, share=0.4, batch=BATCH, per_epoch=PER_EPOCH, total=TOTAL)
     changed = {
@@ -130,7 +131,7 @@ def test_the_recipes_of_branches_differ_in_rates_batches_draws_and_records_alone
         "batch": {"schedule", "rate_rule"},
         "log": {"every_steps", "noise_scale", "trust_ratios", "tensorboard"},
         "evaluation": {"every_epochs"},
-        "checkpoint": {"every_epochs"},
+        "checkpoint": {"every_epochs", "mirror"},
     }
     before = origin.recipe.model_dump()
     for branch in plan.branches():
@@ -138,6 +139,8 @@ def test_the_recipes_of_branches_differ_in_rates_batches_draws_and_records_alone
         for section, keys in after.items():
             different = {key for key, value in keys.items() if value != before[section].get(key)}
             assert different <= changed.get(section, set()), (branch, section, different)
+        # The mirror has the run's checkpoints, for which a branch's would be taken.
+        assert after["checkpoint"]["mirror"] is None
         assert after["run"]["seed"] == before["run"]["seed"] + branch.order
         pairs = [[0.0, BATCH], [branch.step * BATCH, branch.multiple * BATCH]]
         assert after["batch"]["schedule"] == (pairs if branch.rule else None)

@@ -44,6 +44,17 @@ def test_all_trials_run_once_and_the_best_becomes_a_recipe(some):
     assert (some.folder / "importance.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_trials_of_a_mirrored_recipe_have_no_mirror(some, undrawn, tmp_path):
+    """All trials would have the same one, and take each other's checkpoints for their own."""
+    mirrored = tmp_path / "mirrored.yaml"
+    mirrored.write_text(f"extends: {QUICKSTART}\ncheckpoint: {{mirror: {tmp_path / 'elsewhere'}}}\n")
+    some.file.write_text(some.file.read_text().replace(str(QUICKSTART), str(mirrored)))
+    code, data = some.data()
+    assert (code, data["counts"]["complete"]) == (DONE, 4)
+    logs = [log.read_text() for log in (some.folder / "logs").iterdir()]
+    assert len(logs) == 4 and all("checkpoint.mirror=null" in log for log in logs)
+
+
 def test_the_picture_marks_the_best_trial_in_each_panel(tmp_path, monkeypatch):
     figures = []
 
