@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import re
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
@@ -328,7 +329,7 @@ def _plan(section: network.Timm) -> List[_Segment]:
         except Exception as error:  # timm's models fail in many ways where a size does not fit
             raise _wrong_size(section, image_size(section), error) from None
     images = next(node for node in graph.nodes if node.op == "placeholder")
-    segments = _joined(_segments(model, graph), images, tensors)
+    segments = _joined(model, _segments(model, graph), images, tensors)
     return segments if len(segments) > 1 else []
 
 
@@ -417,8 +418,13 @@ def _tensors(model: nn.Module, graph: fx.Graph, pixels: int) -> Set[str]:
     return kinds.tensors
 
 
-def _joined(segments: List[_Segment], images: fx.Node, tensors: Set[str]) -> List[_Segment]:
-    """Join segments between which more than one tensor is passed, or that share a module."""
+def _joined(
+    model: nn.Module,
+    segments: List[_Segment],
+    images: fx.Node,
+    tensors: Set[str],
+) -> List[_Segment]:
+    """Join segments between which more than one tensor is passed, or that share weights."""
     segment_of = {}
     for number, segment in enumerate(segments):
         for node in segment.nodes:
@@ -430,7 +436,7 @@ def _joined(segments: List[_Segment], images: fx.Node, tensors: Set[str]) -> Lis
         last = max((segment_of.get(user, len(segments)) for user in node.users), default=-1)
         for number in range(segment_of.get(node, -1) + 1, min(last, len(segments) - 1) + 1):
             crossed[number].add(node)
-    shared = _shared(segments, segment_of)
+    shared = _shared(model, segments, segment_of)
 
     # The model can be cut where the last value before is a tensor, and all that passes.
     joined = [segments[0]]
@@ -444,19 +450,27 @@ def _joined(segments: List[_Segment], images: fx.Node, tensors: Set[str]) -> Lis
     return joined
 
 
-def _shared(segments: Sequence[_Segment], segment_of: Dict[fx.Node, int]) -> Set[int]:
+def _shared(
+    model: nn.Module,
+    segments: Sequence[_Segment],
+    segment_of: Dict[fx.Node, int],
+) -> Set[int]:
     """Return the segments that cannot be cut off from those before, which use a module or a
     parameter of them.
     """
-    users: Dict[str, List[int]] = {}
+    # By the identity of modules and parameters: tied weights have several names.
+    users: Dict[int, List[int]] = {}
     for segment in segments:
         for node in segment.nodes:
-            number = segment_of[node]
+            used: List[object] = []
             if node.op == "call_module":
-                users.setdefault(str(node.target), []).append(number)
+                module = model.get_submodule(str(node.target))
+                used = [module, *module.parameters()]
             for read in node.all_input_nodes:
                 if read.op == "get_attr":
-                    users.setdefault(str(read.target), []).append(number)
+                    used.append(operator.attrgetter(str(read.target))(model))
+            for each in used:
+                users.setdefault(id(each), []).append(segment_of[node])
     shared: Set[int] = set()
     for numbers in users.values():
         shared.update(range(min(numbers) + 1, max(numbers) + 1))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.errors import ConfigError
-from models import shapes
+from models import shapes, timm_model
 from models.families import build, timm_name
 from models.normalization import norm_parameters
 from models.stochastic import Dropout, DropPath
@@ -197,3 +197,28 @@ def test_a_plan_refuses_a_size_that_the_model_does_not_take():
 def test_the_name_of_a_model_of_timm_in_the_wrong_key_leads_to_the_right_one():
     with pytest.raises(ConfigError, match=r"use model\.name=timm model\.architecture=convnext_atto"):
         Model(name="convnext_atto")
+
+
+class Tied(nn.Module):
+    """Three layers, of which the last has the weight of the first, under another name."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        if tied:
+            self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("tied", "shared"), [(False, set()), (True, {1, 2})])
+def test_layers_with_a_weight_in_common_are_not_cut_apart(tied, shared):
+    """Each stage would train a copy of its own."""
+    model = Tied(tied)
+    segments = timm_model._segments(model, torch.fx.symbolic_trace(model).graph)
+    segment_of = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
+    assert len(segments) == 3
+    assert timm_model._shared(model, segments, segment_of) == shared
