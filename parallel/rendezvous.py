@@ -258,7 +258,8 @@ class Others:
         # Who has been on the board once has reached the master: from then on it can be lost.
         if joined or self._attempt:
             self._check_master()
-        elif waited > REACH_SECONDS or self._board.refused or self._board.gone:
+        # A launcher that comes back early waits until its predecessor counts as silent.
+        elif self._board.refused or self._board.gone or (entries is None and waited > REACH_SECONDS):
             raise UserError(
                 f"cannot reach the master {self.hosts.place} ({self._board.fault or 'no answer'}); "
                 "check the firewall, that --node-rank 0 was started "

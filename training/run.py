@@ -19,6 +19,7 @@ from engines.devices import device_of, name_of
 from models import shapes
 from optim import rounding
 from parallel import launchers, topology
+from parallel.generations import Regroup
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import batch as arithmetic
@@ -469,4 +470,5 @@ def _exit_code(error: Optional[BaseException]) -> int:
     """Return the exit code that loggers report for an error, or for none."""
     if error is None:
         return DONE
-    return STOPPED if isinstance(error, Stopped) else FAILED
+    # The next generation of an elastic run goes on with the same record.
+    return STOPPED if isinstance(error, (Stopped, Regroup)) else FAILED

@@ -1,0 +1,31 @@
+"""A launcher that waits for its entries on the board."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import UserError
+from parallel import rendezvous
+
+LONG = rendezvous.REACH_SECONDS + 1
+
+
+def waiting(entries, elastic=True):
+    """A launcher of host 1 that looks at these entries of the hosts."""
+    found = object.__new__(rendezvous.Others)
+    found.hosts = SimpleNamespace(this=1, place="10.0.0.1")
+    found._board = SimpleNamespace(who="this one", refused=False, gone=False, fault="")
+    found._elastic, found._attempt = elastic, 0
+    found._entries = lambda: entries
+    return found
+
+
+def test_a_launcher_that_comes_back_early_waits_for_its_predecessor_to_be_silent():
+    """The master answers it all the time, so that is not what is at fault."""
+    assert waiting({1: {"who": "the one before"}})._has_joined(LONG) is False
+
+
+def test_a_master_that_never_answers_is_named():
+    assert waiting({})._has_joined(1.0) is False
+    with pytest.raises(UserError, match=r"cannot reach the master 10.0.0.1"):
+        waiting({})._has_joined(LONG)
