@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import json
@@ -21,9 +20,9 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import ContextManager, List, Optional, Sequence, Tuple
 
-from common import files, progress
+from common import files, locks, progress
 
 _SUFFIXES = (".cpp", ".h")
 _SECONDS = 120.0  # for a compiler; it takes two to twenty, and many times that on a busy machine
@@ -78,7 +77,10 @@ def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) ->
         if loaded is not None:
             return loaded
         # Around the wait as well: the rank that shows progress may not be the one that compiles.
-        with progress.lines(lambda: f"compiling {source.name} for this processor"), _alone(kept):
+        alone: ContextManager[None] = contextlib.nullcontext()
+        if kept is not None:
+            alone = locks.alone(kept.with_suffix(".lock"), _SECONDS)
+        with progress.lines(lambda: f"compiling {source.name} for this processor"), alone:
             loaded = _loaded(kept, key, folder)  # compiled by another process meanwhile
             if loaded is None:
                 loaded, binary = _compiled(command, folder / source.name, functions)
@@ -237,38 +239,3 @@ def _checksum(key: str, binary: bytes) -> bytes:
     another.
     """
     return hashlib.sha256(key.encode() + binary).digest()
-
-
-@contextlib.contextmanager
-def _alone(kept: Optional[Path]) -> Iterator[None]:
-    """Wait while another process compiles the same library, if locks work there, and for as long as
-    a compiler has.
-    """
-    descriptor = None
-    if kept is not None:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(kept.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    if kept is None or descriptor is None:
-        yield
-        return
-    try:
-        _lock(descriptor)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            kept.with_suffix(".lock").unlink()  # who has it open still waits for it
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    """Lock a file, or go on without after as long as a compiler may take."""
-    # Not by a lock that waits: its holder may hang, and then a second compilation is the lesser evil.
-    deadline = time.monotonic() + _SECONDS
-    while time.monotonic() < deadline:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(_POLL_SECONDS)
-        except OSError:  # a file system without locks
-            return

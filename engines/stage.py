@@ -326,16 +326,33 @@ def compile_stages(
     if not entering:
         return ()
     try:
-        for number, stage in stages.items():
-            for inputs in entering:
-                stage.dry_pass(_zeros(inputs[number], device))
-            stage.dry_evaluation(_zeros(scored[number], device))
+        dry_passes(stages, entering, scored, device)
     except Exception as error:
         # A compiler may be missing, half installed or wrong: there is no list of its errors.
         for stage in stages.values():
             stage.uncompile()
         return (f"engine.compile: the model stays uncompiled: {first_line(error)}",)
     return (f"engine.compile: the model compiled in {time.perf_counter() - started:.0f} s",)
+
+
+def dry_passes(
+    stages: Dict[int, Stage],
+    entering: Sequence[Sequence[Boundary]],
+    scored: Sequence[Boundary],
+    device: torch.device,
+) -> None:
+    """Compute what stages compute in a run, once for each shape, for what happens only once.
+
+    Args:
+        stages: see `compile_stages`.
+        entering: see `compile_stages`; nothing where nothing is trained.
+        scored: see `compile_stages`.
+        device: that computes.
+    """
+    for number, stage in stages.items():
+        for inputs in entering:
+            stage.dry_pass(_zeros(inputs[number], device))
+        stage.dry_evaluation(_zeros(scored[number], device))
 
 
 def _zeros(boundary: Boundary, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ from data import loader
 from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
-from engines import agreement, feed, graphs, model_part, noise_scale, state, tuning
+from engines import agreement, ahead, feed, graphs, model_part, noise_scale, state, tuning
 from engines.agreement import Agreement
 from engines.averages import Averages
 from engines.base import Counts, Engine, EvaluatedBatches, NoiseScale, StepResult, scored
@@ -21,7 +21,7 @@ from engines.exchange import GradientExchange, UpdateSections, create_weights
 from engines.listeners import Listeners, StepListener
 from engines.measured_shares import MeasuredShares
 from engines.passes import Passes, Rows
-from engines.stage import compile_stages
+from engines.stage import compile_stages, dry_passes
 from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
 from engines.training_work import TrainingWork
@@ -30,6 +30,7 @@ from optim.loss_scale import LossScale
 from optim.norms import Norms
 from parallel import exchange
 from parallel.processes import Processes
+from parallel.work import Boundary
 from recipe.batch import training_image_size, training_image_sizes
 from recipe.checks import bound_to_cut
 from recipe.config import Recipe
@@ -258,20 +259,44 @@ class TorchEngine(Engine):
         )
 
     def _compile(self) -> None:
-        """Compile the stages where the recipe asks for it, by dry passes of all sizes of images."""
-        recipe = self._recipe
-        if not recipe.engine.compile or self.device.type != "cuda":
+        """Compile what the first step and the first evaluation would compile, by dry passes."""
+        engine = self._recipe.engine
+        if self.device.type != "cuda":
             return
-        sizes = sorted(training_image_sizes(recipe)) if self._trains else ()
+        # Before stages are compiled, as these contain our kernels as operators.
+        if tuning.takes_triton(engine):
+            self.notes += ahead.prepared(self._dry_passes)
+        if engine.compile:
+            self.notes += compile_stages(
+                self._part.stages,
+                self._entering(),
+                self._scored(),
+                self.device,
+                engine.compile_mode,
+            )
+
+    def _dry_passes(self) -> None:
+        """Launch all kernels that training and evaluation launch; no trace is left."""
+        dry_passes(self._part.stages, self._entering(), self._scored(), self.device)
+        if not self._trains:
+            return
+        # An update whose gradients are not finite changes nothing.
+        not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.weights.prepare(torch.ones((), device=self.device))
+        self.weights.apply(0, 0.0, not_finite, measure=True)
+
+    def _entering(self) -> List[List[Boundary]]:
+        """Return what enters each stage in training, for each size of images."""
+        if not self._trains:
+            return []
         images = self._feed.image_dtype
-        micro = self.batch.micro
-        entering = [self._passes.boundaries(micro, size, images) for size in sizes]
-        size = image_size(recipe.model)
-        rows = recipe.batch.evaluation
-        scored_images = self._passes.boundaries(rows, size, torch.uint8)
-        mode = recipe.engine.compile_mode
-        stages = self._part.stages
-        self.notes += compile_stages(stages, entering, scored_images, self.device, mode)
+        sizes = sorted(training_image_sizes(self._recipe))
+        return [self._passes.boundaries(self.batch.micro, size, images) for size in sizes]
+
+    def _scored(self) -> List[Boundary]:
+        """Return what enters each stage in evaluation."""
+        rows = self._recipe.batch.evaluation
+        return self._passes.boundaries(rows, image_size(self._recipe.model), torch.uint8)
 
     # Training ---------------------------------------------------------------------------------
 

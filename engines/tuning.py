@@ -16,7 +16,7 @@ import torch
 
 from common.errors import ConfigError, first_line
 from common.json_io import read_json
-from engines import cache, cuts
+from engines import ahead, cache, cuts
 from engines.devices import compute_dtype, device_of, dtype_name, name_of, set_switches, timed
 from engines.stage import Recompute, Stage, blocks_to_recompute, boundaries, sent
 from models import shapes
@@ -191,6 +191,11 @@ def apply(model: BlockList, section: EngineSection, device: torch.device) -> tor
     assert isinstance(preprocess, Preprocess), "so every family of models begins"
     preprocess.memory_format = memory_format
     return memory_format
+
+
+def takes_triton(section: EngineSection) -> bool:
+    """Return whether a section takes kernels of our own in Triton."""
+    return bool(_KERNELS.get(section.kernels)) and patching.available()
 
 
 # Automatic choices ----------------------------------------------------------------------------
@@ -403,10 +408,12 @@ def _seconds(part: _Part, candidate: Candidate) -> float:
     memory_format = apply(model, section, part.device)
     recomputed = blocks_to_recompute(model.names, part.recompute)
     stage = Stage(model.part(part.blocks), model.draws, recomputed, memory_format)
+    x = _random_micro_batch(part, memory_format)
+    # Side by side. If that fails, the warm-up compiles, so that its lines are of no interest here.
+    if takes_triton(section):
+        ahead.prepared(lambda: stage.dry_pass(x))
     if section.compile:
         stage.compile(section.compile_mode)
-
-    x = _random_micro_batch(part, memory_format)
 
     def compute() -> None:
         stage.zero_grad()
