@@ -9,6 +9,7 @@ need. They write it to Triton's cache on the disk, where the launches of trainin
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from common import cores, locks, progress, text
 from common.errors import first_line
@@ -38,7 +39,7 @@ _NAME = "large-batch-efficientnet"
 class Recorded(NamedTuple):
     """Programs that a function would have compiled.
 
-    programs: as Triton describes them in JSON.
+    programs: in JSON, each with `target`, the kind of GPU, and `description`, Triton's own text.
     fault: what has ended the function early, or "".
     """
 
@@ -62,9 +63,12 @@ def recorded(work: Callable[[], None]) -> Recorded:
 
     programs: Dict[str, None] = {}
 
-    def record(**call) -> bool:
+    def record(**call: Any) -> bool:
         """Note a program, and tell Triton not to compile it."""
-        programs[call["compile"]["specialization_data"]] = None
+        description = call["compile"]["specialization_data"]
+        # Not in the descriptions of Triton 3.6.
+        target = dataclasses.asdict(triton.runtime.driver.active.get_current_target())
+        programs[json.dumps({"target": target, "description": description})] = None
         return True
 
     runtime = triton.knobs.runtime
@@ -153,7 +157,7 @@ class _Known:
         from engines.ahead_worker import kernel_of
 
         # The source of the kernel and of all that it calls, as Triton reads them.
-        source = kernel_of(json.loads(program)).cache_key
+        source = kernel_of(json.loads(program)["description"]).cache_key
         return hashlib.sha256(f"{program}{source}{self._version}".encode()).hexdigest()
 
 
@@ -179,7 +183,7 @@ def compiled(programs: Sequence[str], count: int) -> Dict[str, str]:
     """Compile programs by processes that touch no GPU.
 
     Args:
-        programs: as Triton describes them in JSON.
+        programs: see `Recorded`.
         count: of processes.
 
     Returns:

@@ -1,7 +1,7 @@
 """A process that compiles Triton's programs for a GPU which it does not touch.
 
-`engines/ahead.py` starts it. It reads a program a line, as Triton describes it in JSON, and answers
-each with a line: a text in JSON, which is empty or says why the program could not be compiled.
+`engines/ahead.py` starts it. It reads a program a line, and answers each with a line: a text in
+JSON, which is empty or says why the program could not be compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import sys
-from typing import Any, Dict
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -37,9 +36,9 @@ class _Driver:
         return self._target
 
 
-def kernel_of(description: Dict[str, Any]) -> triton.JITFunction:
-    """Return the kernel of a program that Triton describes so."""
-    module, _, name = description["name"].rpartition(".")
+def kernel_of(description: str) -> triton.JITFunction:
+    """Return the kernel of a program, from Triton's description of it."""
+    module, _, name = json.loads(description)["name"].rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
@@ -47,15 +46,16 @@ def compile_program(program: str) -> str:
     """Compile a program into Triton's cache.
 
     Args:
-        program: its description.
+        program: see `engines.ahead.Recorded`.
 
     Returns:
         Why it failed, or "".
     """
     try:
-        description = json.loads(program)
-        triton.runtime.driver.set_active(_Driver(GPUTarget(**description["target"])))
-        kernel_of(description).preload(program)
+        fields = json.loads(program)
+        triton.runtime.driver.set_active(_Driver(GPUTarget(**fields["target"])))
+        description = fields["description"]
+        kernel_of(description).preload(description)
     except Exception as error:
         # Whatever is wrong with one program, others are wanted; its launch will show it again.
         return f"{type(error).__name__}: {first_line(error)}"

@@ -120,7 +120,9 @@ def interpreted(*overrides):
 def hits(count, *overrides):
     """For each launch of some programs that a worker has compiled: whether Triton's cache had it."""
     engine, plan = engine_of(overrides, META)
-    by_kernel = {json.loads(each)["name"]: each for each in dry_passes(engine).programs}
+    by_kernel = {}
+    for program in dry_passes(engine).programs:
+        by_kernel[json.loads(json.loads(program)["description"])["name"]] = program
     chosen = [by_kernel[name] for name in sorted(by_kernel)][:: -(-len(by_kernel) // int(count))]
     faults = ahead.compiled(chosen, 1)
     found = {}
@@ -134,7 +136,8 @@ def hits(count, *overrides):
         return run(kernel, *values, grid=grid, warmup=True, **named)
 
     triton.knobs.compilation.listener = listen
-    triton.knobs.runtime.jit_cache_hook = lambda **call: call["compile"]["specialization_data"] not in chosen
+    descriptions = [json.loads(program)["description"] for program in chosen]
+    triton.knobs.runtime.jit_cache_hook = lambda **call: call["compile"]["specialization_data"] not in descriptions
     with mock.patch.object(triton.JITFunction, "run", compile_only):
         step(engine, plan)
     return {"faults": list(faults.values()), "hits": found}

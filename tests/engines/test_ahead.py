@@ -37,7 +37,7 @@ def described(programs):
     """Programs as a set, without attributes that say nothing, which versions of a launch list or not."""
     found = set()
     for program in programs:
-        fields = json.loads(program)
+        fields = json.loads(json.loads(program)["description"])
         attributes = zip(fields["attrs_keys"], fields["attrs_vals"])
         fields["attributes"] = sorted(str(each) for each in attributes if each[1])
         for name in ("attrs_keys", "attrs_vals", "key"):
@@ -85,11 +85,13 @@ def test_a_launch_finds_in_the_cache_what_a_worker_has_compiled(tmp_path):
 def test_a_program_that_cannot_be_compiled_is_left_to_its_launch_with_a_line(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = {"backend": "cuda", "arch": 90, "warp_size": 32}
-    programs = [json.dumps({"name": f"models.kernels.{name}", "target": target}) for name in "ab"]
+    names = [f"models.kernels.group_conv_kernels.{name}" for name in ("output", "no_kernel")]
+    descriptions = [json.dumps({"name": name}) for name in names]
+    programs = [json.dumps({"target": target, "description": each}) for each in descriptions]
     faults = ahead.compiled([*programs, "no JSON"], 1)
     assert list(faults) == [*programs, "no JSON"]
-    assert "No module named 'models.kernels'" not in faults[programs[0]] and "a" in faults[programs[0]]
-    assert faults["no JSON"].startswith("JSONDecodeError")
+    kinds = [fault.partition(":")[0] for fault in faults.values()]
+    assert kinds == ["KeyError", "AttributeError", "JSONDecodeError"]
 
 
 class _Known:
