@@ -55,6 +55,14 @@ def test_the_text_is_that_of_a_dry_run_and_of_the_page_and_the_json_has_its_figu
     assert data["step"]["hours"] == pytest.approx(350 * 208 * data["step"]["seconds"] / 3600)
 
 
+def test_the_page_has_the_plan_of_a_host_of_eight_gpus(planned):
+    words = ("parallel.replicas=8", "batch.micro=128", "precision.compute=bfloat16")
+    text = planned(GPU, "--machine", "h200", *words)
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert text[text.index("machine    HGX H200") :] in page
+    assert f"--config configs/gpu.yaml --machine h200 {' '.join(words)}\n" in page
+
+
 def recipes_and_machines():
     """Each recipe with all machines; all but one of them are slow."""
     names = machine.names()

@@ -1,10 +1,13 @@
 """Descriptions of machines: those that come along, and faults of others; the plan's model beside published figures."""
 
+import json
+
 import pytest
 
 from common.errors import ConfigError
+from recipe import loading
 from tests.conftest import ROOT
-from tools.planning import machine, published, scaling
+from tools.planning import machine, published, scaling, summary
 
 SERIES = [*published.PODS, *published.A100]
 
@@ -52,6 +55,16 @@ def test_larger_machines_are_predicted_as_the_page_says_within_a_tenth(series):
 def test_the_machines_rates_are_those_that_calibration_gives(series):
     """The files have five digits."""
     assert machine.load(series.machine).rate.value == pytest.approx(published.calibrated(series).rate.value, rel=1e-4)
+
+
+def test_the_h200_makes_as_many_images_a_second_as_were_measured_on_one():
+    """An update of one micro batch of the recipe, as the suite measured it."""
+    place = ROOT / "docs" / "results" / "gpu" / "nvidia-h200.json"
+    claims = json.loads(place.read_text(encoding="utf-8"))["claims"]
+    (measured,) = (claim["value"] for claim in claims if claim["name"] == "b4_images_per_second")
+    recipe = loading.load(ROOT / "configs" / "gpu.yaml", ["batch.micro=128", "batch.global=128", "parallel.replicas=1"])
+    planned = summary.make(recipe, machine.load("h200")).step.images_per_second
+    assert planned == pytest.approx(measured, rel=1e-4)
 
 
 def test_the_spread_of_gpus_is_that_of_the_pair_of_figures_which_its_source_names():
