@@ -1,4 +1,4 @@
-"""The sections of the GPU suite, in two calls; each section runs in a process of its own."""
+"""The sections of the GPU suite, in three calls; each section runs in a process of its own."""
 
 import functools
 import importlib.util
@@ -6,27 +6,32 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple, Tuple
+from typing import Callable, Iterator, NamedTuple, Sequence, Tuple
 
 import torch
 
 from benchmarks import claims, ranks
 from benchmarks.gpu_checks import CHECKS, checks
 from benchmarks.gpu_files import FILES, files
-from benchmarks.gpu_kernels import KERNELS, UPDATE, kernels, update
+from benchmarks.gpu_first_step import FIRST_STEP, first_step
+from benchmarks.gpu_kernels import KERNELS, SELECTION, UPDATE, kernels, selection, update
 from benchmarks.gpu_measure import Plan, Row, Session, latest, missing, reason
 from benchmarks.gpu_memory import MEMORY, memory
 from benchmarks.gpu_results import Measured, read, write
 from benchmarks.gpu_training import (
+    AUTO,
     CLAIMED,
     EAGER,
     MICROS,
     VARIANTS,
     Comparison,
+    automatic,
     compile_ahead,
     micro_batches,
     training,
 )
+from benchmarks.gpu_trainings import EXPORT, SAME, evaluation_and_export, same_accuracy
+from common.errors import ConfigError
 from training.run_folder import describe_environment
 
 _FIRST = 120.0  # seconds in which the machine must be described, before all sections
@@ -74,6 +79,28 @@ SECOND = Call(
         _of(VARIANTS, 200),
     ),
 )  # fmt: skip
+THIRD = Call(
+    "third", "the first step; micro batch auto; evaluation and export; selection; accuracy beside the CPU's",
+    (
+        Section(FIRST_STEP, 80, first_step),
+        _of(AUTO, 90, automatic),
+        Section(EXPORT, 140, evaluation_and_export),
+        Section(SELECTION, 20, selection),
+        Section(SAME, 220, same_accuracy),
+    ),
+)  # fmt: skip
+CALLS = (FIRST, SECOND, THIRD)
+
+
+def chosen(names: Sequence[str]) -> Call:
+    """The sections of these names as one call, in the order of the calls. Raises ConfigError: there is no such one."""
+    sections = [section for call in CALLS for section in call.sections]
+    known = [section.name for section in sections]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--only {name}: no section; the sections are {', '.join(known)}")
+    found = tuple(section for section in sections if section.name in names)
+    return Call(f"only {', '.join(names)}", ", ".join(section.name for section in found), found)
 
 
 def measured(plan: Plan, call: Call, folder: Path) -> Measured:

@@ -15,7 +15,7 @@ from recipe.batch import divide
 from recipe.config import Recipe
 
 FILES = "JPEG to update"
-_MEMORY = "images on the device"
+MEMORY = "images on the device"
 _NEEDED = {"simplejpeg": "simplejpeg", "safetensors": "safetensors"}  # module -> what installs it
 _READERS: Dict[str, Dict[str, str]] = {"torch": _NEEDED, "dali": {**_NEEDED, "nvidia.dali": "nvidia-dali-cuda130"}}
 _SETTLING = 2  # turns until no image is left that workers had ready before
@@ -30,7 +30,7 @@ def files(session: Session) -> Iterator[Row]:
 
     photographs()
     place = (f"model.classes={len(CLASSES)}", f"data.root={FOLDER.parent}", f"data.train_folder={FOLDER.name}")
-    measures = {_MEMORY: functools.partial(_from_memory, session, place)}
+    measures = {MEMORY: functools.partial(_from_memory, session, place)}
     measures.update({f"{reader} reader": functools.partial(_from_files, session, place, reader) for reader in _READERS})
     yield from session.attempts(measures)
 
@@ -45,7 +45,7 @@ def _plan(session: Session, place: Tuple[str, ...], *overrides: str) -> Recipe:
 def _from_memory(session: Session, place: Tuple[str, ...]) -> Row:
     with contextlib.ExitStack() as stack:
         step = ours(_plan(session, place), stack)
-        return _row(session, _MEMORY, step, 1)
+        return _row(session, MEMORY, step, 1)
 
 
 def _from_files(session: Session, place: Tuple[str, ...], reader: str) -> Row:

@@ -17,8 +17,9 @@ from benchmarks.gpu_measure import Row, Session, Side, latest, missing, reason, 
 from benchmarks.gpu_training import FORMATS
 from models.efficientnet import build
 from models.kernels import patching
+from parallel.selection import largest as largest_values
 
-KERNELS, UPDATE = "kernels", "update"
+KERNELS, SELECTION, UPDATE = "kernels", "selection", "update"
 OUR_UPDATE = "ours, Triton"
 # A parameter. Gradient and weight are read for the norms (4 + 2); no weight may change before all norms are known, so
 # they are read again, with the momentum (4 + 2 + 2), and weight and momentum written (2 + 2).
@@ -112,6 +113,29 @@ def _passes(session: Session, layer: nn.Module, shape: torch.Size, stack: contex
     dy = torch.randn_like(layer(x))
     wanted = [x, *layer.parameters()]
     return lambda: torch.autograd.grad(layer(x), wanted, dy)
+
+
+# Selection ------------------------------------------------------------------------------------------------------------
+
+
+def selection(session: Session) -> Iterator[Row]:
+    """Milliseconds to find the largest thousandth of as many values as the model has, beside torch's topk, which gives
+    any of several equal ones; limit: reading all values at the speed of the copy."""
+    plan, device = session.plan, session.device
+    values = torch.randn(plan.values, device=device)
+    k = max(1, plan.values // 1000)
+    compare: Callable[..., Iterator[Row]] = functools.partial(
+        session.compare, figure=lambda seconds: 1e3 * seconds, unit="ms", calls=plan.queued, warm_up=2,
+        note=f"{k:,} of {plan.values:,}, {plan.queued} queued",
+    )  # fmt: skip
+    what = "copy that moves as many bytes"
+    (copied,) = latest(compare({what: lambda stack: _call(optimizer.copy_of(4 * values.numel(), plan.device))}))
+    yield copied
+    makers = {
+        "largest": lambda stack: functools.partial(largest_values, values, k),
+        "torch.topk": lambda stack: lambda: values.abs().topk(k, sorted=False),
+    }
+    yield from compare(makers, limit=copied.value)
 
 
 # Update ---------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class Plan:
     most_images: int  # of the largest micro batch that is tried for memory
     loaded: int  # updates in a turn from files
     workers: int  # that read files
+    trained: Tuple[str, ...]  # overrides of the short training whose accuracy is compared
 
 
 REAL = Plan(
@@ -55,13 +56,22 @@ REAL = Plan(
     layout="channels_last", size=None, turns=9, steps=3, queued=50, tensors=None, values=19_328_168,
     norm=(8, 96, 45, 45), conv=(4, 96, 45, 45), convolutions=((3, 1), (3, 2), (5, 1), (5, 2)),
     halves=("float16", "bfloat16"), layers=6, kernels=("triton", "torch"), most_images=1024, loaded=20, workers=12,
+    trained=(
+        "run.epochs=6", "model.width=0.5", "model.image_size=32", "data.glyph_size=32", "data.train_images=12288",
+        "data.validation_images=4096", "batch.global=192", "batch.micro=192", "schedule.peak=1",
+        "precision.compute=auto", "schedule.warmup_epochs=1",
+    ),
 )  # fmt: skip
 # Everything runs, on a CPU, and no figure is worth knowing. Triton's interpreter cannot multiply bfloat16.
 DRY_PASS = Plan(
-    device="cpu", total=60, overrides=("model.width=0.25", "model.depth=0.1", "model.classes=10"),
+    device="cpu", total=570, overrides=("model.width=0.25", "model.depth=0.1", "model.classes=10"),
     model="efficientnet_b0", micro=2, micros=(4,), layout="contiguous", size=32, turns=2, steps=1, queued=1,
     tensors=4, values=4000, norm=(2, 16, 5, 5), conv=(1, 32, 5, 5), convolutions=((3, 2),), halves=("float16",),
     layers=1, kernels=("torch",), most_images=8, loaded=1, workers=1,
+    trained=(
+        "run.epochs=1", "data.train_images=256", "data.validation_images=64", "batch.global=64", "batch.micro=64",
+        "schedule.warmup_epochs=0", "engine.compile=false",
+    ),
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Dict, Iterator, NamedTuple, Tuple
@@ -23,9 +24,10 @@ from benchmarks import ranks
 from benchmarks.gpu_measure import Maker, Plan, Row, Session, Side, missing, reason, recipe
 from benchmarks.timm_peer import Loop
 from data.batches import MicroBatch
-from engines import factory
+from engines import factory, micro_batch
 from engines.base import one_step
 from engines.devices import synchronize
+from parallel.topology import Topology
 from recipe.batch import divide
 from recipe.config import Recipe
 
@@ -63,6 +65,7 @@ class Comparison(NamedTuple):
 _CLAIMED = (Contender("triton"), Contender(compiled=True, depthwise=True), Contender(depthwise=True))
 CLAIMED = (Comparison("B4, bfloat16", "bfloat16", _CLAIMED),)
 MICROS = Comparison("B4, other micro batches", "bfloat16", (Contender("triton"),))
+AUTO = Comparison("B4, micro batch auto", "bfloat16", (Contender("triton"),))
 EAGER = Comparison(
     "B4, eager", "bfloat16",
     (Contender("triton"), Contender(), Contender("torch"), Contender("torch", depthwise=True)),
@@ -89,6 +92,21 @@ def micro_batches(session: Session, comparison: Comparison) -> Iterator[Row]:
         else:
             side = {f"{each.name(plan)}, {micro} images": _maker(plan, comparison, each, micro)}
             yield from _compared(session, side, micro)
+
+
+def automatic(session: Session, comparison: Comparison) -> Iterator[Row]:
+    """The same with the micro batch that `batch.micro: auto` finds, by trying."""
+    plan = session.plan
+    for each in comparison.contenders:
+        compute = (f"precision.compute={comparison.dtype}", f"engine.kernels={each.kernels}")
+        layout = f"engine.memory_format={plan.layout}"
+        wanted = recipe(plan, plan.micro, *compute, layout, "batch.micro=auto", f"batch.global={plan.most_images}")
+        processes = factory.connect(wanted, Topology())
+        settled = micro_batch.settle(wanted, divide(wanted, 1), processes, functools.partial(print, file=sys.stderr))
+        micro = settled.batch.micro
+        assert micro is not None, "settled"
+        side = {f"{each.name(plan)}, auto: {micro} images": _maker(plan, comparison, each, micro)}
+        yield from _compared(session, side, micro)
 
 
 def _compared(session: Session, sides: Dict[str, Maker], micro: int) -> Iterator[Row]:
@@ -146,7 +164,8 @@ def _maker(plan: Plan, comparison: Comparison, contender: Contender, micro: int)
     return functools.partial(ours, recipe(plan, micro, *overrides, *engine))
 
 
-def _on_device(plan: Recipe, device: torch.device) -> MicroBatch:
+def on_device(plan: Recipe, device: torch.device) -> MicroBatch:
+    """A micro batch of the recipe's size as the prefetcher leaves it: images on the device, labels page-locked."""
     images, labels = ranks.images_and_labels(plan, plan.batch.micro)
     if device.type == "cuda":
         labels = labels.pin_memory()
@@ -161,7 +180,7 @@ def ours(plan: Recipe, stack: contextlib.ExitStack) -> Side:
     uncompiled = [note for note in engine.notes if "uncompiled" in note]
     if plan.engine.compile and uncompiled:
         raise RuntimeError(uncompiled[0])
-    batches, numbers = itertools.repeat(_on_device(plan, engine.device)), itertools.count()
+    batches, numbers = itertools.repeat(on_device(plan, engine.device)), itertools.count()
     return lambda: engine.train_step(batches, one_step(next(numbers)), lr=_LR)
 
 
@@ -169,7 +188,7 @@ def _timms(made: Recipe, plan: Plan, dtype: str, compiled: bool, stack: contextl
     torch.backends.cudnn.benchmark = True
     device, layout = torch.device(plan.device), FORMATS[plan.layout]
     loop = Loop(made.model, _LR, device.type, getattr(torch, dtype), layout, compiled)
-    batch = _on_device(made, device)
+    batch = on_device(made, device)
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (made.model.mean, made.model.std))
     images = ((batch.images / 255 - mean) / std).contiguous(memory_format=layout)
     batches = [(images, batch.labels.to(device))]

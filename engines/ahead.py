@@ -259,6 +259,8 @@ class _Worker(threading.Thread):
             answer = process.stdout.readline()
         except OSError as error:
             answer = json.dumps(first_line(error))
+        if not answer and self._ended.is_set():
+            raise OSError("ended, as time is over")
         if not answer:
             self._ended.set()
             return f"a compiling process ended with exit code {process.wait()}"
