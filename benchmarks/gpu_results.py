@@ -1,6 +1,7 @@
 """What the GPU suite concludes and writes: claims, and DEVICE.md and .json, for docs/results/gpu/."""
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -23,9 +24,9 @@ _SPEEDUP = ("b4_speedup_over_timm_compiled", "times", ">= 2.5")
 _RATE = ("b4_images_per_second", "images/s", ">= 2500")
 _FILES = ("jpeg_to_update_over_step", "share", ">= 0.95")
 _FIRST_STEP = ("first_step_seconds", "s", "<= 15")
-# Points between two means of three seeds: of runs alike they differ by less than one in twenty cases, as a run's spread
-# is about half a point there.
-_SAME = ("same_top1_as_cpu", "points", "<= 1")
+_SAME = ("same_top1_as_cpu", "of the interval", "<= 1")
+_STUDENT = 2.776  # two-sided 95 % of Student's t with 4 degrees of freedom: two means of three seeds
+_LEAST_INTERVAL = 0.1  # points: three seeds may be alike by chance
 
 _HOW = """\
 Measured by `python -m benchmarks.gpu_suite`, `--second` and `--third`, each in less than ten minutes. Figures are
@@ -100,12 +101,15 @@ def _of_first_step(rows: Sequence[Row]) -> List[dict]:
 
 
 def _of_trainings(rows: Sequence[Row]) -> List[dict]:
-    """How far the device's mean accuracy is from the CPU's."""
+    """How far the device's mean accuracy is from the CPU's, over the half width of the 95 % interval of that difference
+    between trainings alike, by their spread over seeds."""
     found = {row.what: row.repetitions for row in rows if row.section == SAME and row.repetitions}
     if found.keys() != {CPU, DEVICES}:
         return []
-    means = [statistics.mean(found[what]) for what in (DEVICES, CPU)]
-    return [_claim(_SAME, [abs(means[0] - means[1])])]
+    difference = abs(statistics.mean(found[DEVICES]) - statistics.mean(found[CPU]))
+    variances = [statistics.variance(values) / len(values) for values in found.values()]
+    interval = max(_LEAST_INTERVAL, _STUDENT * math.sqrt(sum(variances)))
+    return [_claim(_SAME, [difference / interval])]
 
 
 def _claim(named: Sequence[str], repetitions: Sequence[float]) -> dict:

@@ -31,7 +31,7 @@ from parallel.parent_death import bound_to_parent
 # With fewer programs a launch compiles them sooner than a process could start.
 _LEAST = 8
 _EACH = 4  # programs of a process, at least
-_MOST = 32  # processes; each takes some 400 MB
+_MOST = 32  # processes; each takes some 600 MB
 _SECONDS = 300.0  # for all programs, and to wait for another process of this machine
 _NAME = "large-batch-efficientnet"
 

@@ -277,13 +277,14 @@ class TorchEngine(Engine):
 
     def _dry_passes(self) -> None:
         """Launch all kernels that training and evaluation launch; no trace is left."""
+        # The update comes first: its norms are added up over stages, and a stage that has no memory
+        # for a pass must not leave the others waiting.
+        if self._trains:
+            # An update whose gradients are not finite changes nothing.
+            not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
+            self.weights.prepare(torch.ones((), device=self.device))
+            self.weights.apply(0, 0.0, not_finite, measure=True)
         dry_passes(self._part.stages, self._entering(), self._scored(), self.device)
-        if not self._trains:
-            return
-        # An update whose gradients are not finite changes nothing.
-        not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.weights.prepare(torch.ones((), device=self.device))
-        self.weights.apply(0, 0.0, not_finite, measure=True)
 
     def _entering(self) -> List[List[Boundary]]:
         """Return what enters each stage in training, for each size of images."""

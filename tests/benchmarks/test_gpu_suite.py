@@ -342,7 +342,8 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
         "update_over_byte_floor": (pytest.approx(1.3), True),
         "jpeg_to_update_over_step": (pytest.approx(0.96), True),
         "first_step_seconds": (12.0, True),
-        "same_top1_as_cpu": (pytest.approx(1.0), True),
+        # A point, beside 2.776 times the root of (1 + 0.25) / 3.
+        "same_top1_as_cpu": (pytest.approx(1 / 1.7919, rel=1e-3), True),
     }
     for table in (part for part in page.split("\n\n") if part.startswith("|")):
         assert len({line.count("|") for line in table.splitlines()}) == 1
@@ -395,6 +396,13 @@ def test_claims_do_not_hold_where_a_side_did_not_finish():
 def test_a_figure_that_is_missing_makes_no_claim_of_its_section(row):
     rows = [row if (each.section, each.what) == (row.section, row.what) else each for each in WRITTEN]
     assert len(verdicts(rows)) == len(verdicts(WRITTEN)) - 1
+
+
+def test_another_accuracy_than_the_cpus_does_not_hold_however_alike_the_seeds_are():
+    row = Row("accuracy beside a CPU", "the device's", (88.0, 88.0, 88.0), "%")
+    beside = row._replace(what="the CPU's", repetitions=(90.0, 90.0, 90.0))
+    assert verdicts([row, beside])["same_top1_as_cpu"] == (pytest.approx(20.0), False)
+    assert verdicts([row, row._replace(what="the CPU's")])["same_top1_as_cpu"] == (0.0, True)
 
 
 def test_sections_are_listed_and_chosen_by_name_and_another_name_is_refused(monkeypatch, capsys):

@@ -124,7 +124,11 @@ def hits(count, *overrides):
     for program in dry_passes(engine).programs:
         by_kernel[json.loads(json.loads(program)["description"])["name"]] = program
     chosen = [by_kernel[name] for name in sorted(by_kernel)][:: -(-len(by_kernel) // int(count))]
+    known = ahead._Known()
+    unknown = known.without(chosen)
     faults = ahead.compiled(chosen, 1)
+    known.add(chosen)
+    left = ahead._Known().without(chosen)
     found = {}
 
     def listen(src, metadata, metadata_group, times, cache_hit):
@@ -140,7 +144,7 @@ def hits(count, *overrides):
     triton.knobs.runtime.jit_cache_hook = lambda **call: call["compile"]["specialization_data"] not in descriptions
     with mock.patch.object(triton.JITFunction, "run", compile_only):
         step(engine, plan)
-    return {"faults": list(faults.values()), "hits": found}
+    return {"faults": list(faults.values()), "hits": found, "unknown": len(unknown), "left": len(left)}
 
 
 if __name__ == "__main__":

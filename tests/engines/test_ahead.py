@@ -80,6 +80,7 @@ def test_a_launch_finds_in_the_cache_what_a_worker_has_compiled(tmp_path):
     found = launches(tmp_path, "hits", "3", *_TINY, "engine.memory_format=channels_last")
     assert found["faults"] == [""] * 3
     assert list(found["hits"].values()) == [True] * 3
+    assert (found["unknown"], found["left"]) == (3, 0)
 
 
 def test_a_program_that_cannot_be_compiled_is_left_to_its_launch_with_a_line(tmp_path, monkeypatch):
