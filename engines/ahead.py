@@ -113,7 +113,7 @@ def prepared(work: Callable[[], None]) -> Tuple[str, ...]:
 
 
 class _Known:
-    """Which programs have been compiled into Triton's cache: a file of their digests lies in it.
+    """Programs that have been compiled into Triton's cache: a file of their digests lies in it.
 
     So both are lost together. The cache itself has names that only a compilation makes.
     """
