@@ -114,7 +114,7 @@ for form, kernel, stride in {convolutions}:
     # As large as layers of a B4 are: sizes choose the tiles, and with them the registers.
     x = torch.empty(32, 144, 96, 96, dtype=torch.float16, device="meta").contiguous(memory_format=form)
     weight = torch.empty(144, 16, kernel, kernel, dtype=torch.float16, device="meta")
-    launches = group_conv._Launches(x, weight, stride, True)
+    launches = group_conv.Launches(x, weight, stride, True)
     dy = x[:, :, ::stride, ::stride].contiguous(memory_format=form)
 
     def work():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import triton
@@ -78,9 +78,11 @@ class FusedGroupConv2d(nn.Conv2d):
     format; other layouts become contiguous. Gradients are not differentiable again.
 
     pads_same: padded as TensorFlow does, else by half the kernel.
+    language: of the kernels, in LANGUAGES.
     """
 
     pads_same: bool
+    language = "triton"
 
     @classmethod
     def of(cls, conv: nn.Conv2d) -> FusedGroupConv2d:
@@ -96,7 +98,7 @@ class FusedGroupConv2d(nn.Conv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the convolution of `x`, [N, C, H, W]."""
         assert x.shape[1] == self.in_channels, f"{x.shape[1]} channels, not {self.in_channels}"
-        y, _ = _GroupConv.apply(x, self.weight, self.stride[0], self.pads_same, False)
+        y, _ = self._applied(x, statistics=False)
         return y
 
     def with_statistics(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -106,11 +108,21 @@ class FusedGroupConv2d(nn.Conv2d):
             The output; and [2, N, C, chunks], float32: mean, and sum of squared differences from
             it, of parts of its planes.
         """
-        return _GroupConv.apply(x, self.weight, self.stride[0], self.pads_same, True)
+        return self._applied(x, statistics=True)
+
+    def _applied(self, x: torch.Tensor, statistics: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+        return _GroupConv.apply(
+            x,
+            self.weight,
+            self.stride[0],
+            self.pads_same,
+            statistics,
+            self.language,
+        )
 
     def parts(self, x: torch.Tensor) -> Tuple[int, int]:
         """Return lines and columns of the parts of which `with_statistics` takes them of `x`."""
-        return _Launches(x, self.weight, self.stride[0], self.pads_same).part
+        return LANGUAGES[self.language](x, self.weight, self.stride[0], self.pads_same).part
 
 
 fuse = FusedGroupConv2d.of
@@ -122,15 +134,17 @@ def _like_output(
     stride: int,
     pads_same: bool,
     statistics: bool,
+    language: str,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tensors like the results of `_output`."""
-    launches = _Launches(x, weight, stride, pads_same)
+    launches = LANGUAGES[language](x, weight, stride, pads_same)
     y = launches.empty(x, launches.out_size)
     return y, launches.packed(weight), launches.partial(x, statistics)
 
 
 @operator(
-    "(Tensor x, Tensor weight, int stride, bool pads_same, bool statistics) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor weight, int stride, bool pads_same, bool statistics, str language) "
+    "-> (Tensor, Tensor, Tensor)",
     _like_output,
 )
 def _output(
@@ -139,10 +153,11 @@ def _output(
     stride: int,
     pads_same: bool,
     statistics: bool,
+    language: str,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the layer's output, the packed weights, and its statistics, or an empty tensor."""
     x = x.contiguous(memory_format=_format(x))
-    launches = _Launches(x, weight, stride, pads_same)
+    launches = LANGUAGES[language](x, weight, stride, pads_same)
     packed = launches.packed(weight)
     partial = launches.partial(x, statistics)
     return launches.output(x, packed, partial), packed, partial
@@ -157,9 +172,10 @@ def _like_gradients(
     pads_same: bool,
     x_wanted: bool,
     weight_wanted: bool,
+    language: str,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return tensors like the results of `_gradients`."""
-    launches = _Launches(x, weight, stride, pads_same)
+    launches = LANGUAGES[language](x, weight, stride, pads_same)
     dx = launches.empty(x, launches.size) if x_wanted else x.new_empty(0)
     dweight = launches.like_weight(weight) if weight_wanted else weight.new_empty(0)
     return dx, dweight
@@ -167,7 +183,7 @@ def _like_gradients(
 
 @operator(
     "(Tensor dy, Tensor x, Tensor weight, Tensor packed, int stride, bool pads_same, "
-    "bool x_wanted, bool weight_wanted) -> (Tensor, Tensor)",
+    "bool x_wanted, bool weight_wanted, str language) -> (Tensor, Tensor)",
     _like_gradients,
 )
 def _gradients(
@@ -179,9 +195,10 @@ def _gradients(
     pads_same: bool,
     x_wanted: bool,
     weight_wanted: bool,
+    language: str,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of x and of the weights; empty unless wanted."""
-    launches = _Launches(x, weight, stride, pads_same)
+    launches = LANGUAGES[language](x, weight, stride, pads_same)
     x = x.contiguous(memory_format=launches.format)
     dy = dy.contiguous(memory_format=launches.format)
     dx = launches.input_gradient(dy, packed) if x_wanted else x.new_empty(0)
@@ -193,16 +210,17 @@ class _GroupConv(torch.autograd.Function):
     """The convolution and its statistics as a function of x and weight."""
 
     @staticmethod
-    def forward(ctx, x, weight, stride: int, pads_same: bool, statistics: bool):
+    def forward(ctx, x, weight, stride: int, pads_same: bool, statistics: bool, language: str):
         """Return the convolution of `x`, and its statistics, or an empty tensor."""
         known = x.dtype == weight.dtype and x.dtype in _DTYPES
         assert known, f"input {x.dtype}, weights {weight.dtype}"
-        y, packed, partial = _output(x, weight, stride, pads_same, statistics)
+        y, packed, partial = _output(x, weight, stride, pads_same, statistics, language)
         ctx.save_for_backward(x, weight, packed)
         # The normalisation's gradient goes through its input, not through these statistics of it.
         ctx.mark_non_differentiable(partial)
         ctx.stride = stride
         ctx.pads_same = pads_same
+        ctx.language = language
         return y, partial
 
     @staticmethod
@@ -221,8 +239,9 @@ class _GroupConv(torch.autograd.Function):
             pads_same=ctx.pads_same,
             x_wanted=x_wanted,
             weight_wanted=weight_wanted,
+            language=ctx.language,
         )
-        return dx if x_wanted else None, dweight if weight_wanted else None, None, None, None
+        return dx if x_wanted else None, dweight if weight_wanted else None, None, None, None, None
 
 
 def _format(x: torch.Tensor) -> torch.memory_format:
@@ -247,7 +266,7 @@ class _Parts(NamedTuple):
     parts: int
 
 
-class _Launches:
+class Launches:
     """The kernels of one call. Grids have one dimension: CUDA's others end at 65,535."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, stride: int, pads_same: bool):
@@ -492,3 +511,9 @@ class _Launches:
             "top": self.padding[0],
             "left": self.padding[1],
         }
+
+
+# Language -> kernels of one call, of (x, weight, stride, pads_same).
+LANGUAGES: Dict[str, Callable[[torch.Tensor, torch.Tensor, int, bool], Launches]] = {
+    "triton": Launches
+}

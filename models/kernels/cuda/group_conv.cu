@@ -4,21 +4,26 @@
 // there once, some steps before it is needed (cp.async). Each of its pixels is then loaded into
 // registers once for all lines of the result that it reaches, whose sums are under way together.
 //
-// Nor is a pixel loaded once for each column of the kernel. A tile is 16 segments, each of PIXELS
+// Nor is a pixel loaded once for each column of the kernel. A tile is 16 segments, each of some
 // neighbouring pixels of a line; it may go on in the next image. A product for the tensor cores takes
-// one pixel of each segment, [16 segments, 16 channels] x [16, 8]. What it loads serves
-// several columns of the kernel, each for another pixel of the segment: with k columns a segment is
-// loaded as PIXELS + k - 1 pixels, not as PIXELS k.
+// one pixel of each segment, [16 segments, 16 channels] x [16, 8]. What is loaded for it serves
+// several columns of the kernel, each for another pixel of the segment: with k columns a segment of p
+// pixels is loaded as p + k - 1 pixels, not as p k.
 //
 // Sums are float32. Those of the weights' gradient are stored in parts, and `add_parts` adds these in
 // their order: no atomics, so results repeat to the bit.
 //
 // Each pair of warps computes a group, one of its first 8 channels of the result, one of the others.
 // models/kernels/group_conv_cuda.py launches these kernels; the compiler's command line has
-//   KERNEL    lines, and columns, of the convolution's kernel
-//   STRIDE    1 or 2
-//   PACK      groups of a block
-//   BFLOAT16  1, or 0 for float16
+//   KERNEL           lines, and columns, of the convolution's kernel
+//   STRIDE           1 or 2
+//   BFLOAT16         1, or 0 for float16
+//   PACK             groups of a block
+//   PIXELS           of a segment of the output: more of them load fewer pixels twice, and take more
+//                    registers for sums
+//   GRADIENT_PIXELS  of dy, of a segment of the input's gradient, which has STRIDE times as many
+//   SUMMED_PIXELS    of dy, of a segment for the weights' gradient
+//   STAGES           steps of lines for which shared memory has place
 
 #include "instructions.h"
 
@@ -33,12 +38,6 @@ constexpr int THREADS = 64 * PACK;   // of a block
 constexpr int CHUNK = 16;            // bytes that are copied at once: half of a group's pixel
 constexpr int CHUNKS = 2 * PACK;     // of a pixel
 constexpr int ELEMENTS = CHUNK / 2;  // of a chunk
-
-// Steps of lines of which shared memory has place, one of them for the line in use.
-constexpr int STAGES = STRIDE == 1 ? 4 : 3;
-// Pixels of a segment: more of them load fewer pixels twice, and take more registers for sums.
-constexpr int PIXELS = STRIDE == 1 ? 4 : 2;
-constexpr int SUMMED_PIXELS = 2;  // for the weights' gradient
 
 // Kernel lines, and columns, that a line of x is under for every STRIDE-th line of y.
 constexpr int TAPS = (KERNEL + STRIDE - 1) / STRIDE;
@@ -212,10 +211,10 @@ DEVICE void fetch_line(const Half* first,         // of the line's first pixel i
 template <bool TRANSPOSED>
 struct Form {
     // Pixels of a segment.
-    static constexpr int IN_STEP = TRANSPOSED ? PIXELS : PIXELS * STRIDE;
-    static constexpr int OUT_STEP = TRANSPOSED ? PIXELS * STRIDE : PIXELS;
+    static constexpr int IN_STEP = TRANSPOSED ? GRADIENT_PIXELS : PIXELS * STRIDE;
+    static constexpr int OUT_STEP = TRANSPOSED ? GRADIENT_PIXELS * STRIDE : PIXELS;
     // Pixels that a segment of the result is made of.
-    static constexpr int REACHED = TRANSPOSED ? PIXELS + LAG : (PIXELS - 1) * STRIDE + KERNEL;
+    static constexpr int REACHED = TRANSPOSED ? IN_STEP + LAG : (PIXELS - 1) * STRIDE + KERNEL;
     static constexpr int HALO = (REACHED - 1) / IN_STEP;  // units
     // Lines that a step reads, those that it finishes, and those whose sums are under way.
     static constexpr int READ = TRANSPOSED ? 1 : STRIDE;
@@ -484,16 +483,20 @@ DEVICE void convolve(const Convolving& arguments) {
                          inside, statistics);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) output(const Convolving arguments) {
+// Of a multiprocessor: 512 threads that have up to 128 registers each.
+constexpr int BLOCKS = 512 / THREADS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) output(const Convolving arguments) {
     convolve<false, false>(arguments);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     output_with_statistics(const Convolving arguments) {
     convolve<false, true>(arguments);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) input_gradient(const Convolving arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    input_gradient(const Convolving arguments) {
     convolve<true, false>(arguments);
 }
 

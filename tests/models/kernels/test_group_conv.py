@@ -172,7 +172,7 @@ def test_all_parts_of_the_weights_gradient_are_added(parts, kernel, form):
     """One, and more than a program adds at a time, in either layout of the weights; a tile that is not full."""
     weight = convolution(kernel).weight.detach().contiguous(memory_format=FORMATS[form])
     sums = images((parts, 2, kernel, kernel, 16 * 16)).view(parts, 2, kernel, kernel, 16, 16)
-    found = group_conv._Launches(images((1, 32, 4, 4)), weight, 1, False)._added(sums, torch.float32)
+    found = group_conv.Launches(images((1, 32, 4, 4)), weight, 1, False)._added(sums, torch.float32)
     expected = sums.cpu().double().sum(0).permute(0, 3, 4, 1, 2).reshape(weight.shape)
     assert found.stride() == weight.stride()
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-6, atol=1e-6 * parts**0.5)
@@ -203,7 +203,7 @@ def test_statistics_are_those_of_the_output_as_it_is_stored(stride, form, dtype)
 def test_narrow_and_wide_tiles_waste_few_columns():
     """Of the widths of EfficientNet-B4 at 380 pixels."""
     x = images((1, 32, 4, 4), "channels_last", torch.float16)
-    launches = group_conv._Launches(x, convolution().weight, 1, False)
+    launches = group_conv.Launches(x, convolution().weight, 1, False)
     assert [launches._columns(width) for width in (190, 95, 48, 24, 12)] == [32, 32, 16, 32, 16]
 
 
@@ -219,7 +219,7 @@ def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
     conv.weight.requires_grad_(wanted == "weight")
     x.requires_grad_(wanted == "input")
     other = {"input": "weight", "weight": "input"}[wanted]
-    monkeypatch.setattr(group_conv._Launches, f"{other}_gradient", None)
+    monkeypatch.setattr(group_conv.Launches, f"{other}_gradient", None)
     FusedGroupConv2d.of(conv)(x).sum().backward()
     assert torch.equal({"input": x, "weight": conv.weight}[wanted].grad, expected[wanted])
 
