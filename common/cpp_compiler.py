@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import json
 import os
 import shlex
 import signal
@@ -20,17 +19,16 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import ContextManager, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
-from common import files, locks, progress
+from common import binaries, progress
 
 _SUFFIXES = (".cpp", ".h")
 _SECONDS = 120.0  # for a compiler; it takes two to twenty, and many times that on a busy machine
 _MOST_BYTES = 1 << 20  # that a compiler may print
 _POLL_SECONDS = 0.02
+_FOLDER = "compiled"  # in the cache
 _MOST_FILES = 16  # in the cache: hosts with other processors may share it
-_MOST_LIBRARY_BYTES = 1 << 28
-_CHECKSUM_BYTES = 32
 
 
 class CompilerError(Exception):
@@ -71,20 +69,21 @@ def library(source: Path, functions: Tuple[str, ...], flags: Tuple[str, ...]) ->
         # The macros name the compiler's version and each set of instructions that the processor
         # has.
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull], folder / "messages")
-        key = _key(command, functions, source.name, digests, macros.decode(errors="replace"))
-        kept = _place(f"{source.stem}-{key[:32]}.so") if b"#define" in macros else None
+        known = macros.decode(errors="replace")
+        key = binaries.digest(command, functions, source.name, digests, known)
+        kept = None
+        if b"#define" in macros:
+            kept = binaries.place(_FOLDER, f"{source.stem}-{key[:32]}.so")
         loaded = _loaded(kept, key, folder)
         if loaded is not None:
             return loaded
         # Around the wait as well: the rank that shows progress may not be the one that compiles.
-        alone: ContextManager[None] = contextlib.nullcontext()
-        if kept is not None:
-            alone = locks.alone(kept.with_suffix(".lock"), _SECONDS)
-        with progress.lines(lambda: f"compiling {source.name} for this processor"), alone:
+        waiting = binaries.alone(kept, _SECONDS)
+        with progress.lines(lambda: f"compiling {source.name} for this processor"), waiting:
             loaded = _loaded(kept, key, folder)  # compiled by another process meanwhile
             if loaded is None:
                 loaded, binary = _compiled(command, folder / source.name, functions)
-                _keep(kept, key, binary)
+                binaries.keep(kept, key, binary, _MOST_FILES)
         return loaded
 
 
@@ -169,73 +168,19 @@ def _wait(compiler: str, process: subprocess.Popen, messages: Path) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _key(*parts: object) -> str:
-    """Return a digest of all that a library depends on."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _place(name: str) -> Optional[Path]:
-    """Return a file's place in the cache.
-
-    None if no folder there is writable by this user only: others could leave code in it.
-    """
-    folder = files.user_cache() / "compiled"
-    with contextlib.suppress(OSError):
-        if folder.is_absolute():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _private(folder.stat()):
-                return folder / name
-    return None
-
-
-def _private(state: os.stat_result) -> bool:
-    """Return whether a file or folder is this user's, and nobody else can write it."""
-    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
-
-
 def _loaded(kept: Optional[Path], key: str, folder: Path) -> Optional[ctypes.CDLL]:
     """Load a library from the cache by a copy in `folder`.
 
     None: none is there, or it is damaged, or it cannot be loaded here, as with an older C library
     on another host that shares the cache.
     """
-    if kept is None:
+    binary = binaries.read(kept, key)
+    if kept is None or binary is None:
         return None
     with contextlib.suppress(OSError):
-        with files.open_regular(kept) as stream:
-            if not _private(os.fstat(stream.fileno())):
-                return None
-            content = stream.read(_MOST_LIBRARY_BYTES)
-        # A library that is cut short, or altered, would crash the process as it is called.
-        binary = content[:-_CHECKSUM_BYTES]
-        if content[-_CHECKSUM_BYTES:] != _checksum(key, binary):
-            return None
         copy = folder / "kept.so"
         copy.write_bytes(binary)
         library = ctypes.CDLL(str(copy))
-        with contextlib.suppress(OSError):
-            os.utime(kept)  # its last use
+        binaries.used(kept)
         return library
     return None
-
-
-def _keep(kept: Optional[Path], key: str, binary: bytes) -> None:
-    """Write a library to the cache, or do nothing where there is no room, and remove what was not
-    used for longest.
-    """
-    if kept is None:
-        return
-    with contextlib.suppress(OSError):
-        with files.replacing(kept, shared=True) as temporary:
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(binary + _checksum(key, binary))
-        oldest_first = sorted(kept.parent.iterdir(), key=lambda file: file.stat().st_mtime)
-        for file in oldest_first[:-_MOST_FILES]:
-            file.unlink()
-
-
-def _checksum(key: str, binary: bytes) -> bytes:
-    """Return what follows a library in its file; of its key, too, so that no file stands for
-    another.
-    """
-    return hashlib.sha256(key.encode() + binary).digest()

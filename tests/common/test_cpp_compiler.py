@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common import cpp_compiler, files
+from common import binaries, cpp_compiler, files
 from common.cpp_compiler import CompilerError
 from tests.waiting import wait_until
 
@@ -146,7 +146,7 @@ DAMAGE = {
     "half": lambda content: content[: len(content) // 2],
     "empty": lambda content: b"",
     "a bit": lambda content: content[:700] + bytes([content[700] ^ 1]) + content[701:],
-    "of another key": lambda content: content[:-32] + cpp_compiler._checksum("other", content[:-32]),
+    "of another key": lambda content: content[:-32] + binaries.checksum("other", content[:-32]),
 }
 
 
@@ -164,10 +164,10 @@ def test_a_damaged_file_is_not_loaded_and_replaced(source, count, damage):
 def test_a_library_that_cannot_be_loaded_here_is_compiled_anew(monkeypatch, source, count):
     """As on a host with an older C library that shares the cache."""
     keys = []
-    make = cpp_compiler._key
-    monkeypatch.setattr(cpp_compiler, "_key", lambda *parts: keys.append(make(*parts)) or keys[-1])
+    make = binaries.digest
+    monkeypatch.setattr(binaries, "digest", lambda *parts: keys.append(make(*parts)) or keys[-1])
     answer(source)
-    kept().write_bytes(b"no library" + cpp_compiler._checksum(keys[0], b"no library"))
+    kept().write_bytes(b"no library" + binaries.checksum(keys[0], b"no library"))
     assert (answer(source), count()) == (42, 2)
 
 

@@ -1,20 +1,18 @@
-"""Grouped convolution by CUDA C++ where that has kernels for it, else by Triton: `group_conv.cu`.
+"""Grouped convolution by `group_conv.cu` where that has kernels for it, else by Triton.
 
-Its kernels are for channels-last activations in half precision, in groups of 16. They were tested
-in a simulator and compiled, and have not run on a GPU: nothing chooses them but a recipe that names
-them.
+They are for channels-last activations in half precision, in groups of 16. They were compiled, and
+tested in a simulator, but have not run on a GPU: only a recipe that names them has them.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import sys
+from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import torch
-from torch import nn
 
 from common.errors import first_line
 from common.text import printable
@@ -25,10 +23,10 @@ from models.kernels.group_conv import FusedGroupConv2d, Launches, replaces
 __all__ = ["CudaGroupConv2d", "fuse", "replaces"]
 
 LANGUAGE = "cuda"
+SOURCE = Path(__file__).parent / "group_conv.cu"
 _GROUP = 16  # channels
 _DTYPES = (torch.float16, torch.bfloat16)
 _PACKS = (4, 3, 2, 1)  # groups of a block: with four it reads whole lines of the cache
-_LEAST_CAPABILITY = (8, 0)  # with asynchronous copies, and products of bfloat16
 
 # Not measured: lines of a strip, about. Fewer make more blocks, which read lines at their edges
 # twice.
@@ -403,7 +401,7 @@ fuse = CudaGroupConv2d.of
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether there is a variant for these: channels-last, half precision, groups of 16."""
-    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    channels_last = x.is_contiguous(memory_format=torch.channels_last)
     return channels_last and x.dtype in _DTYPES and weight.shape[1] == _GROUP
 
 
@@ -427,7 +425,8 @@ def program_of(variant: Variant, device: torch.device) -> Optional[Program]:
     None, with a line for the user, where they cannot be compiled or loaded: Triton's compute then.
     """
     try:
-        return driver.Program(compiler.binary(SOURCE, variant.macros, capability(device)), device)
+        binary = compiler.binary(SOURCE, variant.macros, torch.cuda.get_device_capability(device))
+        return driver.Program(binary, device)
     except (OSError, compiler.CompilerError, driver.DriverError) as error:
         layer = f"{variant.kernel} x {variant.kernel} / {variant.stride}"
         line = printable(first_line(error))
