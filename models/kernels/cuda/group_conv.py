@@ -387,7 +387,7 @@ def variant_of(x: torch.Tensor, weight: torch.Tensor, stride: int) -> Variant:
     """Return the variant that convolves `x`."""
     groups = x.shape[1] // weight.shape[1]
     pack = next(pack for pack in _PACKS if groups % pack == 0)
-    return Variant(weight.shape[2], stride, pack, x.dtype)
+    return Variant(int(weight.shape[2]), stride, pack, x.dtype)
 
 
 class CudaGroupConv2d(FusedGroupConv2d):

@@ -32,7 +32,6 @@ simulates = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler"
 
 VARIANTS = list(itertools.product((3, 5), (1, 2), (4, 3, 2, 1), (torch.bfloat16, torch.float16)))
 FAST = [(3, 2, 3, torch.float16), (5, 1, 4, torch.bfloat16)]
-OTHER_FAULT = "no NVRTC"
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +52,9 @@ def printed(*command):
 @pytest.mark.skipif(bool(compiler.fault()), reason=f"no NVRTC: {compiler.fault()}")
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 @pytest.mark.parametrize(
-    "variant", [pytest.param(Variant(*each), marks=() if each in FAST else pytest.mark.slow) for each in VARIANTS], ids=str
+    "variant",
+    [pytest.param(Variant(*each), marks=() if each in FAST else pytest.mark.slow) for each in VARIANTS],
+    ids=str,
 )
 def test_all_variants_compile_without_spills_and_atomics(tmp_path, variant, capability):
     """With asynchronous copies and tensor cores. Registers leave a multiprocessor, which has 65,536, 512 threads; but
@@ -89,7 +90,7 @@ def test_a_binary_is_compiled_once_and_a_source_that_is_wrong_is_named(tmp_path)
         assert compiler.binary(source, {"MORE": 1}, (9, 0)) != first and compiled.call_count == 4
     with pytest.raises(compiler.CompilerError, match=r"^some\.cu\(2\): error: .*MORE"):
         compiler.binary(source, {}, (9, 0))
-    with pytest.raises(compiler.CompilerError, match="gpu-architecture"):
+    with pytest.raises(compiler.CompilerError, match=r"gpu-architecture"):
         compiler.binary(source, {"MORE": 1}, (1, 0))
 
 
@@ -166,7 +167,7 @@ def test_a_thread_without_a_context_gets_the_one_of_torch(cuda):
 
 @pytest.mark.parametrize("failing", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernel"])
 def test_what_the_driver_refuses_is_an_error_with_its_words(cuda, failing):
-    with pytest.raises(driver.DriverError, match="^CUDA's driver: out of luck$"):
+    with pytest.raises(driver.DriverError, match=r"^CUDA's driver: out of luck$"):
         cuda(failing=[failing])[1].launch("output", 1, 64, 50_000, group_conv._Adding())
 
 
@@ -270,14 +271,14 @@ def test_output_and_gradients_are_the_convolutions(simulated, monkeypatch, kerne
 @pytest.mark.parametrize(
     ("channels", "kernel", "dtype"),
     [
-        (16, 3, torch.float16),
+        (80, 3, torch.float16),
         (48, 3, torch.bfloat16),
         pytest.param(64, 5, torch.float16, marks=pytest.mark.slow),
         pytest.param(128, 3, torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_groups_do_not_mix(simulated, channels, kernel, dtype):
-    """One, three or four groups a block, one or two blocks. Weights in either layout."""
+    """One, three or four groups a block; five blocks, one or two. Weights in either layout."""
     conv = convolution(kernel, 2, "same", channels, dtype=dtype)
     for form in (torch.contiguous_format, torch.channels_last):
         conv.weight.data = conv.weight.data.contiguous(memory_format=form)
@@ -294,7 +295,7 @@ def test_the_weights_gradient_is_added_up_in_parts(simulated, monkeypatch):
     monkeypatch.setattr(group_conv, "_STRIP_LINES", 2)
     upstream = images(x.shape, "channels_last", torch.bfloat16, seed=2)
     expected = exact(conv, x, upstream)[2].bfloat16()
-    for blocks, parts in ((1, 1), (8, 8), (512, 35)):
+    for blocks, parts in ((1, 1), (8, 7), (512, 35)):
         monkeypatch.setattr(group_conv, "_SUMMING_BLOCKS", blocks)
         _, _, gradient = check(conv, x)
         assert simulated(conv, x).blocks["weight_gradient"] == parts
@@ -323,11 +324,14 @@ def test_statistics_are_those_of_the_output_as_it_is_stored(simulated, monkeypat
 
 
 @simulates
-@pytest.mark.parametrize("setting", [pytest.param((3, 1)), *(pytest.param(each, marks=pytest.mark.slow) for each in ((3, 2), (5, 1), (5, 2)))])
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param((3, 1)), *(pytest.param(each, marks=pytest.mark.slow) for each in ((3, 2), (5, 1), (5, 2)))],
+)
 def test_rows_of_matrices_do_not_wait_for_each_other(simulated, setting):
-    """Where a tile lies within an image; else segments of two images may share their banks."""
-    conv = convolution(*setting, dtype=torch.float16)
-    x = images((1, 32, 4, 190), "channels_last", torch.float16)
+    """Where tiles do not go on in the next image: else segments of two images may share their banks."""
+    conv = convolution(*setting, "same", dtype=torch.float16)
+    x = images((1, 32, 2, 256 if conv.stride == (1, 1) else 255), "channels_last", torch.float16)
     check(conv, x)
     assert simulated(conv, x).conflicts == dict.fromkeys(
         ("output", "input_gradient", "weight_gradient", "add_parts"), 0
@@ -373,7 +377,9 @@ def test_what_cuda_does_not_take_is_tritons(monkeypatch, form, dtype, group):
     assert torch.equal(CudaGroupConv2d.of(conv)(x), FusedGroupConv2d.of(conv)(x))
 
 
-@pytest.mark.parametrize("error", [OSError("libcuda.so.1: no such file"), compiler.CompilerError("a.cu(1): error: x\nmore")])
+@pytest.mark.parametrize(
+    "error", [OSError("libcuda.so.1: no such file"), compiler.CompilerError("a.cu(1): error: x\nmore")]
+)
 def test_where_a_variant_cannot_be_compiled_a_line_says_so_once_and_triton_computes(monkeypatch, capsys, error):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(compiler, "binary", mock.Mock(side_effect=error))
