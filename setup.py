@@ -64,6 +64,7 @@ if __name__ == "__main__":
         package_data={
             f"{NAME}.data": ["*.npz", "*.cpp"],
             f"{NAME}.optim.kernels": ["*.cpp", "*.h"],
+            f"{NAME}.models.kernels.cuda": ["*.cu", "*.h"],
             f"{NAME}.models.native": ["*.cpp", "*.h"],
         },
         cmdclass={"build_py": Build},

@@ -63,6 +63,9 @@ def _all_checks(session: Session) -> Dict[str, Callable[[], Found]]:
         for kernel, stride in plan.convolutions:
             check = functools.partial(_group_conv, plan.conv, *place, kernel, stride)
             found[f"group conv {kernel} x {kernel} / {stride}, {half}, {layout}"] = check
+            if layout == "channels_last" and device.type == "cuda":
+                check = functools.partial(_cuda_group_conv, plan.conv, *place, kernel, stride)
+                found[f"group conv in CUDA C++ {kernel} x {kernel} / {stride}, {half}"] = check
     for form, options in _FORMS.items():
         found[f"LARS ({form}), float32 state"] = functools.partial(_lars, options, device)
     found["LARS, bits rounded to float16"] = functools.partial(_rounding, device)
@@ -86,10 +89,24 @@ def _group_norm(shape: Sequence[int], device: torch.device, dtype: torch.dtype, 
 def _group_conv(shape, device, dtype, layout, kernel: int, stride: int) -> Found:
     from models.kernels.group_conv import FusedGroupConv2d
 
+    conv = _convolution(shape, device, dtype, kernel, stride)
+    return compared(conv, FusedGroupConv2d.of(conv), shape, dtype, layout)
+
+
+def _cuda_group_conv(shape, device, dtype, layout, kernel: int, stride: int) -> Found:
+    """Not Triton's in its place: where it cannot be compiled, that is the fault."""
+    from models.kernels.cuda import group_conv
+
+    conv = _convolution(shape, device, dtype, kernel, stride)
+    x = torch.empty(shape, device=device, dtype=dtype)
+    assert group_conv.program_of(group_conv.variant_of(x, conv.weight, stride), x.device), "it cannot be compiled"
+    return compared(conv, group_conv.CudaGroupConv2d.of(conv), shape, dtype, layout)
+
+
+def _convolution(shape, device, dtype, kernel: int, stride: int) -> nn.Conv2d:
     kind = Conv2dSame if stride == 2 else functools.partial(nn.Conv2d, padding=kernel // 2)
     channels = shape[1]
-    conv = kind(channels, channels, kernel, stride=stride, groups=channels // 16, bias=False).to(device, dtype)
-    return compared(conv, FusedGroupConv2d.of(conv), shape, dtype, layout)
+    return kind(channels, channels, kernel, stride=stride, groups=channels // 16, bias=False).to(device, dtype)
 
 
 def compared(

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import operator
 from types import ModuleType
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -30,11 +30,13 @@ _BYTES = 18
 
 
 class Layer(NamedTuple):
-    """A layer of the model, and ours in its place, with the input that it gets there. values: of input and output."""
+    """A layer of the model, and ours in its place, with the input that it gets there. values: of input and output.
+    in_cuda: ours in CUDA C++, where there is one."""
 
     name: str
     torchs: nn.Module
     ours: nn.Module
+    in_cuda: Optional[nn.Module]
     shape: torch.Size
     values: int
 
@@ -81,7 +83,10 @@ def layers(session: Session, kernel: str) -> List[Layer]:
     for hook in hooks:  # else copies would have them
         hook.remove()
     largest = sorted(seen.items(), key=lambda each: each[1][2], reverse=True)[: plan.layers]
-    return [Layer(name, *_pair(module, replaced), shape, values) for name, (replaced, shape, values) in largest]
+    return [
+        Layer(name, *_pair(module, replaced), _in_cuda(kernel, replaced), shape, values)
+        for name, (replaced, shape, values) in largest
+    ]
 
 
 def _pair(module: ModuleType, replaced: nn.Module) -> Sequence[nn.Module]:
@@ -92,9 +97,17 @@ def _pair(module: ModuleType, replaced: nn.Module) -> Sequence[nn.Module]:
     return [plain, fused]
 
 
+def _in_cuda(kernel: str, replaced: nn.Module) -> Optional[nn.Module]:
+    if kernel != "group_conv":
+        return None
+    return importlib.import_module("models.kernels.cuda.group_conv").fuse(copy.deepcopy(replaced))
+
+
 def _rates(session: Session, layer: Layer, limit: float) -> Iterator[Row]:
     moved = 2 * layer.values
     sides = {f"{layer.name}, ours": layer.ours, f"{layer.name}, torch": layer.torchs}
+    if layer.in_cuda is not None and session.device.type == "cuda":
+        sides[f"{layer.name}, ours in CUDA C++"] = layer.in_cuda
     makers = {name: functools.partial(_passes, session, each, layer.shape) for name, each in sides.items()}
     rate = functools.partial(operator.truediv, moved / 1e9)
     note = f"{moved / 1e9:.3g} GB, {session.plan.queued} passes queued"

@@ -68,7 +68,10 @@ MICROS = Comparison("B4, other micro batches", "bfloat16", (Contender("triton"),
 AUTO = Comparison("B4, micro batch auto", "bfloat16", (Contender("triton"),))
 EAGER = Comparison(
     "B4, eager", "bfloat16",
-    (Contender("triton"), Contender(), Contender("torch"), Contender("torch", depthwise=True)),
+    (
+        *(Contender("triton"), Contender("cuda"), Contender()),
+        *(Contender("torch"), Contender("torch", depthwise=True)),
+    ),
 )  # fmt: skip
 VARIANTS = Comparison(
     "B4, engine.compile", "float16",

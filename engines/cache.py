@@ -36,8 +36,9 @@ def programs() -> List[object]:
     triton = [package.version for package in metadata.distributions(name="triton")]
     # Our kernels by their text: they are changed without a new version.
     sources = hashlib.sha256()
-    for file in sorted(Path(patching.__file__).parent.glob("*.py")):
-        sources.update(file.read_bytes())
+    for file in sorted(Path(patching.__file__).parent.rglob("*")):
+        if file.suffix in (".py", ".cu", ".h"):
+            sources.update(file.read_bytes())
     return [torch.__version__, torch.backends.cudnn.version(), triton, sources.hexdigest()]
 
 

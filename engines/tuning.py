@@ -23,6 +23,7 @@ from models import shapes
 from models.base import BlockList
 from models.families import build
 from models.kernels import patching
+from models.kernels.cuda import compiler
 from models.native import library
 from models.native import patching as native
 from models.preprocess import Preprocess
@@ -41,7 +42,10 @@ _KERNELS = {
     "group_norm": ("group_norm",),
     "group_conv": ("group_conv",),
     "triton": patching.KERNELS,
+    "cuda": patching.CUDA_KERNELS,
 }
+# Those that `auto` measures: others have not run on a GPU.
+_MEASURED_KERNELS = ("torch", "group_norm", "group_conv", "triton")
 _WARM_UP = 3  # micro batches in which cuDNN searches and Triton compiles
 _TIMED = 7  # micro batches
 _MEASURED = ("cuda",)  # types of devices
@@ -121,6 +125,9 @@ def _check_on_gpu(kernels: str) -> None:
         raise ConfigError(
             f"engine.kernels {kernels}: Triton is not installed; use engine.kernels=auto"
         )
+    fault = compiler.fault() if kernels == "cuda" else ""
+    if fault:
+        raise ConfigError(f"engine.kernels cuda: {fault}; use engine.kernels=auto")
 
 
 def _check_on_cpu(section: EngineSection, compute: torch.dtype) -> None:
@@ -261,7 +268,7 @@ def _on_gpu(section: EngineSection) -> List[Candidate]:
     formats = list(_FORMATS)
     if section.memory_format != "auto":
         formats = [section.memory_format]
-    kernels = list(_KERNELS) if patching.available() else ["torch"]
+    kernels = list(_MEASURED_KERNELS) if patching.available() else ["torch"]
     if section.kernels != "auto":
         kernels = [section.kernels]
     return [Candidate(*pair) for pair in itertools.product(formats, kernels)]

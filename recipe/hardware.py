@@ -24,11 +24,14 @@ class EngineSection(Section):
     """layout of activations; auto stores its choice in config.yaml: on GPUs it measures both at the
     start of a run (contiguous with run.deterministic), on CPUs it is channels_last with native
     kernels, else contiguous"""
-    kernels: Literal["auto", "torch", "native", "group_norm", "group_conv", "triton"] = "auto"
+    kernels: Literal["auto", "torch", "native", "group_norm", "group_conv", "triton", "cuda"] = (
+        "auto"
+    )
     """whose functions compute the model. On CPUs: our own in C++ (native; the update too), or
     torch's; auto: native with float32 where there is a C++ compiler. On GPUs: our own in Triton for
-    group normalisation with SiLU, for group convolutions, for both (triton), or torch's; auto
-    measures them together with the layouts; torch with run.deterministic"""
+    group normalisation with SiLU, for group convolutions, for both (triton), both with group
+    convolutions in CUDA C++ (cuda: not measured yet), or torch's; auto measures all but cuda
+    together with the layouts; torch with run.deterministic"""
     graphs: Literal["auto", "never"] = "auto"
     """CUDA graphs of the passes of a micro batch, whose hundreds of launches become two; auto: on
     GPUs, but not where a replica has fewer than four micro batches a step and the exchange begins

@@ -51,7 +51,8 @@ def test_the_package_and_the_users_folders_are_both_there(tmp_path):
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", site)
     succeed([sys.executable, "-m", "pip", "install", *options, "."], source)
     assert [path.name for path in site.iterdir() if path.suffix != ".dist-info"] == ["largebatch"]
-    sources = [path for room in setup.ROOMS for path in (ROOT / room).rglob("*") if path.suffix in (".cpp", ".h")]
+    compiled = (".cpp", ".cu", ".h")
+    sources = [path for room in setup.ROOMS for path in (ROOT / room).rglob("*") if path.suffix in compiled]
     assert len(sources) > 2
     assert all((site / "largebatch" / path.relative_to(ROOT)).exists() for path in sources), "what is compiled"
     assert (site / "largebatch" / "py.typed").exists()

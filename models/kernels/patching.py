@@ -13,6 +13,8 @@ from torch import nn
 # Squeeze comes first: it takes a normalisation that group_norm would take alone; block takes those
 # that were taken.
 KERNELS = ("squeeze", "group_norm", "block", "group_conv")
+# The same with the group convolutions of `cuda/`.
+CUDA_KERNELS = ("squeeze", "group_norm", "block", "cuda.group_conv")
 
 
 def available() -> bool:
@@ -25,7 +27,7 @@ def patch(model: nn.Module, kernels: Sequence[str] = KERNELS) -> List[str]:
 
     Args:
         model: is changed.
-        kernels: names in KERNELS, in their order.
+        kernels: names in KERNELS or CUDA_KERNELS, in their order.
 
     Returns:
         Names of the layers that were replaced.

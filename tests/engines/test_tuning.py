@@ -16,6 +16,7 @@ from engines import devices, factory, tuning
 from engines.tuning import Candidate
 from models.efficientnet import build
 from models.kernels import patching
+from models.kernels.cuda import compiler
 from models.native import library
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -271,6 +272,7 @@ def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, f
         ("auto", "auto", ()),
         ("channels_last", "group_norm", ("group_norm",)),
         ("contiguous", "triton", ("squeeze", "group_norm", "block", "group_conv")),
+        ("channels_last", "cuda", ("squeeze", "group_norm", "block", "cuda.group_conv")),
     ],
 )
 def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypatch, memory_format, kernels, layers):
@@ -337,6 +339,7 @@ def test_a_refusal_names_all_keys_that_stand_in_the_way(tiny, monkeypatch):
         ("contiguous", "native", CPU, "engine.memory_format contiguous: native kernels are for channels_last"),
         ("auto", "native", GPU, "engine.kernels native: they are for CPUs; use engine.kernels=auto"),
         ("auto", "triton", GPU, "engine.kernels triton: Triton is not installed; use engine.kernels=auto"),
+        ("auto", "cuda", GPU, "engine.kernels cuda: Triton is not installed; use engine.kernels=auto"),
     ],
 )
 def test_choices_that_do_not_go_together_are_refused(tiny, monkeypatch, layout, kernels, device, fault):
@@ -344,6 +347,16 @@ def test_choices_that_do_not_go_together_are_refused(tiny, monkeypatch, layout, 
     section = tiny(f"engine.memory_format={layout}", f"engine.kernels={kernels}").engine
     with pytest.raises(ConfigError, match=f"^{re.escape(fault)}"):
         tuning.check(section, device, torch.float32)
+
+
+def test_kernels_in_cuda_are_refused_where_nothing_can_compile_them(tiny, monkeypatch):
+    section = tiny("engine.kernels=cuda").engine
+    monkeypatch.setattr(patching, "available", lambda: True)
+    monkeypatch.setattr(compiler, "fault", lambda: MISSING)
+    with pytest.raises(ConfigError, match=f"^engine.kernels cuda: {re.escape(MISSING)}; use engine.kernels=auto$"):
+        tuning.check(section, GPU, torch.float32)
+    monkeypatch.setattr(compiler, "fault", lambda: "")
+    tuning.check(section, GPU, torch.float32)
 
 
 def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tiny, monkeypatch):

@@ -424,6 +424,8 @@ def program_of(variant: Variant, device: torch.device) -> Optional[Program]:
 
     None, with a line for the user, where they cannot be compiled or loaded: Triton's compute then.
     """
+    if device.type != "cuda":  # where Triton has its interpreter
+        return None
     try:
         binary = compiler.binary(SOURCE, variant.macros, torch.cuda.get_device_capability(device))
         return driver.Program(binary, device)
