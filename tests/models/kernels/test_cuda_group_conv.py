@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from models.kernels import group_conv as triton_group_conv
 from models.kernels import group_norm
 from models.kernels.cuda import compiler, driver, group_conv
 from models.kernels.cuda.group_conv import CudaGroupConv2d, Variant
@@ -356,13 +357,16 @@ def test_triton_and_cuda_differ_in_one_rounding(simulated, setting):
 
 
 @simulates
-def test_a_compiler_sees_one_operator(simulated):
-    """And tensors like its results without computing them: torch.library's own check."""
+def test_a_compiler_sees_operators(simulated):
+    """And tensors like their results without computing them: torch.library's own check."""
     conv = convolution(dtype=torch.float16)
     x = images((1, 32, 4, 6), "channels_last", torch.float16)
-    operator = torch.ops.large_batch_efficientnet.group_conv_output
+    weight = conv.weight.detach()
+    operators = torch.ops.large_batch_efficientnet
     for statistics in (False, True):
-        torch.library.opcheck(operator, (x, conv.weight.detach(), 1, False, statistics, "cuda"))
+        torch.library.opcheck(operators.group_conv_output, (x, weight, 1, False, statistics, "cuda"))
+    _, packed, _ = triton_group_conv._output(x, weight, 1, False, False, "cuda")
+    torch.library.opcheck(operators.group_conv_gradients, (x, x, weight, packed, 1, False, True, True, "cuda"))
 
 
 @pytest.mark.parametrize(
