@@ -1,26 +1,26 @@
 // Convolution in groups of 16 channels on tensor cores, NHWC, forward and both gradients.
 //
-// A block goes down some lines of images with a window of them in shared memory. Each line is copied
-// there once, some steps before it is needed (cp.async). Each of its pixels is then loaded into
-// registers once for all lines of the result that it reaches, whose sums are under way together.
+// A block goes down some lines of images with a window of them in shared memory. Each line is
+// copied there once, some steps before it is needed (cp.async). Each of its pixels is then loaded
+// into registers once for all lines of the result that it reaches: their sums grow together.
 //
 // Nor is a pixel loaded once for each column of the kernel. A tile is 16 segments, each of some
-// neighbouring pixels of a line; it may go on in the next image. A product for the tensor cores takes
-// one pixel of each segment, [16 segments, 16 channels] x [16, 8]. What is loaded for it serves
-// several columns of the kernel, each for another pixel of the segment: with k columns a segment of p
-// pixels is loaded as p + k - 1 pixels, not as p k.
+// neighbouring pixels of a line; it may go on in the next image. A product for the tensor cores
+// takes one pixel of each segment, [16 segments, 16 channels] x [16, 8]. What is loaded for it
+// serves several columns of the kernel, each for another pixel of the segment: with k columns a
+// segment of p pixels is loaded as p + k - 1 pixels, not as p k.
 //
-// Sums are float32. Those of the weights' gradient are stored in parts, and `add_parts` adds these in
-// their order: no atomics, so results repeat to the bit.
+// Sums are float32. Those of the weights' gradient are stored in parts, and `add_parts` adds these
+// in their order: no atomics, so results repeat to the bit.
 //
-// Each pair of warps computes a group, one of its first 8 channels of the result, one of the others.
+// A pair of warps computes a group: one its first 8 channels of the result, one the others.
 // models/kernels/group_conv_cuda.py launches these kernels; the compiler's command line has
 //   KERNEL           lines, and columns, of the convolution's kernel
 //   STRIDE           1 or 2
 //   BFLOAT16         1, or 0 for float16
 //   PACK             groups of a block
-//   PIXELS           of a segment of the output: more of them load fewer pixels twice, and take more
-//                    registers for sums
+//   PIXELS           of a segment of the output: more of them load fewer pixels twice, and take
+//                    more registers for sums
 //   GRADIENT_PIXELS  of dy, of a segment of the input's gradient, which has STRIDE times as many
 //   SUMMED_PIXELS    of dy, of a segment for the weights' gradient
 //   STAGES           steps of lines for which shared memory has place
@@ -33,11 +33,12 @@ constexpr int GROUP = 16;  // channels of a group
 constexpr int POINTS = KERNEL * KERNEL;
 constexpr int MATRIX = GROUP * GROUP;  // weights at a point of the kernel
 
-constexpr int SEGMENTS = 16;         // of a tile
-constexpr int THREADS = 64 * PACK;   // of a block
-constexpr int CHUNK = 16;            // bytes that are copied at once: half of a group's pixel
-constexpr int CHUNKS = 2 * PACK;     // of a pixel
-constexpr int ELEMENTS = CHUNK / 2;  // of a chunk
+constexpr int SEGMENTS = 16;               // of a tile
+constexpr int THREADS = 64 * PACK;         // of a block
+constexpr int CHUNK = 16;                  // bytes that are copied at once: half of a group's pixel
+constexpr int CHUNKS = 2 * PACK;           // of a pixel
+constexpr int ELEMENTS = CHUNK / 2;        // of a chunk
+constexpr int COPIED = THREADS / CHUNKS;   // pixels that a block copies at once
 
 // Kernel lines, and columns, that a line of x is under for every STRIDE-th line of y.
 constexpr int TAPS = (KERNEL + STRIDE - 1) / STRIDE;
@@ -102,8 +103,8 @@ struct Adding {
 
 // ---- Where things are.
 
-// Lines of shared memory, [groups of the block, units, pixels of a segment, 16 channels]. A unit is a
-// segment, or pixels behind the last segment of a line that a kernel reaches from there. A chunk
+// Lines of shared memory, [groups of the block, units, pixels of a segment, 16 channels]. A unit is
+// a segment, or pixels behind the last segment of a line that a kernel reaches from there. A chunk
 // after each unit keeps neighbouring segments out of each other's banks.
 template <int STEP>
 struct Line {
@@ -113,7 +114,7 @@ struct Line {
     // together, differ in their banks.
     static DEVICE int group_chunks(int units) { return (units * UNIT + 5) / 8 * 8 + 2; }
     static DEVICE int bytes(int units) { return PACK * group_chunks(units) * CHUNK; }
-    // From the unit's first pixel to the one that lies `pixel` after it, maybe in a unit behind.
+    // From a unit's first pixel to the one that lies `pixel` after it, maybe in a unit behind.
     static constexpr DEVICE int chunk(int pixel) { return pixel / STEP * UNIT + pixel % STEP * 2; }
 };
 
@@ -123,6 +124,8 @@ struct Work {
     int first_step;
     int end_step;  // the one behind the last
     int strip;
+
+    DEVICE bool owns(int step) const { return step >= first_step && step < end_step; }
 };
 
 DEVICE Work work_of(const Division& division, int number) {
@@ -141,13 +144,16 @@ DEVICE int unit_of(const Division& division, const Work& work, int segment, int 
     return segment + (number / division.segments - first_image) * halo;
 }
 
-constexpr long long OUTSIDE = -1;
+constexpr int OUTSIDE = -1;
 
-// Elements from a tensor's start to a pixel of its first line, or OUTSIDE.
-DEVICE long long place(const Sizes& sizes, int height, int width, int image, int column) {
+// From a tensor's start to a pixel of its first line, in groups of channels: so 32 bits count
+// 2^35 elements. Or OUTSIDE.
+DEVICE int place(const Sizes& sizes, int height, int width, int image, int column) {
     if (image >= sizes.images || column < 0 || column >= width) return OUTSIDE;
-    return (static_cast<long long>(image) * height * width + column) * sizes.channels;
+    return (image * height * width + column) * (sizes.channels / GROUP);
 }
+
+DEVICE long long elements_to(int place) { return static_cast<long long>(place) * GROUP; }
 
 // Places of the pixels of a line in shared memory. first_column: of the first segment.
 template <int STEP>
@@ -156,7 +162,7 @@ DEVICE void find_read_pixels(const Sizes& sizes,
                              const Work& work,
                              int halo,
                              int first_column,
-                             long long* places  // [units, STEP], written
+                             int* places  // [units, STEP], written
 ) {
     const int first_image = work.first_segment / division.segments;
     for (int pixel = threadIdx.x; pixel < division.units * STEP; pixel += THREADS) {
@@ -174,7 +180,7 @@ DEVICE void find_segment_pixels(const Sizes& sizes,
                                 const Division& division,
                                 const Work& work,
                                 int first_column,
-                                long long* places  // [SEGMENTS, STEP], written
+                                int* places  // [SEGMENTS, STEP], written
 ) {
     for (int pixel = threadIdx.x; pixel < SEGMENTS * STEP; pixel += THREADS) {
         const int segment = work.first_segment + pixel / STEP;
@@ -187,17 +193,39 @@ DEVICE void find_segment_pixels(const Sizes& sizes,
 // Copies a line of images to shared memory, zeros outside.
 template <int STEP>
 DEVICE void fetch_line(const Half* first,         // of the line's first pixel in the first image
-                       const long long* places,   // [units, STEP]
+                       const int* places,         // [units, STEP]
                        int units,
                        char* line  // written
 ) {
+    static_assert(COPIED % STEP == 0, "a thread's next pixel is some whole units behind");
     const int chunk = threadIdx.x % CHUNKS;
-    char* group = line + chunk / 2 * Line<STEP>::group_chunks(units) * CHUNK + chunk % 2 * CHUNK;
-    for (int pixel = threadIdx.x / CHUNKS; pixel < units * STEP; pixel += THREADS / CHUNKS) {
-        const long long from = places[pixel];
+    const int first_pixel = threadIdx.x / CHUNKS;
+    char* to = line + (chunk / 2 * Line<STEP>::group_chunks(units) + chunk % 2 +
+                       Line<STEP>::chunk(first_pixel)) * CHUNK;
+    for (int pixel = first_pixel; pixel < units * STEP; pixel += COPIED) {
+        const int from = places[pixel];
         const bool inside = from != OUTSIDE;
-        copy_async(group + Line<STEP>::chunk(pixel) * CHUNK,
-                   first + (inside ? from : 0) + chunk * ELEMENTS, inside);
+        copy_async(to, first + elements_to(inside ? from : 0) + chunk * ELEMENTS, inside);
+        to += Line<STEP>::chunk(COPIED) * CHUNK;
+    }
+}
+
+// Copies a line of the tile's segments from shared memory.
+template <int STEP>
+DEVICE void store_line(const char* line,
+                       const int* places,  // [SEGMENTS, STEP]
+                       Half* first         // of the line's first pixel in the first image, written
+) {
+    const int chunk = threadIdx.x % CHUNKS;
+    const int first_pixel = threadIdx.x / CHUNKS;
+    const char* from = line + (chunk / 2 * Line<STEP>::group_chunks(SEGMENTS) + chunk % 2 +
+                               Line<STEP>::chunk(first_pixel)) * CHUNK;
+    for (int pixel = first_pixel; pixel < SEGMENTS * STEP; pixel += COPIED) {
+        const int to = places[pixel];
+        if (to != OUTSIDE)
+            *reinterpret_cast<uint4*>(first + elements_to(to) + chunk * ELEMENTS) =
+                *reinterpret_cast<const uint4*>(from);
+        from += Line<STEP>::chunk(COPIED) * CHUNK;
     }
 }
 
@@ -269,33 +297,67 @@ DEVICE void load_weights(const Half* group, int half, unsigned (&weights)[POINTS
         }
 }
 
+// Adds the products of a line that is read to the sums of all live lines that it reaches.
+// WHOLE: all of them are of the strip; without branches the compiler loads ahead of products.
+template <class Of, bool WHOLE>
+DEVICE void add_products(const Work& work,
+                         int step,
+                         int read,
+                         const char* loaded,  // the lane's row of the first pixel
+                         const unsigned (&weights)[POINTS][2],
+                         float (&sums)[Of::LIVE][Of::OUT_STEP][4]) {
+#pragma unroll
+    for (int in_pixel = 0; in_pixel < Of::REACHED; in_pixel++) {
+        unsigned pixels[4];
+        load_matrices(pixels, loaded + Line<Of::IN_STEP>::chunk(in_pixel) * CHUNK);
+#pragma unroll
+        for (int live = 0; live < Of::LIVE; live++) {
+            const int ky = Of::kernel_line(read, live);
+            if (!in_kernel(ky) || !(WHOLE || work.owns(step + Of::steps_to(live)))) continue;
+#pragma unroll
+            for (int out_pixel = 0; out_pixel < Of::OUT_STEP; out_pixel++) {
+                const int kx = Of::kernel_column(in_pixel, out_pixel);
+                if (in_kernel(kx))
+                    multiply_add(sums[live][out_pixel], pixels, weights[ky * KERNEL + kx]);
+            }
+        }
+    }
+}
+
 // Statistics of the strip of a segment: a thread has two segments, and of each two channels.
 struct Statistics {
-    float origin[4];  // mean of the first line: with it a large mean takes no digits
-    float sum[4];     // of differences from the origin
+    // Means of the first line, in pairs: with an origin near the values a large mean takes no
+    // digits, and half precision takes half the registers.
+    unsigned origins[2];
+    float sum[4];  // of differences from the origin
     float squares[4];
+
+    DEVICE float origin(int value) const {
+        return widened(origins[value / 2] >> value % 2 * 16 & 0xffff);
+    }
 };
 
-// Where the line that a step finishes last lies in `sums` of live lines by pixels, and how a thread
-// meets it: value 2 row + i is of segment lane / 4 + 8 row, channel 2 (lane % 4) + i.
+// Adds a line that is finished, by pixels of segments. Value 2 row + i of a thread is of segment
+// lane / 4 + 8 row and channel 2 (lane % 4) + i.
 template <int OUT_STEP>
 DEVICE void add_statistics(const float (&line)[OUT_STEP][4],
                            const int (&inside)[2],  // pixels of the segments that the image has
                            bool first,
                            Statistics& statistics) {
-    for (int value = 0; value < 4; value++) {
-        const int pixels = inside[value / 2];
-        if (first) {
-            float sum = 0;
+    if (first)
+        for (int row = 0; row < 2; row++) {
+            float sums[2] = {};
             for (int pixel = 0; pixel < OUT_STEP; pixel++)
-                if (pixel < pixels) sum += line[pixel][value];
-            statistics.origin[value] = pixels ? sum / pixels : 0;
-            statistics.sum[value] = 0;
-            statistics.squares[value] = 0;
+                for (int i = 0; i < 2; i++)
+                    if (pixel < inside[row]) sums[i] += line[pixel][2 * row + i];
+            const float share = 1.0f / max(inside[row], 1);
+            statistics.origins[row] = rounded(sums[0] * share, sums[1] * share);
         }
+    for (int value = 0; value < 4; value++) {
+        if (first) statistics.sum[value] = statistics.squares[value] = 0;
         for (int pixel = 0; pixel < OUT_STEP; pixel++)
-            if (pixel < pixels) {
-                const float difference = line[pixel][value] - statistics.origin[value];
+            if (pixel < inside[value / 2]) {
+                const float difference = line[pixel][value] - statistics.origin(value);
                 statistics.sum[value] += difference;
                 statistics.squares[value] += difference * difference;
             }
@@ -320,7 +382,7 @@ DEVICE void store_statistics(const Convolving& arguments,
         const long long at = (plane * division.strips + work.strip) * division.segments +
                              segment % division.segments;
         const float shift = statistics.sum[value] / count;
-        arguments.means[at] = statistics.origin[value] + shift;
+        arguments.means[at] = statistics.origin(value) + shift;
         // Rounding may leave less than 0 where all values are alike.
         arguments.squares[at] = fmaxf(statistics.squares[value] - shift * shift * count, 0);
     }
@@ -343,15 +405,14 @@ DEVICE void convolve(const Convolving& arguments) {
     const int group = warp / 2;  // of the block
     const int half = warp % 2;   // of the group's channels
 
-    // Shared memory: a ring of stages of lines that are read, two stages of lines that were finished,
-    // and places of pixels.
+    // Shared memory: a ring of stages of lines that are read, two stages of lines that were
+    // finished, and places of pixels.
     const int in_bytes = InLine::bytes(division.units);
     const int out_bytes = OutLine::bytes(SEGMENTS);
     char* const ring = shared_memory();
     char* const finished = ring + STAGES * Of::READ * in_bytes;
-    long long* const in_places =
-        reinterpret_cast<long long*>(finished + 2 * Of::FINISHED * out_bytes);
-    long long* const out_places = in_places + division.units * Of::IN_STEP;
+    int* const in_places = reinterpret_cast<int*>(finished + 2 * Of::FINISHED * out_bytes);
+    int* const out_places = in_places + division.units * Of::IN_STEP;
     find_read_pixels<Of::IN_STEP>(sizes, division, work, Of::HALO, Of::first_in_column(sizes),
                                   in_places);
     find_segment_pixels<Of::OUT_STEP>(sizes, division, work, Of::first_out_column(sizes),
@@ -360,10 +421,10 @@ DEVICE void convolve(const Convolving& arguments) {
 
     const Half* const in = arguments.in + first_group * GROUP;
     Half* const out = arguments.out + first_group * GROUP;
-    const long long in_pitch = static_cast<long long>(sizes.in_width) * sizes.channels;
-    const long long out_pitch = static_cast<long long>(sizes.out_width) * sizes.channels;
+    const int in_pitch = sizes.in_width * sizes.channels;
+    const int out_pitch = sizes.out_width * sizes.channels;
 
-    // Lines that a step reads, on their way to a stage.
+    // Lines that a step reads, on their way to a stage. 32 bits count an image's elements.
     const auto fetch = [&](int step, int stage) {
         for (int read = 0; read < Of::READ; read++) {
             const int line = Of::first_in_line(sizes, step) + read;
@@ -375,21 +436,12 @@ DEVICE void convolve(const Convolving& arguments) {
     };
     // Lines that a step has finished, from shared memory to the tensor.
     const auto store = [&](int step) {
-        const int chunk = threadIdx.x % CHUNKS;
         for (int ended = 0; ended < Of::FINISHED; ended++) {
             const int line = Of::first_out_line(sizes, step) + ended;
-            if (line < 0 || line >= sizes.out_height) continue;
-            const char* from = finished + (step % 2 * Of::FINISHED + ended) * out_bytes +
-                               chunk / 2 * OutLine::group_chunks(SEGMENTS) * CHUNK +
-                               chunk % 2 * CHUNK;
-            Half* to = out + line * out_pitch + chunk * ELEMENTS;
-            for (int pixel = threadIdx.x / CHUNKS; pixel < SEGMENTS * Of::OUT_STEP;
-                 pixel += THREADS / CHUNKS) {
-                const long long at = out_places[pixel];
-                if (at != OUTSIDE)
-                    *reinterpret_cast<uint4*>(to + at) =
-                        *reinterpret_cast<const uint4*>(from + OutLine::chunk(pixel) * CHUNK);
-            }
+            if (line >= 0 && line < sizes.out_height)
+                store_line<Of::OUT_STEP>(finished +
+                                             (step % 2 * Of::FINISHED + ended) * out_bytes,
+                                         out_places, out + line * out_pitch);
         }
     };
 
@@ -428,28 +480,14 @@ DEVICE void convolve(const Convolving& arguments) {
             const int line = Of::first_in_line(sizes, step) + read;
             if (line < 0 || line >= sizes.in_height) continue;
             const char* loaded = ring + (stage * Of::READ + read) * in_bytes + loaded_chunk * CHUNK;
-#pragma unroll
-            for (int in_pixel = 0; in_pixel < Of::REACHED; in_pixel++) {
-                unsigned pixels[4];
-                load_matrices(pixels, loaded + InLine::chunk(in_pixel) * CHUNK);
-#pragma unroll
-                for (int live = 0; live < Of::LIVE; live++) {
-                    const int ky = Of::kernel_line(read, live);
-                    const int finishing = step + Of::steps_to(live);
-                    // Lines that belong to the strips above and below.
-                    if (finishing < work.first_step || finishing >= work.end_step) continue;
-#pragma unroll
-                    for (int out_pixel = 0; out_pixel < Of::OUT_STEP; out_pixel++) {
-                        const int kx = Of::kernel_column(in_pixel, out_pixel);
-                        if (in_kernel(ky) && in_kernel(kx))
-                            multiply_add(sums[live][out_pixel], pixels, weights[ky * KERNEL + kx]);
-                    }
-                }
-            }
+            if (step >= work.first_step && step + LAG < work.end_step)
+                add_products<Of, true>(work, step, read, loaded, weights, sums);
+            else
+                add_products<Of, false>(work, step, read, loaded, weights, sums);
         }
 
         if (step >= work.first_step) {
-            // Through shared memory: a thread has 4 bytes of a pixel, and 16 are to be stored at once.
+            // Through shared memory: a thread has 4 bytes of a pixel, and is to store 16.
             char* to = finished + step % 2 * Of::FINISHED * out_bytes + stored_chunk * CHUNK +
                        lane % 4 * 4;
             for (int ended = 0; ended < Of::FINISHED; ended++)
@@ -502,15 +540,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 // ---- Weights' gradient.
 
+// Of a segment, for the weights' gradient.
+constexpr int SUMMED_STEP = SUMMED_PIXELS * STRIDE;                     // pixels of x
+constexpr int SUMMED_REACHED = (SUMMED_PIXELS - 1) * STRIDE + KERNEL;  // that dy's pixels reach
+constexpr int SUMMED_HALO = (SUMMED_REACHED - 1) / SUMMED_STEP;        // units
+
+// Adds the products of a line of x and all live lines of dy under which it lies.
+// WHOLE: see add_products.
+template <bool WHOLE>
+DEVICE void add_outer_products(const Work& work,
+                               int step,
+                               int read,
+                               const char* loaded,  // the lane's row of the first pixel
+                               const unsigned (&gradients)[TAPS][SUMMED_PIXELS][4],
+                               float (&sums)[POINTS][4]) {
+    using Of = Form<false>;
+#pragma unroll
+    for (int x_pixel = 0; x_pixel < SUMMED_REACHED; x_pixel++) {
+        unsigned pixels[2];
+        load_transposed(pixels, loaded + Line<SUMMED_STEP>::chunk(x_pixel) * CHUNK);
+#pragma unroll
+        for (int live = 0; live < TAPS; live++) {
+            const int ky = Of::kernel_line(read, live);
+            if (!in_kernel(ky) || !(WHOLE || work.owns(step + live))) continue;
+#pragma unroll
+            for (int y_pixel = 0; y_pixel < SUMMED_PIXELS; y_pixel++) {
+                const int kx = Of::kernel_column(x_pixel, y_pixel);
+                if (in_kernel(kx))
+                    multiply_add(sums[ky * KERNEL + kx], gradients[live][y_pixel], pixels);
+            }
+        }
+    }
+}
+
 // A warp adds up [16 out, 8 in] at all points of the kernel. Lines of dy stay in registers while
-// lines of x pass: those of a step meet TAPS lines of dy. The pixels that a product adds up are one of
-// each segment.
+// lines of x pass: those of a step meet TAPS lines of dy. The pixels that a product adds up are one
+// of each segment.
 extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Summing arguments) {
     using Of = Form<false>;
-    constexpr int STEP = SUMMED_PIXELS * STRIDE;  // pixels of x of a segment
-    constexpr int REACHED = (SUMMED_PIXELS - 1) * STRIDE + KERNEL;
-    constexpr int HALO = (REACHED - 1) / STEP;
-    using XLine = Line<STEP>;
+    using XLine = Line<SUMMED_STEP>;
     using YLine = Line<SUMMED_PIXELS>;
     const Sizes& sizes = arguments.sizes;
     const Division& division = arguments.division;
@@ -527,36 +595,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Summ
     const int x_bytes = XLine::bytes(division.units);
     const int stage_bytes = STRIDE * x_bytes + YLine::bytes(SEGMENTS);
     char* const ring = shared_memory();
-    long long* const x_places = reinterpret_cast<long long*>(ring + STAGES * stage_bytes);
-    long long* const y_places = x_places + division.units * STEP;
+    int* const x_places = reinterpret_cast<int*>(ring + STAGES * stage_bytes);
+    int* const y_places = x_places + division.units * SUMMED_STEP;
 
     const Half* const x = arguments.x + first_group * GROUP;
     const Half* const dy = arguments.dy + first_group * GROUP;
-    const long long x_pitch = static_cast<long long>(sizes.in_width) * sizes.channels;
-    const long long y_pitch = static_cast<long long>(sizes.out_width) * sizes.channels;
+    const int x_pitch = sizes.in_width * sizes.channels;
+    const int y_pitch = sizes.out_width * sizes.channels;
 
     float sums[POINTS][4] = {};
     const int end_work = min((part + 1) * arguments.works_each, arguments.works);
     for (int number = part * arguments.works_each; number < end_work; number++) {
         const Work work = work_of(division, number);
         __syncthreads();  // all threads are through with the work before
-        find_read_pixels<STEP>(sizes, division, work, HALO, -sizes.left, x_places);
+        find_read_pixels<SUMMED_STEP>(sizes, division, work, SUMMED_HALO, -sizes.left, x_places);
         find_segment_pixels<SUMMED_PIXELS>(sizes, division, work, 0, y_places);
         __syncthreads();
 
-        const auto owned = [&](int line) {
-            return line >= work.first_step && line < work.end_step;
-        };
         // Lines of x that a step reads, and the line of dy that it meets first.
         const auto fetch = [&](int step, int stage) {
             char* to = ring + stage * stage_bytes;
             for (int read = 0; read < STRIDE; read++) {
                 const int line = Of::first_in_line(sizes, step) + read;
                 if (step < work.end_step && line >= 0 && line < sizes.in_height)
-                    fetch_line<STEP>(x + line * x_pitch, x_places, division.units,
+                    fetch_line<SUMMED_STEP>(x + line * x_pitch, x_places, division.units,
                                      to + read * x_bytes);
             }
-            if (owned(step + LAG))
+            if (work.owns(step + LAG))
                 fetch_line<SUMMED_PIXELS>(dy + (step + LAG) * y_pitch, y_places, SEGMENTS,
                                           to + STRIDE * x_bytes);
             end_copies();
@@ -564,7 +629,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Summ
 
         // Of a pixel of each segment of dy the lane loads half of one, and of x that of its warp's
         // half: see load_transposed.
-        const int unit = unit_of(division, work, lane % 16, HALO);
+        const int unit = unit_of(division, work, lane % 16, SUMMED_HALO);
         const int x_chunk =
             group * XLine::group_chunks(division.units) + unit * XLine::UNIT + half;
         const int y_segment = lane % 8 + lane / 16 * 8;
@@ -587,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Summ
                 for (int pixel = 0; pixel < SUMMED_PIXELS; pixel++)
                     for (int matrix = 0; matrix < 4; matrix++)
                         gradients[live][pixel][matrix] = gradients[live + 1][pixel][matrix];
-            if (owned(step + LAG)) {
+            if (work.owns(step + LAG)) {
 #pragma unroll
                 for (int pixel = 0; pixel < SUMMED_PIXELS; pixel++)
                     load_transposed(gradients[LAG][pixel],
@@ -598,24 +663,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Summ
             for (int read = 0; read < STRIDE; read++) {
                 const int line = Of::first_in_line(sizes, step) + read;
                 if (line < 0 || line >= sizes.in_height) continue;
-#pragma unroll
-                for (int x_pixel = 0; x_pixel < REACHED; x_pixel++) {
-                    unsigned pixels[2];
-                    load_transposed(pixels, loaded + read * x_bytes +
-                                                (x_chunk + XLine::chunk(x_pixel)) * CHUNK);
-#pragma unroll
-                    for (int live = 0; live < TAPS; live++) {
-                        const int ky = Of::kernel_line(read, live);
-                        if (!in_kernel(ky) || !owned(step + live)) continue;
-#pragma unroll
-                        for (int y_pixel = 0; y_pixel < SUMMED_PIXELS; y_pixel++) {
-                            const int kx = Of::kernel_column(x_pixel, y_pixel);
-                            if (in_kernel(kx))
-                                multiply_add(sums[ky * KERNEL + kx], gradients[live][y_pixel],
-                                             pixels);
-                        }
-                    }
-                }
+                const char* x_line = loaded + read * x_bytes + x_chunk * CHUNK;
+                if (step >= work.first_step && step + LAG < work.end_step)
+                    add_outer_products<true>(work, step, read, x_line, gradients, sums);
+                else
+                    add_outer_products<false>(work, step, read, x_line, gradients, sums);
             }
             stage = (stage + 1) % STAGES;
         }

@@ -40,7 +40,7 @@ _SEGMENTS = 16  # of a tile
 _CHUNK = 16  # bytes
 _ADDED = 32  # elements of a block of add_parts
 _ADDERS = 8  # threads of an element
-_PLACE = 8  # bytes of a pixel's place
+_PLACE = 4  # bytes of a pixel's place
 
 
 class Segments(NamedTuple):

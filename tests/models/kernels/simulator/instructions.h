@@ -1,9 +1,10 @@
-// A GPU's instructions for a CPU, in the place of models/kernels/cuda/instructions.h: the .cu file beside a copy of this
-// one is compiled as C++.
+// A GPU's instructions for a CPU, in the place of models/kernels/cuda/instructions.h: the .cu file beside a copy of
+// this one is compiled as C++.
 //
-// The threads of a block are fibers of one thread of the CPU. A fiber goes on until it waits for others: at a barrier of
-// the block, or where the 32 lanes of a warp do something together. What GPUs leave undefined is made visible: shared
-// memory begins as NaN, asynchronous copies arrive as late as they may, and threads and blocks run in either order.
+// The threads of a block are fibers of one thread of the CPU. A fiber goes on until it waits for others: at a barrier
+// of the block, or where the 32 lanes of a warp do something together. What GPUs leave undefined is made visible:
+// shared memory begins as NaN, asynchronous copies arrive as late as they may, and threads and blocks run in either
+// order.
 #pragma once
 
 #include <setjmp.h>
@@ -20,6 +21,7 @@
 #define __global__
 #define __launch_bounds__(...)
 
+using std::max;
 using std::min;
 
 struct uint4 {
@@ -282,8 +284,8 @@ struct Product {
     const unsigned* b;
 };
 
-// mma.sync.m16n8k16: which lane has which element is as the PTX ISA's figures of this shape have it. Sums are exact, but
-// for one rounding.
+// mma.sync.m16n8k16: which lane has which element is as in the PTX ISA's figures of this shape. Sums are exact, but for
+// one rounding.
 inline void multiply_add(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     static const char what = 0;
     together(&what, Product{sums, a, b}, [](const Product* const* lanes) {
