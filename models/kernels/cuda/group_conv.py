@@ -37,7 +37,7 @@ _SUMMING_BLOCKS = 512
 
 # Constants of group_conv.cu.
 _SEGMENTS = 16  # of a tile
-_CHUNK = 16  # bytes
+_CHUNK = 16  # bytes that are copied at once
 _ADDED = 32  # elements of a block of add_parts
 _ADDERS = 8  # threads of an element
 _PLACE = 4  # bytes of a pixel's place
@@ -202,6 +202,7 @@ class CudaLaunches(Launches):
 
     def output(self, x: torch.Tensor, packed: torch.Tensor, partial: torch.Tensor) -> torch.Tensor:
         """Compute the output, and its statistics unless `partial` is empty."""
+        x = _aligned(x)
         y = self.empty(x, self.out_size)
         pixels = self._variant.segments.output
         in_step = pixels * self.stride
@@ -232,6 +233,7 @@ class CudaLaunches(Launches):
 
     def input_gradient(self, dy: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         """Compute the input's gradient from that of the output, `dy`."""
+        dy = _aligned(dy)
         dx = self.empty(dy, self.size)
         pixels = self._variant.segments.gradient
         out_step = pixels * self.stride
@@ -264,6 +266,8 @@ class CudaLaunches(Launches):
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         """Compute the weights' gradient: parts of it, and their sum."""
+        x = _aligned(x)
+        dy = _aligned(dy)
         pixels = self._variant.segments.summed
         x_step = pixels * self.stride
         reached = (pixels - 1) * self.stride + self.kernel
@@ -381,6 +385,11 @@ class CudaLaunches(Launches):
             shared_bytes=shared_bytes,
             arguments=arguments,
         )
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, or a copy where its memory does not begin at a chunk, as that of a view may."""
+    return x if x.data_ptr() % _CHUNK == 0 else x.clone()
 
 
 def variant_of(x: torch.Tensor, weight: torch.Tensor, stride: int) -> Variant:

@@ -304,12 +304,15 @@ def test_the_weights_gradient_is_added_up_in_parts(simulated, monkeypatch):
 
 
 @simulates
-@pytest.mark.parametrize(("stride", "dtype"), [(1, torch.bfloat16), (2, torch.float16)])
-def test_statistics_are_those_of_the_output_as_it_is_stored(simulated, monkeypatch, stride, dtype):
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dtype"),
+    [(3, 1, torch.bfloat16), (3, 2, torch.float16), pytest.param(5, 1, torch.float16, marks=pytest.mark.slow)],
+)
+def test_statistics_are_those_of_the_output_as_it_is_stored(simulated, monkeypatch, kernel, stride, dtype):
     """Merged by Triton's kernel, they are mean and variance of each image's groups; parts at the edges have fewer
     pixels. A mean of some standard deviations takes no digits. Sums of 800 float32 terms: 64 eps."""
     monkeypatch.setattr(group_conv, "_STRIP_LINES", 4)
-    fused = CudaGroupConv2d.of(convolution(3, stride, dtype=dtype))
+    fused = CudaGroupConv2d.of(convolution(kernel, stride, dtype=dtype))
     x = images((2, 32, 9, 37), "channels_last", dtype)
     with torch.no_grad():
         fused.weight.add_(0.5)
@@ -337,6 +340,16 @@ def test_rows_of_matrices_do_not_wait_for_each_other(simulated, setting):
     assert simulated(conv, x).conflicts == dict.fromkeys(
         ("output", "input_gradient", "weight_gradient", "add_parts"), 0
     )
+
+
+@simulates
+def test_memory_that_begins_between_two_chunks_is_copied(simulated):
+    conv = convolution(dtype=torch.float16)
+    values = images((1, 32, 4, 6), "contiguous", torch.float16).flatten()
+    x = torch.cat((values[:1], values))[1:].view(1, 4, 6, 32).permute(0, 3, 1, 2)
+    assert x.data_ptr() % 16 == 2 and x.is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert torch.equal(CudaGroupConv2d.of(conv)(x), CudaGroupConv2d.of(conv)(x.clone()))
 
 
 # In the place of Triton's ---------------------------------------------------------------------------------------------
