@@ -33,14 +33,14 @@ constexpr int GROUP = 16;  // channels of a group
 constexpr int POINTS = KERNEL * KERNEL;
 constexpr int MATRIX = GROUP * GROUP;  // weights at a point of the kernel
 
-constexpr int SEGMENTS = 16;               // of a tile
-constexpr int THREADS = 64 * PACK;         // of a block
-constexpr int CHUNK = 16;                  // bytes that are copied at once: half of a group's pixel
-constexpr int CHUNKS = 2 * PACK;           // of a pixel
-constexpr int ELEMENTS = CHUNK / 2;        // of a chunk
-constexpr int COPIED = THREADS / CHUNKS;   // pixels that a block copies at once
+constexpr int SEGMENTS = 16;              // of a tile
+constexpr int THREADS = 64 * PACK;        // of a block
+constexpr int CHUNK = 16;                 // bytes that are copied at once: half of a group's pixel
+constexpr int CHUNKS = 2 * PACK;          // of a pixel
+constexpr int ELEMENTS = CHUNK / 2;       // of a chunk
+constexpr int COPIED = THREADS / CHUNKS;  // pixels that a block copies at once
 
-// Kernel lines, and columns, that a line of x is under for every STRIDE-th line of y.
+// Lines of y that a line of x reaches, at most; it is as many columns.
 constexpr int TAPS = (KERNEL + STRIDE - 1) / STRIDE;
 constexpr int LAG = TAPS - 1;  // steps from a line's first use to its last
 
@@ -58,12 +58,12 @@ struct Sizes {
 
 // How the work is divided. A step is a line of y, or with the input's gradient STRIDE lines of dx.
 struct Division {
-    int segments;    // of a line
-    int units;       // of a line in shared memory
-    int strips;      // of an image
+    int segments;     // of a line
+    int units;        // of a line in shared memory
+    int strips;       // of an image
     int strip_steps;  // of a strip, but for the last
-    int first_step;  // of an image
-    int end_step;    // the one behind the last
+    int first_step;   // of an image
+    int end_step;     // the one behind the last
 };
 
 struct Convolving {
@@ -97,7 +97,7 @@ struct Adding {
     Half* gradient;     // [groups, out, in, KERNEL, KERNEL], or [.., KERNEL, KERNEL, in]; written
     // Numbers.
     int parts;
-    int elements;       // of the gradient
+    int elements;  // of the gradient
     int channels_last;  // 1 for the second layout
 };
 
@@ -192,8 +192,8 @@ DEVICE void find_segment_pixels(const Sizes& sizes,
 
 // Copies a line of images to shared memory, zeros outside.
 template <int STEP>
-DEVICE void fetch_line(const Half* first,         // of the line's first pixel in the first image
-                       const int* places,         // [units, STEP]
+DEVICE void fetch_line(const Half* first,  // of the line's first pixel in the first image
+                       const int* places,  // [units, STEP]
                        int units,
                        char* line  // written
 ) {
@@ -214,7 +214,7 @@ DEVICE void fetch_line(const Half* first,         // of the line's first pixel i
 template <int STEP>
 DEVICE void store_line(const char* line,
                        const int* places,  // [SEGMENTS, STEP]
-                       Half* first         // of the line's first pixel in the first image, written
+                       Half* first  // of the line's first pixel in the first image, written
 ) {
     const int chunk = threadIdx.x % CHUNKS;
     const int first_pixel = threadIdx.x / CHUNKS;
@@ -541,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 // ---- Weights' gradient.
 
 // Of a segment, for the weights' gradient.
-constexpr int SUMMED_STEP = SUMMED_PIXELS * STRIDE;                     // pixels of x
+constexpr int SUMMED_STEP = SUMMED_PIXELS * STRIDE;                    // pixels of x
 constexpr int SUMMED_REACHED = (SUMMED_PIXELS - 1) * STRIDE + KERNEL;  // that dy's pixels reach
 constexpr int SUMMED_HALO = (SUMMED_REACHED - 1) / SUMMED_STEP;        // units
 
@@ -686,7 +686,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Summ
         }
 }
 
-constexpr int ADDED = 32;   // elements of a block of add_parts
+constexpr int ADDED = 32;  // elements of a block of add_parts
 constexpr int ADDERS = 8;  // threads of an element
 
 // Adds up parts of the weights' gradient: each thread every ADDERS-th, then the threads' sums.
