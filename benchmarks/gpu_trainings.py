@@ -156,7 +156,6 @@ def _started(command: Sequence[str], output: Path) -> Iterator[subprocess.Popen]
         process = subprocess.Popen(
             bound_to_parent([sys.executable, *command]),
             cwd=ROOT,
-            env=os.environ,
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
