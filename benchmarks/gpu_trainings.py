@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
