@@ -259,7 +259,9 @@ class Others:
         if joined or self._attempt:
             self._check_master()
         # A launcher that comes back early waits until its predecessor counts as silent.
-        elif self._board.refused or self._board.gone or (entries is None and waited > REACH_SECONDS):
+        elif (
+            self._board.refused or self._board.gone or (entries is None and waited > REACH_SECONDS)
+        ):
             raise UserError(
                 f"cannot reach the master {self.hosts.place} ({self._board.fault or 'no answer'}); "
                 "check the firewall, that --node-rank 0 was started "

@@ -1,6 +1,5 @@
 """Runs whose images are balanced, repeated, mixed and augmented: stopped and resumed, on replicas and stages."""
 
-
 import numpy as np
 import pytest
 from PIL import Image
