@@ -10,8 +10,8 @@ from recipe.randomness import bits32, key
 class Sampled(NamedTuple):
     """An epoch in which all classes come equally often.
 
-    images: int64 [n], their numbers, in the order of the epoch.
-    visits: int64 [n], how often the image came before in this order.
+    images: int64 [places], their numbers, in the order of the epoch.
+    visits: int64 [places], how often the image came before in this order.
     most_visits: bound on how often an image comes, the same in every epoch.
     """
 
@@ -20,28 +20,28 @@ class Sampled(NamedTuple):
     most_visits: int
 
 
-def sampled(labels: np.ndarray, seed: int, epoch: int) -> Sampled:
-    """Choose as many images as there are, equally many of each class, and shuffle them.
+def sampled(labels: np.ndarray, places: int, seed: int, epoch: int) -> Sampled:
+    """Choose as many images as an epoch has places, equally many of each class, and shuffle them.
 
     A class with fewer images than its part shows all of them before it shows one again; of a class
     with more a random part is shown, another one in each epoch.
 
     Args:
         labels: int64 [n], of the images.
+        places: that are shown; all of them, or the classes would not be equal.
         seed: of the run.
         epoch: from 0.
 
     Returns:
         The order, a function of the arguments alone.
     """
-    size = len(labels)
     counts = np.bincount(labels)
-    parts = parts_of(counts)
+    parts = parts_of(counts, places)
     visits_of_class = -(-parts // np.maximum(counts, 1))
 
     # Each image as often as images of its class may come. Parts are full before another round, so
-    # these are no more than twice the images.
-    numbers = np.arange(size, dtype=np.int64)
+    # these are no more than the images and the places.
+    numbers = np.arange(len(labels), dtype=np.int64)
     most = visits_of_class[labels]
     candidates = np.repeat(numbers, most)
     visits = _ranks(most)
@@ -53,8 +53,9 @@ def sampled(labels: np.ndarray, seed: int, epoch: int) -> Sampled:
     is_chosen = _ranks(candidates_of_class) < np.repeat(parts, candidates_of_class)
 
     # Shuffled, as the chosen ones lie class by class.
-    places = np.argsort(bits32(key("balanced order", seed, epoch), numbers))
-    chosen = by_class[is_chosen][places]
+    numbers_of_places = np.arange(places, dtype=np.int64)
+    shuffled = np.argsort(bits32(key("balanced order", seed, epoch), numbers_of_places))
+    chosen = by_class[is_chosen][shuffled]
     return Sampled(candidates[chosen], visits[chosen], int(visits_of_class.max()))
 
 
@@ -64,18 +65,19 @@ def _ranks(sizes: np.ndarray) -> np.ndarray:
     return np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(starts, sizes)
 
 
-def parts_of(counts: np.ndarray) -> np.ndarray:
-    """Divide an epoch of as many images as there are into equal parts of the classes.
+def parts_of(counts: np.ndarray, places: int) -> np.ndarray:
+    """Divide the places of an epoch into equal parts of the classes.
 
     Args:
         counts: int64 [classes], images of each.
+        places: to be divided.
 
     Returns:
         int64 [classes], 0 for classes without images; the others differ by one at most, and add up
-        to the sum of `counts`.
+        to `places`.
     """
     present = np.flatnonzero(counts)
-    whole, rest = divmod(int(counts.sum()), len(present))
+    whole, rest = divmod(places, len(present))
     parts = np.zeros_like(counts)
     parts[present] = whole
     # What is left over goes to the classes that need fewest repetitions for it.

@@ -27,13 +27,14 @@ class Epoch:
     number: of the epoch, from 0.
     """
 
-    def __init__(self, source: Source, data: Data, seed: int, number: int):
+    def __init__(self, source: Source, data: Data, seed: int, number: int, *, rows: int):
         """
         Args:
             source: of the images.
             data: whether classes are balanced, and how often images are repeated.
             seed: of the run.
             number: of the epoch, from 0.
+            rows: of the steps of an epoch, repetitions included.
         """
         self.number = number
         self._repeats = data.repeats
@@ -42,7 +43,9 @@ class Epoch:
         self._visits: Optional[np.ndarray] = None
         self._most_visits = 1
         if data.balance == "sampling":
-            sampled = balance.sampled(source.labels, seed, number)
+            # What is left over at the end of an order is in no step, and would be missing in a
+            # class.
+            sampled = balance.sampled(source.labels, places_of(rows, data.repeats), seed, number)
             self._images = sampled.images
             self._visits = sampled.visits
             self._most_visits = sampled.most_visits
@@ -62,6 +65,16 @@ class Epoch:
         # The same image never gets the same number twice, so that each showing has its own draws.
         showing = (self.number * self._most_visits + visit) * self._repeats + copy
         return Shown(int(self._images[place]), showing)
+
+
+def places_of(rows: int, repeats: int) -> int:
+    """Return how many images of its order an epoch shows.
+
+    Args:
+        rows: of its steps.
+        repeats: times that each image is shown.
+    """
+    return -(-rows // repeats)
 
 
 def repeated(first: int, size: int, repeats: int, row: int) -> Tuple[int, int]:

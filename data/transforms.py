@@ -242,8 +242,12 @@ class Evaluation(Transform):
 
     def frame(self, image: Image, size: int, epoch: int = 0, index: int = 0) -> Frame:
         """Return the centre of an `image`, the same in every epoch: see `Transform.frame`."""
-        # Only the centre is kept, and a line of 1 x 65535 pixels would be resized to gigabytes.
+        # Where the aspect stays, only the centre is kept of a line of 1 x 65535 pixels, which would
+        # be resized to gigabytes.
+        squashes = self._data.crop_mode == "squash"
         longest = _LONGEST_ASPECT * min(image.height, image.width)
+        if squashes:
+            longest = max(image.height, image.width)
         height = min(image.height, longest)
         width = min(image.width, longest)
         top = round((image.height - height) / 2)
@@ -253,7 +257,6 @@ class Evaluation(Transform):
         rounded = math.floor if data.crop_rounding == "down" else round
         short = rounded(size / data.crop_fraction)
         shorter = min(height, width)
-        squashes = data.crop_mode == "squash"
         return Frame(
             box=Box(top, left, height, width),
             height=short if squashes else short * height // shorter,

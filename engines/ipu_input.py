@@ -162,7 +162,8 @@ class Positions(Dataset):
         epoch, within = divmod(step, self._per_epoch)
         # Neighbours are mostly of one epoch, whose order costs a sort of all images.
         if self._epoch is None or self._epoch.number != epoch:
-            self._epoch = Epoch(self._source, self._data, self._seed, epoch)
+            rows = self._per_epoch * self._batch.global_
+            self._epoch = Epoch(self._source, self._data, self._seed, epoch, rows=rows)
         size = self._batch.global_
         shown = self._epoch.shown(within * size, size, row)
         return _Place(step, row, shown.showing, shown.image)

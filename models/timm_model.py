@@ -324,10 +324,14 @@ def _plan(section: network.Timm) -> List[_Segment]:
         graph = _trace(model)
         if graph is None:
             return []
+        pixels = image_size(section)
         try:
-            tensors = _tensors(model, graph, image_size(section))
-        except Exception as error:  # timm's models fail in many ways where a size does not fit
-            raise _wrong_size(section, image_size(section), error) from None
+            tensors = _tensors(model, graph, pixels)
+        except Exception:
+            # Either the model does not take this size, or what torch.fx has written down cannot be
+            # called, as where it passes lists (HRNet): then the model stays whole.
+            _check_takes(model, section, pixels)
+            return []
     images = next(node for node in graph.nodes if node.op == "placeholder")
     segments = _joined(model, _segments(model, graph), images, tensors)
     return segments if len(segments) > 1 else []
@@ -407,6 +411,16 @@ def _calls_part(model: nn.Module, node: fx.Node) -> bool:
         return True
     layers = model.get_submodule(name).children()
     return any(next(layer.parameters(), None) is not None for layer in layers)
+
+
+def _check_takes(model: nn.Module, section: network.Timm, pixels: int) -> None:
+    """Raise ConfigError where a model does not take images of so many pixels a side."""
+    images = torch.zeros(_TRACED_IMAGES, 3, pixels, pixels, device="meta")
+    try:
+        with torch.no_grad():
+            model(images)
+    except Exception as error:  # timm's models fail in many ways where a size does not fit
+        raise _wrong_size(section, pixels, error) from None
 
 
 def _tensors(model: nn.Module, graph: fx.Graph, pixels: int) -> Set[str]:

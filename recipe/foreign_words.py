@@ -33,7 +33,7 @@ KEYS: Dict[str, Tuple[str, ...]] = {
     "scale": ("data.crop_area",),
     "smoothing": ("data.label_smoothing",),
     "val_dir": ("data.validation_folder",),
-    "val_split": ("data.validation_split", "data.validation_folder"),
+    "val_split": ("data.validation_share", "data.validation_split", "data.validation_folder"),
     "weighted_sampler": ("data.balance",),
     # batch and length
     "accumulate_grad_batches": ("batch.global", "batch.micro"),

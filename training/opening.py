@@ -9,11 +9,13 @@ import numpy as np
 
 from common.text import count, duration
 from data.balance import parts_of
+from data.epochs import places_of
 from models import shapes
 from recipe import timm_weights
 from recipe.batch import Lengths, output_folder, unusual_peak
 from recipe.config import Recipe
 from recipe.division import Batch
+from recipe.images import Data
 from training.images import Images
 
 
@@ -49,7 +51,7 @@ def lines(
         f"of {classes} ({recipe.data.source})",
         *([preparation] if preparation else []),
         *([_repeated(repeats, lengths.steps_per_epoch * batch.global_)] if repeats > 1 else []),
-        *_balanced(recipe.data.balance, images),
+        *_balanced(recipe.data, images, lengths.steps_per_epoch * batch.global_),
         batch.describe(),
         lengths.describe(),
     ]
@@ -57,21 +59,22 @@ def lines(
     return [*described, unusual] if unusual else described
 
 
-def _balanced(balance: str, images: Images) -> Iterator[str]:
+def _balanced(data: Data, images: Images, rows: int) -> Iterator[str]:
     """Yield the line about classes that are balanced, where they are.
 
     Args:
-        balance: data.balance.
+        data: whether they are, and how often images are repeated.
         images: that the run trains on.
+        rows: of the steps of an epoch.
     """
     counts = [images_of_class for images_of_class in images.images_of_class if images_of_class]
     rarest = count(min(counts), "image")
-    if balance == "sampling":
-        part = max(parts_of(np.array(counts)))
+    if data.balance == "sampling":
+        part = max(parts_of(np.array(counts), places_of(rows, data.repeats)))
         shown = f"{part:,} images of each class in an epoch"
         most = -(-part // min(counts))
         yield f"data.balance=sampling: {shown}; those of the rarest ({rarest}) up to {most} times"
-    elif balance == "loss":
+    elif data.balance == "loss":
         weights = [weight for weight in images.class_weights if weight]
         heaviest = f"{max(weights):.3g} (the rarest class, {rarest})"
         yield f"data.balance=loss: weights of the classes from {min(weights):.3g} to {heaviest}"

@@ -16,8 +16,8 @@ COUNTS = (50, 3, 0, 7, 1)  # one class has no images
 LABELS = np.random.default_rng(5).permutation(np.repeat(np.arange(5), COUNTS))
 
 
-def epoch_of(number, seed=7):
-    return sampled(LABELS, seed, number)
+def epoch_of(number, seed=7, places=61):
+    return sampled(LABELS, places, seed, number)
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -69,7 +69,7 @@ def test_no_image_gets_the_same_draws_twice(repeats):
     source.labels = LABELS[:50]
     shown = []
     for number in range(4):
-        epoch = Epoch(source, data, 7, number)
+        epoch = Epoch(source, data, 7, number, rows=50)
         shown += [epoch.shown(first, 10, row) for first in range(0, 50, 10) for row in range(10)]
     assert len(set(shown)) == len(shown)
     assert any(first.image == second.image for first, second in itertools.combinations(shown[:50], 2))
@@ -77,7 +77,7 @@ def test_no_image_gets_the_same_draws_twice(repeats):
 
 @pytest.mark.parametrize("counts", [(1,), (5, 5), (1, 1000), (0, 3, 4, 0), (3, 1, 2, 1, 3)])
 def test_parts_are_equal_and_what_is_left_over_goes_to_frequent_classes(counts):
-    parts = parts_of(np.array(counts))
+    parts = parts_of(np.array(counts), sum(counts))
     assert parts.sum() == sum(counts)
     present = [part for part, images in zip(parts, counts) if images]
     assert max(present) - min(present) <= 1
@@ -93,6 +93,28 @@ def train(*, workers=0, first=0, last=8, repeats=1, **options):
     source.labels = LABELS[:50]
     options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, "image_size": SIZE, **options}
     return TrainingBatches(source, data=data, first_step=first, last_step=last, **options)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3, 5])
+def test_what_the_steps_of_an_epoch_show_is_balanced(repeats):
+    """48 of 50 rows are in a step; of a repeated image all copies count."""
+    labels = LABELS[:50]
+    for _, batches in itertools.groupby(train(repeats=repeats, last=12), key=lambda batch: batch.step // 4):
+        indices = [index for batch in batches for index in batch.indices.tolist()]
+        shown = np.bincount(labels[indices], minlength=5)
+        assert shown.sum() == 48
+        # Places of classes differ by one at most, each is shown so many times, and the last one may be cut off.
+        present = shown[np.unique(labels)]
+        assert present.max() - present.min() < 2 * repeats, shown
+
+
+@pytest.mark.parametrize("places", [1, 4, 30, 200])
+def test_fewer_and_more_places_than_images_are_balanced(places):
+    epoch = epoch_of(0, places=places)
+    assert len(epoch.images) == places
+    shown = np.bincount(LABELS[epoch.images], minlength=5)
+    assert shown[2] == 0 and np.ptp(shown[[0, 1, 3, 4]]) <= 1
+    assert epoch.visits.max() < epoch.most_visits
 
 
 @pytest.mark.parametrize("repeats", [1, 2])

@@ -10,9 +10,11 @@ import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
+from data.base import Pixels
 from data.encoded import EncodedImage
 from data.transforms import Evaluation
 from recipe import loading
+from recipe.config import Data
 from tests.conftest import QUICKSTART
 
 skimage = pytest.importorskip("skimage", reason="its package has photographs")
@@ -64,3 +66,13 @@ def test_the_other_interpolation_would_not_pass():
     image = EncodedImage(content("coffee.png"), "coffee.png")
     found = Evaluation(recipe.data)(image, size, epoch=0, index=0)
     assert np.abs(found.numpy().astype(int) - expected.numpy()).max() > 10
+
+
+@pytest.mark.parametrize(("height", "width"), [(5, 400), (400, 5)])
+def test_squash_takes_all_of_a_long_image(height, width):
+    """Only where the aspect stays would a line become gigabytes."""
+    image = Pixels(torch.zeros(3, height, width, dtype=torch.uint8))
+    frame = Evaluation(Data(crop_mode="squash")).frame(image, 32)
+    assert frame.box == (0, 0, height, width)
+    centre = Evaluation(Data(crop_mode="center")).frame(image, 32)
+    assert max(centre.box[2:]) == 16 * 5

@@ -222,3 +222,8 @@ def test_layers_with_a_weight_in_common_are_not_cut_apart(tied, shared):
     segment_of = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
     assert len(segments) == 3
     assert timm_model._shared(model, segments, segment_of) == shared
+
+
+def test_a_model_whose_written_calls_fail_stays_whole():
+    """HRNet passes lists, which torch.fx does not let it change; timm itself takes the size."""
+    assert timm_model._plan(Model(name="timm", architecture="hrnet_w18_small", image_size=64, classes=CLASSES)) == []
