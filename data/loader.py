@@ -152,8 +152,8 @@ class _Requests:
             epoch, within = divmod(step, per_epoch)
             # An order costs a sort of all images: it is made once an epoch.
             if epoch != epoch_of_order:
-                rows = per_epoch * self.global_batch
-                order = Epoch(self.source, self.data, self.seed, epoch, rows=rows)
+                all_rows = per_epoch * self.global_batch
+                order = Epoch(self.source, self.data, self.seed, epoch, rows=all_rows)
                 epoch_of_order = epoch
                 pixels = self._pixels(epoch)
             # Images left over at the end of an order are in no step of the epoch.

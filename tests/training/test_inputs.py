@@ -55,7 +55,7 @@ def one(request, photos, tmp_path_factory, _one_thread):
     [
         (
             "sampling",
-            "data.balance=sampling: 35 images of each class in an epoch; those of the rarest (3 images) up to 12 times",
+            "data.balance=sampling: 32 images of each class in an epoch; those of the rarest (3 images) up to 11 times",
         ),
         (
             "loss",
