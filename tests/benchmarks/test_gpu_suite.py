@@ -117,6 +117,7 @@ def test_layers_are_measured_as_they_are_in_the_model_and_nothing_sees_them(kern
         ours, torchs = (list(side.modules()) for side in (layer.ours, layer.torchs))
         assert not any(each._forward_hooks for each in [*ours, *torchs])
         assert list(map(type, ours)) != list(map(type, torchs))
+        assert (type(layer.in_cuda).__name__ == "CudaGroupConv2d") == (kernel == "group_conv")
 
 
 # Time and faults within a section.

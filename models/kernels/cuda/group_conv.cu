@@ -576,7 +576,9 @@ DEVICE void add_outer_products(const Work& work,
 // A warp adds up [16 out, 8 in] at all points of the kernel. Lines of dy stay in registers while
 // lines of x pass: those of a step meet TAPS lines of dy. The pixels that a product adds up are one
 // of each segment.
-extern "C" __global__ void __launch_bounds__(THREADS) weight_gradient(const Summing arguments) {
+// At least one block of a multiprocessor: unasked the compiler spills registers for one more.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    weight_gradient(const Summing arguments) {
     using Of = Form<false>;
     using XLine = Line<SUMMED_STEP>;
     using YLine = Line<SUMMED_PIXELS>;

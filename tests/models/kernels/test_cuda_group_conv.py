@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks import gpu_checks
 from models.kernels import group_conv as triton_group_conv
 from models.kernels import group_norm
 from models.kernels.cuda import compiler, driver, group_conv
@@ -367,6 +368,16 @@ def test_triton_and_cuda_differ_in_one_rounding(simulated, setting):
         assert (ours.dtype, ours.shape, ours.stride()) == (others.dtype, others.shape, others.stride()), name
         limit = torch.finfo(torch.float16).eps * others.abs().max()
         assert (ours - others).abs().max() <= limit, name
+
+
+@simulates
+def test_the_suite_checks_them_and_no_others(simulated):
+    """Where they cannot be compiled Triton's are not checked in their place."""
+    arguments = ((2, 32, 5, 6), CPU, torch.float16, torch.channels_last, 3, 1)
+    error, bound, _ = gpu_checks._cuda_group_conv(*arguments)
+    assert error <= bound
+    with mock.patch.object(group_conv, "program_of", lambda *_: None), pytest.raises(AssertionError, match="compiled"):
+        gpu_checks._cuda_group_conv(*arguments)
 
 
 @simulates
