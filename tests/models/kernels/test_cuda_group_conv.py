@@ -337,10 +337,11 @@ def test_rows_of_matrices_do_not_wait_for_each_other(simulated, setting):
     """Where tiles do not go on in the next image: else segments of two images may share their banks."""
     conv = convolution(*setting, "same", dtype=torch.float16)
     x = images((1, 32, 2, 256 if conv.stride == (1, 1) else 255), "channels_last", torch.float16)
+    program = simulated(conv, x)
+    program.conflicts.clear()
     check(conv, x)
-    assert simulated(conv, x).conflicts == dict.fromkeys(
-        ("output", "input_gradient", "weight_gradient", "add_parts"), 0
-    )
+    kernels = ("output", "input_gradient", "weight_gradient", "add_parts")
+    assert program.conflicts == dict.fromkeys(kernels, 0)
 
 
 @simulates
@@ -408,14 +409,17 @@ def test_what_cuda_does_not_take_is_tritons(monkeypatch, form, dtype, group):
 @pytest.mark.parametrize(
     "error", [OSError("libcuda.so.1: no such file"), compiler.CompilerError("a.cu(1): error: x\nmore")]
 )
-def test_where_a_variant_cannot_be_compiled_a_line_says_so_once(monkeypatch, capsys, error):
+def test_where_a_variant_cannot_be_compiled_a_line_says_so_once_and_triton_computes(monkeypatch, capsys, error):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(compiler, "binary", mock.Mock(side_effect=error))
     group_conv.program_of.cache_clear()
-    variant = next(each for each in map(Variant._make, VARIANTS) if (each.kernel, each.stride) == (3, 1))
-    for _ in range(2):
-        assert group_conv.program_of(variant, torch.device("cuda", 0)) is None
-    group_conv.program_of.cache_clear()
+    conv = convolution(dtype=torch.float16)
+    x = images((1, 32, 4, 5), "channels_last", torch.float16)
+    variant = group_conv.variant_of(x, conv.weight, 1)
+    assert [group_conv.program_of(variant, torch.device("cuda", 0)) for _ in range(2)] == [None, None]
+    monkeypatch.setattr(group_conv, "program_of", lambda *_: None)
+    assert type(group_conv._launches(x, conv.weight, 1, False)) is Launches
+    assert torch.equal(CudaGroupConv2d.of(conv)(x), FusedGroupConv2d.of(conv)(x))
     line = str(error).splitlines()[0]
     expected = f"engine.kernels cuda: 3 x 3 / 1 convolutions are computed by Triton's kernels: {line}\n"
     assert capsys.readouterr().err == expected
