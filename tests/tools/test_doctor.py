@@ -102,8 +102,8 @@ def test_a_longer_step_is_measured_by_few_micro_batches_and_without_a_link_there
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_slow_images_are_waited_for_and_are_the_advice(examined, monkeypatch, workers):
-    frame = Training.frame
-    monkeypatch.setattr(Training, "frame", lambda *arguments: time.sleep(PAUSE) or frame(*arguments))
+    draw_key = Training.draw_key
+    monkeypatch.setattr(Training, "draw_key", lambda *arguments: time.sleep(PAUSE) or draw_key(*arguments))
     _, data, _, _ = examined(f"data.workers={workers}", "data.prefetch=1", *FEW)
     assert data["images"]["per_core"]["high"] < 1 / PAUSE
     # 4 images a step, one after the other; a worker reads them while the step computes.
