@@ -87,7 +87,7 @@ def _repeated(repeats: int, images: int) -> str:
         repeats: times that each image is shown.
         images: of the steps of an epoch, with repetitions.
     """
-    shown = -(-images // repeats)
+    shown = places_of(images, repeats)
     return (
         f"data.repeats={repeats}: an epoch shows {shown:,} images {repeats} times each, in as many "
         "steps as without repetitions"
