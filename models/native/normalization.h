@@ -330,6 +330,7 @@ inline void activate_and_pool(const Shape& shape,
     for_strips(shape, [&](const Strip& strip) {
         const ImageCoefficients by(all, strip.image, channels);
         float* sums = parts.data() + strip.number * channels;
+        const int64_t ahead = TOGETHER * channels;  // as in gradient_sums
         for (int64_t begin = strip.first; begin < strip.end; begin += TOGETHER) {
             const int64_t end = std::min(begin + TOGETHER, strip.end);
             for_lanes(channels, [&](auto width, int64_t channel) {
@@ -337,6 +338,8 @@ inline void activate_and_pool(const Shape& shape,
                 Floats<COUNT> added = {};
                 for (int64_t pixel = begin; pixel < end; pixel++) {
                     const int64_t place = (strip.image * shape.pixels + pixel) * channels + channel;
+                    read_soon(x + place, ahead);
+                    if (y) write_soon(y + place, ahead);
                     const auto value = activated<true, COUNT>(by, channel, load<COUNT>(x + place));
                     added += value;
                     if (y) store<COUNT>(y + place, value);

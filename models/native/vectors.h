@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -69,18 +69,31 @@ constexpr float LN2_REST = -2.12194440e-4f;
 constexpr float LEAST = -88.0f;
 constexpr float MOST = 87.0f;
 
+// x between LEAST and MOST; NaN of NaN. The functions take their second operand where one is not a
+// number, so they are one instruction where a comparison and a choice are two.
+template <int COUNT>
+inline Floats<COUNT> bounded(Floats<COUNT> x) {
+#if defined(__AVX__)
+    if constexpr (COUNT == 8)
+        return _mm256_min_ps(_mm256_set1_ps(MOST), _mm256_max_ps(_mm256_set1_ps(LEAST), x));
+#endif
+#if defined(__AVX512F__)
+    if constexpr (COUNT == 16)
+        return _mm512_min_ps(_mm512_set1_ps(MOST), _mm512_max_ps(_mm512_set1_ps(LEAST), x));
+#endif
+    x = x < LEAST ? filled<COUNT>(LEAST) : x;
+    return x > MOST ? filled<COUNT>(MOST) : x;
+}
+
 // 1 / (1 + e^-x), off by at most 3 units in the last place; beyond LEAST and MOST that of the
 // limit; NaN of NaN.
 template <int COUNT>
 inline Floats<COUNT> sigmoid(Floats<COUNT> x) {
 #if defined(__AVX512F__)
     if constexpr (COUNT == 16) {
-        // The second operand is taken where one is not a number.
-        const __m512 above = _mm512_max_ps(_mm512_set1_ps(LEAST), x);
-        const __m512 bounded = _mm512_min_ps(_mm512_set1_ps(MOST), above);
-        const __m512 power =
-            _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(-LOG2_E)), 0);
-        const __m512 rest = -bounded - power * LN2_MOST - power * LN2_REST;
+        x = bounded<COUNT>(x);
+        const __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)), 0);
+        const __m512 rest = -x - power * LN2_MOST - power * LN2_REST;
         const __m512 divisor = _mm512_scalef_ps(exponential_series(rest), power) + 1.0f;
         // A division takes several times as long as this and a step of Newton's method, which
         // squares its error, 2^-14.
@@ -89,8 +102,7 @@ inline Floats<COUNT> sigmoid(Floats<COUNT> x) {
     }
 #endif
     using Integers = typename Lanes<COUNT>::Integers;
-    x = x < LEAST ? filled<COUNT>(LEAST) : x;
-    x = x > MOST ? filled<COUNT>(MOST) : x;
+    x = bounded<COUNT>(x);
     // Above 2^23 a float has no fraction, so the addition rounds to a whole number.
     constexpr float WHOLE = 12582912.0f;
     const Floats<COUNT> shifted = x * -LOG2_E + WHOLE;
@@ -112,6 +124,17 @@ inline Floats<COUNT> sigmoid(Floats<COUNT> x) {
 template <int COUNT>
 inline Floats<COUNT> silu_slope(Floats<COUNT> x, Floats<COUNT> sigmoid) {
     return sigmoid * (x * (1.0f - sigmoid) + 1.0f);
+}
+
+// Asks for numbers that are read soon. An address behind the end of an array asks for nothing that
+// matters.
+inline void read_soon(const float* from, int64_t ahead) {
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + 4 * ahead);
+}
+
+// The same for numbers that are written soon.
+inline void write_soon(const float* to, int64_t ahead) {
+    __builtin_prefetch(reinterpret_cast<const char*>(to) + 4 * ahead, 1);
 }
 
 // A number of numbers, known as code is compiled.
