@@ -62,6 +62,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_all_of_them_train_on_two_replicas_and_are_scored_and_exported(tmp_path):
     """Each command imports the files itself; the launcher passes them on to its ranks."""
     words = [word for name in ADDITIONS for word in ("--import", f"tests/additions/{name}.py")]

@@ -46,12 +46,10 @@ def described(programs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        ("b0", "channels_last"),
-        *(pytest.param("b4", layout, marks=pytest.mark.slow) for layout in _LAYOUTS),
-    ],
+    [("b0", "channels_last"), *(("b4", layout) for layout in _LAYOUTS)],
 )
 def test_dry_passes_launch_all_that_a_step_and_an_evaluation_launch(tmp_path, model, layout):
     """At full size, on the meta device, where convolutions keep their layout as they do on a GPU."""

@@ -52,7 +52,7 @@ def printed(*command):
 
 
 @pytest.mark.skipif(bool(compiler.fault()), reason=f"no NVRTC: {compiler.fault()}")
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.slow), (9, 0)], ids=str)
 @pytest.mark.parametrize(
     "variant",
     [pytest.param(Variant(*each), marks=() if each in FAST else pytest.mark.slow) for each in VARIANTS],
@@ -358,7 +358,9 @@ def test_memory_that_begins_between_two_chunks_is_copied(simulated):
 
 
 @simulates
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [SETTINGS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SETTINGS[1:])]
+)
 def test_triton_and_cuda_differ_in_one_rounding(simulated, setting):
     """Results have the same dtypes, shapes and layouts."""
     conv = convolution(*setting, dtype=torch.float16)

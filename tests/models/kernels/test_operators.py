@@ -32,7 +32,7 @@ def check(name, *arguments):
 
 
 @every_layout
-@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("shift", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_normalisation_says_what_it_returns(layout, shift):
     norm = layer(8, shift=shift, dtype=torch.float16)
     x = drawn((2, 8, 3, 5), torch.float16, layout)
@@ -59,7 +59,7 @@ def test_squeeze_and_excitation_says_what_it_returns(layout):
 
 
 @every_layout
-@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("statistics", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_convolution_says_what_it_returns(layout, statistics):
     x = drawn((2, 32, 5, 6), torch.float16, layout)
     weight = drawn((32, 16, 3, 3), torch.float16, layout)

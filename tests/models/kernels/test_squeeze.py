@@ -71,7 +71,7 @@ def exact(pair, x, dy):
     return results(copy.deepcopy(pair).double().cpu(), x, dy)
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
