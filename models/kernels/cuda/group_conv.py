@@ -44,7 +44,7 @@ _PLACE = 4  # bytes of a pixel's place
 
 
 class Segments(NamedTuple):
-    """What is compiled into a program for one kernel and stride: pixels of segments, and stages.
+    """Lengths that are compiled into a program for one kernel and stride: pixels of segments, and stages.
 
     output: pixels of y.
     gradient: pixels of dy, for the input's gradient.
@@ -69,7 +69,7 @@ _SEGMENTS_OF = {
 
 
 class Variant(NamedTuple):
-    """What a program is compiled for."""
+    """Layers that one program computes: kernel, stride, groups of a block, dtype."""
 
     kernel: int
     stride: int
@@ -83,7 +83,7 @@ class Variant(NamedTuple):
 
     @property
     def macros(self) -> Dict[str, int]:
-        """What group_conv.cu wants on the compiler's command line."""
+        """Definitions that group_conv.cu wants on the compiler's command line."""
         segments = self.segments
         return {
             "KERNEL": self.kernel,
