@@ -198,8 +198,9 @@ def _jpeg_frame(encoded: bytes, frame: int, scan: int, orientation: int) -> Head
     bits, height, width, components = struct.unpack_from(">BHHB", encoded, frame + 4)
     plain = marker in _JPEG_PLAIN_FRAMES and bits == 8 and components in (1, 3)
     if plain:
-        # libjpeg-turbo: RGB, and all coefficients, which files of several scans need at once.
-        memory = width * height * (3 + 2 * components)
+        # libjpeg-turbo: RGB, of damaged files twice, and all coefficients, which files of several
+        # scans need at once.
+        memory = width * height * (3 + 3 + 2 * components)
     else:
         memory = _pillow_memory(width, height, components)
     scans = 1

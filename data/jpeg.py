@@ -16,6 +16,10 @@ _FACTORS = (8, 4, 2)
 _CPU = -99999  # nvimgcodec's number for no device
 
 
+class FatalDamage(Exception):
+    """A JPEG is damaged so that libjpeg cannot make all of its pixels. The text is its complaint."""
+
+
 def largest_factor(side: int, enough: Optional[int]) -> int:
     """Return by how much a side can be divided so that enough pixels remain: 8, 4, 2 or 1.
 
@@ -37,6 +41,9 @@ def whole(encoded: bytes) -> Tuple[Optional[torch.Tensor], str]:
     Returns:
         Its stored pixels, uint8 [3, height, width], or None if the decoder refuses it; and what
         libjpeg complains of, or "". With a complaint, pixels are made up where they are missing.
+
+    Raises:
+        FatalDamage: libjpeg gave up before it had made all pixels.
     """
     pixels, complaint = _decode(encoded)
     if pixels is None:
@@ -61,16 +68,20 @@ def scaled(
         complain: called with what libjpeg complains of, if it can go on.
 
     Returns:
-        uint8 [3, height, width] of the box, or None if the decoder refuses the file.
+        uint8 [3, height, width] of the box, or None if the decoder refuses the file or cannot make
+        all of it.
     """
     # libjpeg rounds up the sides of what it scales; asking for less would give the next factor.
     height, width = stored_size
-    pixels, complaint = _decode(
-        encoded,
-        min_height=-(-height // factor),
-        min_width=-(-width // factor),
-        min_factor=factor,
-    )
+    try:
+        pixels, complaint = _decode(
+            encoded,
+            min_height=-(-height // factor),
+            min_width=-(-width // factor),
+            min_factor=factor,
+        )
+    except FatalDamage:
+        return None
     if pixels is None:
         return None
     if complaint:
@@ -82,16 +93,26 @@ def scaled(
 
 
 def _decode(encoded: bytes, **size: int) -> Tuple[Optional[np.ndarray], str]:
-    """Return pixels [height, width, 3] or None, and the complaint of a decoder that goes on."""
+    """Return pixels [height, width, 3] or None, and the complaint of a decoder that goes on.
+
+    Raises FatalDamage where it did not go on to the last pixel.
+    """
     # Strict first: libjpeg's warnings are dropped otherwise, and a damaged file would pass unnoticed.
     try:
         return simplejpeg.decode_jpeg(encoded, strict=True, **size), ""
     except ValueError as error:
         complaint = str(error)
     try:
-        return simplejpeg.decode_jpeg(encoded, strict=False, **size), complaint
+        pixels = simplejpeg.decode_jpeg(encoded, strict=False, **size)
+        # After a warning simplejpeg takes a fatal error for another warning, and returns memory that
+        # nobody has written to. Over the opposite of its bytes such memory is told from pixels.
+        again = ~pixels
+        simplejpeg.decode_jpeg(encoded, strict=False, buffer=again, **size)
     except ValueError:
         return None, complaint
+    if not np.array_equal(pixels, again):
+        raise FatalDamage(complaint)
+    return pixels, complaint
 
 
 def region(encoded: bytes, box: Box) -> Optional[torch.Tensor]:

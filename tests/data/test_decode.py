@@ -243,6 +243,32 @@ def test_a_damaged_file_without_its_end_is_unreadable_whatever_is_complained_of_
         decode(bytes(data[:-400]), "cut", told.append)
 
 
+@pytest.fixture(params=["by the region decoder", "without one"])
+def regions(request, monkeypatch):
+    """With nvimgcodec, where it is installed, and as it is where it is not."""
+    if request.param == "without one":
+        monkeypatch.setattr(jpeg, "_nvimgcodec", lambda *_: None)
+    elif jpeg._nvimgcodec(0, 0) is None:
+        pytest.skip("nvimgcodec is not installed")
+
+
+def given_up():
+    """A progressive JPEG at which libjpeg warns first and gives up then: an unknown marker within its first scan."""
+    data = bytearray(encoded(photograph(), quality=90, progressive=True))
+    place = data.index(b"\xff\0", data.index(b"\xff\xda"))
+    data[place + 1 : place + 4] = b"\x18\0\2"
+    return bytes(data)
+
+
+@pytest.mark.parametrize(("box", "enough"), [(None, None), (Box(10, 20, 60, 80), None), (Box(0, 0, 120, 160), 30)])
+def test_a_file_at_which_the_decoder_gives_up_is_unreadable_whatever_part_is_asked_for(box, enough, regions):
+    """simplejpeg returns it after the warning as if it were whole: memory to which nobody has written."""
+    image = EncodedImage(given_up(), "folder/a.jpg")
+    with pytest.raises(UnreadableImage, match=r"^folder/a\.jpg: Unsupported marker type 0x18$"):
+        image.pixels(box, enough)
+    assert image.damage == ""
+
+
 def _memory(answers):
     """(measured, foreseen) bytes at the peak of decoding images of several kinds."""
     # Memory that is freed goes back at once, or else it would be there before the next image.
@@ -275,15 +301,6 @@ def test_decoding_takes_no_more_memory_than_was_foreseen():
     found = answers.get(timeout=200)
     process.join()
     assert all(0.7 * foreseen - 4e6 < taken < foreseen + 4e6 for taken, foreseen in found), found
-
-
-@pytest.fixture(params=["by the region decoder", "without one"])
-def regions(request, monkeypatch):
-    """With nvimgcodec, where it is installed, and as it is where it is not."""
-    if request.param == "without one":
-        monkeypatch.setattr(jpeg, "_nvimgcodec", lambda *_: None)
-    elif jpeg._nvimgcodec(0, 0) is None:
-        pytest.skip("nvimgcodec is not installed")
 
 
 @pytest.mark.parametrize(("kind", "options"), [("JPEG", {}), ("JPEG", {"progressive": True}), ("PNG", {})], ids=str)

@@ -11,8 +11,8 @@ from PIL import Image
 
 from data import shard_index
 from data.shards import ShardsSource
-from tests.data.tar_shards import jpeg, pairs, run, tar_bytes, write_shards
-from tests.data.test_decode import png
+from tests.data.tar_shards import jpeg, pairs, run, tar_bytes, write_shards, write_tar
+from tests.data.test_decode import given_up, png
 from tests.world import fork_server
 from tools import packing, shards
 
@@ -255,6 +255,19 @@ def test_verify_finds_damage(tmp_path, capsys):
     )
     for error, start in zip(errors, expected, strict=True):
         assert error.startswith(f"{folder}{start}")
+
+
+def test_verify_names_an_image_at_which_the_decoder_gives_up(tmp_path, capsys):
+    """Its bytes are those of the index, and pack refuses it."""
+    (tmp_path / "images/cat").mkdir(parents=True)
+    (tmp_path / "images/cat/a.jpg").write_bytes(given_up())
+    write_tar(tmp_path / "x.tar", [IMAGE, LABEL, ("b.jpg", given_up()), ("b.cls", b"0")])
+    assert run(capsys, "index", tmp_path)[0] == 0
+    assert run(capsys, "verify", tmp_path)[0] == 0
+    code, data, _ = run(capsys, "verify", tmp_path, "--decode")
+    assert (code, data["named"]) == (2, [f"{tmp_path}/x.tar/b.jpg: Unsupported marker type 0x18"])
+    code, _, (error,) = pack(capsys, tmp_path / "images", tmp_path / "out")
+    assert (code, error) == (2, f"{tmp_path}/images/cat/a.jpg: Unsupported marker type 0x18")
 
 
 URL = "http://host/shards"
