@@ -43,6 +43,7 @@ _JPEG_MARKER = re.compile(rb"\xff+[^\x00\x01\xd0-\xd7\xff]")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_HEADER_END = 33  # bytes of the signature and the first chunk
 _PNG_ONE_CHANNEL = (0, 3)  # kinds of colours: grey, palette
+_CUT = "truncated or damaged"
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
@@ -124,7 +125,7 @@ def read_header(encoded: bytes, name: str) -> Header:
     else:
         raise UnreadableImage(f"{name}: neither JPEG nor PNG{described(encoded, name)}")
     if header is None:
-        raise UnreadableImage(f"{name}: truncated or damaged")
+        raise UnreadableImage(f"{name}: {_CUT}")
     _check_limits(header, name)
     return header
 
@@ -177,6 +178,20 @@ def _jpeg_header(encoded: bytes) -> Optional[Header]:
             frame = position
         position = _next_marker(encoded, position + 2 + length)
     return None
+
+
+def jpeg_ends(encoded: bytes, header: Header) -> bool:
+    """Return whether a JPEG's mark of the end is in the file, behind its header.
+
+    Decoders of parts, which do not see the end, and that of the whole ask the same, so that whether
+    a damaged file is read does not depend on the part. Markers are not followed up to the end: a
+    damaged one could lead past it.
+
+    Args:
+        encoded: the file's content.
+        header: of the file.
+    """
+    return encoded.rfind(bytes((0xFF, _JPEG_END))) >= header.end
 
 
 def _next_marker(encoded: bytes, position: int) -> Optional[int]:
@@ -301,14 +316,19 @@ def _decode_jpeg(
 
     It gives the bits of torchvision's decoder, which prints complaints without a name.
     """
-    pixels, complaint = jpeg.whole(encoded)
+    try:
+        pixels, complaint = jpeg.whole(encoded)
+    except jpeg.FatalDamage as error:
+        # Of a file that has been cut libjpeg complains of the data that it makes up.
+        fault = str(error) if jpeg_ends(encoded, header) else _CUT
+        raise UnreadableImage(f"{name}: {fault}") from None
     if pixels is None:  # simplejpeg refuses unusual sampling of colours, too
         return _decode_torchvision(encoded)
     if complaint:
         # libjpeg makes up what is missing of a file that has been cut; its first complaint may be
         # another.
-        if _JPEG_END not in _jpeg_markers(encoded, header.end):
-            raise UnreadableImage(f"{name}: truncated or damaged")
+        if not jpeg_ends(encoded, header):
+            raise UnreadableImage(f"{name}: {_CUT}")
         complain(complaint)
     return pixels
 

@@ -13,7 +13,6 @@ from data.base import Box, Image, Names, Pixels, Source, UnreadableImage
 
 # Of the image: larger boxes take longer by themselves than within the whole.
 _LARGEST_PART = 0.6
-_JPEG_END = b"\xff\xd9"
 
 
 class EncodedImage(Image):
@@ -43,7 +42,7 @@ class EncodedImage(Image):
         self.orientation = header.orientation
         # Decoders of parts do not look at what follows the box; whole decoding says what is wrong
         # with the file.
-        self.plain = header.plain and encoded.rfind(_JPEG_END) >= header.end
+        self.plain = header.plain and decode.jpeg_ends(encoded, header)
         self._stored_size = (header.height, header.width)
         self.height = header.height
         self.width = header.width

@@ -269,6 +269,18 @@ def test_a_file_at_which_the_decoder_gives_up_is_unreadable_whatever_part_is_ask
     assert image.damage == ""
 
 
+@pytest.mark.parametrize("options", [{}, {"restart_marker_blocks": 3}], ids=str)
+def test_a_damaged_file_with_its_end_is_read_whatever_part_is_asked_for(options, regions):
+    """A false marker among the pixels whose length leads beyond the end of the file."""
+    data = bytearray(encoded(photograph(), quality=90, **options))
+    place = len(data) * 2 // 3
+    data[place : place + 4] = b"\xff\x6b\xff\xff"
+    for box, enough in ((None, None), (Box(10, 20, 60, 80), None), (Box(0, 0, 120, 160), 30)):
+        EncodedImage(bytes(data), "a.jpg").pixels(box, enough)
+        with pytest.raises(UnreadableImage, match=r"^a\.jpg: truncated or damaged$"):
+            EncodedImage(bytes(data[:-2]), "a.jpg").pixels(box, enough)
+
+
 def _memory(answers):
     """(measured, foreseen) bytes at the peak of decoding images of several kinds."""
     # Memory that is freed goes back at once, or else it would be there before the next image.
