@@ -31,6 +31,8 @@ class Folder(abc.ABC):
     """
 
     place: str  # path or URL
+    at_once = 1  # whole files that are worth reading at once; only a server makes readers wait
+    most_streams: Optional[int] = None  # files to read from end to end at once; None: any number
 
     def path(self, name: str) -> str:
         """Return the path or URL of the file `name`, as errors name it."""

@@ -27,6 +27,7 @@ _PAUSE = 0.5  # seconds before the second try, about; twice that before the thir
 _PATIENCE = 8.0  # seconds that a server gets to answer,
 _LITTLE_PATIENCE = 0.5  # where it has not for the same file before, and
 _RATE = 1e6  # bytes a second that it must give at least
+_PIECE = 2**18  # bytes of a whole file that are requested at once
 _PATIENCE_WITH_CACHES = 120.0  # seconds: before they answer at all, they may fetch a whole shard
 _FINAL = (FileNotFoundError, PermissionError)  # answers that another try would not change
 _FORBIDDEN = (401, 403)  # HTTP status
@@ -39,6 +40,10 @@ class RemoteFolder(Folder):
     once each time until it answers again, and for less time, so that a shard that is gone costs a
     run seconds, not hours.
     """
+
+    at_once = 32
+    # Each requests 8 MiB at a time: more could not have them all within their patience at _RATE.
+    most_streams = 2
 
     def __init__(self, place: str):
         """
@@ -68,17 +73,25 @@ class RemoteFolder(Folder):
 
     def read(self, name: str, most: int) -> bytes:
         """Read a whole file of at most `most` bytes: see `Folder.read`."""
-        # One byte more than it may have shows a longer file without reading it.
-        (answer,) = self._answers([Range(name, 0, most + 1)], exact=False)
+        # In pieces: nobody knows its length before, and a server that hangs would be waited for as
+        # long as the longest file takes.
         path = self.path(name)
-        if isinstance(answer, FileNotFoundError):
-            raise MissingFile(f"{path}: {_reason(answer)}")
-        if isinstance(answer, Exception):
-            raise DataError(f"{path}: {_reason(answer)}")
-        if len(answer) > most:
-            fault = f"more than {most:,} bytes came; there is another file in its place"
-            raise DataError(f"{path}: {fault}")
-        return answer
+        content = bytearray()
+        while len(content) <= most:
+            # From the last byte on, as servers refuse ranges that begin at the end of a file. One
+            # byte more than it may have shows a longer file without reading it.
+            start = max(0, len(content) - 1)
+            piece = Range(name, start, min(_PIECE, most + 1 - start))
+            (answer,) = self._answers([piece], exact=False)
+            if isinstance(answer, FileNotFoundError):
+                raise MissingFile(f"{path}: {_reason(answer)}")
+            if isinstance(answer, Exception):
+                raise DataError(f"{path}: {_reason(answer)}")
+            content[start:] = answer
+            if len(answer) < piece.length:
+                return bytes(content)
+        fault = f"more than {most:,} bytes came; there is another file in its place"
+        raise DataError(f"{path}: {fault}")
 
     def ranges(self, wanted: Sequence[Range]) -> List[Union[bytes, str]]:
         """Read the `wanted` ranges: see `Folder.ranges`."""
@@ -92,7 +105,7 @@ class RemoteFolder(Folder):
 
         Args:
             wanted: the ranges.
-            exact: whether fewer bytes than requested are a fault.
+            exact: whether fewer bytes than requested are a fault; if not, a piece of a whole file.
 
         Returns:
             The bytes of each range; for one that failed, the last exception.
@@ -177,10 +190,10 @@ class RemoteFolder(Folder):
         if not self._concurrent:
             return _PATIENCE_WITH_CACHES
         patience = _LITTLE_PATIENCE if name in self._failing else _PATIENCE
-        # Of a whole file, such as a manifest, nobody knows the length before.
-        if exact:
-            patience += sum(requested.length for requested in wanted) / _RATE
-        return patience
+        # Ranges of files that are requested together come beside each other; so do the pieces of
+        # whole files, each by a thread of its own.
+        beside = 1 if exact else self.at_once
+        return patience + beside * sum(requested.length for requested in wanted) / _RATE
 
     def _fetch(self, wanted: Sequence[Range], exact: bool) -> list:
         """Return the bytes of each range, or the exception in its place."""
@@ -191,9 +204,7 @@ class RemoteFolder(Folder):
             [requested.start + requested.length for requested in wanted],
             on_error="return",
         )
-        if not exact:
-            return answers
-        return [_checked(answer, requested) for answer, requested in zip(answers, wanted)]
+        return [_checked(answer, requested, exact) for answer, requested in zip(answers, wanted)]
 
     @property
     def _concurrent(self) -> bool:
@@ -220,9 +231,14 @@ class RemoteFolder(Folder):
         self._process = os.getpid()
 
 
-def _checked(answer: Any, requested: Range) -> Any:
-    """Return an answer, or a ValueError in its place if it has not the requested length."""
+def _checked(answer: Any, requested: Range, exact: bool) -> Any:
+    """Return an answer, or a ValueError in its place if it has not the requested length.
+
+    It may be shorter unless that is `exact`.
+    """
     if isinstance(answer, Exception) or len(answer) == requested.length:
+        return answer
+    if len(answer) < requested.length and not exact:
         return answer
     if len(answer) > requested.length:
         # How many more there were is not known: the rest was not read.

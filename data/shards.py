@@ -26,8 +26,6 @@ from data.shard_index import Index, Manifest, encode_manifest, read_index, read_
 from recipe.images import Shards, split_folder, split_place
 from recipe.randomness import bits32, key
 
-_AT_ONCE = 32  # indexes that are requested from a server
-
 
 class ShardsSource(EncodedSource):
     """Tar shards in the WebDataset convention, with what `tools.shards` makes: indexes, manifest.
@@ -150,9 +148,7 @@ class ShardsSource(EncodedSource):
 def _read_indexes(folder: Folder, manifest: Manifest) -> List[Index]:
     """Read the indexes of all shards, several at a time from a server. Raises DataError."""
     read = functools.partial(read_index, folder, classes=len(manifest.classes))
-    # Only a server makes its reader wait for each answer.
-    at_once = 1 if isinstance(folder, LocalFolder) else _AT_ONCE
-    with ThreadPoolExecutor(at_once) as threads:
+    with ThreadPoolExecutor(folder.at_once) as threads:
         return list(threads.map(read, manifest.shards))
 
 

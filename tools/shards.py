@@ -301,7 +301,11 @@ def _scanned(folder: LocalFolder, names: Sequence[str]) -> list[Scan]:
     """Read shards, and print how far that is."""
     sizes = {name: folder.size(name) for name in names}
     with _reading("indexing", sum(sizes.values())) as advance:
-        return _by_threads(lambda name: scan(folder, name, sizes[name], advance=advance), names)
+        return _by_threads(
+            lambda name: scan(folder, name, sizes[name], advance=advance),
+            names,
+            folder.most_streams,
+        )
 
 
 def _write_indexes(folder: LocalFolder, indexes: Mapping[str, Index], manifest: Manifest) -> None:
@@ -360,7 +364,7 @@ def _verify(options: argparse.Namespace) -> _Report:
     data = _summary(folder.place, manifest)
     with _reading("verifying", data["bytes"]) as advance:
         examiner = _Examiner(folder, len(manifest.classes), options.decode, advance)
-        by_shard = _by_threads(examiner.faults, manifest.shards)
+        by_shard = _by_threads(examiner.faults, manifest.shards, folder.most_streams)
     faults = list(itertools.chain.from_iterable(by_shard))
     # A damaged disk has thousands: the first ones are named, all are counted.
     named = faults[:_NAMED]
@@ -503,13 +507,23 @@ def _reading(activity: str, total: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-def _by_threads(work: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
-    """Return the result of each task, in their order.
+def _by_threads(
+    work: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    most: int | None,
+) -> list[Result]:
+    """Return the result of each task, in their order, by a thread for each core.
 
-    Checksums and decoders let other threads run.
+    Args:
+        work: makes a result. Checksums and decoders let other threads run.
+        tasks: for it.
+        most: threads; None for any number.
     """
     results = []
-    with ThreadPoolExecutor(cores.available()) as pool:
+    threads = cores.available()
+    if most is not None:
+        threads = min(threads, most)
+    with ThreadPoolExecutor(threads) as pool:
         # In order, so that the fault which is named first is always the same.
         for result in pool.map(work, tasks):
             results.append(result)

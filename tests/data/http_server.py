@@ -6,6 +6,7 @@ import functools
 import http.server
 import re
 import threading
+import time
 import zlib
 
 
@@ -13,7 +14,8 @@ class Server(http.server.ThreadingHTTPServer):
     """url: of the folder. asked: paths of all requests, in order. login ("user:password"), query: needed, if not None.
 
     faults: path -> what is done with its next requests, one each: a status, "hang", "whole" (ignores the range),
-    "endless" (never stops to send) or "swelling" (unpacks to 512 MiB). always: path -> what is done with all of them.
+    "endless" (never stops to send), "swelling" (unpacks to 512 MiB) or "slow" (100 kB a second). always: path -> what
+    is done with all of them.
     """
 
     daemon_threads = True
@@ -70,7 +72,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if found is None or fault == "whole":
             return self._answer(200, content)
         start, last = map(int, found.groups())
-        self._answer(206, content[start : last + 1], ("Content-Range", f"bytes {start}-{last}/{len(content)}"))
+        if start >= len(content):
+            return self._answer(416, b"no")
+        asked, place = content[start : last + 1], ("Content-Range", f"bytes {start}-{last}/{len(content)}")
+        if fault != "slow":
+            return self._answer(206, asked, place)
+        self._begin(206, len(asked), place)
+        for first in range(0, len(asked), 2000):
+            time.sleep(0.02)
+            self.wfile.write(asked[first : first + 2000])
 
     def _answer(self, status, content, *headers):
         self._begin(status, len(content), *headers)

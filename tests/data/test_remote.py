@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="fsspec needs it for http")
 
 from common.errors import DataError
-from data import remote, shard_index
+from data import remote
 from data.base import UnreadableImage
 from data.loader import EvaluationBatches
 from data.local import MissingFile
@@ -20,6 +20,7 @@ from data.shards import ShardsSource, open_folder
 from recipe.config import Data
 from tests.data.http_server import serving
 from tests.data.tar_shards import write_shards
+from tools import shards
 
 COUNTS = (5, 1, 9, 4, 7)
 
@@ -78,12 +79,47 @@ def test_every_kind_of_url_gives_the_images(kind, written, server):
 @pytest.mark.parametrize(("kind", "tries"), [("", 3), ("simplecache::", 1)])
 def test_a_manifest_that_never_comes_is_an_error(server, monkeypatch, kind, tries):
     """A cache is not asked again: it goes on fetching, and a second fetch would write to the same file."""
-    monkeypatch.setattr(remote, "_PATIENCE", 0.2)
-    monkeypatch.setattr(remote, "_PATIENCE_WITH_CACHES", 0.2)
+    for name, value in (("_PATIENCE", 0.2), ("_PATIENCE_WITH_CACHES", 0.2), ("_RATE", 1e9)):
+        monkeypatch.setattr(remote, name, value)
     server.always["train/shards.json"] = "hang"
     with pytest.raises(DataError, match=r"/train/shards\.json: no answer within"):
         ShardsSource(f"{kind}{server.url}/train", 10)
     assert server.asked == ["train/shards.json"] * tries
+
+
+def test_a_whole_file_of_any_length_comes_in_pieces_and_no_longer_one(tmp_path, monkeypatch):
+    """The server refuses ranges that begin at the end of a file, as servers do."""
+    monkeypatch.setattr(remote, "_PIECE", 100)
+    with serving(tmp_path) as server:
+        for length in (1, 99, 100, 101, 198, 199, 200, 1000):
+            (tmp_path / "file").write_bytes(bytes(number % 251 for number in range(length)))
+            folder = RemoteFolder(server.url)
+            assert folder.read("file", length) == folder.read("file", 2**20) == (tmp_path / "file").read_bytes()
+            if length > 1:
+                with pytest.raises(DataError, match=f"file: more than {length - 1} bytes came; there is another file"):
+                    folder.read("file", length - 1)
+
+
+def test_a_slow_server_is_waited_for_by_the_bytes_asked_for_also_of_whole_files(written, server, monkeypatch):
+    """The manifest takes longer than the patience with a server that sends nothing."""
+    for name, value in (("_PATIENCE", 0.02), ("_TRIES", 1), ("_RATE", 50_000)):
+        monkeypatch.setattr(remote, name, value)
+    manifest = written[0] / "train/shards.json"
+    assert manifest.stat().st_size > 100
+    server.always["train/shards.json"] = "slow"
+    assert RemoteFolder(f"{server.url}/train").read("shards.json", 2**25) == manifest.read_bytes()
+
+
+def test_few_shards_are_read_from_end_to_end_at_once(server, monkeypatch, capsys):
+    """Their patience is for a share of the least rate."""
+    threads, scan = set(), shards.scan
+    monkeypatch.setattr(shards.cores, "available", lambda: 16)
+    monkeypatch.setattr(
+        shards, "scan", lambda *args, **kwargs: threads.add(threading.get_ident()) or scan(*args, **kwargs)
+    )
+    assert shards.main(["verify", f"{server.url}/train"]) == 0
+    assert len(threads) <= RemoteFolder.most_streams == 2
+    assert capsys.readouterr().out.endswith("0 faults\n")
 
 
 def test_shards_are_asked_at_once(source, images, monkeypatch):
@@ -142,8 +178,6 @@ def test_a_server_that_hangs_is_given_up_sooner_next_time_and_holds_up_no_other_
 def test_answers_are_not_read_further_than_they_were_requested(server, source, images, fault, monkeypatch):
     """The whole file, one that never ends, 512 MiB when unpacked: none is taken in, nor waited for."""
     monkeypatch.setattr(remote, "_PATIENCE", 60.0)
-    monkeypatch.setattr(shard_index, "_MOST_OF_MANIFEST", 2**20)
-    monkeypatch.setattr(shard_index, "MOST_OF_INDEX", 2**20)
     server.always["train/part-0.tar"] = fault
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kB; the server packs within this process
     with pytest.raises(UnreadableImage, match=r"more than [\d,]+ bytes came; the server does not know byte ranges$"):
@@ -152,7 +186,7 @@ def test_answers_are_not_read_further_than_they_were_requested(server, source, i
     assert source.encoded(7) == images[7], "tried once more"
     for name in ("shards.json", "part-0.tar.index") if fault != "whole" else ():
         server.always[f"train/{name}"] = fault
-        with pytest.raises(DataError, match=rf"{name}: more than 1,048,576 bytes came; there is another file"):
+        with pytest.raises(DataError, match=rf"{name}: more than 262,144 bytes came; the server does not know byte"):
             ShardsSource(f"{server.url}/train", 10)
         del server.always[f"train/{name}"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256_000
