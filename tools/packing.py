@@ -33,6 +33,7 @@ from parallel.parent_death import die_with_parent
 from recipe.randomness import bits32, key
 from tools.indexing import scan
 
+_MOST_OF_SIDE = 65_500  # pixels that libjpeg writes
 _KEY = 60  # characters of a name that a key keeps: a tar's plain header holds 100 in all
 
 
@@ -364,9 +365,9 @@ def _members(
         options: of the shards.
         damaged: gets a message if the image is.
     """
-    name = os.path.basename(source.name(image))
-    encoded, extension = _encoded(source.open(image), options, damaged)
-    stem = os.path.splitext(name)[0]
+    name = source.name(image)
+    encoded, extension = _encoded(source.open(image), name, options, damaged=damaged)
+    stem = os.path.splitext(os.path.basename(name))[0]
     plain = re.sub("[^A-Za-z0-9_-]", "_", stem)
     # The number makes keys unique; the name tells people which file it was.
     sample = f"{image:08d}-{plain[:_KEY]}"
@@ -382,11 +383,17 @@ def _add_members(archive: tarfile.TarFile, members: Mapping[str, bytes]) -> None
         archive.addfile(info, io.BytesIO(content))
 
 
-def _encoded(stored: base.Image, options: Options, damaged: list[str]) -> tuple[bytes, str]:
+def _encoded(
+    stored: base.Image,
+    name: str,
+    options: Options,
+    damaged: list[str],
+) -> tuple[bytes, str]:
     """Return an image as it is packed, and its extension. Raises UnreadableImage.
 
     Args:
         stored: the image in its source.
+        name: what errors call it.
         options: of the shards.
         damaged: gets a message if the image is.
     """
@@ -396,6 +403,7 @@ def _encoded(stored: base.Image, options: Options, damaged: list[str]) -> tuple[
         damaged.append(stored.damage)
     smaller = _smaller(pixels, options.short_side)
     if smaller is not None:
+        _check_sides(smaller, name)
         return _file(smaller, "JPEG", quality=options.quality), "jpg"
     # Files keep their bytes, so that training decodes the same pixels from shards.
     if isinstance(stored, EncodedImage):
@@ -415,6 +423,16 @@ def _smaller(pixels: torch.Tensor, most: int | None) -> Image.Image | None:
     ratio = most / short_side
     size = (round(width * ratio), round(height * ratio))
     return _picture(pixels).resize(size, Image.Resampling.BICUBIC)
+
+
+def _check_sides(image: Image.Image, name: str) -> None:
+    """Raise UnreadableImage for an image that no JPEG can hold."""
+    longer = max(image.size)
+    if longer > _MOST_OF_SIDE:
+        raise UnreadableImage(
+            f"{name}: {longer:,} pixels long when made smaller, but a JPEG has at most "
+            f"{_MOST_OF_SIDE:,}; give a smaller --short-side, or leave it out by --skip-bad"
+        )
 
 
 def _picture(pixels: torch.Tensor) -> Image.Image:

@@ -161,6 +161,18 @@ def test_bad_images_end_the_command_or_are_left_out_named_and_counted(classes, t
     assert pack(capsys, classes, tmp_path / "new")[0] == 2
 
 
+def test_an_image_that_is_too_long_for_a_jpeg_is_named_and_left_out(classes, tmp_path, capsys):
+    """Pillow says no more than that an encoder failed."""
+    long = classes / "cat/long.png"
+    Image.new("L", (70_000, 20)).save(long)
+    code, _, (error,) = pack(capsys, classes, tmp_path / "out", "--short-side", 19)
+    assert code == 2
+    assert error.startswith(f"{long}: 66,500 pixels long when made smaller, but a JPEG has at most 65,500; give a sm")
+    code, data, _ = pack(capsys, classes, tmp_path / "new", "--short-side", 19, "--skip-bad")
+    assert (code, data["skipped"], data["images"]) == (0, 1, 21)
+    assert data["named"][0].startswith(f"{long}: 66,500 pixels long")
+
+
 LABEL = ("a.cls", b"1")
 IMAGE = ("a.jpg", jpeg(0))
 
