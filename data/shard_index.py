@@ -18,7 +18,7 @@ from data.local import Folder, MissingFile
 from recipe.images import MANIFEST
 
 FORMAT = 1
-MOST_OF_INDEX = 2**28  # bytes: some five million images in a shard
+_MOST_OF_INDEX = 2**28  # bytes: some five million images in a shard
 _MOST_OF_MANIFEST = 2**25  # bytes: some 200,000 shards
 
 _REMEDY = "python -m tools.shards index FOLDER"
@@ -149,6 +149,21 @@ def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
             raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
 
 
+def stored_index(folder: Folder, shard: str) -> Index:
+    """Read a shard's index by itself.
+
+    Args:
+        folder: of the shards.
+        shard: its name.
+
+    Raises:
+        MissingFile: there is none.
+        DataError: it is damaged or of another format.
+    """
+    file = index_name(shard)
+    return decode_index(folder.read(file, _MOST_OF_INDEX), folder.path(file))
+
+
 def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
     """Read a shard's index, and check that it fits the manifest and, where that is quick, the tar.
 
@@ -162,10 +177,9 @@ def read_index(folder: Folder, shard: Shard, classes: int) -> Index:
     """
     place = folder.path(index_name(shard.name))
     try:
-        encoded = folder.read(index_name(shard.name), MOST_OF_INDEX)
+        index = stored_index(folder, shard.name)
     except MissingFile as error:
         raise DataError(f"{error}; make it: {_REMEDY}") from None
-    index = decode_index(encoded, place)
     # The index is of this tar as it is now, as the manifest lists it, and of classes that it names.
     size = folder.size(shard.name)
     if size not in (None, index.bytes):

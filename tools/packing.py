@@ -236,20 +236,21 @@ def _digest(source: Source, options: Options) -> str:
 
 
 def _finished(task: _Task, shards: Mapping[str, list[int]]) -> dict[str, Index]:
-    """Return the indexes of the shards that are complete. Raises DataError: there are others."""
+    """Return the indexes of the shards that are complete.
+
+    Raises DataError where there are others, or an index is damaged.
+    """
     local = LocalFolder(str(task.folder))
     indexes = {}
     for name in sorted(os.listdir(task.folder)):
         # Hidden files, such as macOS's ._000000.tar, are no shards.
         if name.startswith(".") or not name.endswith(".tar"):
             continue
-        index = _index_of(name, local)
-        if index is None:
-            # A process may have been killed after it wrote a shard and before its index.
-            if name in shards:
-                continue
+        try:
+            index = shard_index.stored_index(local, name)
+        except MissingFile:
             fault = f"{local.path(name)}: not packed by this command"
-            raise DataError(f"{fault}; name an empty folder")
+            raise DataError(f"{fault}; name an empty folder") from None
         if name not in shards or index.plan != task.plan:
             raise DataError(
                 f"{local.path(name)}: packed from other images or with other options; "
@@ -260,16 +261,6 @@ def _finished(task: _Task, shards: Mapping[str, list[int]]) -> dict[str, Index]:
         if (task.options.skip_bad or has_all_images) and local.size(name) == index.bytes:
             indexes[name] = index
     return indexes
-
-
-def _index_of(name: str, folder: LocalFolder) -> Index | None:
-    """Return the index of a shard; None where it has none. Raises DataError if it is damaged."""
-    file = shard_index.index_name(name)
-    try:
-        content = folder.read(file, shard_index.MOST_OF_INDEX)
-        return shard_index.decode_index(content, folder.path(file))
-    except MissingFile:
-        return None
 
 
 _task: _Task | None = None  # in a worker
@@ -339,9 +330,11 @@ def _pack_shard(task: _Task, name: str, images: list[int]) -> _PackedShard:
         os.truncate(temporary, end)
         scanned = scan(LocalFolder(str(task.folder)), temporary.name, end)
         index = scanned.index._replace(plan=task.plan)
-    # The index comes once the shard has its name: a shard with an index is complete.
-    file = task.folder / shard_index.index_name(name)
-    write(file, shard_index.encode_index(index), durable=True)
+        # The index comes before the shard has its name: a shard without one is somebody else's. An
+        # incomplete one of ours goes first, which the new index would call complete.
+        path.unlink(missing_ok=True)
+        file = task.folder / shard_index.index_name(name)
+        write(file, shard_index.encode_index(index), durable=True)
     return _PackedShard(index, left_out, damaged)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.files import write
 from data import shard_index
 from data.shards import ShardsSource
 from tests.data.tar_shards import jpeg, pairs, run, tar_bytes, write_shards, write_tar
@@ -84,18 +85,23 @@ def test_an_interrupted_call_is_continued(classes, tmp_path, capsys, monkeypatch
     pack(capsys, classes, tmp_path / "whole")
     whole, out, made, original = contents(tmp_path / "whole"), tmp_path / "out", [], packing._pack_shard
 
-    def failing(task, name, images):
+    def counting(task, name, images):
         made.append(name)
-        if len(made) == 3:
-            (out / "000002.tar").write_bytes(b"between the shard and its index")
-            raise KeyboardInterrupt
         return original(task, name, images)
 
-    monkeypatch.setattr(packing, "_pack_shard", failing)
+    def failing(path, content, durable):
+        write(path, content, durable)
+        if len(made) == 3:
+            monkeypatch.setattr(packing, "write", write)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(packing, "_pack_shard", counting)
+    monkeypatch.setattr(packing, "write", failing)
     code, _, errors = pack(capsys, classes, out)
     assert code == 1
     assert errors == ["interrupted; rerun the same command: it goes on where it was"]
-    assert not (out / "shards.json").exists()
+    files = [f"00000{number}.tar{ending}" for number in range(2) for ending in ("", ".index")]
+    assert sorted(contents(out)) == [*files, "000002.tar.index"], "an index comes before its shard"
     code, data, _ = pack(capsys, classes, out)
     assert (code, data["kept"]) == (0, 2)
     assert made[3:] == ["000002.tar", "000003.tar"]
@@ -118,6 +124,16 @@ def test_shards_of_another_plan_are_not_overwritten(classes, tmp_path, capsys):
     assert contents(out) == before
     write_shards(tmp_path / "strange", (2,))
     assert pack(capsys, classes, tmp_path / "strange")[0] == 2
+
+
+def test_a_tar_without_an_index_is_not_overwritten(classes, tmp_path, capsys):
+    """It may be somebody else's, of a name that pack gives, too."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "000000.tar").write_bytes(WHOLE)
+    code, _, (error,) = pack(capsys, classes, out)
+    assert (code, error) == (2, f"{out}/000000.tar: not packed by this command; name an empty folder")
+    assert contents(out) == {"000000.tar": WHOLE}
 
 
 def test_only_images_with_a_longer_short_side_are_made_smaller(tmp_path, capsys):
