@@ -5,7 +5,7 @@ docs/shards.md, Format, describes them.
 
 import json
 import re
-from typing import Any, Mapping, NamedTuple, Tuple
+from typing import Any, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 import safetensors
@@ -76,6 +76,9 @@ class Manifest(NamedTuple):
 
     classes: Tuple[str, ...]
     shards: Tuple[Shard, ...]
+    # Of the source that pack made them from: see ClassNames. None for the shards of others, and
+    # those of versions that did not store it.
+    sorted: Optional[bool] = None
 
 
 def index_name(shard: str) -> str:
@@ -202,7 +205,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return a `manifest` as it is stored: JSON, a shard a line."""
     # The digest of a source is one of these bytes: another form would be other images.
     shards = ",\n".join(json.dumps(shard._asdict()) for shard in manifest.shards)
-    head = json.dumps({"format": FORMAT, "classes": manifest.classes})
+    values = {"format": FORMAT, "classes": manifest.classes}
+    if manifest.sorted is not None:
+        values["sorted"] = manifest.sorted
+    head = json.dumps(values)
     return f'{head[:-1]}, "shards": [\n{shards}\n]}}\n'.encode()
 
 
@@ -223,7 +229,10 @@ def read_manifest(folder: Folder) -> Manifest:
         names = {shard.name for shard in shards}
         if not shards or not classes or len(names) < len(shards):
             raise ValueError("no shards, no classes, or a shard twice")
-        return Manifest(classes, shards)
+        are_sorted = data.get("sorted")
+        if are_sorted is not None and not isinstance(are_sorted, bool):
+            raise ValueError(f"sorted is {are_sorted!r}")
+        return Manifest(classes, shards, are_sorted)
     except MissingFile as error:
         raise MissingFile(f"{error}; make it: {_REMEDY}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -49,7 +49,9 @@ class ShardsSource(EncodedSource):
         self._window = window
         manifest = read_manifest(self._folder)
         self.classes = manifest.classes
-        self.digest = hashlib.sha256(encode_manifest(manifest)).hexdigest()
+        # How the classes were numbered before is no part of the images.
+        images = encode_manifest(manifest._replace(sorted=None))
+        self.digest = hashlib.sha256(images).hexdigest()
         self._shards = tuple(shard.name for shard in manifest.shards)
         # All in memory: an image takes some tens of bytes, and is then read by a single request.
         indexes = _read_indexes(self._folder, manifest)
@@ -167,10 +169,15 @@ def _class_names(data: Shards, split: str) -> Optional[ClassNames]:
         manifest = read_manifest(folder)
     except MissingFile:
         return None
-    index = read_index(folder, manifest.shards[0], len(manifest.classes))
-    # Labels of tars that others wrote are numbers that they chose; `pack` numbers class folders in
-    # their order.
-    return ClassNames(place, manifest.classes, sorted=index.plan != "")
+    classes = manifest.classes
+    are_sorted = manifest.sorted
+    # Labels of tars that others wrote are numbers that they chose. An older `pack` did not store
+    # whether its source numbered the classes by name.
+    if are_sorted is None:
+        index = read_index(folder, manifest.shards[0], len(classes))
+        in_order = sorted(classes, key=os.fsencode)
+        are_sorted = index.plan != "" and list(classes) == in_order
+    return ClassNames(place, classes, sorted=are_sorted)
 
 
 def open_folder(place: str) -> Folder:

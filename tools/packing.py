@@ -108,6 +108,7 @@ def pack(
     options: Options,
     workers: int,
     advance: Callable[[int, int], None],
+    classes_sorted: bool = False,
 ) -> Result:
     """Pack all images of a source into shards, with indexes and manifest.
 
@@ -122,6 +123,7 @@ def pack(
         options: of the shards.
         workers: processes.
         advance: called with the numbers of finished and of all shards.
+        classes_sorted: whether the source numbers its classes by name: see `ClassNames`.
 
     Returns:
         The manifest, and what was kept, left out and damaged.
@@ -164,7 +166,7 @@ def pack(
             advance(len(indexes), len(shards))
     # Shards that were kept and new ones, by their numbers.
     in_order = {name: indexes[name] for name in shards}
-    manifest = make_manifest(source.classes, in_order)
+    manifest = make_manifest(source.classes, in_order, are_sorted=classes_sorted)
     # It comes last: a folder with a manifest is complete.
     file = Path(folder, shard_index.MANIFEST)
     write(file, shard_index.encode_manifest(manifest), durable=True)
@@ -178,17 +180,22 @@ def pack(
     )
 
 
-def make_manifest(classes: tuple[str, ...], indexes: Mapping[str, Index]) -> Manifest:
+def make_manifest(
+    classes: tuple[str, ...],
+    indexes: Mapping[str, Index],
+    are_sorted: bool | None = None,
+) -> Manifest:
     """Return the manifest of a set of shards.
 
     Args:
         classes: their names, by label.
         indexes: of the shards, by name, in their order.
+        are_sorted: whether these labels follow from the order of the names; None: not known.
     """
     shards = []
     for name, index in indexes.items():
         shards.append(Shard(name, index.bytes, len(index.labels), index.sha256))
-    return Manifest(classes, tuple(shards))
+    return Manifest(classes, tuple(shards), are_sorted)
 
 
 def _images_by_shard(total: int, options: Options) -> dict[str, list[int]]:

@@ -44,7 +44,7 @@ from data.folder import FolderSource
 from data.local import Folder, LocalFolder
 from data.shard_index import MANIFEST, Index, Manifest, Shard
 from data.shards import open_folder
-from data.sources import open_source
+from data.sources import class_names, open_source
 from recipe import loading
 from tools import imagenet
 from tools.arguments import whole, within
@@ -177,7 +177,7 @@ def _pack(options: argparse.Namespace) -> _Report:
     folder = _destination(options)
     try:
         with progress.lines(lambda: "listing the images"):
-            source = _source(options)
+            source, classes_sorted = _source(options)
     except OSError as error:
         # A fault without a file is not one of the input.
         if error.filename is None:
@@ -193,6 +193,7 @@ def _pack(options: argparse.Namespace) -> _Report:
         _packing_options(options),
         workers=options.workers,
         advance=_print_progress,
+        classes_sorted=classes_sorted,
     )
     # A damaged disk leaves out thousands: the first ones are named, all are counted.
     named = packed.left_out[:_NAMED]
@@ -254,17 +255,24 @@ def _check_together(options: argparse.Namespace) -> None:
         raise DataError("--split chooses among the images of a recipe; give --config FILE, too")
 
 
-def _source(options: argparse.Namespace) -> Source:
-    """Return the images to pack. Raises ConfigError, DataError, OSError."""
+def _source(options: argparse.Namespace) -> tuple[Source, bool]:
+    """Return the images to pack, and whether their classes are numbered in the order of their names.
+
+    Raises ConfigError, DataError, OSError.
+    """
     if options.config:
         recipe = loading.load(options.config, options.places[1:])
-        return open_source(recipe.data, recipe.model.classes, options.split or "train")
+        split = options.split or "train"
+        source = open_source(recipe.data, recipe.model.classes, split)
+        # Validation images have the labels of the training images, where there are any.
+        named = class_names(recipe.data, "train") or class_names(recipe.data, split)
+        return source, named is not None and named.sorted
     if options.imagenet_train:
-        return imagenet.training(options.imagenet_train)
+        return imagenet.training(options.imagenet_train), True
     if options.imagenet_validation:
         archive = options.imagenet_validation
-        return imagenet.validation(archive, options.ground_truth, options.devkit)
-    return FolderSource(options.places[0])
+        return imagenet.validation(archive, options.ground_truth, options.devkit), True
+    return FolderSource(options.places[0]), True
 
 
 def _index(options: argparse.Namespace) -> _Report:

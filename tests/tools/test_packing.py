@@ -9,11 +9,12 @@ from data.base import permutation
 from data.digits import DigitsSource
 from data.folder import FolderSource
 from data.shards import ShardsSource
-from data.sources import open_source
+from data.sources import class_names, open_source
 from recipe import loading
+from recipe.config import Data
 from tests.conftest import QUICKSTART
 from tests.data.image_sets import draw, write_class_folders, write_idx
-from tests.data.tar_shards import run
+from tests.data.tar_shards import run, write_shards
 from tests.world import fork_server
 from tools import packing
 
@@ -97,6 +98,30 @@ def test_shards_are_packed_anew(fashion, tmp_path, capsys):
     again = ("--config", QUICKSTART, "data.source=shards", f"data.root={tmp_path / 'first'}")
     second = packed_from(capsys, tmp_path / "second", again, "--keep-order")
     assert_same_images(second, first)
+
+
+def is_sorted(folder):
+    """Whether labels of shards are known to follow the names of the classes."""
+    return class_names(Data(source="shards", root=str(folder)), "train").sorted
+
+
+def test_shards_say_whether_the_classes_of_their_source_are_numbered_by_name(fashion, tmp_path, capsys):
+    """Only then timm numbers them in an order of its own. Data sets and shards of others have theirs."""
+    packed_from(capsys, tmp_path / "fashion" / "train", fashion)
+    assert not is_sorted(tmp_path / "fashion")
+    write_class_folders(tmp_path / "images", train=draw(60), validation=draw(30, seed=1))
+    folders = ("--config", QUICKSTART, "data.source=folder", f"data.root={tmp_path / 'images'}")
+    again = ("--config", QUICKSTART, "data.source=shards", f"data.root={tmp_path / 'by recipe'}")
+    packed_from(capsys, tmp_path / "by recipe" / "train", folders)
+    packed_from(capsys, tmp_path / "validation" / "train", folders, "--split", "validation")
+    packed_from(capsys, tmp_path / "again" / "train", again)
+    assert pack(capsys, tmp_path / "images" / "train", tmp_path / "by folder" / "train")[0] == 0
+    for place in ("by recipe", "validation", "again", "by folder"):
+        assert is_sorted(tmp_path / place)
+    write_shards(tmp_path / "strange" / "train", (20,), classes=10)
+    strange = ("--config", QUICKSTART, "data.source=shards", f"data.root={tmp_path / 'strange'}")
+    packed_from(capsys, tmp_path / "repacked" / "train", strange)
+    assert not is_sorted(tmp_path / "repacked")
 
 
 def test_images_that_come_along_are_packed(tmp_path, capsys):
