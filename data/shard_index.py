@@ -236,7 +236,8 @@ def read_manifest(folder: Folder) -> Manifest:
     except MissingFile as error:
         raise MissingFile(f"{error}; make it: {_REMEDY}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{place}: damaged manifest ({error}); make it anew: {_REMEDY}") from None
+        remedy = f"make it anew: {_REMEDY} --classes FILE"
+        raise DataError(f"{place}: damaged manifest ({error}); {remedy}") from None
 
 
 def _check_format(version: Any, file: str) -> None:

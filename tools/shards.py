@@ -41,7 +41,7 @@ from data import damage, shard_index
 from data.base import Names, Source, UnreadableImage
 from data.encoded import EncodedImage
 from data.folder import FolderSource
-from data.local import Folder, LocalFolder
+from data.local import Folder, LocalFolder, MissingFile
 from data.shard_index import MANIFEST, Index, Manifest, Shard
 from data.shards import open_folder
 from data.sources import class_names, open_source
@@ -288,6 +288,8 @@ def _index(options: argparse.Namespace) -> _Report:
     names = sorted(name for name in listed if name.endswith(".tar") and not name.startswith("."))
     if not names:
         raise DataError(f"{place}: no .tar files; name the folder that holds the shards")
+    # Before the shards, which may take hours to read.
+    before = _earlier_manifest(folder, has_names=options.classes is not None)
     # All of them are read before anything is written.
     scans = _scanned(folder, names)
     indexes = {}
@@ -297,8 +299,8 @@ def _index(options: argparse.Namespace) -> _Report:
         left_out.merge(scanned.left_out)
     for line in left_out.lines(place):
         print(line, flush=True)
-    largest = max(int(index.labels.max()) for index in indexes.values())
-    manifest = make_manifest(_classes(options.classes, largest, folder), indexes)
+    indexes = _with_plans(folder, indexes)
+    manifest = _manifest(folder, indexes, before, file=options.classes)
     _write_indexes(folder, indexes, manifest)
     data = _summary(place, manifest)
     data.update(left_out=left_out.counts())
@@ -325,28 +327,97 @@ def _write_indexes(folder: LocalFolder, indexes: Mapping[str, Index], manifest: 
     write(Path(folder.path(MANIFEST)), shard_index.encode_manifest(manifest), durable=True)
 
 
-def _classes(file: str | None, largest: int, folder: Folder) -> tuple[str, ...]:
-    """Return the names of the classes. Raises DataError.
+def _with_plans(folder: Folder, indexes: Mapping[str, Index]) -> dict[str, Index]:
+    """Return indexes of shards, by their names, with what earlier ones say that pack made them from.
+
+    A shard that is another by now has no plan. One whose index is gone or damaged has that of the
+    others, where it is the same in all of them.
+    """
+    plans = {}
+    for name, index in indexes.items():
+        with contextlib.suppress(DataError):
+            before = shard_index.stored_index(folder, name)
+            plans[name] = before.plan if before.sha256 == index.sha256 else ""
+    different = set(plans.values())
+    common = different.pop() if len(different) == 1 else ""
+    return {name: index._replace(plan=plans.get(name, common)) for name, index in indexes.items()}
+
+
+def _earlier_manifest(folder: Folder, has_names: bool) -> Manifest | None:
+    """Return the manifest of an earlier call, if any.
 
     Args:
-        file: holds them; without one they are those of an earlier manifest, else numbers.
-        largest: label of all shards.
         folder: of the shards.
+        has_names: whether the names of the classes are given, so that a damaged one is not needed.
+
+    Raises:
+        DataError: it is damaged, and needed.
     """
+    try:
+        return shard_index.read_manifest(folder)
+    except MissingFile:
+        return None
+    except DataError:
+        if has_names:
+            return None
+        # Numbers in the place of its names would be other classes.
+        raise DataError(
+            f"{folder.path(MANIFEST)}: damaged, and the names of the classes with it; "
+            "give --classes FILE, or remove this file if they are called 0, 1, 2"
+        ) from None
+
+
+def _manifest(
+    folder: Folder,
+    indexes: Mapping[str, Index],
+    before: Manifest | None,
+    file: str | None,
+) -> Manifest:
+    """Return the manifest of shards, which keeps what is true of an earlier one. Raises DataError.
+
+    Args:
+        folder: of the shards.
+        indexes: of the shards, by name, in their order.
+        before: the earlier manifest, if any.
+        file: holds the names of the classes; None: see `_classes`.
+    """
+    largest = max(int(index.labels.max()) for index in indexes.values())
     if file is not None:
-        return _named_classes(file, largest)
-    # Names that an earlier call was given are kept.
-    with contextlib.suppress(DataError):
-        before = shard_index.read_manifest(folder).classes
-        if largest < len(before):
-            return before
+        classes = _named_classes(file, largest)
+    else:
+        classes = _classes(folder, before, largest)
+    manifest = make_manifest(classes, indexes)
+    # Of the same shards under the same names what pack knew of their numbers stays true.
+    if before is not None and before.classes == classes and {*manifest.shards} <= {*before.shards}:
+        return manifest._replace(sorted=before.sorted)
+    return manifest
+
+
+def _classes(folder: Folder, before: Manifest | None, largest: int) -> tuple[str, ...]:
+    """Return the names of the classes in an earlier manifest, else numbers. Raises DataError.
+
+    Args:
+        folder: of the shards.
+        before: the earlier manifest, if any.
+        largest: label of all shards.
+    """
+    names = before.classes if before is not None else ()
+    if largest < len(names):
+        return names
     # Numbers as names: one damaged label would make millions of them.
     if largest >= _MAX_NUMBERED:
         most = f"without --classes FILE there are at most {_MAX_NUMBERED:,} classes"
         raise DataError(
             f"{folder.place}: label {largest}, but {most}; name them all, or mend the label"
         )
-    return tuple(str(number) for number in range(largest + 1))
+    numbers = tuple(str(number) for number in range(largest + 1))
+    # Numbers go on. The classes that have names would lose them.
+    if names != numbers[: len(names)]:
+        raise DataError(
+            f"{folder.path(MANIFEST)}: names {count(len(names), 'class', 'classes')}, but the shards "
+            f"have label {largest}; give --classes FILE with the names of all"
+        )
+    return numbers
 
 
 def _named_classes(file: str, largest: int) -> tuple[str, ...]:

@@ -11,7 +11,10 @@ from PIL import Image
 
 from common.files import write
 from data import shard_index
+from data.local import LocalFolder
 from data.shards import ShardsSource
+from data.sources import class_names
+from recipe.config import Data
 from tests.data.tar_shards import jpeg, pairs, run, tar_bytes, write_shards, write_tar
 from tests.data.test_decode import given_up, png
 from tests.world import fork_server
@@ -56,16 +59,100 @@ def test_packed_images_are_those_of_the_folders_also_for_tarfile(classes, tmp_pa
 
 
 def test_indexes_can_be_made_anew(classes, tmp_path, capsys):
+    """Also what pack knew stays: a further call of it finds its own shards."""
     pack(capsys, classes, tmp_path / "out")
     before = contents(tmp_path / "out")
-    (tmp_path / "out/000001.tar.index").unlink()
-    (tmp_path / "names").write_text("cat\ndog\nemu\n")
+    (tmp_path / "names").write_text("cat\ndog\nemu\n\n\n")
     for options in ((), ("--classes", tmp_path / "names")):  # without names those of the manifest stay
+        (tmp_path / "out/000001.tar.index").unlink()
+        os.truncate(tmp_path / "out/000002.tar.index", 300)
         assert run(capsys, "index", tmp_path / "out", *options)[0] == 0
-        after = contents(tmp_path / "out")
-        assert after["shards.json"] == before["shards.json"]
-        old, new = (shard_index.decode_index(files["000001.tar.index"], "") for files in (before, after))
-        assert shard_index.encode_index(old._replace(plan="")) == shard_index.encode_index(new)
+        assert contents(tmp_path / "out") == before
+    assert pack(capsys, classes, tmp_path / "out")[1]["kept"] == 4
+
+
+def test_an_index_that_is_made_anew_is_of_no_plan_where_that_is_not_known(classes, tmp_path, capsys):
+    """One shard is another by now, and so it is not known of what the one without an index is made."""
+    pack(capsys, classes, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    (tmp_path / "out/000001.tar").write_bytes(WHOLE)
+    (tmp_path / "out/000002.tar.index").unlink()
+    assert run(capsys, "index", tmp_path / "out")[0] == 0
+    plans = [shard_index.stored_index(LocalFolder(str(tmp_path / "out")), f"00000{n}.tar").plan for n in range(4)]
+    plan = shard_index.decode_index(before["000000.tar.index"], "").plan
+    assert plan and plans == [plan, "", "", plan]
+
+
+def class_order(folder):
+    """Whether the classes of shards are known to be numbered in the order of their names."""
+    return class_names(Data(source="shards", root=str(folder.parent), train_folder=folder.name), "train").sorted
+
+
+def without_sorted(manifest):
+    """Make a manifest as versions wrote it that did not store whether classes are sorted."""
+    content = json.loads(manifest.read_text())
+    del content["sorted"]
+    manifest.write_text(json.dumps(content))
+
+
+def test_indexes_of_packed_shards_say_whether_labels_follow_the_names(classes, tmp_path, capsys):
+    """Class folders do. Other names for the same labels need not, nor those of shards of others."""
+    out = tmp_path / "out"
+    pack(capsys, classes, out)
+    for options in ((), ("--classes", tmp_path / "names")):
+        (tmp_path / "names").write_text("cat\ndog\nemu\n")
+        assert run(capsys, "index", out, *options)[0] == 0
+        assert class_order(out)
+    (tmp_path / "names").write_text("zebra\nant\nbee\n")
+    assert run(capsys, "index", out, "--classes", tmp_path / "names")[0] == 0
+    assert not class_order(out)
+    write_shards(tmp_path / "strange", (2,))
+    assert not class_order(tmp_path / "strange")
+
+
+def test_shards_of_versions_that_stored_no_order_of_classes_have_that_of_their_names(classes, tmp_path, capsys):
+    """And the same digest, so that runs on them go on."""
+    out, digests = tmp_path / "out", set()
+    for names in ("cat\ndog\nemu\n", "dog\ncat\nemu\n"):
+        (tmp_path / "names").write_text(names)
+        pack(capsys, classes, out)
+        digests.add(ShardsSource(str(out), 1).digest)
+        without_sorted(out / "shards.json")
+        digests.add(ShardsSource(str(out), 1).digest)
+        assert len(digests) == 1
+        manifest = json.loads((out / "shards.json").read_text())
+        (out / "shards.json").write_text(json.dumps({**manifest, "classes": names.split()}))
+        assert class_order(out) == names.startswith("cat")
+
+
+def test_names_of_classes_do_not_become_numbers_without_a_word(classes, tmp_path, capsys):
+    """Where the manifest that has them is damaged, or has too few for a new shard."""
+    out = tmp_path / "out"
+    pack(capsys, classes, out)
+    manifest = (out / "shards.json").read_bytes()
+    (out / "shards.json").write_bytes(manifest[:-20])
+    code, _, (error,) = run(capsys, "index", out)
+    assert code == 2 and error.startswith(
+        f"{out}/shards.json: damaged, and the names of the classes with it; give --cl"
+    )
+    (out / "shards.json").write_bytes(manifest)
+    write_tar(out / "new.tar", [IMAGE, ("a.cls", b"3")])
+    code, _, (error,) = run(capsys, "index", out)
+    assert code == 2
+    fault = "names 3 classes, but the shards have label 3; give --classes FILE with the names of all"
+    assert error == f"{out}/shards.json: {fault}"
+    assert (out / "shards.json").read_bytes() == manifest
+    (out / "shards.json").write_bytes(manifest[:-20])
+    (tmp_path / "names").write_text("cat\ndog\nemu\nfox\n")
+    assert run(capsys, "index", out, "--classes", tmp_path / "names")[0] == 0
+    assert ShardsSource(str(out), 1).classes == ("cat", "dog", "emu", "fox")
+
+
+def test_numbers_of_classes_go_on_with_a_new_shard(tmp_path, capsys):
+    write_shards(tmp_path / "s", (4,))
+    write_tar(tmp_path / "s/new.tar", [IMAGE, ("a.cls", b"3")])
+    assert run(capsys, "index", tmp_path / "s")[0] == 0
+    assert ShardsSource(str(tmp_path / "s"), 1).classes == ("0", "1", "2", "3")
 
 
 def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, tmp_path, capsys, monkeypatch):

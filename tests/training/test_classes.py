@@ -62,12 +62,20 @@ def test_validation_images_tell_where_there_are_none_for_training(recipe, tmp_pa
 
 
 def test_packed_class_folders_have_timms_order_and_numbered_tars_their_own(tiny, tmp_path):
-    """In tars of others a label is a number that a program chose; `pack` numbers class folders by their bytes."""
+    """In tars of others a label is a number that a program chose; `pack` numbers class folders by their bytes, which
+    indexes that are made anew still say."""
     folder = write_pictures(tmp_path / "images", NAMES, train=1) / "train"
     assert shards.main(["pack", str(folder), str(tmp_path / "shards/train"), "--workers", "1"]) == 0
     recipe = tiny("data.source=shards", f"data.root={tmp_path}/shards", "model.classes=4")
     assert known_by(weights(), recipe).names == ("9", "10", "A", "b")
-    assert shards.main(["index", str(tmp_path / "shards/train")]) == 0
+    index = ["index", str(tmp_path / "shards/train")]
+    assert shards.main(index) == 0
+    assert known_by(weights(), recipe).names == ("9", "10", "A", "b")
+    # Without the files beside it the tar could be anybody's.
+    for path in (tmp_path / "shards/train").glob("*.[ij]*"):
+        path.unlink()
+    (tmp_path / "names").write_text("\n".join(NAMES))
+    assert shards.main([*index, "--classes", str(tmp_path / "names")]) == 0
     known = known_by(weights(), recipe)
     assert known.names == NAMES and "in the order of the data's own labels" in known.note
 
