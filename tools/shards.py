@@ -428,12 +428,18 @@ def _named_classes(file: str, largest: int) -> tuple[str, ...]:
         fault = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
         remedy = "give --classes a file with the name of a class in each line"
         raise DataError(f"{file}: {fault}; {remedy}") from None
-    classes = tuple(line.strip() for line in lines if line.strip())
+    classes = [line.strip() for line in lines]
+    while classes and not classes[-1]:
+        classes.pop()
+    # Without it all later names would belong to other labels.
+    if "" in classes:
+        line = classes.index("") + 1
+        raise DataError(f"{file}: line {line} is blank; name the class with label {line - 1} there")
     # Fewer labels than classes are no fault: a subset of a data set may lack some.
     if largest >= len(classes):
         fault = f"{file}: {len(classes)} classes, but the shards have label {largest}"
         raise DataError(f"{fault}; name all classes")
-    return classes
+    return tuple(classes)
 
 
 def _verify(options: argparse.Namespace) -> _Report:

@@ -125,6 +125,18 @@ def test_shards_of_versions_that_stored_no_order_of_classes_have_that_of_their_n
         assert class_order(out) == names.startswith("cat")
 
 
+@pytest.mark.parametrize(
+    ("names", "line"), [("cat\n\ndog\nemu\n", 2), ("\ncat\ndog\n", 1), ("cat\ndog\n \t\n\nemu", 3)]
+)
+def test_a_blank_line_among_the_names_of_classes_is_refused(tmp_path, capsys, names, line):
+    """Left out, it would give all later names to other labels."""
+    (tmp_path / "x.tar").write_bytes(WHOLE)
+    (tmp_path / "names").write_text(names)
+    code, _, (error,) = run(capsys, "index", tmp_path, "--classes", tmp_path / "names")
+    assert code == 2
+    assert error == f"{tmp_path}/names: line {line} is blank; name the class with label {line - 1} there"
+
+
 def test_names_of_classes_do_not_become_numbers_without_a_word(classes, tmp_path, capsys):
     """Where the manifest that has them is damaged, or has too few for a new shard."""
     out = tmp_path / "out"
