@@ -30,6 +30,7 @@ KEYS: Dict[str, Tuple[str, ...]] = {
     "recount": ("data.random_erasing_count",),
     "remode": ("data.random_erasing_mode",),
     "reprob": ("data.random_erasing",),
+    "sampler": ("data.balance",),
     "scale": ("data.crop_area",),
     "smoothing": ("data.label_smoothing",),
     "val_dir": ("data.validation_folder",),
@@ -52,6 +53,7 @@ KEYS: Dict[str, Tuple[str, ...]] = {
     "img_size": ("model.image_size",),
     "initial_load_path": ("model.init_from",),
     "input_size": ("model.image_size",),
+    "model": ("model.name",),
     "num_classes": ("model.classes",),
     "pretrained": ("model.init_from",),
     # optimizer and schedule
@@ -88,5 +90,6 @@ KEYS: Dict[str, Tuple[str, ...]] = {
     "model_ema_decay": ("average.step_decay",),
     "num_nodes": ("parallel.replicas",),
     "pipeline_parallel_degree": ("parallel.stages",),
+    "precision": ("precision.compute",),
     "torchcompile": ("engine.compile",),
 }

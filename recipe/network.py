@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, Iterator, List, Literal, Optional, Tuple, Type, Union
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from common.errors import ConfigError
 from common.text import count
@@ -81,6 +81,17 @@ class Model(Kind):
             yield "train is an empty list; name the blocks to train, or use train=all"
         if self.init_weights != "trained" and self.init_from is None:
             yield "init_weights says nothing without init_from; name the run folder or checkpoint there"
+
+    @field_validator("train", mode="wrap")
+    @classmethod
+    def _word_or_blocks(cls, value: object, handler: Any) -> object:
+        """Validate `train`; an error is one line, where pydantic has one for each type."""
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(
+                f"must be all, classifier or a list of blocks such as [head], found {value!r}"
+            ) from None
 
     @field_validator("std")
     @classmethod

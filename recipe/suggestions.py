@@ -56,11 +56,13 @@ def for_override(name: str, value: str) -> str:
     # `optimizer=sgd` is meant for the key that names the kind.
     if section is not None and issubclass(section, Kind):
         meant = [f"{name}.{section.tag}"]
+        is_translated = False
     else:
         meant = [] if "." in name else _anywhere(name)
+        is_translated = name in foreign_words.KEYS
     if not meant or not value:
         return "write section.key=value, e.g. run.seed=1"
-    if name in foreign_words.KEYS:
+    if is_translated:
         return _translated(meant)
     overrides = [f"{key}={value}" for key in meant]
     return f"did you mean {either(overrides)}?"

@@ -26,6 +26,7 @@ WITHIN_A_SECTION = [
     ("parallel.stages=2 parallel.schedule=interleaved parallel.split=[b]", "2 stages x 2 virtual need 3"),
     ("parallel.schedule=interleaved", "needs stages of 2 or more"),
     ("parallel.stages=2 parallel.virtual_stages=2", "give virtual_stages=null"),
+    ("model.train=head", r"model\.train: must be all, classifier or a list of blocks such as \[head\], found 'head'"),
     ("parallel.split=halves", r"parallel\.split: must be auto, counted or a list of blocks, found 'halves'"),
     ("parallel.recompute=all", r"parallel\.recompute: must be true, false or a list of blocks, found 'all'"),
     ("exchange.method=half exchange.order=tree", "which method half rounds away"),
