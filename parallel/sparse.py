@@ -159,10 +159,13 @@ class SparseSum:
         while distance < power:
             # Replicas that differ in lower bits only have the same part by now: the lowest keeps.
             message = self._pack(part, keeps=self._rank % distance == 0)
-            # Both get the same bits: neither a sum of two nor a merge depends on the order.
             sent = self._wire.unpack(message, count)
             received = self._swap(message, self._rank ^ distance, count)
-            part = self._merge(sent, received, keeps=self._rank % (2 * distance) == 0)
+            # Both merge in the order of their ranks: values that are rounded share scales with
+            # those beside them, so that the same entries in another order would round otherwise.
+            is_lower = self._rank & distance == 0
+            first, second = (sent, received) if is_lower else (received, sent)
+            part = self._merge(first, second, keeps=self._rank % (2 * distance) == 0)
             distance *= 2
         return part
 

@@ -106,10 +106,12 @@ def run(size, *arguments):
 
 SENT = ({}, {"wire": "float16"})
 EXTREMES = [{**sent, "density": count / LENGTH} for sent in SENT for count in (1, 299)]
+BLOCKS = [{"bits": bits, "density": 270 / LENGTH} for bits in (8, 4)]  # more than the 256 values that share a scale
 CASES = [
     *product((1, 2, 3, 4, 7, 8, 32), PATTERNS, [{}, {"momentum": True, "wire": "float16"}, {"bits": 4}], ["own"]),
     *product([12], PATTERNS, SENT, KINDS),
     *product([12], ["tree", "owners"], EXTREMES, ["one against all"]),
+    *product((2, 3, 4, 6, 8), PATTERNS, BLOCKS, ["own"]),
 ]
 
 
