@@ -223,6 +223,10 @@ class GradientExchange:
         self._running(self._buffer, step, divisor)
         return divisor
 
+    def weights_replaced(self) -> None:
+        """Take note that all replicas go on from other weights, which lie in the buffer already."""
+        self._running.weights_replaced()
+
     def after_update(self, step: int) -> None:
         """Do what follows the update that begins with `step`, once it is made."""
         self._running.after_update(step)

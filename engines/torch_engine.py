@@ -549,6 +549,8 @@ class TorchEngine(Engine):
             elif name not in self._frozen.names:
                 parameters[name] = tensor
         self.weights.replace(parameters)
+        # An exchange that moves weights may have kept a copy of those before.
+        self._exchange.weights_replaced()
 
     def state_dict(self) -> dict:
         # Means over replicas, which all have to compute; the first one then has the whole state.

@@ -181,6 +181,9 @@ class Running:
                 the gradients.
         """
 
+    def weights_replaced(self) -> None:
+        """Take note that the run goes on from other weights, the same on all replicas."""
+
     def after_update(self, step: int) -> None:
         """Do what follows an update, which has been made.
 

@@ -101,6 +101,15 @@ class LocalSteps(Running):
         if self._quantized is not None:
             self._own["residual"] = torch.zeros_like(start)
 
+    def weights_replaced(self) -> None:
+        """Go on from the weights as they are: replicas have gone no way from them yet."""
+        # What a thread still sends is of the weights before, and would be written later.
+        self._wait(*self._under_way)
+        copies = {**self._own, **self._common}
+        for name in ("sent", "arriving", "anchor"):
+            if name in copies:
+                copies[name].copy_(self._weights.flat)
+
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """Sum the gradients of dense steps, the same bits on all replicas.
 

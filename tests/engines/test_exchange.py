@@ -302,6 +302,20 @@ def test_one_replica_goes_on_from_the_mean_of_two(run):
             torch.testing.assert_close(own[kind][name].double(), mean, rtol=2**-22, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "keys", [("outer=nesterov",), ("bits=8",), ("outer=nesterov", "bits=4", "delay=1", "fragments=2")], ids=str
+)
+def test_local_steps_begin_from_weights_that_are_loaded(keys):
+    """Not from the random ones before: at a rate of 0 no bit moves."""
+    engine = engine_of(single(), (*LOCAL, *FLOAT32, *section(*keys)), steps_per_epoch=2)
+    drawn = {name: torch.full(shape, 0.1) for name, shape in engine.shapes.items()}
+    engine.load_weights(drawn)
+    for step in range(4):
+        engine.train_step(micro_batches(step, engine), one_step(step), 0.0)
+    assert_bitwise_equal(engine.state_dict()["weights"], drawn)
+    engine._exchange.close()
+
+
 # Measured times -----------------------------------------------------------------------------------------------------
 
 
