@@ -123,6 +123,11 @@ def _growing_batch(recipe: Recipe, batch: Batch) -> Iterator[str]:
         yield f"{goes}; use exchange.method=dense exchange.order=fast exchange.delay=0"
     if recipe.model.batch_statistics:
         yield "batch.schedule changes the order in which running statistics are summed; use model.norm=group"
+    # An update may have any number of steps, as an epoch or a part of the schedule may end within
+    # it: only multiples of the stages are then always such as `_pipeline` asks for.
+    if recipe.parallel.schedule == "interleaved" and batch.accumulation % batch.stages:
+        wanted = f"a multiple of {batch.stages} stages as accumulation, not {batch.accumulation}"
+        yield f"batch.schedule with parallel.schedule interleaved needs {wanted}; use 1f1b, or change batch.micro"
     if recipe.batch.schedule != "noise":
         return
     if not recipe.log.noise_scale:

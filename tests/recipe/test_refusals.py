@@ -11,6 +11,7 @@ UPDATE = "exchange.method=gtopk exchange.compress=update"
 LOCAL = "exchange.method=local"
 NOISE = "batch.schedule=noise batch.largest=300"
 GROWING = "batch.schedule=[[0,64],[700,128]]"
+THREE = "parallel.stages=2 parallel.schedule=interleaved batch.global=192 batch.micro=64"
 GROWS_WITH = r"^batch\.schedule .*; use "
 
 # In quickstart.yaml: 64 images an update, of which a micro batch has 32.
@@ -102,6 +103,8 @@ ACROSS_SECTIONS = [
     (f"{MEASURED} parallel.stages=2 parallel.schedule=interleaved batch.micro=16", "use parallel.schedule=1f1b or"),
     (f"{GROWING} {LOCAL}", GROWS_WITH),
     (f"{GROWING} model.norm=batch", GROWS_WITH),
+    (f"{THREE} batch.schedule=[[0,192],[700,576]]", "multiple of 2 stages as accumulation, not 3; use 1f1b"),
+    (f"{THREE} batch.schedule=noise batch.largest=400", "as accumulation, not 3; use 1f1b, or change batch.micro"),
     (f"{NOISE} log.noise_scale=false", "use log.noise_scale=auto"),
     (f"{NOISE} batch.micro=64", "lower batch.micro"),
     ("parallel.stages=4 parallel.schedule=1f1b", "accumulation is 2 and parallel.stages 4; lower batch.micro, or use"),
@@ -134,6 +137,8 @@ def test_what_does_not_go_together_is_one_line_with_its_key_and_remedy(overrides
         NOISE,
         "batch.micro=2 model.norm=batch data.cutmix=0.85",
         "parallel.stages=4 parallel.schedule=interleaved batch.micro=8",
+        THREE,
+        f"{THREE} batch.micro=48 batch.schedule=[[0,192],[700,576]]",
         f"{ELASTIC} parallel.shares=measured parallel.replicas=2 parallel.minimum=2",
     ],
 )
