@@ -217,13 +217,13 @@ def bound_to_cut(recipe: Recipe, replicas: int) -> str:
         replicas: of the run.
     """
     exchange = recipe.exchange
-    # Sparse methods and rounding look at several values of a stage at once; sums of two numbers
-    # have only one order.
+    # Sparse methods, rounding and fragments look at several values of a stage at once, also where
+    # there is one replica; sums of two numbers have only one order.
     if exchange.sparse:
         return f"{exchange.method} selects within each stage"
-    if replicas > 1 and exchange.is_local:
+    if exchange.is_local:
         return f"{exchange.method} takes means of parts of a stage"
-    if replicas > 1 and exchange.sent_bits:
+    if exchange.sent_bits:
         return "exchange.bits rounds blocks of a stage"
     if replicas > 2 and exchange.adds_by_place and not exchange.in_tree:
         rule = "exchange.order fast" if "order" in exchange.own_keys() else exchange.method

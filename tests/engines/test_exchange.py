@@ -344,6 +344,8 @@ BOUND = {
     "topk selects within each stage": (
         2, ("exchange.method=topk", *GTOPK[1:], "exchange.delay=1", "exchange.stage_share=threshold"),
     ),
+    "exchange.bits rounds blocks of a stage": (1, ("exchange.bits=4", *FLOAT32)),
+    "local takes means of parts of a stage": (1, (*LOCAL, *section(*OUTER))),
     "exchange.order fast adds 3 replicas' gradients as they lie in a stage": (3, FLOAT32),
     "running statistics of 3 replicas are added as they lie in a stage": (3, (TREE, "model.norm=batch")),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import pytest
 
+from recipe.checks import bound_to_cut
 from recipe.idle import PREDICTED
 from recipe.loading import load, loads
 from tests.conftest import QUICKSTART
@@ -57,3 +58,22 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
 )
 def test_what_is_compressed_is_resolved(override, compress):
     assert load(QUICKSTART, ["exchange.method=topk", override]).exchange.compress == compress
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replicas", "why"),
+    [
+        ("method=topk", 1, "topk selects within each stage"),
+        ("bits=4", 1, "exchange.bits rounds blocks of a stage"),
+        ("method=local bits=8", 1, "local takes means of parts of a stage"),
+        ("method=local outer=nesterov fragments=4", 1, "local takes means of parts of a stage"),
+        ("", 2, ""),
+        ("", 3, "exchange.order fast adds 3 replicas' gradients as they lie in a stage"),
+        ("order=tree", 3, ""),
+        ("method=half", 3, ""),
+        ("method=none", 3, ""),
+    ],
+)
+def test_where_a_cut_would_change_what_is_learned(overrides, replicas, why):
+    """What rounds or moves parts of a stage does so for a single replica, too."""
+    assert bound_to_cut(recipe(overrides), replicas) == why
