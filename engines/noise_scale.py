@@ -158,7 +158,7 @@ class Meter:
         """Count an update.
 
         Args:
-            squares: float64 [measured + 1], of all processes.
+            squares: float64 [measured + 1], of all processes; some not finite: it does not count.
             finite: bool [], whether the update counts.
         """
         # One column for the whole model, then, if they are kept, one for each parameter.
@@ -173,9 +173,12 @@ class Meter:
         # A weight of 1, which decays; its square is needed for the standard error.
         one = torch.ones_like(small)
         new = torch.stack([one, one, noise, signal, noise**2, signal**2, noise * signal])
+        # With a delay the update is of an earlier gradient: that one may be finite, and this step's
+        # may not.
+        counts = finite & torch.isfinite(new).all()
         past = self.moments * _DECAY
         past[1] *= _DECAY
-        self.moments = torch.where(finite, past + new, self.moments)
+        self.moments = torch.where(counts, past + new, self.moments)
 
     def values(self) -> Dict[str, NoiseScale]:
         """Return the noise scales that are known, by parameter, and of the whole model as "".

@@ -98,6 +98,19 @@ def test_what_the_averages_hold_after_two_measured_updates():
     torch.testing.assert_close(meter.moments[:, 0], torch.tensor(expected).double(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("fault", ["inf", "nan"])
+def test_a_gradient_that_is_not_finite_counts_for_nothing(fault):
+    """Though the update may be of an earlier, finite one, as with a delay."""
+    parameters = {"a": nn.Parameter(torch.zeros(3))}
+    images = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+
+    def batches(step):
+        return {"a": images[1] * float(fault) if step == 4 else images[0]}
+
+    found = measured(parameters, batches, 2, 5, layers=True)
+    assert torch.equal(found.moments, measured(parameters, batches, 2, 1, layers=True).moments)
+
+
 def test_nothing_is_said_of_few_updates_or_where_noise_hides_the_gradient():
     """As if ten updates were measured: weights 1, S = 4, |G|^2 = 2, without spread."""
     assert estimate([10.0, 10.0, 40.0, 20.0, 160.0, 40.0, 80.0]) == (2.0, 0.0, 2.0, 4.0)
