@@ -213,11 +213,12 @@ def predict(
     candidates = []
     for method in methods:
         section = method.section
-        # With the recipe's own keys, as the method would run if it were taken.
-        if recipe.exchange.method == "auto":
-            section = method.taken_by(recipe.exchange)
         # Some methods do not go with what else the recipe asks for: these are no candidates.
         try:
+            # With the recipe's own keys, as the method would run if it were taken.
+            taken = method.taken_by(recipe.exchange)
+            if recipe.exchange.method == "auto":
+                section = taken
             checks.check(recipe.model_copy(update={"exchange": section}), batch)
         except ConfigError:
             continue

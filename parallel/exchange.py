@@ -29,10 +29,14 @@ from typing import (
     TypeVar,
 )
 
+from pydantic import ValidationError
+
+from common.errors import ConfigError
 from parallel.costs import Link
 from parallel.evidence import MEASURED
 from recipe.exchange import Auto, Exchange
 from recipe.kinds import Registry
+from recipe.section import first_fault
 
 if TYPE_CHECKING:
     import torch
@@ -254,22 +258,36 @@ class Method(ABC, Generic[SectionT]):
         return "round" if rounds else ""
 
     def overrides(self, section: Exchange) -> List[str]:
-        """Return the overrides that change a recipe with another `section` to this method."""
+        """Return the overrides that change a recipe with another `section` to this method.
+
+        Raises:
+            ConfigError: its keys do not go with those of `section`.
+        """
         method = self.section.method
-        before = section.to(method)
+        taken = self.taken_by(section)
         # Only what differs from the section as it is when the method alone is changed.
+        defaults = taken.defaults()
         keys: Dict[str, Any] = {"method": method}
-        for key, value in self.taken_by(section):
-            if value != getattr(before, key):
+        for key in self.auto_keys:
+            value = getattr(taken, key)
+            if value != getattr(section, key, defaults[key]):
                 keys[key] = value
         # Keys that this method refuses go back to their defaults.
         keys.update(section.refused_by(method))
         return [f"exchange.{key}={str(value).lower()}" for key, value in keys.items()]
 
     def taken_by(self, section: Exchange) -> Exchange:
-        """Return the section of this method with all keys that it shares with another `section`."""
+        """Return the section of this method with all keys that it shares with another `section`.
+
+        Raises:
+            ConfigError: they do not go together.
+        """
         keys = {key: getattr(self.section, key) for key in self.auto_keys}
-        return section.to(self.section.method, **keys)
+        try:
+            return section.to(self.section.method, **keys)
+        except ValidationError as error:
+            _, words = first_fault(error, lambda *place: "")
+            raise ConfigError(f"exchange.method {self.section.method}: {words}") from None
 
     @classmethod
     def variants(cls, section: Exchange) -> List[Method]:

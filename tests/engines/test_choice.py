@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engines import choice
 from parallel import evidence, exchange, probe
 from parallel.costs import Link
@@ -119,6 +120,21 @@ def test_what_was_measured_to_lose_more_than_is_accepted_is_not_taken(resolved, 
     assert section.label == taken
     assert f"  taken: {taken}; " in "\n".join(lines)
     assert any(line.endswith(f"; {measured[0][1]}") for line in lines) or measured is KNOWN
+
+
+@pytest.mark.parametrize("delay", [7, 8, 64])
+def test_means_of_weights_that_would_be_later_than_the_next_are_no_candidates(resolved, tiny, delay):
+    """Local takes a mean every 8 updates here. So it is where a recipe names another method, and the doctor advises."""
+    section, lines = resolved(SLOW, f"exchange.delay={delay}", measured=evidence.MEASURED)
+    assert (section.method, section.delay) == ("dense", delay)
+    assert any(line.startswith("  local 8 ") for line in lines) == (delay < 8)
+    named = tiny("exchange.method=dense", f"exchange.delay={delay}", "batch.micro=3")
+    (local,) = [each for each in exchange.candidates(named.exchange) if each.section.label == "local 8"]
+    found = choice.predict([local], named, divide(named, 2), Gradient(10**6), SLOW)
+    assert len(found) == (delay < 8)
+    if not found:
+        with pytest.raises(ConfigError, match=r"exchange\.method local: .*; use a delay below local_steps 8"):
+            local.overrides(named.exchange)
 
 
 def test_keys_of_topk_are_left_out_with_dense(resolved):
