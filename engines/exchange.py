@@ -223,6 +223,10 @@ class GradientExchange:
         self._running(self._buffer, step, divisor)
         return divisor
 
+    def disarm(self) -> None:
+        """Take back `arm`, also after the backward pass; every replica that has armed calls."""
+        self._running.disarm()
+
     def weights_replaced(self) -> None:
         """Take note that all replicas go on from other weights, which lie in the buffer already."""
         self._running.weights_replaced()

@@ -226,9 +226,17 @@ class DistributedOptimizer:
         return finite
 
     def zero_grad(self) -> None:
-        """Forget the backward passes since the last update; `step` does so itself."""
+        """Forget the backward passes since the last update; `step` does so itself.
+
+        All replicas call, after as many calls of `backward`, of which some may have failed.
+        """
+        # What the last backward pass has begun to send writes to the gradients until it is there.
+        self._exchange.disarm()
         self._passes = 0
         self._unused.forget()
+        # A pass that failed has left gradients to which the next one would add.
+        for _, parameter in self.weights.places():
+            parameter.grad = None
         self.weights.gradients.zero()
 
     def state_dict(self) -> dict:

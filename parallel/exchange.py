@@ -173,6 +173,12 @@ class Running:
     def arm(self) -> None:
         """Prepare to send within the backward pass that follows, the last one of the update."""
 
+    def disarm(self) -> None:
+        """Take back `arm`, also after the backward pass; every replica that has armed calls.
+
+        Gradients that were sent within it are of no use afterwards.
+        """
+
     def set_shares(self, shares: Sequence[range], sums: Sequence[torch.Tensor]) -> None:
         """Take note of the micro batches that replicas compute from the next step on.
 

@@ -106,6 +106,12 @@ class Reduction(Running):
             self._armed = True
             self._waiting = [set(needed) for needed in self._needs]
 
+    def disarm(self) -> None:
+        """Take back arm(); see Running."""
+        # Other replicas may have sent more or fewer buckets by now: all come to the same end.
+        if self._armed:
+            self._finish(self._gradients)
+
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         """Send what is not yet on its way, and leave the sum over replicas in the buffer.
 
@@ -120,10 +126,14 @@ class Reduction(Running):
         """
         is_free = buffer is self._gradients or not self._armed
         assert is_free, "an armed backward pass has sent parts of the gradients"
+        assert buffer.dtype == torch.float32 and buffer.shape == self._gradients.shape
+        self._finish(buffer)
+
+    def _finish(self, buffer: torch.Tensor) -> None:
+        """Send what is not yet on its way, and wait for the sums."""
         self._armed = False
         if self._replicas == 1:
             return
-        assert buffer.dtype == torch.float32 and buffer.shape == self._gradients.shape
         # Parameters without a gradient in this step have called no hook: their buckets wait till now.
         while self._launched < len(self._buckets):
             self._launch(buffer)

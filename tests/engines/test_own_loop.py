@@ -1,5 +1,7 @@
 """A recipe's optimizer and exchange for a module that is none of ours."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +125,53 @@ def test_a_loop_may_set_gradients_to_none_as_usual():
             optimizer.backward(loss_of(module, step))
             optimizer.step(lr=1.0)
     assert_bitwise_equal(modules[0].state_dict(), modules[1].state_dict())
+
+
+class Fails(torch.autograd.Function):
+    """Whose backward pass runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("no memory")
+
+
+def forgetting(rank, size):
+    """The weights after two updates, without and with backward passes, whole and failed ones, that are forgotten."""
+    found = []
+    for dtype, forgets in itertools.product((torch.float32, torch.float16), (False, True)):
+        module = network().to(dtype)
+        optimizer = DistributedOptimizer(module, {"optimizer": LARS_KEYS, "precision": HALF}, accumulation=2)
+        images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for _ in range(2):
+            if forgets:
+                for _ in range(2):
+                    optimizer.backward(module(images).square().mean())
+                optimizer.zero_grad()
+                optimizer.backward(module(images).square().mean())
+                hidden = module[:-1](images)
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer.backward(module[-1](Fails.apply(hidden) if rank == size - 1 else hidden).mean())
+                    assert rank != size - 1
+                    raise torch.OutOfMemoryError("as the other replica tells")
+                optimizer.zero_grad()
+            for _ in range(2):
+                optimizer.backward(module(images).sum())
+            assert optimizer.step(lr=0.1)
+        found.append(module.state_dict())
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("size", [1, 2])
+def test_backward_passes_that_are_forgotten_change_no_bit(size):
+    """The exchange has begun within the last of them. Half gradients are no views of the buffer."""
+    for found in world.run(size, forgetting) if size > 1 else [forgetting(0, 1)]:
+        for expected, other in zip(found[::2], found[1::2]):
+            assert_bitwise_equal(other, expected)
 
 
 def subgroups(rank, size, sections):

@@ -191,6 +191,31 @@ def test_what_is_sent_early_is_what_is_sent_late(section, sent):
         assert points == sent  # collectives launched at the first layer of both passes, and at the end
 
 
+def disarmed(rank, size, section):
+    """Sums of a step, without and with a backward pass before it that is armed, but does not count."""
+    replica, found = Replica(rank), []
+    exchange = create(replica.gradients, replica.places, **section)
+    for forgets in (False, True):
+        replica.gradients.zero_()
+        if forgets:
+            exchange.arm()
+            if rank:  # it failed before any gradient on replica 0
+                replica.backward(1)
+            exchange.disarm()
+            replica.gradients.zero_()
+        exchange.arm()
+        replica.backward(0)
+        finish(exchange, replica.gradients)
+        found.append(replica.gradients.clone())
+    return found
+
+
+@pytest.mark.parametrize("section", [{}, {"order": "tree"}, {"method": "half"}], ids=str)
+def test_a_backward_pass_that_does_not_count_leaves_nothing_behind(section):
+    for found in threads.run(3, disarmed, section):
+        assert same_bits(found)
+
+
 def orders_that_differ(rank, size):
     """Replica 0 computes the gradients of `left` and `right` in another order than the others; all of them that of a
     single number, which is the last of its bucket, at the end. `idle` has one of an earlier backward pass only."""
