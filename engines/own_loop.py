@@ -93,8 +93,8 @@ class DistributedOptimizer:
                 torch.distributed.
             accumulation: backward passes of an update.
             seed: of stochastic rounding.
-            steps_per_epoch: updates of an epoch, for `exchange.density_warmup` and
-                `exchange.dense_epochs`.
+            steps_per_epoch: updates of an epoch, which `exchange.density_warmup` and
+                `exchange.dense_epochs` need.
 
         Raises:
             ConfigError: keys, parameters or a group that cannot be used, with the remedy; on every
@@ -108,7 +108,14 @@ class DistributedOptimizer:
             # another does not have.
             checked = same_start.agreed(
                 processes,
-                lambda: _checked(module, sections, accumulation, seed=seed, replicas=replicas),
+                lambda: _checked(
+                    module,
+                    sections,
+                    accumulation,
+                    seed=seed,
+                    replicas=replicas,
+                    steps_per_epoch=steps_per_epoch,
+                ),
             )
             if replicas > 1:
                 settings = {
@@ -301,6 +308,7 @@ def _checked(
     *,
     seed: int,
     replicas: int,
+    steps_per_epoch: Optional[int],
 ) -> _Checked:
     """Return what the optimizer is made of. Raises ConfigError."""
     parameters = {}
@@ -328,6 +336,10 @@ def _checked(
         raise ConfigError(
             "exchange.method auto, exchange.delay and exchange.order tree are for train.py alone; "
             "name a method, delay=0, order=fast"
+        )
+    if exchange.counts_epochs and not steps_per_epoch:
+        raise ConfigError(
+            "exchange.density_warmup and exchange.dense_epochs count epochs; give steps_per_epoch=, the updates of one"
         )
     if recipe.optimizer.layer_decay is not None:
         unknown = "which parameters lie how deep in a module is not known"

@@ -108,6 +108,12 @@ class Exchange(Kind):
         return getattr(self, "bits", None)
 
     @property
+    def counts_epochs(self) -> bool:
+        """True where what is sent depends on the epoch."""
+        keys = ("density_warmup", "dense_epochs")
+        return any(getattr(self, key, None) for key in keys)
+
+    @property
     def beside(self) -> float:
         """Steps, in each step, that the exchange may take while the next ones are computed."""
         return float(self.delay > 0)

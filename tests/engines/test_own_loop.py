@@ -332,6 +332,8 @@ def same(module):
         ({"exchange": {"order": "tree"}}, same, "order=fast"),
         ({"exchange": {"desnity": 0.1}}, same, "desnity"),
         ({"exchange": {"method": "auto"}}, same, "name a method"),
+        ({"exchange": {**TOPK, "density_warmup": [0.25]}}, same, "count epochs; give steps_per_epoch="),
+        ({"exchange": {"method": "local", "dense_epochs": 0.5}}, same, "count epochs; give steps_per_epoch="),
         ({"precision": {"compute": "bfloat16"}}, same, "leave it out"),
         ({"optimizer": {"name": "adamw"}, "exchange": {**TOPK, "compress": "update"}}, same, "compress=gradient"),
         ({}, lambda module: module[0].double(), "one dtype"),
@@ -344,6 +346,20 @@ def test_sections_and_modules_that_cannot_be(sections, change, words):
     change(module)
     with pytest.raises(ConfigError, match=words):
         DistributedOptimizer(module, sections)
+
+
+def test_epochs_have_the_updates_that_are_given():
+    """Without a key that counts them none are needed."""
+    sections = {"exchange": {**TOPK, "density_warmup": [1.0]}, "precision": FLOAT32}
+    module = network()
+    optimizer = DistributedOptimizer(module, sections, steps_per_epoch=1)
+    moved = []
+    for _ in range(2):
+        before = module[3].weight.clone()
+        optimizer.backward(loss_of(module, 0))
+        optimizer.step(lr=1.0)
+        moved.append((module[3].weight != before).float().mean().item())
+    assert moved[0] > 0.5 > moved[1] > 0
 
 
 def test_what_is_called_wrongly():

@@ -36,6 +36,8 @@ def test_densities_and_dense_steps():
     local = recipe("method=local dense_steps=3 dense_epochs=0.5").exchange
     assert [local.is_dense(step, 10) for step in (0, 2, 4, 5)] == [True, True, True, False]
     assert [local.is_dense(step, None) for step in (2, 3)] == [True, False]
+    assert section.counts_epochs and local.counts_epochs
+    assert not recipe("method=topk").exchange.counts_epochs and not recipe().exchange.counts_epochs
 
 
 @pytest.mark.parametrize(
