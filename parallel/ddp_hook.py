@@ -92,8 +92,9 @@ class SparseState:
         replicas = distributed.get_world_size(self._group)
         # Residuals belong to buckets, whose last form DDP finds in its second update.
         if self._step < self._dense_steps:
-            distributed.all_reduce(gradients, group=self._group)
+            # Divided first, as DDP does: a sum might be beyond float16.
             mean = gradients.div_(replicas)
+            distributed.all_reduce(mean, group=self._group)
         else:
             flat = gradients.float()
             divisor = torch.tensor(float(replicas), device=flat.device)

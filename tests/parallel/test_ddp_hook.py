@@ -62,6 +62,18 @@ def test_whole_gradients_are_ddps_means_and_of_sparse_ones_nothing_is_lost():
         assert min(sent[:2]) > 0.5 and max(sent[2:]) < 0.2
 
 
+def halves(rank, size):
+    """Means of float16 gradients, in dense steps and in one that sends everything as well."""
+    made = SparseState(density=1.0)
+    return [made.average(torch.full((4,), 4e4, dtype=torch.float16), bucket=0, last=True) for _ in range(3)]
+
+
+@pytest.mark.multiprocess
+def test_means_of_half_gradients_do_not_overflow_though_their_sums_would():
+    for found in world.run(2, halves):
+        assert torch.stack(found).tolist() == [[4e4] * 4] * 3
+
+
 @pytest.mark.parametrize(("key", "value"), [("density", 0.0), ("density", 1.5), ("dense_steps", 1)])
 def test_impossible_settings_are_refused(key, value):
     with pytest.raises(ValueError, match=key):
