@@ -257,6 +257,8 @@ class ReplicaUpdate:
         """Return the factor on the gradient, [], after taking the squares of the mean gradient."""
         scale = divisor.reciprocal()
         self._squares = self._mean_squares(gradient) * scale.double().square()
+        # The norm that is logged is that before clipping, as of all optimizers.
+        self._unclipped = self._squares
         if self._clip_norm:
             clip = clip_factor(self._clip_norm, self._model.norm(self._squares))
             scale = scale * clip
@@ -296,7 +298,7 @@ class ReplicaUpdate:
             applied: norms of the exchanged update, without those of the gradient.
         """
         trust = self._model.ratios(self._rules.named(self._ratio))
-        return applied._replace(gradient=self._model.norm(self._squares).float(), trust=trust)
+        return applied._replace(gradient=self._model.norm(self._unclipped).float(), trust=trust)
 
     def _mean_squares(self, vector: torch.Tensor) -> torch.Tensor:
         """Return sums of squares of the replicas' sum of a vector, float64 [parameters].

@@ -131,11 +131,12 @@ def test_an_update_that_is_not_finite_changes_nothing(kind):
     assert_bitwise_equal(replica.update.velocity, before[1])
 
 
-def test_norms_are_those_of_the_mean_gradient():
-    """Of one replica they are exact: over all parameters, and the ratios of those that have one."""
-    replica = Replica("lars")
+@pytest.mark.parametrize("kind", ["lars", "lars, clipped", "lars by momentum, clipped"])
+def test_norms_are_those_of_the_mean_gradient(kind):
+    """Of one replica they are exact: over all parameters, before clipping, and the ratios of those that have one."""
+    replica = Replica(kind)
     replica(gradients(0))
-    wanted = updated(weights_of(Optimizer(**LARS))[0], 0, measure=True)
+    wanted = updated(weights_of(Optimizer(**OPTIMIZERS[kind]))[0], 0, measure=True)
     found = replica.update.norms(wanted._replace(gradient=torch.zeros(()), trust={}))
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
