@@ -120,13 +120,14 @@ def _batch_rule(definition: Definition, base: Recipe) -> List[str]:
     rule = definition.batch_rule
     if rule is None:
         return []
-    # A recipe with a reference batch says already where its peak holds.
-    overrides = [f"schedule.batch_rule={rule}"]
-    if rule == "none" or base.schedule.reference_batch is None:
-        reference = "null" if rule == "none" else base.batch.global_
-        overrides.append(f"schedule.reference_batch={reference}")
-        overrides.append(f"schedule.peak={batch.peak_learning_rate(base)!r}")
-    return overrides
+    # Anchored anew in any case: from a reference batch of its own the recipe's rate would change
+    # with the rule.
+    reference = "null" if rule == "none" else base.batch.global_
+    return [
+        f"schedule.batch_rule={rule}",
+        f"schedule.reference_batch={reference}",
+        f"schedule.peak={batch.peak_learning_rate(base)!r}",
+    ]
 
 
 def survey(candidates: Candidates) -> List[str]:

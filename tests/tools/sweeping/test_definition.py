@@ -111,6 +111,16 @@ def test_the_peak_follows_the_batch_by_the_rule_from_where_the_recipe_has_it(fou
     assert peaks(some, "batch.global", batches) == pytest.approx(expected, rel=1e-12)  # a product rounds a few times
 
 
+@pytest.mark.parametrize(("rule", "expected"), [("linear", [2.0, 8.0]), ("sqrt", [2.0, 4.0]), ("none", [2.0, 2.0])])
+def test_a_recipe_with_a_reference_batch_keeps_its_own_rate_by_every_rule(found, tmp_path, rule, expected):
+    recipe = tmp_path / "mine.yaml"
+    keys = "peak: 0.5, batch_rule: linear, reference_batch: 16"
+    recipe.write_text(f"extends: {QUICKSTART}\nbatch: {{global: 64}}\nschedule: {{{keys}}}\n")
+    assert peak_learning_rate(load(recipe)) == 2.0
+    some = found("{batch.global: {choices: [64, 256]}}", f"batch_rule: {rule}", recipe)
+    assert peaks(some, "batch.global", [64, 256]) == expected
+
+
 def test_a_swept_peak_is_that_of_the_recipes_batch_and_without_a_rule_the_recipes_own_holds(found):
     some = found("{schedule.peak: {low: 1, high: 4}}", "batch_rule: sqrt\noverrides: [batch.global=128]")
     assert peaks(some, "schedule.peak", [1.0, 3.0]) == [1.0, 3.0]
