@@ -198,6 +198,8 @@ class Scheduler:
             *self.candidates.overrides(parameters),
             f"run.output={as_text(str(self.folder.trial(number)))}",
             f"run.name={as_text(name)}",
+            # A trial that was cut off goes on, also of a recipe that always begins anew.
+            "run.resume=auto",
             *self._unmirrored,
         ]
         try:

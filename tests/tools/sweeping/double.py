@@ -33,12 +33,13 @@ def main(arguments):
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a+") as held:
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return train(folder, values)
+        resumes = "run.resume=auto" in arguments or "resume: never" not in Path(arguments[1]).read_text()
+        return train(folder, values, resumes)
 
 
-def train(folder, values):
+def train(folder, values, resumes):
     metrics, checkpoint = folder / "metrics.jsonl", folder / "checkpoint"
-    done, length = json.loads(checkpoint.read_text()) if checkpoint.exists() else (0, 0)
+    done, length = json.loads(checkpoint.read_text()) if resumes and checkpoint.exists() else (0, 0)
     needed, trials = os.environ.get("DOUBLE_NEEDS"), os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
     if needed and values["run.name"][-1] in trials and not Path(needed).exists():
         print(f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.conftest import QUICKSTART
 from tests.tools.sweeping import double
 from tests.tools.sweeping.sweeps import DONE, FAILED, STOPPED, WRONG_INPUT, is_gone, reached
 from tests.waiting import wait_until
@@ -106,6 +107,16 @@ def test_a_trial_whose_process_is_killed_from_outside_goes_on(some, monkeypatch)
     code, out, _ = some("--trials", "1")
     assert code == DONE
     assert "trial 0 was ended by signal 9; it goes on from its last checkpoint" in out
+    assert [start["epoch"] for start in some.starts()[0]] == [0, 2]
+    assert some.states() == ["COMPLETE"]
+
+
+def test_a_trial_of_a_recipe_that_always_begins_anew_goes_on_nonetheless(some, monkeypatch, tmp_path):
+    monkeypatch.setenv("DOUBLE_KILLED", "yes")
+    never = tmp_path / "never.yaml"
+    never.write_text(f"extends: {QUICKSTART}\nrun: {{resume: never}}\n")
+    some.file.write_text(some.file.read_text().replace(str(QUICKSTART), str(never)))
+    assert some("--trials", "1")[0] == DONE
     assert [start["epoch"] for start in some.starts()[0]] == [0, 2]
     assert some.states() == ["COMPLETE"]
 
