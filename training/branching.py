@@ -4,7 +4,7 @@ in the data.
 The new run is an ordinary one, with its own recipe and folder. The folder gets a checkpoint as if
 the new run had been stopped at that step, so that train.py resumes it. Its rates, its batches above
 `batch.global` and its seed may differ from those of the other run; what the state belongs to
-(model, optimizer, averages, images, `batch.global`) may not.
+(model, optimizer, averages, images, `batch.global`, type of the weights) may not.
 """
 
 from __future__ import annotations

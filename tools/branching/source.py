@@ -14,6 +14,7 @@ from tools.branching.plan import Branch, Plan
 from tools.reporting import run as reading
 from tools.reporting.run import SessionTime
 from tools.sweeping.candidates import as_text
+from training.run_folder import first_difference
 
 _NEVER = "1e6"  # epochs between evaluations and checkpoints, besides those at the last step
 _LINES = 10  # of a branch's log
@@ -76,12 +77,16 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
         overrides: laid over its recipe in all branches.
 
     Raises:
-        ConfigError: the recipe cannot be branched.
+        ConfigError: the recipe cannot be branched, or not with these overrides.
         UserError: there is no run, or its log has no line yet.
     """
     # The recipe must be one that branches can be made of.
     config = folder / "config.yaml"
     recipe = loading.load(config, overrides)
+    difference = _difference_of_state(loading.load(config), recipe)
+    if difference:
+        reason = "branches begin in the run's own state, to which this key belongs"
+        raise ConfigError(f"{config}: {difference}: {reason}; leave out the override")
     if recipe.batch.schedule is not None:
         raise ConfigError(
             f"{config}: batch.schedule: its batch grows by itself; branch a run with a constant batch"
@@ -111,6 +116,27 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
         images_per_second=logged * size / training,
         pause=_pause(times, len(run.metrics.evaluation)),
     )
+
+
+def _difference_of_state(own: Recipe, recipe: Recipe) -> str:
+    """Return the first key that differs of those that a checkpoint's state belongs to, or nothing.
+
+    Args:
+        own: recipe of the run.
+        recipe: of the run, with overrides.
+    """
+    # Whatever else differs is taken over: training/branching.py says what may.
+    size = recipe.batch.global_
+    weights = recipe.precision.weights
+    changes = {
+        "model": recipe.model,
+        "optimizer": recipe.optimizer,
+        "average": recipe.average,
+        "data": recipe.data,
+        "batch": own.batch.model_copy(update={"global_": size}),
+        "precision": own.precision.model_copy(update={"weights": weights}),
+    }
+    return first_difference(own, own.model_copy(update=changes))
 
 
 def _pause(times: Sequence[SessionTime], evaluations: int) -> Optional[float]:

@@ -229,6 +229,13 @@ def test_a_branch_that_fails_ends_the_command_with_its_last_line(make_run, branc
         (("exchange.order=tree",), "batch.schedule goes with a dense exchange in fast order without a delay only; use"),
         (("batch.schedule=[[0,24]]",), "batch.schedule: its batch grows by itself; branch a run with a constant batch"),
         (("optimizer.momentun=1",), "unknown key; did you mean"),
+        (("batch.global=48",), "batch.global is 24 there, 48 here: branches begin in the run's own state, to which"),
+        (("model.width=0.5",), "model.width is "),
+        (("optimizer.momentum=0.5",), "optimizer.momentum is 0.9 there, 0.5 here: branches begin in the run's own"),
+        (("optimizer.name=sgd",), "optimizer.name is lars there, sgd here: branches begin in the run's own state"),
+        (("average.step_decay=0.9",), "average.step_decay is null there, 0.9 here: branches begin in the run's own"),
+        (("data.mixup=0.5",), "data.mixup is 0.0 there, 0.5 here: branches begin in the run's own state"),
+        (("precision.weights=float32",), "precision.weights is float16 there, float32 here: branches begin in"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line_before_anything_is_written(make_run, branched, options, fault):
@@ -252,8 +259,8 @@ def test_a_folder_keeps_its_branches(make_run, branched, tmp_path):
     assert branched(run, "run.threads=1")[0] == DONE
     code, _, (error,) = branched(run, "--share", "0.5")
     assert code == WRONG_INPUT and "belongs to other branches: share is 0.1 there, 0.5 here; choose another" in error
-    code, _, (error,) = branched(run, "optimizer.momentum=0.5")
-    assert code == WRONG_INPUT and "optimizer.momentum is 0.9 there, 0.5 here" in error
+    code, _, (error,) = branched(run, "schedule.peak=0.5")
+    assert code == WRONG_INPUT and "schedule.peak is 2.0 there, 0.5 here" in error
     (run / "branches" / "plan.json").write_text("[]")
     code, _, (error,) = branched(run)
     assert code == WRONG_INPUT and "plan.json: damaged or not readable; choose another folder by --output" in error
