@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.command import Parser, add_choice_of_weights, one_line
 from common.errors import DONE, DataError
-from common.files import replacing, writing
+from common.files import replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
 
@@ -239,9 +239,9 @@ def _write(folder: Path, evaluation: _Evaluation) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         scoring.write_class_table(folder / "classes.csv", evaluation.rows)
-        picture = folder / "confusion.png"
-        scoring.draw_confusion(picture, report, evaluation.classes, evaluation.title)
-        (folder / "scores.json").write_text(json_text(summary, indent=1) + "\n")
+        with replacing(folder / "confusion.png") as picture:
+            scoring.draw_confusion(picture, report, evaluation.classes, evaluation.title)
+        write_text(folder / "scores.json", json_text(summary, indent=1) + "\n")
 
 
 def _print(evaluation: _Evaluation) -> None:

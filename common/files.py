@@ -84,9 +84,12 @@ def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterat
             # The new name is an entry of the folder, which a crash can lose as well.
             if durable:
                 _sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        # Users know the file by its own name.
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            error.filename = str(path)
         raise
 
 

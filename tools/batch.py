@@ -40,11 +40,11 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from common.command import Parser, fail, naming, one_line
 from common.errors import DONE, FAILED, STOPPED
-from common.files import writing
 from common.json_io import json_text
 from recipe import loading
 from recipe.batch import planned
 from recipe.config import Recipe
+from tools import output
 from tools.arguments import whole, within
 from tools.branching import decision, report, session, source
 from tools.branching import plan as plans
@@ -76,6 +76,9 @@ def main(
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
     _check_options(parser, options)
+    # Before the branches are trained, which takes hours.
+    if options.picture:
+        output.check_picture(options.picture)
     if options.branch:
         return _branch(options, trainer)
     return _predict(options)
@@ -165,8 +168,7 @@ def _planned(
 def _draw(path: Optional[Path], draw: Callable[[Path], None]) -> None:
     """Draw a picture, if one is wanted, and name it."""
     if path:
-        with writing(path):
-            draw(path)
+        draw(path)
         print(f"picture: {path}")
 
 

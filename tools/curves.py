@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 from common.command import Parser, one_line
 from common.errors import DONE
-from common.files import writing
 from tools import output as outputs
 from training.metrics import read_events
 
@@ -60,8 +59,7 @@ def draw(folders: List[Path], output: Path) -> None:
         if handles:
             panel.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with writing(output):
-        figure.savefig(output, dpi=110)
+    outputs.save(figure, output)
 
 
 def _draw_run(panels: Dict[str, Axes], folder: Path, number: int, name: str) -> None:

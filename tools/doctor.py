@@ -32,7 +32,7 @@ from typing import Optional, Sequence
 
 from common.command import Parser, fail, naming, one_line
 from common.errors import DONE, STOPPED, ConfigError, UserError
-from common.files import writing
+from common.files import write_text, writing
 from common.json_io import json_text
 from recipe import batch, loading
 from recipe.config import Recipe
@@ -133,7 +133,7 @@ def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
         rendering.draw(findings, options.config, files[0])
         if findings.machine is not None:
             machine = options.output / "machine.yaml"
-            machine.write_text(dump(findings.machine), encoding="utf-8")
+            write_text(machine, dump(findings.machine))
             files.append(machine)
     names = [str(file) for file in files]
     print(f"files      {', '.join(names)}")

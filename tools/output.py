@@ -12,21 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, List, Sequence, Tuple
 
 from common.errors import ConfigError
+from common.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+_DOTS = 110  # of an inch
 _TICKS = 5  # labels of an axis of a small panel: more overlap
 # Multiples of a power of ten that a logarithmic axis labels, from the densest set to the sparsest.
 _MULTIPLES = ((1, 2, 5), (1, 3), (1,))
 
 
-def check(path: Path) -> None:
+def check(path: Path, option: str = "--output") -> None:
     """Check that a file can be written, without making it or its folders.
 
     Args:
         path: of the file.
+        option: by which it was named.
 
     Raises:
         ConfigError: it cannot.
@@ -34,7 +37,7 @@ def check(path: Path) -> None:
     """
     try:
         if path.is_dir():
-            raise ConfigError(f"{path}: is a folder; name a file in it by --output")
+            raise ConfigError(f"{path}: is a folder; name a file in it by {option}")
         # The nearest folder that is there; the others would be made in it.
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         tempfile.TemporaryFile(dir=folder).close()
@@ -42,7 +45,25 @@ def check(path: Path) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(error.errno, error.strerror, str(path)) from None
         fault = f"{path}: cannot be written: {error.strerror}"
-        raise ConfigError(f"{fault}; name another file by --output") from None
+        raise ConfigError(f"{fault}; name another file by {option}") from None
+
+
+def check_picture(path: Path) -> None:
+    """Check that a picture can be written, without making it.
+
+    Args:
+        path: of the picture, named by `--picture`.
+
+    Raises:
+        ConfigError: it cannot, or the name is that of no kind of picture.
+        OSError: the disk is full, which blames no input.
+    """
+    option = "--picture"
+    figure(path, (1, 1))
+    if not path.parent.exists():
+        fault = f"{path}: there is no folder {path.parent}"
+        raise ConfigError(f"{fault}; make it, or name another file by {option}")
+    check(path, option)
 
 
 def figure(path: Path, size: Tuple[float, float]) -> Figure:
@@ -62,6 +83,21 @@ def figure(path: Path, size: Tuple[float, float]) -> Figure:
     if path.suffix.lstrip(".") not in empty.canvas.get_supported_filetypes():
         raise ConfigError(f"{path}: no kind of picture; name it like {path.stem}.png")
     return empty
+
+
+def save(picture: Figure, path: Path) -> None:
+    """Save a picture, whole or not at all: people look at the old one while it is drawn anew.
+
+    Args:
+        picture: an own `figure`.
+        path: of its file.
+
+    Raises:
+        OSError: as the disk does.
+    """
+    with replacing(path) as temporary:
+        # The name of the temporary file does not say what it is.
+        picture.savefig(temporary, dpi=_DOTS, format=path.suffix.lstrip("."))
 
 
 def few_ticks(axis: Axis) -> None:

@@ -25,7 +25,6 @@ from typing import Optional, Sequence, Tuple
 
 from common.command import Parser, naming, one_line
 from common.errors import DONE
-from common.files import writing
 from common.json_io import json_text
 from recipe import batch, loading
 from recipe.config import Recipe
@@ -62,8 +61,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if options.picture:
         from tools.planning import picture  # loads matplotlib
 
-        with writing(options.picture):
-            picture.draw(plan, options.picture)
+        picture.draw(plan, options.picture)
         print(f"picture    {options.picture}")
     if options.json:
         print(json_text(text.as_data(plan)))

@@ -9,6 +9,7 @@ from typing import Iterable, List, NamedTuple, Optional, Sequence, Union
 import torch
 
 from common.errors import DataError
+from common.files import replacing
 from data.batches import MicroBatch
 from engines import base, factory
 from engines.base import Counts, Engine
@@ -208,7 +209,7 @@ def write_class_table(path: Path, rows: Sequence[dict]) -> None:
         path: of the file.
         rows: of `class_rows`, at least one.
     """
-    with open(path, "w", newline="", encoding="utf-8") as stream:
+    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
         for row in rows:
@@ -229,7 +230,7 @@ def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str)
     Its rows are shares, so that rare classes show as well as frequent ones.
 
     Args:
-        path: of the picture, or a binary stream.
+        path: of the picture, a PNG, or a binary stream.
         report: with a confusion matrix.
         names: of the classes, by label.
         title: of the picture.
@@ -260,7 +261,8 @@ def draw_confusion(path: Path, report: Scores, names: Sequence[str], title: str)
         axes.set_xticks(positions, names, rotation=90, parse_math=False)
         axes.set_yticks(positions, names, parse_math=False)
     axes.set(xlabel="taken for", ylabel="class", title=title)
-    figure.savefig(path, dpi=110)
+    # By its kind, as the name of a temporary file does not say it.
+    figure.savefig(path, dpi=110, format="png")
 
 
 def _scores(total: Counts, unreadable: int) -> Scores:

@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Container, Dict, List, NamedTuple, Sequence, Tuple
 
+from common.files import replacing, write_text
 from common.json_io import json_text
 from engines.timeline import Span
 
@@ -114,7 +115,7 @@ def write(
     bound = f"ideal {work} / ({work} + {stages - 1}) = {best:.2f}"
     # The files.
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "trace.json").write_text(json_text(_trace(spans)))
+    write_text(folder / "trace.json", json_text(_trace(spans)))
     title = f"step {first}: pipeline efficiency {efficiencies[first]:.2f}, {bound}"
     _draw(by_step[first], title, folder / "timeline.png")
     # The line.
@@ -200,7 +201,9 @@ def _draw(spans: Sequence[Span], title: str, output: Path) -> None:
     axes.set_yticks(range(len(rows)), labels)
     axes.set_title(title, fontsize=11, loc="left")
     _draw_legend(axes, {span.kind for span in spans})
-    figure.savefig(output, dpi=140)
+    with replacing(output) as temporary:
+        # The name of the temporary file does not say what it is.
+        figure.savefig(temporary, dpi=140, format="png")
 
 
 def _window(spans: Sequence[Span]) -> _Window:

@@ -1,6 +1,7 @@
 """python -m tools.batch: what other batches would cost a run, against the equations and on a machine."""
 
 import json
+import os
 import re
 
 import pytest
@@ -102,6 +103,29 @@ def test_nothing_is_predicted_from_a_noise_scale_that_is_not_told_from_zero(run,
     assert "critical   unknown; noise scale 300 ± 60 by epoch 1, unknown by epoch 3, unknown by epoch 5" in text
     assert "2,259" not in text and "350" not in text and "nothing is predicted" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("batch.doc", "batch.doc: no kind of picture; name it like batch.png"),
+        ("nowhere/batch.png", "; make it, or name another file by --picture"),
+        ("taken.png", "taken.png: is a folder; name a file in it by --picture"),
+    ],
+)
+@pytest.mark.parametrize("way", [[], ["--branch"]])
+def test_an_impossible_picture_is_refused_before_anything_is_read_or_trained(tmp_path, call, name, fault, way):
+    (tmp_path / "taken.png").mkdir()
+    code, lines, (error,) = call(batch.main, tmp_path / "no run", *way, "--picture", tmp_path / name)
+    assert (code, lines) == (2, []) and fault in error
+
+
+def test_an_old_picture_is_replaced_not_written_over(run, tmp_path, call):
+    picture = tmp_path / "batch.png"
+    picture.write_text("old")
+    os.link(picture, tmp_path / "old")
+    assert call(batch.main, run(event(44, 300.0)), "--picture", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and (tmp_path / "old").read_text() == "old"
 
 
 @pytest.mark.parametrize(

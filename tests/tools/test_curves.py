@@ -1,7 +1,11 @@
 """Curves are drawn from what a run wrote, also from one that was cut off while it wrote."""
 
+import errno
+from pathlib import Path
+
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from tools import output
 from tools.curves import main
@@ -23,6 +27,21 @@ def test_a_run_is_drawn_into_a_picture_and_what_cannot_be_drawn_is_one_line(tmp_
     (tmp_path / "metrics.jsonl").write_text("garbage\n" + EVENTS)
     code, _, (error,) = call(main, tmp_path)
     assert code == 2 and "metrics.jsonl:1: not a line of metrics" in error
+
+
+def test_an_old_picture_stays_until_the_new_one_is_whole(tmp_path, call, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text(EVENTS)
+    picture = tmp_path / "curves.png"
+    picture.write_text("old")
+
+    def half(self, stream, **_):
+        Path(stream).write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    code, _, (error,) = call(main, tmp_path, "--output", picture)
+    assert code == 1 and str(picture) in error
+    assert picture.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_single_value_is_a_point_since_a_line_of_one_shows_nothing(tmp_path, call, monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -103,10 +104,13 @@ def test_notes_are_printed_where_they_apply(arguments, words, others, planned):
 
 def test_a_picture_is_drawn_and_no_torch_is_loaded(tmp_path):
     path = tmp_path / "scaling.png"
+    path.write_text("old")
+    os.link(path, tmp_path / "old")
     code = "import sys\nfrom tools import plan\nplan.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "--config", str(POD256), "--picture", str(path), *FULL_POD]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert f"picture    {path}\n" in done.stdout and path.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "old").read_text() == "old", "who has the old picture open keeps it"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Traces of a schedule whose times are known: all is written, and a perfect schedule reaches the ideal."""
 
 import json
+import os
 
 import pytest
 from matplotlib.image import imread
@@ -41,7 +42,13 @@ def test_waiting_costs_efficiency_and_replica_0_counts():
 def test_the_trace_holds_every_span_and_the_picture_the_first_step_in_few_rows(tmp_path, replicas, steps, rows):
     ranks = [(replica, step) for step in steps for replica in range(replicas)]
     spans = [span for replica, step in ranks for span in gpipe(2 + step, 2, step, replica)]
+    # Whoever has the old files open keeps them: new ones take their names.
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("trace.json", "timeline.png"):
+        (tmp_path / "a" / "b" / name).write_text("old")
+        os.link(tmp_path / "a" / "b" / name, tmp_path / name)
     line = write(tmp_path / "a" / "b", spans, micro_batches=2, stages=2)
+    assert {(tmp_path / name).read_text() for name in ("trace.json", "timeline.png")} == {"old"}
     efficient = sum((2 + step) / (3 + step) for step in steps) / len(steps)
     assert f"pipeline efficiency {efficient:.2f} of 1, ideal 2 / (2 + 1) = 0.67" in line
     events = json.loads((tmp_path / "a" / "b" / "trace.json").read_text())["traceEvents"]

@@ -194,7 +194,7 @@ def draw(plan: Plan, points: Sequence[Point], growth: Optional[Growth], path: Pa
     _draw_losses(right, plan, points)
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    output.save(figure, path)
 
 
 def _draw_curve(

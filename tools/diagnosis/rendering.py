@@ -115,7 +115,7 @@ def draw(findings: Findings, config: str, output: Path) -> None:
     panel.set_title(title, loc="left", parse_math=False)
     advice = textwrap.fill(_first(findings), 120)
     figure.suptitle(advice, fontsize=9, x=0.01, ha="left", parse_math=False)
-    figure.savefig(output, dpi=110)
+    outputs.save(figure, output)
 
 
 def _bars(findings: Findings) -> Dict[str, Dict[str, float]]:

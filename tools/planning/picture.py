@@ -55,7 +55,7 @@ def draw(plan: Summary, path: Path) -> None:
     _draw_rates(rates, plan.scaling)
     rates.set_title(f"{plan.recipe.run.name} on {plan.machine.name}")
     _draw_shares(shares, plan.scaling)
-    figure.savefig(path, dpi=110)
+    output.save(figure, path)
 
 
 def _draw_rates(axis: Axes, rows: List[Row]) -> None:

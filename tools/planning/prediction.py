@@ -139,7 +139,7 @@ def draw(prediction: Prediction, path: Path) -> None:
     _draw_costs(right, prediction.costs)
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    output.save(figure, path)
 
 
 def _draw_noise(axis: Axes, prediction: Prediction) -> None:

@@ -8,9 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from common.files import replacing
 from common.text import count
-from tools.output import few_ticks
+from tools.output import few_ticks, save
 from tools.sweeping.candidates import as_text
 from tools.sweeping.definition import Axis, Definition, SweepFile, Value
 from tools.sweeping.trials import COMPLETE, PRUNED, Record
@@ -76,10 +75,7 @@ def draw_picture(
         panel.set(title=_plain(key), ylabel=metric)
     for panel in panels[len(space) :]:
         panel.set_axis_off()
-    # People look at the picture while it is drawn anew.
-    with replacing(path) as temporary:
-        # The name of the temporary file does not say what it is.
-        figure.savefig(temporary, dpi=110, format="png")
+    save(figure, path)
 
 
 def _select(definition: Definition, records: Sequence[Record]) -> _Trials:
