@@ -65,6 +65,11 @@ class Plan(NamedTuple):
         """Return the multiples of the batch that are tried: 2, 4, 8 ... up to the largest."""
         return _multiples(self.largest)
 
+    @property
+    def is_bound_by_epoch(self) -> bool:
+        """Return whether an epoch is too short for a larger multiple, whatever the share."""
+        return not _fits_an_epoch(2 * self.largest, self.per_epoch)
+
     def branches(self) -> List[Branch]:
         """Return all branches in the order in which they are trained.
 
@@ -125,7 +130,7 @@ def make(
     # As large a multiple as the share allows with the shortest branches; the rest makes them longer.
     largest = 1
     steps = 0
-    while 2 * largest * _UPDATES_PER_EPOCH <= per_epoch:
+    while _fits_an_epoch(2 * largest, per_epoch):
         # Larger multiples make more branches, and all of them longer.
         affordable = _steps_of_each(2 * largest, points, share * total)
         if affordable < 2 * largest * _UPDATES:
@@ -142,6 +147,16 @@ def make(
         largest=largest,
         steps=steps,
     )
+
+
+def _fits_an_epoch(multiple: int, per_epoch: int) -> bool:
+    """Return whether an epoch has as many updates as a branch needs.
+
+    Args:
+        multiple: of the batch.
+        per_epoch: steps of an epoch.
+    """
+    return multiple * _UPDATES_PER_EPOCH <= per_epoch
 
 
 def _choose(saved: Sequence[int], points: int, total: int) -> List[int]:
@@ -192,7 +207,7 @@ def _too_short(points: int, share: float, per_epoch: int, total: int) -> str:
         total: steps of the whole run.
     """
     # No share of the run helps where an epoch is too short.
-    if per_epoch < 2 * _UPDATES_PER_EPOCH:
+    if not _fits_an_epoch(2, per_epoch):
         steps = count(per_epoch, "step")
         return (
             f"an epoch has {steps}, too few for twice the batch; branch a run with a smaller batch"

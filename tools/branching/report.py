@@ -63,10 +63,7 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
     bound = ">= " if decision.is_bound(plan, points) else ""
     yield f"critical   {bound}{critical:,.0f} images over the whole run"
     if bound:
-        more = 2 * plan.largest
-        # Rounded up, so that the share that is named suffices.
-        share = share_for(plan, more) + 0.005
-        yield f"           {plan.largest} x recovered; --share {share:.2f} --output FOLDER tries {more} x"
+        yield f"           {plan.largest} x recovered; {_next(plan)}"
     if growth is None:
         yield "schedule   none: at the last checkpoint twice the batch has not recovered"
         return
@@ -75,6 +72,17 @@ def lines(plan: Plan, points: Sequence[Point], growth: Optional[Growth]) -> Iter
     yield "batch:"
     yield f"  schedule: {as_yaml(pairs)}"
     yield f"  rate_rule: {growth.rule}"
+
+
+def _next(plan: Plan) -> str:
+    """Return how twice the largest batch can be tried."""
+    more = 2 * plan.largest
+    if plan.is_bound_by_epoch:
+        steps = count(plan.per_epoch, "step")
+        return f"an epoch of {steps} is too short for {more} x: branch a run with a smaller batch"
+    # Rounded up, so that the share that is named suffices.
+    share = share_for(plan, more) + 0.005
+    return f"--share {share:.2f} --output FOLDER tries {more} x"
 
 
 def _table(plan: Plan, points: Sequence[Point]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import pytest
 
 from common.errors import ConfigError
+from tools.branching import decision, report
 from tools.branching import plan as plans
 from tools.branching.plan import RULES, Branch
 
@@ -35,6 +36,26 @@ def test_branches_have_as_large_batches_as_the_share_allows_and_then_as_many_ste
 def test_an_epoch_has_four_updates_of_the_largest_batch_or_more():
     assert plan(share=5.0).largest == 16
     assert plan(share=5.0, per_epoch=8, saved=range(8, 5226, 8)).largest == 2
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "end"),
+    [
+        (16, "2 x recovered; --share 1.16 --output FOLDER tries 4 x"),
+        (15, "2 x recovered; an epoch of 15 steps is too short for 4 x: branch a run with a smaller batch"),
+    ],
+)
+def test_a_larger_share_is_advised_only_where_it_allows_a_larger_batch(per_epoch, end):
+    """The shortest epoch for which one does, and the longest for which none helps."""
+    found = plan(range(per_epoch, 500, per_epoch), share=1.0, per_epoch=per_epoch, total=500)
+    points = [judged(found, step) for step in found.points]
+    assert end in "\n".join(report.lines(found, points, None))
+
+
+def judged(found, step):
+    """A checkpoint at which all batches have recovered."""
+    losses = dict.fromkeys(found.branches(), 1.0)
+    return next(point for point in decision.judge(found, losses) if point.step == step)
 
 
 def test_at_each_checkpoint_the_spread_is_measured_first():
