@@ -50,6 +50,7 @@ from tools.branching import decision, report, session, source
 from tools.branching import plan as plans
 from tools.planning import batches, machine, prediction
 from tools.planning.prediction import Prediction
+from tools.reporting.run import noted_replicas, starts_in
 from tools.training_process import StopRequest
 from training.metrics import read_events
 
@@ -91,7 +92,9 @@ def _predict(options: argparse.Namespace) -> int:
     place = machine.load(options.machine) if options.machine else None
     events = read_events(options.run).get("train", [])
     run = naming(options.run, lambda train: batches.intervals(train, batch), events)
-    replicas = options.replicas or planned(recipe).replicas
+    replicas = options.replicas or noted_replicas(starts_in(options.run))
+    if replicas is None:
+        replicas = planned(recipe).replicas
     # Without a noise scale that is told from zero, nothing follows from it.
     critical = None
     costs = []
@@ -237,7 +240,7 @@ def _parser() -> Parser:
         "--replicas",
         type=whole,
         metavar="N",
-        help="on that machine (default: the run's)",
+        help="on that machine (default: those of the run's newest session)",
     )
     parser.add_argument(
         "--picture",

@@ -22,10 +22,10 @@ def event(step, images=None, error=10.0):
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder of a run with these events: run(event, ...)."""
+    """A folder of a run with these events: run(event, ..., overrides=...)."""
 
-    def made(*events):
-        recipe = loading.load(QUICKSTART, [f"run.output={tmp_path}"])
+    def made(*events, overrides=()):
+        recipe = loading.load(QUICKSTART, [f"run.output={tmp_path}", *overrides])
         (tmp_path / "config.yaml").write_text(loading.dump(recipe))
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
         return str(tmp_path)
@@ -76,6 +76,30 @@ def test_the_command_prints_a_table_draws_and_ends_with_json(run, tmp_path, call
     assert picture.read_bytes().startswith(b"\x89PNG")
     costs = json.loads(call(batch.main, folder, "--json")[1][-1])["costs"]
     assert [(each["batch"], each["seconds"]) for each in costs] == [(16 << power, None) for power in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "line"),
+    [
+        ([{"replicas": 2}, {"replicas": 4}, {}], "times on 4 replicas"),
+        ([{}], "times on 1 replica"),
+    ],
+)
+def test_times_are_those_of_the_replicas_that_the_newest_session_had(run, tmp_path, call, starts, line):
+    """A recipe with `replicas: auto` keeps it, also where a launcher has started several."""
+    folder = run(event(44, 300.0))
+    (tmp_path / "environment.json").write_text(json.dumps({"starts": starts}))
+    _, lines, errors = call(batch.main, folder, "--machine", "two_cores")
+    assert errors == [] and line in lines
+    assert "times on 3 replicas" in call(batch.main, folder, "--machine", "two_cores", "--replicas", "3")[1]
+
+
+def test_a_pipelined_run_is_predicted_for_batches_that_its_micro_batch_does_not_divide(run, call):
+    """Its blocks are cut as the run cuts them, whatever the batch."""
+    folder = run(event(44, 300.0), overrides=["parallel.stages=2", "batch.micro=32"])
+    code, lines, errors = call(batch.main, folder, "--machine", "two_cores", "--batches", "16,48,128", "--json")
+    assert (code, errors) == (0, [])
+    assert all(each["seconds"] > 0 for each in json.loads(lines[-1])["costs"])
 
 
 def test_updates_of_larger_batches_are_bounds_and_the_known_bias_is_printed(run, call):

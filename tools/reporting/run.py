@@ -298,6 +298,18 @@ def total_steps(run: Run) -> Optional[int]:
     return max(1, steps)
 
 
+def noted_replicas(starts: Sequence[dict]) -> Optional[int]:
+    """Return the replicas of a run's newest session that has noted them; None: none has.
+
+    Launchers decide on them where recipes leave them open.
+
+    Args:
+        starts: of the run.
+    """
+    noted = [start["replicas"] for start in starts if "replicas" in start]
+    return noted[-1] if noted else None
+
+
 def division(run: Run) -> Optional[str]:
     """Return the line of a run's batch arithmetic.
 
@@ -309,9 +321,7 @@ def division(run: Run) -> Optional[str]:
     """
     if run.recipe is None:
         return None
-    # Launchers decide on the replicas where recipes leave them open.
-    noted = [start["replicas"] for start in run.starts if "replicas" in start]
-    replicas = noted[-1] if noted else None
+    replicas = noted_replicas(run.starts)
     try:
         line = batch.divide(run.recipe, replicas).describe()
     except UserError:
