@@ -43,7 +43,8 @@ class DeviceOptimizer(NamedTuple):
     options: arguments of its constructor besides params and lr (which PopTorch compiles in unless
     it is one, too). constant: attributes that are compiled in. sources: the keys of the recipe that
     each option comes from, or "always: " and why. slots: PopART's prefix of each state tensor
-    (*decompose.cpp).
+    (*decompose.cpp). state: types of all tensors of a parameter's state, also of those that nothing
+    reads.
     """
 
     name: str
@@ -52,6 +53,7 @@ class DeviceOptimizer(NamedTuple):
     groups: Tuple[Group, Group]
     sources: Dict[str, str]
     slots: Dict[str, str]
+    state: Tuple[Name, ...]
 
 
 FORMS: Registry[Callable[[Any, Precision], DeviceOptimizer]] = Registry("a form on IPUs")
@@ -59,6 +61,7 @@ FORMS: Registry[Callable[[Any, Precision], DeviceOptimizer]] = Registry("a form 
 _Options = Mapping[str, Tuple[object, str]]
 _Groups = Tuple[Group, Group]
 _FLOAT = Name("torch.float")
+_HALF = Name("torch.half")
 _CONSTANT = ("betas", "eps", "momentum", "alpha")  # attributes that never change during a run
 # By so much the momentum's form steps shorter: the mean of docs/results/lars_forms.md.
 _SHORTER_STEP = 1.75
@@ -85,7 +88,12 @@ def optimizer(recipe: Recipe) -> DeviceOptimizer:
 
 
 def _device_optimizer(
-    name: str, precision: Precision, slots: Dict[str, str], options: _Options, groups: _Groups
+    name: str,
+    precision: Precision,
+    slots: Dict[str, str],
+    options: _Options,
+    groups: _Groups,
+    state: Tuple[Name, ...],
 ) -> DeviceOptimizer:
     """Return an optimizer of poptorch.optim with the options that all of them have besides."""
     arguments = {key: pair for key, pair in options.items() if pair[0] is not None}
@@ -102,12 +110,13 @@ def _device_optimizer(
         groups=groups,
         sources={key: source for key, (_, source) in arguments.items()},
         slots=slots,
+        state=state,
     )
 
 
 def _state_type(precision: Precision) -> Name:
     """Return the type of a state tensor that may have that of the weights."""
-    return Name("torch.half") if precision.weights == "float16" else _FLOAT
+    return _HALF if precision.weights == "float16" else _FLOAT
 
 
 def _groups(weight_decay: float, **skipped: float) -> _Groups:
@@ -144,7 +153,9 @@ def _lars(section: Lars, precision: Precision) -> DeviceOptimizer:
         _SECOND: _BOTH_CAST,
     }
     slots = {"momentum_buffer": "Accl1___"}
-    return _device_optimizer("LAMB", precision, slots, options, _groups_of_lars(section, epsilon))
+    groups = _groups_of_lars(section, epsilon)
+    # LAMB's second moment is there, though it stays 0.
+    return _device_optimizer("LAMB", precision, slots, options, groups, state=(state, _FLOAT))
 
 
 def _groups_of_lars(section: Lars, epsilon: float) -> _Groups:
@@ -197,7 +208,7 @@ def _lamb(section: Lamb, precision: Precision) -> DeviceOptimizer:
     slots = {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"}
     # A weight norm of at most 0 makes the trust ratio 1; see `_lars`.
     groups = _groups(section.weight_decay, max_weight_norm=0.0)
-    return _device_optimizer("LAMB", precision, slots, options, groups)
+    return _device_optimizer("LAMB", precision, slots, options, groups, state=(_FLOAT, _FLOAT))
 
 
 @FORMS.implements(Sgd)
@@ -208,13 +219,16 @@ def _sgd(section: Sgd, precision: Precision) -> DeviceOptimizer:
     if section.nesterov:
         fault = "optimizer.nesterov on IPUs: PopART adds a gradient that is not divided by accumulation and replicas"
         raise ConfigError(f"{fault}; use optimizer.nesterov=false")
+    velocity = _state_type(precision)
     options = {
         "momentum": (section.momentum or None, "optimizer.momentum"),
         "use_combined_accum": (False, "always: accumulator and momentum apart"),
-        "velocity_accum_type": (_state_type(precision), "precision.weights"),
+        "velocity_accum_type": (velocity, "precision.weights"),
     }
     slots = {"momentum_buffer": "Accl1___"}
-    return _device_optimizer("SGD", precision, slots, options, _groups(section.weight_decay))
+    groups = _groups(section.weight_decay)
+    state = (velocity,) if section.momentum else ()
+    return _device_optimizer("SGD", precision, slots, options, groups, state)
 
 
 @FORMS.implements(RmsProp)
@@ -231,4 +245,6 @@ def _rmsprop(section: RmsProp, precision: Precision) -> DeviceOptimizer:
         "use_tf_variant": (True, "optimizer.name"),
     }
     slots = {"square_avg": "Accl1___", "momentum_buffer": "Accl3___"}
-    return _device_optimizer("RMSprop", precision, slots, options, _groups(section.weight_decay))
+    groups = _groups(section.weight_decay)
+    state = (_FLOAT, _FLOAT) if section.momentum else (_FLOAT,)
+    return _device_optimizer("RMSprop", precision, slots, options, groups, state)

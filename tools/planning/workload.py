@@ -26,11 +26,12 @@ from recipe.batch import divide, training_image_sizes
 from recipe.checks import bound_to_cut
 from recipe.config import Model, Parallel, Recipe
 from recipe.division import Batch
-from recipe.ipu import options, rules
+from recipe.ipu import optimizers, options, rules
 from tools.planning.machine import Machine
 
 _Whole = TypeVar("_Whole", Recipe, Machine)
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SIZES_OF_IPU = {"torch.float": 4, "torch.half": 2}  # by PopTorch's names
 _BACKWARD = 2  # of backward in forward passes: the gradients of input and weights cost one each
 _GRADIENT = 4  # bytes: gradients of micro batches add up in float32
 _FLOAT32 = 4  # bytes
@@ -201,12 +202,11 @@ def state_bytes(recipe: Recipe, device: str) -> int:
     kind = _compute_type(recipe, device)
     weights = _SIZES[recipe.precision.weights]
     compute = _SIZES[kind]
-    slots = recipe.optimizer.slots.values()
     total = weights + _GRADIENT
-    for slot in slots:
-        total += weights if slot.half else _FLOAT32
     if device == "ipu":  # averages are the host's, and PopART steps in place
-        return total
+        return total + _slot_bytes_of_ipu(recipe)
+    slots = recipe.optimizer.slots.values()
+    total += _slot_bytes(recipe)
     # The module's parameters are a copy where their type is not that of the weights.
     copied = kind != recipe.precision.weights
     if copied:
@@ -220,6 +220,22 @@ def state_bytes(recipe: Recipe, device: str) -> int:
         if decay is not None:
             total += _FLOAT32
     return total
+
+
+def _slot_bytes(recipe: Recipe) -> int:
+    """Return the bytes of the optimizer's slots for a parameter."""
+    weights = _SIZES[recipe.precision.weights]
+    return sum(weights if slot.half else _FLOAT32 for slot in recipe.optimizer.slots.values())
+
+
+def _slot_bytes_of_ipu(recipe: Recipe) -> int:
+    """Return the bytes of the optimizer's state for a parameter on an IPU."""
+    # A recipe for GPUs may be planned on a pod, with an optimizer that has no form there.
+    try:
+        form = optimizers.optimizer(recipe)
+    except ConfigError:
+        return _slot_bytes(recipe)
+    return sum(_SIZES_OF_IPU[kind.path] for kind in form.state)
 
 
 def _cuts(recipe: Recipe, size: int) -> Tuple[List[str], str]:

@@ -91,7 +91,28 @@ def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(optimi
 def test_averages_are_float32_and_none_of_an_ipus():
     plain, averaged = (load(QUICKSTART, [f"average.epoch_decay={decay}"]) for decay in ("null", "0.97"))
     assert workload.state_bytes(averaged, "cuda") - workload.state_bytes(plain, "cuda") == 4
-    assert workload.state_bytes(load(POD), "ipu") == 2 + 2 + 4  # weights, momentum, float32 accumulator
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        ("name=lars", 2 + 4),  # the momentum, and LAMB's second moment, which stays 0
+        ("name=lamb", 4 + 4),
+        ("name=rmsprop", 4 + 4),
+        ("name=rmsprop optimizer.momentum=0", 4),
+        ("name=sgd", 2),
+        ("name=sgd optimizer.momentum=0", 0),
+    ],
+)
+def test_the_state_of_an_ipus_optimizer_is_that_of_its_form_there(optimizer, state):
+    """docs/ipu.md, chapter 3, says which form it is."""
+    recipe = load(POD, f"optimizer.{optimizer}".split())
+    assert workload.state_bytes(recipe, "ipu") == 2 + 4 + state  # beside the weight and the float32 gradient
+
+
+def test_on_a_pod_an_optimizer_without_a_form_there_is_counted_as_elsewhere():
+    recipe = load(QUICKSTART, ["optimizer.name=adamw"])
+    assert workload.state_bytes(recipe, "ipu") == 2 + 4 + 4 + 4
 
 
 def kept(names, found, again, held, device):
