@@ -43,6 +43,7 @@ _ALLOWED = (
         ("dense", "auto"),
         "PopART exchanges gradients itself, completely and in float32",
     ),
+    ("exchange.bits", (None,), "PopART exchanges gradients itself, in float32"),
     ("exchange.delay", (0,), "PopART makes each update from the gradients of its own step"),
     ("exchange.order", ("fast",), "PopART decides in which order gradients are added"),
     ("batch.schedule", (None,), "the accumulation is compiled into the program"),

@@ -173,6 +173,7 @@ RULES = [
     (("optimizer.clip_norm=1",), "cannot clip", "optimizer.clip_norm=null"),
     (("average.step_decay=0.99",), "leave the device after every update", "average.step_decay=null"),
     (("exchange.method=gtopk",), "PopART exchanges gradients itself", "exchange.method=dense"),
+    (("exchange.bits=8",), "PopART exchanges gradients itself, in float32", "exchange.bits=null"),
     (("exchange.delay=1",), "from the gradients of its own step", "exchange.delay=0"),
     (("exchange.order=tree",), "in which order", "exchange.order=fast"),
     (("model.norm=batch",), "running statistics", "model.norm=group"),
