@@ -262,7 +262,7 @@ def _single_replica(recipe: Recipe, micro: int) -> Recipe:
     """Return the recipe of one replica, whose update takes two micro batches."""
     # Two, since the gradients of the first are there while the second is computed.
     batch = {"global_": 2 * micro, "micro": micro, "schedule": None, "largest": None}
-    parallel = {"replicas": 1, "shares": "even", "elastic": False}
+    parallel = {"replicas": None, "shares": "even"}
     changes = {
         "batch": recipe.batch.model_copy(update=batch),
         "parallel": recipe.parallel.model_copy(update=parallel),

@@ -178,8 +178,10 @@ def _elastic(recipe: Recipe, batch: Batch) -> Iterator[str]:
         yield "parallel.elastic: running statistics are summed by replica; use model.norm=group"
     if parallel.schedule == "interleaved":
         yield "parallel.elastic changes the number of micro batches; use parallel.schedule=1f1b"
-    if parallel.minimum > batch.replicas:
-        yield f"parallel.minimum {parallel.minimum} is more than {count(batch.replicas, 'replica')}; lower it"
+    # Not of the batch, for which one may only be assumed: training/run.py checks what was started.
+    replicas = parallel.replicas
+    if replicas is not None and parallel.minimum > replicas:
+        yield f"parallel.minimum {parallel.minimum} is more than {count(replicas, 'replica')}; lower it"
 
 
 def _pipeline(recipe: Recipe, batch: Batch) -> Iterator[str]:

@@ -48,6 +48,8 @@ def test_a_recipe_that_cannot_be_run_is_refused_with_its_place_and_a_remedy(comm
         ("parallel.replicas=2", "parallel.replicas 2 needs 2 processes"),
     ):
         assert words in command.refuses("batch.micro=12", override)
+    elastic = ("parallel.elastic=true", "exchange.order=tree", "parallel.minimum=2")
+    assert "parallel.minimum 2 is more than 1 replica; lower it, or start more" in command.refuses(*elastic)
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"extends: {QUICKSTART}\noptimizer: {{momentun: 0.9}}\n")
     assert command.refuses(recipe=recipe).startswith(f"{recipe}: optimizer.momentun: unknown key; ")

@@ -12,6 +12,7 @@ from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional
 import torch
 
 from common.errors import DONE, FAILED, STOPPED, ConfigError
+from common.text import count
 from data.batches import MicroBatch
 from engines import factory
 from engines.base import Engine
@@ -143,6 +144,17 @@ def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> No
 # Before the engine is built -------------------------------------------------------------------
 
 
+def _check_minimum(recipe: Recipe, place: Topology) -> None:
+    """Refuse an elastic run that is started with too few replicas. Raises ConfigError."""
+    # Here, as only a start knows how many there are; plans and scores assume a number.
+    parallel = recipe.parallel
+    if parallel.elastic and parallel.minimum > place.replicas:
+        started = count(place.replicas, "replica")
+        raise ConfigError(
+            f"parallel.minimum {parallel.minimum} is more than {started}; lower it, or start more"
+        )
+
+
 def _check_division(recipe: Recipe, place: Topology) -> None:
     """Check that the batch divides, before processes meet; one of several ranks says why not.
 
@@ -150,6 +162,7 @@ def _check_division(recipe: Recipe, place: Topology) -> None:
     """
     try:
         arithmetic.divide(recipe, place.replicas)
+        _check_minimum(recipe, place)
     except ConfigError as error:
         if place.world == 1:
             raise

@@ -224,7 +224,7 @@ def test_a_trial_is_a_whole_update_of_two_micro_batches_of_the_largest_images_be
     [
         "exchange.method=topk parallel.replicas=2",
         "exchange.method=local exchange.local_steps=4 parallel.replicas=2",
-        "exchange.order=tree parallel.elastic=true parallel.shares=measured parallel.replicas=3",
+        "exchange.order=tree parallel.elastic=true parallel.minimum=2 parallel.shares=measured parallel.replicas=3",
         "batch.schedule=noise batch.largest=96",
         "exchange.delay=1 exchange.order=tree precision.dynamic_loss_scale=false",
     ],

@@ -97,7 +97,7 @@ ACROSS_SECTIONS = [
     (f"{ELASTIC} exchange.delay=1", "would be lost with its replica; use exchange.delay=0"),
     (f"{ELASTIC} model.norm=batch", "use model.norm=group"),
     (f"{ELASTIC} parallel.stages=2 parallel.schedule=interleaved batch.micro=16", "use parallel.schedule=1f1b"),
-    (f"{ELASTIC} parallel.minimum=2", "parallel.minimum 2 is more than 1 replica; lower it"),
+    (f"{ELASTIC} parallel.replicas=2 parallel.minimum=3", "parallel.minimum 3 is more than 2 replicas; lower it"),
     (f"{MEASURED} exchange.delay=1", "use exchange.delay=0 or parallel.shares=even"),
     (f"{MEASURED} model.norm=batch", "use model.norm=group or parallel.shares=even"),
     (f"{MEASURED} parallel.stages=2 parallel.schedule=interleaved batch.micro=16", "use parallel.schedule=1f1b or"),
@@ -140,7 +140,13 @@ def test_what_does_not_go_together_is_one_line_with_its_key_and_remedy(overrides
         THREE,
         f"{THREE} batch.micro=48 batch.schedule=[[0,192],[700,576]]",
         f"{ELASTIC} parallel.shares=measured parallel.replicas=2 parallel.minimum=2",
+        f"{ELASTIC} parallel.minimum=2",  # as many as are started
     ],
 )
 def test_neighbours_of_what_is_refused_pass(overrides):
     divide(load(QUICKSTART, overrides.split()))
+
+
+def test_one_replica_of_an_elastic_recipe_is_divided_whatever_its_minimum():
+    """Evaluations and trials have one."""
+    assert divide(load(QUICKSTART, f"{ELASTIC} parallel.replicas=2 parallel.minimum=2".split()), 1).replicas == 1

@@ -82,6 +82,11 @@ def test_the_batch_is_that_of_the_recipe(tmp_path):
     assert run.division(run.read(ranks)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 stages each: 4 devices)"
 
 
+def test_an_elastic_run_with_a_minimum_is_divided_where_nothing_noted_its_replicas(tmp_path):
+    elastic = ["parallel.elastic=true", "exchange.order=tree", "parallel.minimum=2"]
+    assert run.division(run.read(written(tmp_path / "a", overrides=elastic))).endswith("as one replica divides it")
+
+
 def test_without_events_a_run_is_not_begun_and_without_a_recipe_the_rest_is_left(tmp_path):
     assert state(written(tmp_path / "run")).kind == "not begun"
     folder = written(tmp_path / "run", [train_event(60), eval_event(60)])
