@@ -310,6 +310,7 @@ def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
     comparison = _Comparison(runs, names, unit.seconds)
     figures: List[Figure] = []
     left_out: List[str] = []
+    is_thinned = False
     for plan in _PLANS:
         drawn = _lines(plan, runs)
         reason = _reason_to_leave_out(plan, drawn)
@@ -317,13 +318,14 @@ def draw(runs: Sequence[Run], names: Sequence[str]) -> Curves:
             left_out.append(f"{plan.title.lower()} ({reason})")
         else:
             figures.append(_figure(plan, drawn, comparison))
-    most = max(len(run.metrics.train) for run in runs)
+            most = _most_points(drawn)
+            is_thinned |= any(len(line.values) > most for line in drawn)
     return Curves(
         figures=figures,
         layers=_trust_ratios(comparison),
         left_out=left_out,
         unit=unit.name,
-        thinned=most > _POINTS // len(runs),
+        thinned=is_thinned,
     )
 
 
@@ -358,14 +360,18 @@ def _reason_to_leave_out(plan: Plan, drawn: Sequence[_Line]) -> str:
     return ""
 
 
+def _most_points(drawn: Sequence[_Line]) -> int:
+    """Return the points of each line of a figure, its share of those that a figure may have."""
+    return max(_LEAST_POINTS, _POINTS // len(drawn))
+
+
 def _figure(plan: Plan, drawn: Sequence[_Line], comparison: _Comparison) -> Figure:
     """Draw the lines of a figure."""
     # In a legend of several runs, validation stands for the run: training is pale.
     legend: Dict[int, Series] = {}
     for line in sorted(drawn, key=lambda line: line.series.role == "validation"):
         legend[line.order] = line.series
-    # Each line gets its share of the points that a figure may have.
-    most = max(_LEAST_POINTS, _POINTS // len(drawn))
+    most = _most_points(drawn)
     data = []
     for line in drawn:
         trace = _trace_of(line, comparison, most)

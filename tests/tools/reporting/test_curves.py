@@ -157,3 +157,14 @@ def test_no_spike_or_gap_is_lost_and_no_more_is_drawn_than_asked_for():
     values[5000] = math.nan
     assert 5000 in curves.thinned(values, 100)
     assert len(curves.thinned([math.nan] * 10_000, 100)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("lines", "thinned"),
+    [(3000, False), (3001, True)],  # with the validation a figure has two lines, of 3,000 points each
+)
+def test_thinned_lines_are_announced(read, lines, thinned):
+    events = [train_event(n) for n in range(1, lines + 1)] + [eval_event(lines)]
+    drawn = curves.draw([read(events)], ["run"])
+    loss = checked(drawn.figures)["loss"].data[0]
+    assert drawn.thinned == thinned == (len(loss["y"]) < lines)
