@@ -43,6 +43,7 @@ class Scoring(NamedTuple):
 
     train_size: pixels a side that the weights were trained at.
     test_size: pixels a side that they are scored at.
+    mean, std: of RGB in [0, 1], which may differ between weights of one architecture.
     interpolation: `bilinear` or `bicubic`.
     crop_fraction: share of the resized image's side that is shown.
     crop_mode: `center` or `squash`.
@@ -51,6 +52,8 @@ class Scoring(NamedTuple):
 
     train_size: int
     test_size: int
+    mean: Tuple[float, float, float]
+    std: Tuple[float, float, float]
     interpolation: str
     crop_fraction: float
     crop_mode: str
@@ -157,6 +160,8 @@ def scoring(name: str) -> Optional[Scoring]:
     return Scoring(
         train_size=train_height,
         test_size=test_height,
+        mean=tuple(configuration.mean),
+        std=tuple(configuration.std),
         interpolation=configuration.interpolation,
         crop_fraction=configuration.test_crop_pct or configuration.crop_pct,
         crop_mode=configuration.crop_mode,

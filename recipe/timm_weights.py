@@ -55,6 +55,11 @@ def image_keys(name: str) -> Dict[str, Dict[str, Any]]:
     scoring = timm_models.scoring(name)
     if scoring is None:
         return {}
+    model = {
+        "image_size": scoring.test_size,
+        "mean": list(scoring.mean),
+        "std": list(scoring.std),
+    }
     data = {
         "interpolation": scoring.interpolation,
         "crop_fraction": scoring.crop_fraction,
@@ -62,7 +67,7 @@ def image_keys(name: str) -> Dict[str, Dict[str, Any]]:
         "crop_rounding": "down",
         "image_sizes": training_sizes(name),
     }
-    return {"model": {"image_size": scoring.test_size}, "data": data}
+    return {"model": model, "data": data}
 
 
 def training_sizes(name: str) -> Optional[List[List[int]]]:
@@ -123,7 +128,8 @@ def keys(name: str, family: Optional[str] = None) -> Dict[str, Any]:
     """Return the keys of the section `model` with which it is timm's model called `name`.
 
     Source: timm/models/efficientnet.py. Models with `tf_` pad as TensorFlow does and have its
-    epsilon.
+    epsilon. Mean and deviation are those of `image_keys` where timm knows the weights; those given
+    here are for tags that it does not know.
 
     Args:
         name: of weights, `tf_efficientnet_b5.ap_in1k` or `convnext_tiny.fb_in1k`.

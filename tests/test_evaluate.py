@@ -185,7 +185,7 @@ def test_weights_of_timm_are_scored_by_their_name_as_timm_scores_them(command, t
     given = (f"data.root={folder}", "model.classes=5", "data.workers=0")
     code, lines, errors = command("--checkpoint", name, "--output", tmp_path / "scores", *given)
     assert (code, errors) == (DONE, [])
-    assert lines[0].startswith(f"images as timm's {weights}: model.image_size=224, data.interpolation=bicubic, ")
+    assert lines[0].startswith(f"images as timm's {weights}: model.image_size=224, model.mean=[0.485, ")
     found = json.loads((tmp_path / "scores" / "scores.json").read_text())
 
     keys = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(weights).to_dict(), use_test_size=True)

@@ -21,10 +21,27 @@ def of(name, *overrides):
     return loading.load(QUICKSTART, [f"model.init_from=timm:{name}", *overrides])
 
 
-@pytest.mark.parametrize("name", PRETRAINED)
+# Weights of one architecture may have other means than those that timm takes by default.
+OTHERS = [
+    "mobilenetv3_large_100.miil_in21k_ft_in1k",
+    "mobilenetv3_large_100.ra4_e3600_r224_in1k",
+    "convnext_base.clip_laion2b_augreg_ft_in12k_in1k",
+]
+WITHOUT_A_TAG = [*(f"efficientnet_b{size}" for size in range(6)), "resnet18"]
+
+
+@pytest.mark.parametrize("name", [*PRETRAINED, *OTHERS, *WITHOUT_A_TAG])
 def test_means_are_those_of_timms_registry(name):
     expected, model = timm.get_pretrained_cfg(name), of(name).model
     assert (model.mean, model.std) == (expected.mean, expected.std)
+
+
+def test_means_are_printed_and_those_of_an_unknown_tag_follow_the_name():
+    recipe = of(OTHERS[0])
+    line = timm_weights.preparation(recipe.model, recipe.data)
+    assert "model.mean=[0, 0, 0], model.std=[1, 1, 1]" in line
+    assert of("tf_efficientnet_b1.mine:/tmp/w.pth").model.mean == (0.485, 0.456, 0.406)
+    assert of("efficientnet_b1.ra4.mine:/tmp/w.pth").model.mean == (0.5, 0.5, 0.5)
 
 
 def test_means_of_weights_in_a_lower_layer_do_not_stay(tmp_path):
@@ -65,7 +82,7 @@ def test_keys_of_the_same_layer_win_and_a_file_may_follow_the_name():
 
 @pytest.mark.parametrize("name", ["resnet18.a1_in1k", "efficientnet_b1_pruned.in1k", "tf_efficientnet_b8"])
 def test_weights_of_other_models_name_models_of_timm(name):
-    """Their means are the architecture's, their size is that of timm's scores, whatever the recipe had before."""
+    """Their size is that of timm's scores, whatever the recipe had before."""
     recipe = of(name, "model.classes=7")
     assert (recipe.model.name, recipe.model.architecture) == ("timm", name.partition(".")[0])
     configuration = timm.get_pretrained_cfg(name)
@@ -102,7 +119,7 @@ def test_a_run_trains_at_the_weights_training_size_and_scores_at_their_test_size
     assert (data.interpolation, data.crop_fraction, data.crop_mode) == ("bicubic", 0.95, "center")
     assert data.crop_rounding == "down"
     line = timm_weights.preparation(recipe.model, data)
-    assert line.startswith("images as timm's resnet10t.c3_in1k: model.image_size=224, data.interpolation=bicubic, ")
+    assert line.startswith("images as timm's resnet10t.c3_in1k: model.image_size=224, model.mean=[0.485, ")
     assert "given" not in line and "data.image_sizes=[[0, 176]]" in line
 
 
