@@ -223,15 +223,21 @@ def _usual(names: Mapping[str, torch.Tensor]) -> List[str]:
     """
     # The path to the weights of one model, e.g. `state_dict.model.`, up to the first unusual key.
     prefixes = []
-    for name in names:
+    with_matrices = set()
+    for name, tensor in names.items():
         parts = itertools.takewhile(_is_usual, name.split(".")[:-1])
         prefix = "".join(f"{part}." for part in parts)
         if prefix not in prefixes:
             prefixes.append(prefix)
-    averages = [prefix for prefix in prefixes if _AVERAGE.search(prefix)]
-    if len(averages) > 1 or len(prefixes) - len(averages) > 1:
+        if tensor.dim() > 1:
+            with_matrices.add(prefix)
+    # Programs keep single numbers and vectors beside a model: scores, states of generators. Only a
+    # model has matrices.
+    models = [prefix for prefix in prefixes if prefix in with_matrices] or prefixes
+    averages = [prefix for prefix in models if _AVERAGE.search(prefix)]
+    if len(averages) > 1 or len(models) - len(averages) > 1:
         return [""]
-    return prefixes
+    return models
 
 
 def _is_usual(part: str) -> bool:

@@ -369,3 +369,27 @@ def test_a_family_of_ones_own_is_found_by_the_usual_keys(tmp_path):
     for content in (own, {"state_dict": prefixed(own, "model.module.")}, {"net": own, "ema": prefixed(own, "module.")}):
         torch.save(content, tmp_path / "w.pt")
         assert_bitwise_equal(read(str(tmp_path / "w.pt")).tensors, own)
+
+
+def test_numbers_and_vectors_beside_a_model_without_an_anchor_are_left_out(tmp_path):
+    """As PyTorch's ImageNet example, Lightning and scripts keep scores and the state of a generator."""
+    torch.manual_seed(0)
+    own = {"layer.0.weight": torch.randn(2, 3), "layer.0.bias": torch.zeros(2)}
+    ema = {name: tensor + 1 for name, tensor in own.items()}
+    about = {"best_model_score": torch.tensor(0.7), "dirpath": "x"}
+    cases = (
+        {"epoch": 3, "state_dict": prefixed(own, "module."), "best_acc1": torch.tensor(71.2)},
+        {"state_dict": prefixed(own, "model."), "callbacks": {"ModelCheckpoint{'mode': 'max'}": about}},
+        {"state_dict": {**prefixed(own, "model."), "loss.weight": torch.ones(3)}},
+        {"model": own, "rng_state": torch.get_rng_state()},
+        {"model": own, "model_ema": {"module": ema}, "best": torch.tensor(0.5)},
+        {"model": own, "ema": {"decay": torch.tensor(0.9)}},
+    )
+    for content in cases:
+        torch.save(content, tmp_path / "w.pth.tar")
+        assert_bitwise_equal(read(str(tmp_path / "w.pth.tar")).tensors, own)
+    torch.save(cases[4], tmp_path / "w.pth.tar")
+    assert_bitwise_equal(read(str(tmp_path / "w.pth.tar"), "ema").tensors, ema)
+    # Two with matrices: nothing says which is the model, so that every name counts.
+    torch.save({"model": own, "other": ema}, tmp_path / "w.pth.tar")
+    assert len(read(str(tmp_path / "w.pth.tar")).tensors) == 4
