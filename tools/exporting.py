@@ -221,6 +221,9 @@ def _metadata(stored: StoredWeights, recipe: Recipe, names: Sequence[str]) -> di
     }
     if names:
         texts["classes"] = json.dumps(list(names))
+    else:
+        # Whoever reads the file beside other images must know whose order the labels have.
+        texts["order"] = weights.class_order(stored)
     return texts
 
 

@@ -13,7 +13,7 @@ from data.classes import in_timm_order, places
 from data.sources import candidates
 from models.families import is_classifier
 from recipe.config import Data, Model
-from training.weights import StoredWeights
+from training.weights import TIMM_ORDER, StoredWeights, class_order
 
 
 class Known(NamedTuple):
@@ -137,7 +137,7 @@ def _of_data(stored: Any, data: ClassNames) -> Known:
     names = data.names
     if not data.sorted:
         order = "in the order of the data's own labels"
-    elif stored.recipe is None:
+    elif class_order(stored) == TIMM_ORDER:
         names = in_timm_order(names)
         order = "in timm's order (numbers by value, case ignored)"
     else:

@@ -45,6 +45,7 @@ class ExportedModel:
     recipe: YAML text of the run that trained it.
     which: `trained`, or the name of an average.
     classes: names by label; None where the file has none.
+    order: of class folders, see `weights.class_order`.
     """
 
     device = torch.device("cpu")
@@ -57,6 +58,7 @@ class ExportedModel:
             program.metadata.get("classes", "null"),
             path,
         )
+        self.order: Optional[str] = program.metadata.get("order")
         self._program = program
         self._model = loading.loads(self.recipe, str(path)).model
 

@@ -24,6 +24,9 @@ from training.foreign import EMA, TRAINED
 from training.unpickling import unpickled_of_others
 
 _say = functools.partial(print, flush=True)
+# Orders of class folders, which weights have that do not name their classes.
+TIMM_ORDER = "timm"
+BYTE_ORDER = "bytes"
 _OF_CHECKPOINTS = {"format", "engine"}  # keys that only our checkpoints have, both of them
 
 
@@ -36,6 +39,7 @@ class StoredWeights(NamedTuple):
     classes: names by label; None where the file has none.
     which: `trained`, or the name of an average.
     notes: lines for the user about a choice among the weights in the file.
+    order: of class folders, as a file of tools.export says it: see `class_order`.
     """
 
     path: Path
@@ -44,6 +48,7 @@ class StoredWeights(NamedTuple):
     classes: Optional[List[str]] = None
     which: str = TRAINED
     notes: Tuple[str, ...] = ()
+    order: Optional[str] = None
 
 
 def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWeights:
@@ -212,6 +217,21 @@ def names_in_json(text: str, path: Path) -> Optional[List[str]]:
     raise CheckpointError(f"{path}: damaged: the names of its classes cannot be read")
 
 
+def class_order(stored: Any) -> str:
+    """Return the order of class folders that a model has whose file does not name its classes.
+
+    Args:
+        stored: `StoredWeights` or an `ExportedModel`.
+
+    Returns:
+        TIMM_ORDER for weights of other programs, BYTE_ORDER for our own.
+    """
+    # An exported file has a recipe even if its weights are another program's, so it says it.
+    if stored.order is not None:
+        return stored.order
+    return TIMM_ORDER if stored.recipe is None else BYTE_ORDER
+
+
 def run_folder_of(path: Path) -> Optional[Path]:
     """Return the run folder that a file belongs to; None outside of one.
 
@@ -358,6 +378,7 @@ def _read_safetensors(path: Path, which: str) -> StoredWeights:
         recipe=metadata.get("recipe"),
         classes=names_in_json(metadata.get("classes", "null"), path),
         which=metadata.get("weights", TRAINED),
+        order=metadata.get("order"),
     )
 
 

@@ -20,10 +20,13 @@ from engines import state
 from models.efficientnet import build, timm_name
 from recipe import loading
 from tests.conftest import QUICKSTART, TINY
+from tests.pictures import write_pictures
 from tests.tools.reporting.runs import trained
 from tools import export, exporting
 from training import exported
 from training.checkpoint import load
+from training.classes import of_model
+from training.weights import read
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 FORMATS = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
@@ -239,6 +242,19 @@ def test_what_has_no_images_is_checked_on_random_ones_and_says_why(command, tmp_
     assert (code, about["images"]) == (DONE, "random")
     assert ("none of the first 2 can be read" if there else f"{root}") in about["no_validation_images"]
     assert f"no validation images: {about['no_validation_images']}" in lines
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_an_export_without_names_has_the_order_of_the_weights_it_was_made_of(command, tmp_path, format):
+    """Another program's order is timm's; its images are elsewhere as it is exported."""
+    path, root = tmp_path / f"m{FORMATS[format]}", tmp_path / "images"
+    overrides = (*TINY, "data.source=folder", f"data.root={root}", "model.classes=3")
+    weights = random_weights(tmp_path / "w.pth", "model.classes=3")
+    assert command(weights, "--config", QUICKSTART, "--format", format, "--output", path, *overrides)[0] == DONE
+    write_pictures(root, ("1", "2", "10"), train=1)
+    stored = exported.read(str(path)) if format == "torch" else read(str(path))
+    data = loading.loads(stored.recipe, "the file").data
+    assert of_model(stored, data, 3).names == of_model(read(str(weights)), data, 3).names == ("1", "2", "10")
 
 
 @pytest.mark.parametrize("wrong", [1.1e-4, float("nan")])

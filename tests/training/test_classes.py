@@ -51,9 +51,11 @@ def test_a_file_names_its_classes_or_the_data_does_in_timms_order_or_in_its_own(
 
 
 def test_a_program_without_names_is_one_of_ours(recipe):
-    """tools.export writes no programs but those of runs of this repository, or of weights that it was told about."""
-    program = types.SimpleNamespace(path=Path("p.onnx"), recipe="a recipe", classes=None)
+    """Unless the file says that tools.export made it of another program's weights."""
+    program = types.SimpleNamespace(path=Path("p.onnx"), recipe="a recipe", classes=None, order=None)
     assert known_by(program, recipe()).names == NAMES
+    program.order = "timm"
+    assert known_by(program, recipe()).names == ("9", "10", "A", "b")
 
 
 def test_validation_images_tell_where_there_are_none_for_training(recipe, tmp_path):
