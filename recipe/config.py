@@ -165,7 +165,9 @@ class Checkpoint(Section):
     every_epochs: float = Field(1.0, gt=0, description="epochs between checkpoints")
     keep_last: int = Field(2, ge=2)
     """newest checkpoints to keep; two, in case the newest is damaged"""
-    keep_best: bool = Field(True, description="also keep the checkpoint with the best top-1")
+    keep_best: bool = True
+    """also keep the checkpoint with the best top-1, which an evaluation that is the best so far
+    saves where none is due"""
     mirror: Optional[PathText] = None
     """URL that fsspec knows (s3://bucket/run), or a folder: a copy of the run folder, sent after each
     checkpoint, from which an empty run folder is filled"""

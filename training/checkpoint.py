@@ -47,7 +47,8 @@ class CheckpointFolder:
         """
         Args:
             folder: of the checkpoints; the first that is saved makes it.
-            keep_last: number of checkpoints that are kept, the newest.
+            keep_last: number of checkpoints that are kept, the newest; those that were saved for
+                their score alone do not count.
             keep_best: whether the one with the highest top-1 is kept, too.
             mirror: of the run folder, to which each new checkpoint is sent.
         """
@@ -73,6 +74,7 @@ class CheckpointFolder:
         top1: Optional[float],
         replica_states: Iterable[dict] = (),
         warn: Callable[[str], None] = functools.partial(print, flush=True),
+        only_best: bool = False,
     ) -> Path:
         """Write a checkpoint durably, then remove older ones that need not be kept.
 
@@ -86,6 +88,7 @@ class CheckpointFolder:
                 so that only one need be in memory.
             warn: called for each checkpoint that turns out to be damaged; it is kept, and not
                 compared with others.
+            only_best: whether it is saved for its score alone, and goes once another is better.
 
         Returns:
             The checkpoint's file.
@@ -107,7 +110,13 @@ class CheckpointFolder:
                 del state  # or it would stay in memory while the next one is made
             file = _write(path, {_FORMAT_KEY: FORMAT, **content})
             undo.callback(path.unlink)
-            manifest = Manifest(step, *file, top1=top1, replicas=tuple(replicas))
+            manifest = Manifest(
+                step,
+                *file,
+                top1=top1,
+                replicas=tuple(replicas),
+                only_best=only_best,
+            )
             write(self._manifest_path(step), encode(manifest), durable=True)
             undo.pop_all()
         # It may have taken the place of a damaged one.
@@ -294,7 +303,9 @@ class CheckpointFolder:
 
     def _kept_steps(self, manifests: List[Manifest]) -> Set[int]:
         """Return the steps of the newest of these checkpoints, and of the best one."""
-        steps = {manifest.step for manifest in manifests[-self._keep_last :]}
+        # A best one that was saved between them costs none of the newest.
+        due = [manifest for manifest in manifests if not manifest.only_best]
+        steps = {manifest.step for manifest in due[-self._keep_last :]}
         best_first = _best_first(manifests)
         if self._keep_best and best_first:
             steps.add(best_first[0].step)

@@ -206,6 +206,13 @@ class Trainer:
         patience = self.recipe.evaluation.patience
         return patience is not None and self.progression.without_better >= patience
 
+    def _is_best(self) -> bool:
+        """Return whether the last evaluation is to be kept, as the best so far.
+
+        Its scores are sums over ranks, so all ranks decide alike.
+        """
+        return self.recipe.checkpoint.keep_best and self.progression.without_better == 0
+
     def _save_or_stop(self, done: int, *, last: bool, scheduled: bool, evaluated: bool) -> None:
         """Save the run if it is time, and leave the loop if a signal or a replica asks for it."""
         processes = self.engine.processes
@@ -217,6 +224,9 @@ class Trainer:
             stop, regroup = divmod(processes.agree_late(2 * (self._signal or 0) + waits), 2)
             if scheduled or stop:
                 self._save(scheduled, evaluated)
+            elif evaluated and self._is_best():
+                # Else its weights would be lost: a checkpoint may be due less often.
+                self._save(scheduled, evaluated, only_best=True)
         # Last: a step counts as done only with its scores and its checkpoint.
         self._remember()
         # A run that has come to its end reports that, whoever asked it to stop.
@@ -534,10 +544,15 @@ class Trainer:
         progression.loss = self._loss.item()
         progression.correct = int(self._correct.item())
 
-    def _save(self, scheduled: bool, evaluated: bool) -> None:
+    def _save(self, scheduled: bool, evaluated: bool, only_best: bool = False) -> None:
         """Save the run.
 
         Only scheduled checkpoints leave an event: a signal must not show in the metrics.
+
+        Args:
+            scheduled: whether a checkpoint is due.
+            evaluated: whether the scores are those of this step.
+            only_best: whether it is saved for its score alone.
         """
         progression = self.progression
         progression.metrics_bytes = self.monitor.position()
@@ -559,7 +574,13 @@ class Trainer:
         # Scores of an earlier step are not this checkpoint's.
         top1 = max(top1_by_weights(progression.scores).values()) if evaluated else None
         self.monitor.check()
-        self.checkpoints.save(progression.step, content, top1, replica_states)
+        self.checkpoints.save(
+            progression.step,
+            content,
+            top1,
+            replica_states,
+            only_best=only_best,
+        )
         if scheduled:
             note_checkpoint(self.monitor, progression)
 

@@ -29,6 +29,7 @@ class Manifest(NamedTuple):
     bytes, sha256: length and checksum of its file, see `File`.
     top1: share in [0, 1]; None if it was not scored.
     replicas: a file for each replica that has a state of its own.
+    only_best: whether it was saved for its score alone, between the checkpoints that were due.
     """
 
     step: int
@@ -36,13 +37,16 @@ class Manifest(NamedTuple):
     sha256: str
     top1: Optional[float]
     replicas: Tuple[File, ...] = ()
+    only_best: bool = False
 
 
 def encode(manifest: Manifest) -> bytes:
     """Return the content of a manifest's file."""
     fields = manifest._asdict()
-    if not manifest.replicas:
-        del fields["replicas"]  # which older programs do not know
+    # Fields that older programs do not know are left out where they say nothing.
+    for name in ("replicas", "only_best"):
+        if not fields[name]:
+            del fields[name]
     # Last: it covers all fields that are written.
     fields[_CHECKSUM] = _checksum(fields)
     return (json.dumps(fields) + "\n").encode()

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from common.errors import CheckpointError
-from tests.training.conftest import content, files, manifest, names
+from tests.training.conftest import content, files, manifest, names, states
 from training import checkpoint
 from training.manifest import File, Manifest, decode, encode
 
@@ -52,6 +52,20 @@ def test_the_last_and_the_best_are_kept(save, replicas, scores, keep_last, keep_
     scores = dict(enumerate(scores, start=1))
     checkpoints = save(*scores, scores=scores, keep_last=keep_last, keep_best=keep_best)
     assert files(checkpoints.folder) == names(*kept, replicas=replicas)
+
+
+def test_one_that_is_saved_for_its_score_alone_pushes_out_none_of_the_newest(folder, replicas):
+    """It goes once another is better; older programs, which do not know the field, meet it there alone."""
+    checkpoints = folder(keep_last=2, keep_best=True)
+    kept = []
+    for step, top1 in enumerate([0.1, 0.2, 0.3, None, None, 0.2, 0.4], start=1):
+        of_replicas = states(step, replicas)
+        checkpoints.save(step, content(step), top1, of_replicas, only_best=step in (2, 3, 7))
+        kept.append([manifest.step for manifest in checkpoints.manifests(warn=pytest.fail)])
+    assert kept == [[1], [1, 2], [1, 3], [1, 3, 4], [3, 4, 5], [3, 5, 6], [5, 6, 7]]
+    assert files(checkpoints.folder) == names(5, 6, 7, replicas=replicas)
+    fields = [json.loads(manifest(checkpoints, step).read_text()) for step in (6, 7)]
+    assert [each.get("only_best") for each in fields] == [None, True]
 
 
 def bit_flipped(path):

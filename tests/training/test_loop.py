@@ -15,6 +15,7 @@ from recipe import batch as arithmetic
 from tests.training.conftest import SIX_STEPS_AN_EPOCH
 from tests.training.scripted import EMPTY, ScriptedEngine
 from training import stopping
+from training.checkpoint import CheckpointFolder
 from training.loop import Stopped, Trainer, TrainingError
 from training.progression import Progression
 
@@ -96,7 +97,35 @@ def test_averages_are_scored_beside_the_weights_once_there_are_some(start):
     assert (end["top1"], end["best_top1"], end["top5"], end["images"]) == (0.2, 0.9, 0.9, 12 * 24)
     assert "best top1 100.00% (epoch average)  " in lines[-1], "what --best chooses from, not the trained weights alone"
     assert end["images_per_second"] == pytest.approx(end["images"] / end["seconds"])
-    assert start.saved() == [6, 12] and start.content()["classes"] == ["cat", "dog"]
+    assert start.saved() == [6, 9, 12], "an evaluation that is the best so far saves its weights, too"
+    assert start.steps("checkpoint") == [6, 12] and start.content()["classes"] == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_best_weights_are_kept_where_no_checkpoint_is_due(start, tmp_path, keep_best):
+    """Hits at steps 2, 4 ... are 3, 5, 5, 4, 9, 8; a checkpoint is due at the last step alone. Resumed once."""
+    hits = {2: 3, 4: 5, 6: 5, 8: 4, 10: 9, 12: 8}
+    rare = ("evaluation.every_epochs=0.34", "checkpoint.every_epochs=9", f"checkpoint.keep_best={keep_best}".lower())
+
+    def scored(**about):
+        engine = ScriptedEngine(**about)
+        count = engine.evaluate_step
+        engine.evaluate_step = lambda batch: count(batch)._replace(top1=torch.tensor(hits[len(engine.steps)]))
+        return engine
+
+    with pytest.raises(Stopped):
+        start(scored(before=raising(signal.SIGTERM, 6)), *rare)
+    assert start.saved() == ([4, 7] if keep_best else [7])
+    content = start.content()
+    engine = scored()
+    engine.load_state_dict(content["engine"])
+    lines = []
+    events = start(engine, *rare, progression=Progression(**content["progression"]), say=lines.append)
+    assert start.saved() == ([7, 10, 12] if keep_best else [7, 12])
+    assert "best top1 90.00%" in lines[-1]
+    best = CheckpointFolder(tmp_path / "checkpoints", 2, True).load_best(pytest.fail)
+    assert best["progression"]["step"] == (10 if keep_best else 12)
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [12]
 
 
 def test_the_last_line_names_the_trained_weights_where_no_average_is_better(start):
