@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from common import progress
 from common.command import fail
-from common.errors import DONE, FAILED, DataError
+from common.errors import DONE, FAILED, ConfigError, DataError
 from common.files import write
 from common.json_io import json_text
 from data.loader import EvaluationBatches
@@ -30,6 +30,7 @@ from recipe.settled import image_size
 from tools import output
 from training import classes, exported, weights
 from training.classes import Known
+from training.torch_program import NotRun
 from training.weights import StoredWeights
 
 _LIMIT = 1e-4  # largest difference of a logit: programs add in another order than torch
@@ -300,11 +301,19 @@ def _reader(
     content: bytes,
     recipe: Recipe,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from images to logits, by a file's content as evaluate.py would read it."""
+    """Return a function from images to logits, by a file's content as evaluate.py would read it.
+
+    Raises ConfigError for a program with an operator that evaluate.py does not run.
+    """
     if suffix == ".safetensors":
         stored = StoredWeights(Path("the file"), load(content), None, None)
         return _built(stored, recipe.model, recipe.run.seed)
-    return exported.opened(suffix, content).logits
+    try:
+        return exported.opened(suffix, content).logits
+    except NotRun as error:  # models of timm may have any operator
+        raise ConfigError(
+            f"--format torch: evaluate.py does not run such a program ({error}); use --format onnx or safetensors"
+        ) from None
 
 
 def _validation_images(section: Model, data: Data, count: int) -> torch.Tensor:

@@ -59,6 +59,10 @@ _Read = Callable[[str], bytes]  # content of a member of the archive
 _Tensors = Dict[str, torch.Tensor]
 
 
+class NotRun(ValueError):
+    """A program is torch's, but has an operator, or an argument of one, that is not run here."""
+
+
 class _Value(str):
     """Name of an argument that is computed, or stored."""
 
@@ -93,6 +97,7 @@ def load(content: bytes) -> Tuple[Dict[str, str], Callable[[torch.Tensor], torch
         Texts by name, and a function of one tensor.
 
     Raises:
+        NotRun: see there.
         Exception: of nearly any kind, for what torch.export.save does not write.
     """
     # Names of members begin with a folder, which may be called anything.
@@ -180,11 +185,11 @@ def _resolved(argument: Any, values: _Tensors) -> Any:
 
 
 def _call(node: dict) -> _Call:
-    """Return the call that a node of the graph describes; raise ValueError for other operators."""
+    """Return the call that a node of the graph describes; raise NotRun for other operators."""
     target = node["target"]
     name = target[len(_PREFIX) :] if target.startswith(_PREFIX) else ""
     if name not in _OPERATORS:
-        raise ValueError(f"operator {target!r} is none of a model")
+        raise NotRun(f"operator {target!r} is none that is run here")
     # Only a name of the list is looked up in torch: no file reaches anything else there.
     operator, overload = name.split(".")
     arguments = []
@@ -206,7 +211,7 @@ def _call(node: dict) -> _Call:
 
 
 def _argument(entry: dict) -> Any:
-    """Return the argument of a call; raise ValueError for a kind that no model has."""
+    """Return the argument of a call; raise NotRun for a kind that no model has."""
     ((kind, value),) = entry.items()
     if kind == "as_tensor":
         return _Value(value["name"])
@@ -218,7 +223,7 @@ def _argument(entry: dict) -> Any:
         return _MEMORY_FORMATS[value]
     if kind in ("as_int", "as_float", "as_bool", "as_string", "as_ints"):
         return value
-    raise ValueError(f"an argument {kind!r} is none of a model's")
+    raise NotRun(f"an argument {kind!r} is none that is run here")
 
 
 def _stored_tensors(read: _Read, folder: str) -> _Tensors:

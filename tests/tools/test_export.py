@@ -301,6 +301,18 @@ def test_refusals_are_one_line(run, command, monkeypatch, arguments, fault):
     assert (code, lines) == (WRONG_INPUT, []) and fault in error
 
 
+def test_a_model_whose_operators_are_not_run_here_is_no_program_of_torch(command, tmp_path):
+    """Most models of timm have others than EfficientNets; they can be had in the other formats."""
+    pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
+    torch.save(timm.create_model("resnet10t", num_classes=10).state_dict(), tmp_path / "w.pth")
+    path = tmp_path / "m.pt2"
+    keys = ("model.classes=10", "model.image_size=32", f"data.root={tmp_path}")
+    weights = f"timm:resnet10t.c3_in1k:{tmp_path / 'w.pth'}"
+    code, _, (error,) = command(weights, "--format", "torch", "--output", path, *keys)
+    assert code == WRONG_INPUT and not path.exists()
+    assert "(operator 'torch.ops.aten.relu.default' is none that is run here); use --format onnx or safe" in error
+
+
 DEPTHWISE = "model.norm=batch model.group_size=1 model.expansion=6 model.padding=torch"
 SLOW = ((format, norm) for format in ("onnx", "torch") for norm in ("model.norm=layer", "model.proxy_norm=true"))
 
