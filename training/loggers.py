@@ -63,12 +63,14 @@ class Logger:
     key: of the section `log`.
     package: pip's name of a service's package, whose module is named by the key. A service never
         ends a run: once it fails, it is left out.
+    needs: pip's name of a package without which a logger that is no service cannot begin, likewise.
     settings: defaults of the service's environment variables.
     run: the service's name for the run.
     """
 
     key: str
     package: Optional[str] = None
+    needs: Optional[str] = None
     settings: Dict[str, str] = {}
     run: Optional[str] = None
 
@@ -149,18 +151,19 @@ class Service(Logger):
 
 
 def check(log: Log) -> None:
-    """Raise ConfigError for a service whose package is not installed.
+    """Raise ConfigError for a logger whose package is not installed.
 
     Args:
         log: section of the recipe, which selects loggers.
     """
     for logger in _selected(log):
-        if not logger.package:
+        package = logger.package or logger.needs
+        if package is None:
             continue
         spec = importlib.util.find_spec(logger.key)
         if spec is None or spec.origin is None:  # without an origin it is a folder of this name
             fault = f"the package {logger.key} is not installed"
-            remedy = f"pip install {logger.package}, or log.{logger.key}=false"
+            remedy = f"pip install {package}, or log.{logger.key}=false"
             raise ConfigError(f"log.{logger.key}: {fault}; {remedy}")
 
 

@@ -19,6 +19,7 @@ class TensorBoardLogger(Logger):
     """Files for TensorBoard. If they cannot be written the run ends, as with the run's other files."""
 
     key = "tensorboard"
+    needs = "tensorboard"
 
     def __init__(self, session: Session):
         from torch.utils.tensorboard import SummaryWriter

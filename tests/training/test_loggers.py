@@ -210,7 +210,9 @@ def test_a_service_never_ends_a_run(services, trained, events, tmp_path, capsys,
     assert (tmp_path / "run" / loggers.FILE).exists() == (service == "wandb")
 
 
-@pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny"), ("tensorboard", "tensorboard")]
+)
 def test_a_missing_package_is_one_line_before_anything_is_made(trained, tmp_path, monkeypatch, capsys, name, package):
     monkeypatch.setitem(sys.modules, name, None)
     assert trained(f"log.{name}=true") == 2
