@@ -37,10 +37,10 @@ def by_class(confusion: torch.Tensor) -> ClassScores:
     Args:
         confusion: int64 [classes, classes]; rows are labels, columns predictions.
     """
-    counts = confusion.double()
-    hits = counts.diagonal()
-    images = counts.sum(1)
-    predictions = counts.sum(0)
+    # Whole numbers are summed before they are converted: a copy of all cells may be gigabytes.
+    hits = confusion.diagonal().double()
+    images = confusion.sum(1).double()
+    predictions = confusion.sum(0).double()
     return ClassScores(
         precision=_quotient(hits, predictions),
         recall=_quotient(hits, images),

@@ -5,6 +5,7 @@ import csv
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import DataError
 from data.batches import MicroBatch
@@ -62,6 +63,22 @@ def test_every_readable_image_counts_once_whatever_the_batch_size(size, unreadab
     scores = evaluate(engine, batches(size, unreadable))
     assert scores == Scores(report.top1, report.top5, report.loss, len(labels), len(unreadable))
     assert (report.images, report.unreadable, engine.batches) == (len(labels), len(unreadable), -(-60 // size))
+
+
+def test_a_batch_touches_its_own_cells_alone():
+    """Of 21,841 classes all cells are 3.8 GB: once, and not for every batch."""
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            result = function(*arguments, **(keywords or {}))
+            if isinstance(result, torch.Tensor) and result.numel() == 49:
+                sizes.append(function._schema.name)
+            return result
+
+    with Sizes():
+        score(Answers(), batches(1), 7)
+    assert sizes.count("aten::zeros") == 1 and set(sizes) <= {"aten::zeros", "aten::index_add_", "aten::view"}
 
 
 def test_no_readable_image_at_all_is_an_error_that_names_the_first():

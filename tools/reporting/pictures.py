@@ -377,7 +377,9 @@ def _worst_classes(report: Scores, names: Sequence[str]) -> List[tuple]:
 
 
 def _confusion_uri(report: Scores, source: Source) -> str:
-    """Return the picture of the confusion matrix in a data URI."""
+    """Return the picture of the confusion matrix in a data URI; empty for too many classes."""
+    if len(source.classes) > scoring.MOST_DRAWN:
+        return ""
     sample = f" of a sample of {report.images:,} images" if _is_sample(report, source) else ""
     stream = io.BytesIO()
     scoring.draw_confusion(
