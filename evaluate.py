@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.command import Parser, add_choice_of_weights, one_line
-from common.errors import DONE, DataError
+from common.errors import DONE, DataError, first_line
 from common.files import replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
@@ -155,7 +155,7 @@ def _opened(options) -> _Model:
 
 
 def _score(options) -> int:
-    """Score the validation images: write tables and picture, print a summary."""
+    """Score the validation images: write tables, print a summary, and draw a picture."""
     from training import weights
 
     evaluation = _evaluation(_opened(options))
@@ -167,7 +167,13 @@ def _score(options) -> int:
     _write(folder, evaluation)
     _print(evaluation)
     shown = printable(str(folder))
-    print(f"all classes, confusion and scores: {shown}/classes.csv, confusion.png, scores.json")
+    # Last: what has taken hours to compute does not depend on a picture.
+    fault = _draw(folder / "confusion.png", evaluation)
+    if fault:
+        print(f"no picture of the confusion: {fault}")
+        print(f"all classes and scores: {shown}/classes.csv, scores.json")
+    else:
+        print(f"all classes, confusion and scores: {shown}/classes.csv, confusion.png, scores.json")
     return DONE
 
 
@@ -222,7 +228,7 @@ def _labelled_source(model: _Model) -> Any:
 
 
 def _write(folder: Path, evaluation: _Evaluation) -> None:
-    """Write the table of classes, the picture, and the scores."""
+    """Write the table of classes and the scores."""
     from training import class_scores, scoring
 
     report = evaluation.report
@@ -239,9 +245,26 @@ def _write(folder: Path, evaluation: _Evaluation) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         scoring.write_class_table(folder / "classes.csv", evaluation.rows)
-        with replacing(folder / "confusion.png") as picture:
-            scoring.draw_confusion(picture, report, evaluation.classes, evaluation.title)
         write_text(folder / "scores.json", json_text(summary, indent=1) + "\n")
+
+
+def _draw(path: Path, evaluation: _Evaluation) -> str:
+    """Draw the picture of the confusion; return why there is none, or nothing."""
+    from training import scoring
+
+    with writing(path.parent):
+        path.unlink(missing_ok=True)  # that of another evaluation would stand beside these scores
+        classes = len(evaluation.classes)
+        if classes > scoring.MOST_DRAWN:
+            return f"{classes:,} classes are more than can be seen in one"
+        try:
+            with replacing(path) as picture:
+                scoring.draw_confusion(
+                    picture, evaluation.report, evaluation.classes, evaluation.title
+                )
+        except ImportError as error:
+            return f"{first_line(error)}; pip install matplotlib"
+    return ""
 
 
 def _print(evaluation: _Evaluation) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import sys
 
 import pytest
 import safetensors.torch
@@ -20,6 +21,7 @@ from engines.torch_engine import TorchEngine
 from tests.conftest import QUICKSTART, TINY
 from tests.data.test_decode import png
 from tests.pictures import write_pictures
+from training import scoring
 from training.checkpoint import load
 
 DONE, WRONG_INPUT = 0, 2
@@ -106,6 +108,27 @@ def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command,
     elsewhere = tmp_path / "a" / "b"
     assert command("--checkpoint", folder, "--best", "--output", elsewhere)[0] == DONE
     assert {path.name for path in elsewhere.iterdir()} == {"classes.csv", "confusion.png", "scores.json"}
+
+
+@pytest.mark.parametrize("reason", ["without matplotlib", "with too many classes"])
+def test_scores_are_written_where_no_picture_can_be(run, command, tmp_path, monkeypatch, reason):
+    """That of an earlier evaluation, in the same folder, goes."""
+    arguments = ("--checkpoint", run[0], "--output", tmp_path)
+    assert command(*arguments)[0] == DONE
+    before = (tmp_path / "scores.json").read_text()
+    if reason == "without matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        said = "no picture of the confusion: import of matplotlib.figure halted; None in sys.modules; pip install matpl"
+    else:
+        monkeypatch.setattr(scoring, "MOST_DRAWN", 9)
+        said = "no picture of the confusion: 10 classes are more than can be seen in one"
+    (tmp_path / "scores.json").unlink()
+    code, lines, errors = command(*arguments)
+    assert (code, errors) == (DONE, [])
+    assert lines[-2].startswith(said)
+    assert lines[-1] == f"all classes and scores: {tmp_path}/classes.csv, scores.json"
+    assert {path.name for path in tmp_path.iterdir()} == {"classes.csv", "scores.json"}
+    assert (tmp_path / "scores.json").read_text() == before
 
 
 def test_images_are_classified_by_name(run, command, tmp_path):
