@@ -242,4 +242,37 @@ class DropPath(_Dropping):
     """
 
 
+class DropPaths(nn.Module):
+    """Stochastic depth that a block calls several times in a pass: each call has a layer, and so a
+    key, of its own.
+
+    The first call has the key of a layer that is called once.
+    """
+
+    def __init__(self, rate: float, name: str, draws: Draws, calls: int):
+        """
+        Args:
+            rate: see `_Dropping`, as are `name` and `draws`.
+            name: of the first call.
+            draws: of the model.
+            calls: in a pass.
+        """
+        super().__init__()
+        names = [name, *(f"{name}.{number}" for number in range(1, calls))]
+        self.paths = nn.ModuleList(DropPath(rate, each, draws) for each in names)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass: the next call is its first, however far the pass before has come."""
+        self._call = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` times the mask of this call."""
+        if not self.training:
+            return x
+        path = self.paths[self._call]
+        self._call = (self._call + 1) % len(self.paths)
+        return path(x)
+
+
 RANDOM_LAYERS = (Dropout, DropPath)

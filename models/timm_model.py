@@ -10,6 +10,8 @@ batch normalisation keeps its statistics as ours does.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import importlib.util
 import operator
@@ -26,7 +28,7 @@ from models.base import FAMILIES, BlockList, Family
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.shapes import BlockShape
-from models.stochastic import Draws, Dropout, DropPath
+from models.stochastic import Draws, Dropout, DropPath, DropPaths
 from recipe import network, timm_models
 from recipe.randomness import key
 from recipe.settled import image_size
@@ -66,6 +68,8 @@ class TimmFamily(Family):
         blocks: List[Tuple[str, nn.Module]] = []
         blocks.append(("preprocess", Preprocess(section.mean, section.std)))
         blocks += _cut(model, _plan(section))
+        for _, block in blocks:
+            _begin_passes(block)
         result = BlockList(blocks)
         result.draws = draws
         return result
@@ -222,7 +226,8 @@ def _make_exact(model: nn.Module, section: network.Timm, draws: Draws) -> None:
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}".lstrip(".")
             if isinstance(child, timm_drop.DropPath) and child.drop_prob:
-                setattr(parent, child_name, DropPath(child.drop_prob, name, draws))
+                calls = _drop_path_calls(section.model_dump_json()).get(name, 1)
+                setattr(parent, child_name, _drop_path(child.drop_prob, name, draws, calls))
             elif isinstance(child, nn.BatchNorm2d) and child.affine:
                 assert section.norm_momentum is not None  # filled in by the architecture
                 setattr(parent, child_name, _BatchNorm(child, section.norm_momentum))
@@ -234,6 +239,54 @@ def _make_exact(model: nn.Module, section: network.Timm, draws: Draws) -> None:
         _drop_before_classifier(model, section, draws)
     for fault in _inexact(model):
         raise ConfigError(f"model.architecture {section.architecture}: {fault}; use another model")
+
+
+def _drop_path(rate: float, name: str, draws: Draws, calls: int) -> nn.Module:
+    """Return stochastic depth that a pass calls so many times."""
+    if calls > 1:
+        return DropPaths(rate, name, draws, calls)
+    return DropPath(rate, name, draws)
+
+
+@functools.lru_cache(maxsize=None)
+def _drop_path_calls(text: str) -> Dict[str, int]:
+    """Return how often a pass calls each layer of stochastic depth, by its name.
+
+    Args:
+        text: the section of the model, as JSON.
+    """
+    section = network.Timm.model_validate_json(text)
+    calls: Dict[str, int] = collections.Counter()
+
+    def count(name: str, *_: Any) -> None:
+        """Count a call of the layer `name`."""
+        calls[name] += 1
+
+    # Some models draw from torch's generator on the way, which nobody else shall notice.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = _create(section)
+        for name, module in model.named_modules():
+            if isinstance(module, timm_drop.DropPath):
+                module.register_forward_hook(functools.partial(count, name))
+        pixels = image_size(section)
+        # A model that does not take this size is refused where it is cut.
+        with contextlib.suppress(Exception), torch.no_grad():
+            model(torch.zeros(_TRACED_IMAGES, 3, pixels, pixels))
+    return calls
+
+
+def _begin_passes(block: nn.Module) -> None:
+    """Let each pass of a block begin with the first call of its layers of stochastic depth."""
+    # A pass may have been broken off, by memory that ran out for instance.
+    layers = [module for module in block.modules() if isinstance(module, DropPaths)]
+    if layers:
+        block.register_forward_pre_hook(functools.partial(_begin, layers))
+
+
+def _begin(layers: Sequence[DropPaths], *_: Any) -> None:
+    """Begin a pass in each of the layers: a hook before the pass of a block."""
+    for layer in layers:
+        layer.begin()
 
 
 def _drop_before_classifier(model: nn.Module, section: network.Timm, draws: Draws) -> None:

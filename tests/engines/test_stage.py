@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from common.errors import ConfigError
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
+from models import timm_model
 from models.efficientnet import build
 from models.native import library, patching
 from models.normalization import BatchNormAct
@@ -63,6 +64,27 @@ def test_recomputation_changes_no_bit(norm, recomputed):
     assert_same(three_steps(again, draws), three_steps(*stage_of(norm=norm)))
     assert (draws.step, draws.micro_batch) == (8, 3)
     assert all(module.moves_statistics for module in again.modules() if isinstance(module, BatchNormAct))
+
+
+def test_recomputation_repeats_the_mask_of_each_call_of_one_layer():
+    """Of a model of timm, whose blocks call their stochastic depth twice."""
+    pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
+    keys = {"name": "timm", "architecture": "edgenext_xx_small", "classes": 10, "image_size": 32, "drop_path": 0.5}
+    names = [f"stages.{number}" for number in range(1, 4)]
+    results = []
+    for recompute in (frozenset(), frozenset(names)):
+        model = timm_model.TimmFamily.build(Model(**keys), 0)
+        stage = Stage(model.part(names), model.draws, recompute)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(8, 24, 8, 8, generator=generator, requires_grad=True)
+        outputs = []
+        for number in range(2):
+            model.draws.micro_batch = number
+            outputs.append(stage(x))
+        for output in outputs:
+            output.square().sum().backward()
+        results.append([*outputs, x.grad, *(parameter.grad for parameter in stage.parameters())])
+    assert_same(*results)
 
 
 def saved_bytes(stage, model):

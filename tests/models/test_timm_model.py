@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from models import shapes, timm_model
 from models.families import build, timm_name
 from models.normalization import norm_parameters
-from models.stochastic import Dropout, DropPath
+from models.stochastic import Dropout, DropPath, DropPaths
 from recipe.config import Model
 
 pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
@@ -136,6 +136,35 @@ def test_stochastic_depth_and_dropout_draw_by_key(architecture):
         assert not torch.equal(model(x), first)
         model.eval()
         assert torch.equal(model(x), model(x))
+
+
+def test_each_call_of_one_layer_has_a_mask_of_its_own():
+    """EdgeNeXt's blocks call one twice, as timm draws twice. The first call's key is the layer's name; a pass that was
+    broken off changes nothing, and nor do evaluations."""
+    keys = section("edgenext_xx_small", drop_path=0.5)
+    model = build(keys, seed=3).train()
+    repeated = {name: module for name, module in model.named_modules() if isinstance(module, DropPaths)}
+    assert [len(layer.paths) for layer in repeated.values()] == [2, 2, 2]
+    masks = {}
+
+    def note(layer, _, y):
+        masks[layer.name] = (y != 0).flatten(1).any(1)
+
+    for layer in model.draws.layers:
+        layer.register_forward_hook(note)
+    x = images(keys, count=64)
+    with torch.no_grad():
+        first = model(x)
+        for layer in repeated.values():
+            one, other = (masks[path.name] for path in layer.paths)
+            assert not torch.equal(one, other)
+            name, rate = layer.paths[0].name, layer.paths[0].rate
+            assert torch.equal(one, model.draws.keep_mask(name, rate, 64, first) != 0)
+            assert "drop_path" in name and not name[-1].isdigit()
+        next(iter(repeated.values()))(torch.ones(64, 1))
+        assert torch.equal(model(x), first)
+        evaluated = model.eval()(x)
+        assert torch.equal(model(x), evaluated) and torch.equal(model.train()(x), first)
 
 
 def test_half_precision_keeps_statistics_in_float32():
