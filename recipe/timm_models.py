@@ -157,11 +157,13 @@ def scoring(name: str) -> Optional[Scoring]:
         if value not in known:
             made = either(list(known))
             raise ConfigError(f"model.init_from: timm's {name} has {key} {value}, not {made}")
+    red, green, blue = configuration.mean
+    red_deviation, green_deviation, blue_deviation = configuration.std
     return Scoring(
         train_size=train_height,
         test_size=test_height,
-        mean=tuple(configuration.mean),
-        std=tuple(configuration.std),
+        mean=(red, green, blue),
+        std=(red_deviation, green_deviation, blue_deviation),
         interpolation=configuration.interpolation,
         crop_fraction=configuration.test_crop_pct or configuration.crop_pct,
         crop_mode=configuration.crop_mode,
