@@ -14,8 +14,8 @@ Each section runs in a process and a time of its own: a kernel that reads where 
 end, costs the rest of one section. After each row tables are written to DEVICE.md and .json; the first call begins them
 anew. They are in benchmarks/cache/gpu/, and with --write in docs/results/gpu/, which git tracks.
 
-`--dry-run` runs the same sections in small on the CPU, and writes nothing: what a GPU would need is missing there, and
-its rows say so.
+`--dry-run` runs the same sections in small on the CPU, our Triton kernels in Triton's interpreter, and writes nothing:
+what a GPU would need is missing there, and its rows say so.
 """
 
 if __name__ == "__main__":  # before the imports: see run
@@ -25,7 +25,9 @@ if __name__ == "__main__":  # before the imports: see run
 
 import argparse
 import dataclasses
+import os
 import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -36,6 +38,9 @@ from common.errors import ConfigError
 
 
 def main() -> None:
+    if "--dry-run" in sys.argv:
+        # Triton asks as kernels are defined, so before the imports below.
+        os.environ["TRITON_INTERPRET"] = "1"
     packages.check("benchmarks.gpu_suite")
     from benchmarks import gpu_calls
     from benchmarks.gpu_measure import DRY_PASS, REAL

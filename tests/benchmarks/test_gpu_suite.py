@@ -462,6 +462,19 @@ def test_without_a_gpu_of_nvidia_it_is_refused_and_no_claim_holds(rocm, monkeypa
     assert {claim["reason"] for claim in result["claims"]} == {"PyTorch finds no NVIDIA GPU here"}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run on a GPU's machine launches its kernels")
+def test_a_dry_run_as_users_start_it_checks_our_kernels_in_tritons_interpreter():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry-run", "--only", "checks", "--json"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1])
+    (failed,) = [claim for claim in result["claims"] if claim["name"] == "failed_checks"]
+    assert failed["value"] == 0
+    assert "not measured" not in ended.stdout
+
+
 # On a machine that has little beside torch.
 
 HIDE = """
