@@ -79,11 +79,11 @@ def replacing(path: Path, durable: bool = False, shared: bool = False) -> Iterat
         with writing(path):
             yield temporary
             if durable:
-                _sync(temporary)
+                sync(temporary)
             os.replace(temporary, path)
             # The new name is an entry of the folder, which a crash can lose as well.
             if durable:
-                _sync(path.parent)
+                sync(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -107,8 +107,8 @@ def write_text(path: Path, text: str) -> None:
     write(path, text.encode("utf-8", errors="backslashreplace"))
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+def sync(path: Path) -> None:
+    """Wait until a file or folder, at `path`, is on the disk."""
     # Also of a folder, which Python cannot open as a file.
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -123,7 +123,8 @@ def writing(place: Union[str, Path]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        # One without a number is a library's own: with a file its text would be lost.
+        if error.filename is None and error.errno is not None:
             error.filename = str(place)
         raise
 

@@ -44,6 +44,12 @@ def test_processes_do_not_share_what_they_write_a_file_to_and_an_error_keeps_its
     assert caught.value.filename == "/dev/shm/x"
 
 
+def test_an_error_of_a_library_keeps_its_text(tmp_path):
+    """A store's, that a file is fetched from: with the name of a file Python would print `[Errno None] None`."""
+    with pytest.raises(OSError, match=r"^the store does not answer$"), writing(tmp_path):
+        raise ConnectionError("the store does not answer")
+
+
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, b"[" * 200_000, b"\xff\xfe[\0]\0", "", "[1", "nul"])
 def test_what_is_no_json_or_nested_too_deeply_is_a_value_error(text, tmp_path):
     with pytest.raises(ValueError):
