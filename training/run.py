@@ -39,6 +39,7 @@ from training.monitor import Monitor
 from training.profiling import MemoryHistory, Recordings
 from training.progression import Progression
 from training.run_folder import RunFolder, first_difference
+from training.stopping import late_signals
 
 Say = Callable[[str], None]
 
@@ -63,6 +64,7 @@ class _Session(NamedTuple):
 
     recipe: without `auto`.
     folder: None on other ranks than the main one.
+    until_closed: contexts that end after the folder is closed.
     say: prints a line on the main rank.
     """
 
@@ -71,6 +73,7 @@ class _Session(NamedTuple):
     lengths: Lengths
     engine: Engine
     folder: Optional[RunFolder]
+    until_closed: contextlib.ExitStack
     continuation: Continuation
     history: MemoryHistory
     say: Say
@@ -113,7 +116,8 @@ def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> No
     # A later generation of an elastic run has nothing new to say about what has not changed.
     say_first = _silent if continuation.later else say
     plan = _plan(recipe, processes, continuation, say_first)
-    with _run_folder(plan.recipe, processes, continuation) as folder:
+    opened = _run_folder(plan.recipe, processes, continuation)
+    with contextlib.ExitStack() as until_closed, opened as folder:
         output = arithmetic.output_folder(plan.recipe)
         # Before the engine is built, which takes long: a finished run needs none.
         event = processes.from_main(lambda: folder.finished() if folder else None)
@@ -133,6 +137,7 @@ def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> No
                 lengths=plan.lengths,
                 engine=engine,
                 folder=folder,
+                until_closed=until_closed,
                 continuation=continuation,
                 history=history,
                 say=say,
@@ -337,6 +342,8 @@ def _train(session: _Session) -> None:
             checkpoints=checkpoints,
             monitor=monitor,
         )
+        # The loop listens to signals by itself. What is sent to the mirror after it may take minutes.
+        session.until_closed.enter_context(late_signals())
         # Ranks take leave of each other, unless an error ends this one: others may be gone then.
         try:
             trainer.run(micro_batches)

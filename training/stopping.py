@@ -8,9 +8,10 @@ sends when it is stopped itself: the launcher sends SIGTERM when another rank is
 them at once, and a terminal's SIGINT is the launcher's.
 """
 
+import contextlib
 import os
 import signal
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 _noted: Optional[int] = None
 
@@ -58,6 +59,23 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def late_signals() -> Iterator[None]:
+    """Return a context in which SIGTERM changes nothing: the run ends anyway, once all is stored.
+
+    Ctrl-C ends it at once, as it is given by hand. A launcher's SIGTERM to its ranks does so, too.
+    """
+    if launched():
+        yield
+        return
+    # No SIG_IGN, which processes that are started meanwhile would inherit.
+    old = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def _note(number: int, frame: object) -> None:
