@@ -13,13 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from common.errors import ConfigError, first_line
-from common.files import replacing
+from common.files import replacing, sync
 
 _CHECKPOINTS = "checkpoints/step-*"
 _MANIFESTS = "checkpoints/step-*.json"
 _WEIGHTS = "checkpoints/step-*.pt"
 _KEPT_HERE = ("lock",)  # files that belong to this machine
 _UNFINISHED = ".tmp"
+# Lies in a run folder while it is filled from a mirror: until then there is no run in it.
+RESTORING = f"restoring{_UNFINISHED}"
 
 
 class _Version(NamedTuple):
@@ -33,16 +35,23 @@ class Mirror:
     """Sends what has changed in a run folder, after each checkpoint, while the training goes on.
 
     A checkpoint's manifest is sent after its other files, and removed before them, so a transfer
-    that is cut off leaves no checkpoint that only seems whole. What fails is said, and tried again
-    with the next checkpoint: it never ends a run.
+    that is cut off leaves no checkpoint that only seems whole. What is there whole is not written
+    again. What fails is said, and tried again with the next checkpoint: it never ends a run.
     """
 
-    def __init__(self, url: str, folder: Path, say: Callable[[str], None]):
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        say: Callable[[str], None],
+        check: Callable[[], None],
+    ):
         """
         Args:
             url: that fsspec knows, or a folder.
             folder: of the run.
             say: prints a line.
+            check: raises OSError once the folder's path leads to another folder.
 
         Raises:
             ConfigError: fsspec does not know the URL, or a package is missing.
@@ -50,6 +59,7 @@ class Mirror:
         self._url = url
         self._folder = folder
         self._say = say
+        self._check = check
         self._system, self._root = _connect(url)
         # What is there, as far as this process has sent it.
         self._sent: Dict[str, _Version] = {}
@@ -76,14 +86,19 @@ class Mirror:
     def restore(self) -> int:
         """Fill the run folder, which has no run in it, from the mirror.
 
+        What is cut off at any moment can be repeated: until all is there, RESTORING is, too.
+
         Returns:
             The number of files.
 
         Raises:
             ConfigError: the mirror cannot be read. To begin anew would cost a run of days.
         """
+        marker = self._folder / RESTORING
         with self._reading():
             names = self._remote_names()
+            marker.touch()
+            sync(self._folder)
             # Manifests last, as they are sent: what is cut off here is no whole checkpoint.
             for name in sorted(names, key=_is_manifest):
                 place = self._folder / name
@@ -92,6 +107,8 @@ class Mirror:
                     self._system.get_file(self._path(name), str(temporary))
                 # It is there already, and need not be sent back.
                 self._sent[name] = _version(place)
+            marker.unlink()
+            sync(self._folder)
         return len(names)
 
     def check_not_ahead(self) -> None:
@@ -141,34 +158,73 @@ class Mirror:
     def _send(self) -> None:
         """Make the mirror like the run folder."""
         try:
+            # What lies in the place of a lost run folder is not this run.
+            self._check()
             here = self._local_files()
             # Before its first checkpoint a run may still be begun anew, with another recipe.
-            if not any(map(_is_manifest, here)):
+            newest = max(filter(_is_manifest, here), default=None)
+            if newest is None:
                 return
+            there = self._remote_names()
+            self._note_whole(here, there)
             for name in sorted(here, key=_is_manifest):
                 if self._sent.get(name) != here[name]:
                     self._send_file(name)
                     self._sent[name] = here[name]
             # Once the new ones are there: a store that takes no more, or a machine that vanishes
-            # now, must leave a whole checkpoint. Nothing else is ever removed, whatever lies there.
-            gone = {name for name in self._remote_names() if _is_checkpoint(name)} - set(here)
-            for name in sorted(gone, key=_is_manifest, reverse=True):
+            # now, must leave a whole checkpoint. Nothing else is ever removed, whatever lies there,
+            # and no later checkpoint than this folder has: then it is not what the mirror is of.
+            self._check()
+            gone = {name for name in there if _is_checkpoint(name)} - set(here)
+            older = {name for name in gone if _step_of(name) <= _step_of(newest)}
+            for name in sorted(older, key=_is_manifest, reverse=True):
                 self._system.rm_file(self._path(name))
                 self._sent.pop(name, None)
         except Exception as error:  # stores raise anything
             fault = f"checkpoint.mirror: {self._url}: {first_line(error)}"
             self._say(f"{fault}; it is tried again with the next checkpoint")
 
+    def _note_whole(self, here: Dict[str, _Version], there: Set[str]) -> None:
+        """Note as sent the checkpoints that the mirror has whole, which need not be sent again.
+
+        Args:
+            here: files of the run folder.
+            there: names of the mirror's files.
+        """
+        # Those of earlier processes: this one knows what it has sent itself.
+        for manifest in filter(_is_manifest, there & here.keys()):
+            if self._sent.get(manifest) == here[manifest]:
+                continue
+            # It was sent last, and has the SHA-256 of each file.
+            sent = self._system.cat_file(self._path(manifest))
+            if sent != (self._folder / manifest).read_bytes():
+                continue
+            step = _step_of(manifest)
+            files = {name for name in here if _is_checkpoint(name) and _step_of(name) == step}
+            # A checkpoint that someone has cut short there is mended.
+            if files <= there and all(self._size_there(name) == here[name].size for name in files):
+                self._sent.update((name, here[name]) for name in files)
+
+    def _size_there(self, name: str) -> int:
+        """Return the bytes of a file of the mirror."""
+        return self._system.info(self._path(name))["size"]
+
     def _send_file(self, name: str) -> None:
         """Send one file."""
         place = self._folder / name
         remote = self._path(name)
         self._system.makedirs(str(PurePosixPath(remote).parent), exist_ok=True)
+        # An object is there once it is whole; a file shows from its first byte on, and the one
+        # before it would be lost.
+        is_disk = getattr(self._system, "local_file", False)
+        target = f"{remote}{_UNFINISHED}" if is_disk else remote
         if PurePosixPath(name).match(_WEIGHTS):
-            self._system.put_file(str(place), remote)
+            self._system.put_file(str(place), target)
         else:
             # Metrics grow meanwhile; stores want to know a file's length beforehand.
-            self._system.pipe_file(remote, place.read_bytes())
+            self._system.pipe_file(target, place.read_bytes())
+        if is_disk:
+            self._system.mv(target, remote)
 
     def _local_files(self) -> Dict[str, _Version]:
         """Return the versions of the files of the run folder by their names relative to it."""
@@ -182,7 +238,7 @@ class Mirror:
         return found
 
     def _remote_names(self) -> Set[str]:
-        """Return the names of the mirror's files, relative to it."""
+        """Return the names of the mirror's files, relative to it, without those half sent."""
         # fsspec may remember a listing of before this process, or another one, changed it.
         self._system.invalidate_cache()
         if not self._system.exists(self._root):
@@ -194,7 +250,7 @@ class Mirror:
             # A store takes any text as a name; as a path it must not lead out of the run folder.
             if ".." in PurePosixPath(name).parts:
                 raise ValueError(f"a file is named {name!r}")
-        return names
+        return {name for name in names if not name.endswith(_UNFINISHED)}
 
     def _path(self, name: str) -> str:
         """Return the path of a file in the mirror."""
@@ -208,18 +264,42 @@ def _connect(url: str) -> Tuple[Any, str]:
         import fsspec
 
         return fsspec.url_to_fs(url)
-    except ImportError as error:
-        fault = first_line(error)
-    except ValueError as error:  # an unknown scheme
-        fault = first_line(error)
-    raise ConfigError(
-        f"checkpoint.mirror: {url}: {fault}; pip install what it names, or correct the URL"
-    )
+    except (ImportError, ValueError) as error:
+        raise _refusal(url, error) from None
+
+
+def check(url: str) -> None:
+    """Raise ConfigError unless fsspec knows a `url` and has the package for it. Nothing is connected."""
+    try:
+        # Few runs need it.
+        import fsspec
+        from fsspec.core import split_protocol
+
+        # Caches come before the store: simplecache::s3://bucket/run.
+        for scheme in (split_protocol(url)[0] or "file").split("::"):
+            fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise _refusal(url, error) from None
+
+
+def _refusal(url: str, error: Exception) -> ConfigError:
+    """Return the error for a URL whose package is missing, or whose scheme is unknown."""
+    fault = first_line(error)
+    remedy = "pip install what it names, or correct the URL"
+    return ConfigError(f"checkpoint.mirror: {url}: {fault}; {remedy}")
 
 
 def _is_checkpoint(name: str) -> bool:
     """Return whether a file belongs to a checkpoint."""
     return PurePosixPath(name).match(_CHECKPOINTS)
+
+
+def _step_of(name: str) -> str:
+    """Return the `step-00001234` in the name of a checkpoint's file.
+
+    Names have equally many digits, up to a step that no run reaches, so they compare as steps do.
+    """
+    return PurePosixPath(name).name.partition(".")[0]
 
 
 def _is_manifest(name: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Dict, List, Mapping, Optional, Sequence, Set
 
 from common import cores
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, first_line
 from common.files import check_same, write_text
 from common.json_io import json_text, read_json
 from common.text import count
@@ -25,7 +25,7 @@ from recipe.batch import output_folder, settled
 from recipe.config import Log, Parallel, Recipe
 from recipe.hardware import EngineSection, Ipu
 from training import metrics
-from training.mirror import Mirror
+from training.mirror import RESTORING, Mirror
 
 CONFIG = "config.yaml"
 DECISIONS = "decisions.json"
@@ -48,18 +48,24 @@ _FREE = {
 }
 
 
+class InUse(ConfigError):
+    """Another process has locked the run folder."""
+
+
 class RunFolder:
     """An opened run folder (docs/runs.md)."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, has_trained: bool = False):
         """Open or make the folder, and lock it for this process unless run.lock is false.
 
         Args:
             recipe: of the run.
+            has_trained: whether this process has trained this run before, as a part of an elastic
+                one: then no fault of the mirror ends it.
 
         Raises:
-            ConfigError: it holds something else, is in use, cannot be locked, or must not be
-                resumed.
+            InUse: another process has locked it.
+            ConfigError: it holds something else, cannot be locked, or must not be resumed.
             CheckpointError: it holds a run of another recipe.
         """
         self.path = Path(output_folder(recipe))
@@ -75,13 +81,30 @@ class RunFolder:
         # Before the mirror is read: only one process may fill an empty folder.
         if recipe.run.lock:
             self._acquire()
-        try:
-            self.mirror = self._open_mirror(recipe)
-        except BaseException:
-            self._lock.close()
-            raise
         # Held open, so that a folder that is removed or replaced meanwhile is noticed.
         self._opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self.mirror = self._open_mirror(recipe, has_trained)
+            self.start(recipe)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def start(self, recipe: Recipe) -> None:
+        """Note a start of the run, or of a later generation of an elastic one.
+
+        Args:
+            recipe: of the run.
+
+        Raises:
+            ConfigError: the folder was not filled from its mirror to the end.
+            OSError: the folder's path no longer leads to the folder that was opened.
+        """
+        self._check()
+        if (self.path / RESTORING).exists():
+            fault = "holds a part of a run, as the transfer from its mirror was cut off"
+            remedy = "give the same checkpoint.mirror to go on with it, or remove the folder"
+            raise ConfigError(f"{self.path} {fault}; {remedy}")
         # An earlier start, after which nothing was trained, may have had another recipe.
         if not _has_begun(self.path):
             (self.path / DECISIONS).unlink(missing_ok=True)
@@ -111,7 +134,7 @@ class RunFolder:
         Raises:
             OSError: the folder's path no longer leads to the folder that was opened.
         """
-        check_same(self.path, self._opened)
+        self._check()
         # The file may have been damaged or removed since this session wrote its start.
         *before, last = starts(self.path) or [{}]
         _write_starts(self.path, [*before, {**last, **facts}])
@@ -122,19 +145,41 @@ class RunFolder:
             # While the lock is held: another process may change the folder once it is free.
             if self.mirror is not None:
                 self.mirror.close()
-            self._lock.close()
-            os.close(self._opened)
+            self._give_back()
 
-    def _open_mirror(self, recipe: Recipe) -> Optional[Mirror]:
+    def _give_back(self) -> None:
+        """Let other processes have the folder."""
+        self._lock.close()
+        os.close(self._opened)
+
+    def _check(self) -> None:
+        """Raise OSError once the path no longer leads to the folder that was opened."""
+        check_same(self.path, self._opened)
+
+    def _open_mirror(self, recipe: Recipe, has_trained: bool) -> Optional[Mirror]:
         """Return the mirror that the recipe names, and fill an empty folder from it.
 
-        Raises ConfigError, and CheckpointError where the mirror has a run of another recipe.
+        Args:
+            recipe: of the run.
+            has_trained: whether this process has trained this run before.
+
+        Raises:
+            ConfigError: the mirror cannot be read, or is no mirror of this folder.
+            CheckpointError: the mirror has a run of another recipe.
         """
         url = recipe.checkpoint.mirror
         if url is None:
             return None
         say = functools.partial(print, flush=True)
-        mirror = Mirror(url, self.path, say)
+        # The main process before this one has read it, and what is there is older than what this
+        # one remembers.
+        if has_trained:
+            try:
+                return Mirror(url, self.path, say, check=self._check)
+            except Exception as error:  # stores raise anything
+                say(f"{self.path} is not mirrored from here: {first_line(error)}")
+                return None
+        mirror = Mirror(url, self.path, say, check=self._check)
         text = mirror.text(CONFIG)
         if text is None:
             return mirror
@@ -162,7 +207,7 @@ class RunFolder:
             self._lock.close()
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 fault = "is in use by another process; wait for it or give run.output=FOLDER"
-                raise ConfigError(f"{self.path} {fault}") from None
+                raise InUse(f"{self.path} {fault}") from None
             reason = f"as its file system has no locks or does not reach them ({error.strerror})"
             remedy = "give run.output=FOLDER elsewhere"
             other = "run.lock=false if no other process writes this folder"
@@ -298,6 +343,9 @@ def _is_occupied(path: Path) -> bool:
     if not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
+    # What lies there comes from the mirror, and is fetched again.
+    if RESTORING in names:
+        return False
     return bool(names - {_LOCK, f"{CONFIG}.tmp"})
 
 
@@ -306,6 +354,9 @@ def _has_begun(path: Path) -> bool:
 
     A recipe that failed before that may be corrected in place.
     """
+    # The transfer from the mirror is not done: it is repeated.
+    if (path / RESTORING).exists():
+        return False
     written = path / metrics.NAME
     has_events = written.exists() and written.stat().st_size > 0
     return has_events or (path / "checkpoints").exists()

@@ -1,12 +1,16 @@
 """A run whose disk is lost goes on from its mirror, to equal bits; faults of the store never end it."""
 
 import json
+import os
 import shutil
+import signal
 import threading
+from unittest.mock import Mock
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from common.errors import CheckpointError, ConfigError
 from recipe import loading
@@ -16,6 +20,7 @@ from tests.tensors import flat
 from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS
 from training.mirror import Mirror
+from training.run_folder import RunFolder
 
 RECIPE = (*ranks.RECIPE, *ranks.SMALL, "batch.micro=12")
 MEMORY = "memory://bucket/runs/mine"
@@ -123,7 +128,7 @@ def test_manifests_come_last_and_go_first_once_the_next_is_there(tmp_path, monke
     """At each moment what is in the mirror is a run whose listed checkpoints are whole."""
     folder = tmp_path / "run"
     folder.mkdir()
-    mirror = Mirror(str(tmp_path / "mirror"), folder, pytest.fail)
+    mirror = Mirror(str(tmp_path / "mirror"), folder, pytest.fail, check=Mock())
     checkpoints = CheckpointFolder(folder / "checkpoints", 1, False, mirror)
     order = []
     monkeypatch.setattr(mirror, "_send_file", order.append)
@@ -170,7 +175,7 @@ def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path):
     store = fsspec.filesystem("memory")
     store.pipe_file("/bucket/run/config.yaml", b"")
     store.store["/bucket/run/../../outside"] = store.store["/bucket/run/config.yaml"]
-    mirror = Mirror("memory://bucket/run", tmp_path, pytest.fail)
+    mirror = Mirror("memory://bucket/run", tmp_path, pytest.fail, check=Mock())
     with pytest.raises(ConfigError, match=r"a file is named '\.\./\.\./outside'"):
         mirror.restore()
 
@@ -183,3 +188,156 @@ def test_the_key_may_change_between_sessions(session, tmp_path):
     assert manifests[-1] == "step-00000008.json"
     assert loading.load(tmp_path / "run" / "config.yaml").checkpoint.mirror is None
     assert loading.load(QUICKSTART).checkpoint.mirror is None
+
+
+@pytest.fixture
+def mirrored(tiny, tmp_path):
+    """mirrored(*steps, **options): the open folder of a mirrored run with checkpoints of `steps`."""
+    folders = []
+
+    def open_folder(*steps, **options):
+        recipe = tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={tmp_path / 'mirror'}")
+        folders.append(RunFolder(recipe, **options))
+        fill(folders[-1].path, *steps)
+        return folders[-1]
+
+    yield open_folder
+    for folder in folders:
+        folder.close()
+
+
+def fill(folder, *steps):
+    """Write checkpoints as a run would, but without what is in them."""
+    checkpoints = CheckpointFolder(folder / "checkpoints", 9, True)
+    for step in steps:
+        (folder / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+        checkpoints.save(step, {"engine": {"w": torch.full([99], float(step))}}, None)
+
+
+def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_nothing(mirrored, tmp_path, capsys):
+    """Neither is it once that is opened as the run's own: the mirror has later checkpoints."""
+    place = tmp_path / "mirror"
+    mirrored(100, 200).close()
+    before = files(place)
+    folder = mirrored()
+    folder.path.rename(tmp_path / "old")
+    folder.path.mkdir()
+    shutil.copy(tmp_path / "old" / "config.yaml", folder.path)
+    fill(folder.path, 7)
+    with pytest.raises(OSError, match="removed, renamed, replaced or unmounted"):
+        folder.note(step=1)
+    folder.close()
+    assert files(place) == before
+    assert "removed, renamed, replaced or unmounted" in capsys.readouterr().out
+    mirrored(has_trained=True).close()
+    assert set(before) < set(files(place)) and "checkpoints/step-00000007.json" in files(place)
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_restore_that_is_cut_off_is_said_and_repeated_by_the_same_command(mirrored, tmp_path, monkeypatch, number):
+    """Before each of its seven files."""
+    mirrored(100, 200).close()
+    before = files(tmp_path / "mirror")
+    shutil.rmtree(tmp_path / "run")
+    fetched = []
+    get_file = LocalFileSystem.get_file
+
+    def failing(system, *arguments, **options):
+        fetched.append(arguments)
+        if len(fetched) == number:
+            raise ConnectionError("the store does not answer")
+        return get_file(system, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "get_file", failing)
+        with pytest.raises(ConfigError, match="mirror: the store does not answer; mend that, or train without"):
+            mirrored()
+    mirrored().close()
+    here = files(tmp_path / "run")
+    del here["lock"]
+    # Each start notes itself.
+    for found in (before, here):
+        del found["environment.json"]
+    assert here == before
+
+
+def test_a_part_of_a_run_is_not_trained_without_its_mirror(mirrored, tiny, tmp_path, monkeypatch):
+    mirrored(100).close()
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(LocalFileSystem, "get_file", Mock(side_effect=OSError("cut off")))
+    with pytest.raises(ConfigError, match="cut off"):
+        mirrored()
+    before = files(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"run holds a part of a run, .*; give the same checkpoint\.mirror to go on"):
+        RunFolder(tiny(f"run.output={tmp_path / 'run'}"))
+    assert files(tmp_path / "run") == before
+
+
+def test_a_checkpoint_that_is_there_whole_is_not_sent_again(mirrored, tmp_path, monkeypatch):
+    """Nor is one that was cut short there taken for whole."""
+    mirrored(100, 200).close()
+    place = tmp_path / "mirror" / "checkpoints"
+    whole = (place / "step-00000100.pt").read_bytes()
+    (place / "step-00000100.pt").write_bytes(whole[:9])
+    sent = []
+    send_file = Mirror._send_file
+    monkeypatch.setattr(Mirror, "_send_file", lambda mirror, name: (sent.append(name), send_file(mirror, name)))
+    mirrored().close()
+    assert {name for name in sent if "step-" in name} == {
+        "checkpoints/step-00000100.pt",
+        "checkpoints/step-00000100.json",
+    }
+    assert (place / "step-00000100.pt").read_bytes() == whole
+
+
+@pytest.mark.parametrize("method", ["put_file", "pipe_file"])
+def test_a_transfer_that_is_cut_off_leaves_the_file_before_it(mirrored, tmp_path, monkeypatch, method):
+    """In a folder, where a file that is written is there from its first byte on."""
+    mirrored(100).close()
+    place = tmp_path / "mirror"
+    before = files(place)
+    folder = mirrored()
+    # Another one of the same step, as after one that was damaged.
+    checkpoints = CheckpointFolder(folder.path / "checkpoints", 9, True)
+    checkpoints.save(100, {"engine": {"w": torch.ones(9)}}, 0.5)
+
+    def half(system, first, second, **options):
+        target = first if method == "pipe_file" else second
+        with open(target, "wb") as stream:
+            stream.write(b"half")
+        raise ConnectionError("cut off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, method, half)
+        folder.close()
+    unfinished = [name for name in files(place) if name.endswith(".tmp")]
+    assert len(unfinished) == 1
+    for name in before.keys() - {"environment.json"}:
+        assert files(place)[name] == before[name]
+    # The next transfer writes over it, and a folder that is filled does not have it.
+    mirrored().close()
+    shutil.rmtree(tmp_path / "run")
+    mirrored().close()
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+def test_a_second_sigterm_while_the_mirror_is_written_after_the_loop_is_no_reason_to_lose_it(
+    session, tmp_path, monkeypatch
+):
+    close = Mirror.close
+
+    def slow(mirror):
+        signal.raise_signal(signal.SIGTERM)
+        close(mirror)
+
+    monkeypatch.setattr(Mirror, "close", slow)
+    killed = Mock()
+    old = signal.signal(signal.SIGTERM, killed)
+    try:
+        session(*RECIPE, f"checkpoint.mirror={tmp_path / 'mirror'}", stop_at=5)
+        assert not killed.called
+        assert (tmp_path / "mirror" / "checkpoints" / "step-00000005.json").exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert killed.called
+    finally:
+        signal.signal(signal.SIGTERM, old)
