@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import Dict, List, Optional
 
-from common.errors import ConfigError
 from data.base import Source
 from engines.base import Engine
 from parallel.processes import Processes
+from recipe.batch import output_folder
 from recipe.config import Recipe
 from training.images import open_sources
 from training.progression import Progression
-from training.run_folder import RunFolder
+from training.run_folder import InUse, RunFolder
 
 _RETRY_SECONDS = 0.05
 
@@ -23,11 +24,13 @@ class Continuation:
     later: whether the same processes have begun this run before, and said what there is to say.
     signal: number of the signal that asked to stop before the loop could listen.
     patience: seconds in which another process may give the run folder back.
+    has_trained: whether this process remembers a step of this run.
     """
 
     later: bool = False
     signal: Optional[int] = None
     patience: float = 0.0
+    has_trained: bool = False
 
     def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
         """Open training and validation images of a `recipe` where they enter, elsewhere none.
@@ -42,11 +45,19 @@ class Continuation:
         end = time.monotonic() + self.patience
         while True:
             try:
-                return RunFolder(recipe)
-            except ConfigError:
-                if time.monotonic() > end:
+                return RunFolder(recipe, self.has_trained)
+            except InUse:
+                if not self.patience:
                     raise
+                # The input was right as the run began: it is the machine that fails.
+                if time.monotonic() > end:
+                    fault = f"still in use by another process after {self.patience:g} s"
+                    raise OSError(errno.EBUSY, fault, output_folder(recipe)) from None
             time.sleep(_RETRY_SECONDS)
+
+    def close_folder(self, folder: RunFolder) -> None:
+        """Close the run `folder` of a session that has ended, by whatever."""
+        folder.close()
 
     def with_micro_batch(self, recipe: Recipe, processes: Processes) -> Recipe:
         """Return the `recipe` with the micro batch that the run has had. All `processes` call."""

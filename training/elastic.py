@@ -37,7 +37,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 # Rooms of the code that computes.
 _ROOMS = ("common", "data", "engines", "models", "optim", "parallel", "recipe", "training")
 _KEPT = 2  # steps: those that a process has done differ by one at most, as an update needs all
-_HANDED_OVER_SECONDS = 10.0  # in which a main process that was left out gives the run folder back
+# In which a main process that was left out gives the run folder back: the lock of one whose host is
+# gone stays on NFS until its lease ends, after 90 s by default.
+_HANDED_OVER_SECONDS = 120.0
 
 
 class State(NamedTuple):
@@ -73,6 +75,7 @@ class Memory(Continuation):
     sources: opened images.
     cut: blocks that open the stages after the first.
     micro: the images of a micro batch; None before the first generation has one.
+    folder: the run folder, which the main process keeps open, and its mirror, which goes on sending.
     """
 
     def __init__(self, sources: List[Source]):
@@ -81,12 +84,14 @@ class Memory(Continuation):
         self.sources = sources
         self.cut: List[str] = []
         self.micro: Optional[int] = None
+        self.folder: Optional[RunFolder] = None
         self.was_main = False
 
     def begin(self, number: int) -> None:
         """Begin the generation `number`; later ones than 0 have nothing new to say."""
         self.later = number > 0
         self.patience = _HANDED_OVER_SECONDS if self.later else 0.0
+        self.has_trained = bool(self.states)
 
     def open_sources(self, recipe: Recipe, processes: Processes) -> List[Source]:
         """Return the images of the run's `recipe`, which stay open; `processes` are not asked."""
@@ -94,10 +99,23 @@ class Memory(Continuation):
 
     def open_folder(self, recipe: Recipe) -> RunFolder:
         """Open the run folder of a `recipe`; in later generations it holds this very run."""
+        if self.folder is not None:
+            self.folder.start(recipe)
+            return self.folder
         if self.later:
             run = recipe.run.model_copy(update={"resume": "auto"})
             recipe = recipe.model_copy(update={"run": run})
-        return super().open_folder(recipe)
+        self.folder = super().open_folder(recipe)
+        return self.folder
+
+    def close_folder(self, folder: RunFolder) -> None:
+        """Keep the run `folder` open: the next generation does not wait until all is mirrored."""
+
+    def close(self) -> None:
+        """Close the run folder, once there is no next generation."""
+        if self.folder is not None:
+            self.folder.close()
+            self.folder = None
 
     def with_micro_batch(self, recipe: Recipe, processes: Processes) -> Recipe:
         """Return the `recipe` with the micro batch that any of the `processes` remembers."""
@@ -271,10 +289,12 @@ def run(
                 elastic.begin()
                 memory.begin(elastic.number)
                 once(recipe, factory.connect(recipe, elastic.topology, elastic), memory)
+                memory.close()
                 elastic.close()
                 return
             except Exception as error:
                 if not elastic.explains(error):
+                    memory.close()
                     elastic.close()  # its thread asks the store, and must not while Python ends
                     raise
             elastic.regroup(stopping=lambda: memory.signal is not None)

@@ -274,7 +274,7 @@ def _run_folder(
         yield folder
     finally:
         if folder is not None:
-            folder.close()
+            continuation.close_folder(folder)
 
 
 def _device_name(wanted: str, place: Topology) -> str:

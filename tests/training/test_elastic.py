@@ -1,6 +1,7 @@
 """Replicas that are lost, and come back, within a run: it ends with the bits of one that nothing disturbed."""
 
 import copy
+import errno
 import json
 import os
 import queue
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 import train
 from benchmarks.faults.site import RECIPE, Site, Topology
@@ -23,11 +25,14 @@ from tests.conftest import QUICKSTART
 from tests.engines import threads
 from tests.training.scripted import ScriptedEngine
 from tests.waiting import wait_until
+from training import elastic as elastic_module
+from training import run as run_module
 from training.elastic import Known, Memory, common, identity, run
 from training.loop import Stopped
 from training.metrics import length_until
+from training.mirror import Mirror
 from training.progression import Progression
-from training.run_folder import starts
+from training.run_folder import RunFolder, starts
 
 DONE, STOPPED = 0, 75
 ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
@@ -197,6 +202,90 @@ def test_a_run_that_ends_with_an_error_listens_no_more(tiny_recipe, monkeypatch)
     with pytest.raises(Stopped):
         run(tiny_recipe, topology.Topology(2, 1, rank=1), Mock(side_effect=Stopped("saved")))
     assert [call[0] for call in elastic.mock_calls] == ["begin", "explains", "close"]
+
+
+@pytest.fixture
+def mirrored(tiny, tmp_path):
+    """The recipe of a run with a mirror."""
+    return tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={tmp_path / 'mirror'}")
+
+
+@pytest.fixture
+def store_is_down(monkeypatch):
+    """store_is_down(): from then on the mirror's store does not answer."""
+    down = Mock(side_effect=ConnectionError("the store does not answer"))
+
+    def begin():
+        for method in ("exists", "find", "cat_file", "put_file", "pipe_file"):
+            monkeypatch.setattr(LocalFileSystem, method, down)
+
+    return begin
+
+
+def generation_of(recipe, memory):
+    """The run folder as it is open in a generation of a single process, which ends at once."""
+    processes = Processes(topology.Topology(), torch.device("cpu"))
+    with run_module._run_folder(recipe, processes, memory) as folder:
+        return folder
+
+
+def test_a_regroup_waits_for_no_upload_and_for_no_store(mirrored, monkeypatch, store_is_down):
+    """The main process keeps its folder and its mirror, and closes them in the end."""
+    closed = Mock()
+    monkeypatch.setattr(Mirror, "close", closed)
+    memory = Memory([])
+    memory.begin(0)
+    folder = generation_of(mirrored, memory)
+    store_is_down()
+    memory.begin(1)
+    assert generation_of(mirrored, memory) is folder
+    assert len(starts(folder.path)) == 2 and not closed.called
+    memory.close()
+    memory.close()
+    assert closed.call_count == 1
+
+
+@pytest.mark.parametrize("fault", ["down", "unknown"])
+def test_a_store_that_is_down_ends_no_run_whose_main_process_was_lost(
+    mirrored, monkeypatch, capsys, store_is_down, fault
+):
+    """Another process opens folder and mirror for the first time."""
+    lost = RunFolder(mirrored)
+    (lost.path / "checkpoints").mkdir()
+    (lost.path / "checkpoints" / "step-00000001.json").write_text("manifest")
+    lost.close()
+    if fault == "down":
+        store_is_down()
+    else:
+        monkeypatch.setattr("fsspec.url_to_fs", Mock(side_effect=PermissionError("the store does not answer")))
+    memory = Memory([])
+    memory.states = {1: None}
+    memory.begin(1)
+    generation_of(mirrored, memory)
+    memory.close()
+    assert "the store does not answer" in capsys.readouterr().out
+
+
+def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_failed(mirrored, monkeypatch):
+    """Of wrong input (ConfigError) the launcher would make the end of the whole run."""
+    assert elastic_module._HANDED_OVER_SECONDS > 90, "a lease of NFS"
+    monkeypatch.setattr(elastic_module, "_HANDED_OVER_SECONDS", 0.2)
+    lockf = Mock(side_effect=BlockingIOError(errno.EAGAIN, "locked"))
+    monkeypatch.setattr("training.run_folder.fcntl.lockf", lockf)
+    memory = Memory([])
+    memory.begin(0)
+    with pytest.raises(ConfigError, match="is in use by another process"):
+        memory.open_folder(mirrored)
+    assert lockf.call_count == 1
+    memory.begin(1)
+    with pytest.raises(OSError, match=r"still in use by another process after 0\.2 s"):
+        memory.open_folder(mirrored)
+    assert lockf.call_count > 2
+    lockf.reset_mock()
+    lockf.side_effect = [BlockingIOError(errno.EAGAIN, "locked"), OSError(errno.ENOLCK, "no locks")]
+    with pytest.raises(ConfigError, match="no locks"):
+        memory.open_folder(mirrored)
+    assert lockf.call_count == 2
 
 
 @pytest.fixture(scope="module")
