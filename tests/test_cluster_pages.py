@@ -76,7 +76,18 @@ def test_the_task_of_skypilot_goes_on_after_75_from_its_mirror(sky):
     options = options_of(sky["run"])
     recipe = loading.load(ROOT / options.config, options.overrides)
     assert recipe.checkpoint.mirror.startswith("s3://") and recipe.data.root in sky["file_mounts"]
-    assert options_of(sky["setup"]).dry_run
+    plan, _, _ = sky["setup"].partition(" && ")
+    assert options_of(plan).dry_run
+
+
+def test_the_package_of_the_mirror_is_installed_in_the_version_of_fsspec(sky):
+    """s3fs needs exactly this one."""
+    version = re.search(r"^fsspec==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
+    assert sky["setup"].endswith(f" && .venv/bin/python -m pip install s3fs=={version}")
+    kubernetes = (DOCS / "kubernetes.yaml").read_text()
+    assert f"docker build --build-arg STORE=s3fs=={version} -t registry.example/largebatch:latest ." in kubernetes
+    recipe = (ROOT / "Dockerfile").read_text()
+    assert "\nARG STORE=\n" in recipe and f"--build-arg STORE=s3fs=={version} " in recipe
 
 
 def test_manifests_are_named_by_the_page():

@@ -12,7 +12,7 @@ from models import balance, shapes
 from recipe import timm_weights
 from recipe.batch import output_folder, training_image_sizes
 from recipe.config import Recipe
-from training import loggers, services  # noqa: F401  services register themselves
+from training import loggers, mirror, services  # noqa: F401  services register themselves
 
 _CHECKPOINTS = "checkpoints/step-*.json"
 
@@ -24,11 +24,14 @@ def check(recipe: Recipe) -> None:
         recipe: of the run.
 
     Raises:
-        ConfigError: a logger's package is missing, or the model cannot be cut as the recipe says.
+        ConfigError: the package of a logger or of the mirror's store is missing, or the model cannot
+            be cut as the recipe says.
         CheckpointError: the weights to start from are not there.
     """
     # What a run would meet only minutes later, once images are listed and the engine is built.
     loggers.check(recipe.log)
+    if recipe.checkpoint.mirror is not None:
+        mirror.check(recipe.checkpoint.mirror)
     _check_cut(recipe)
     # A run that is resumed has its weights.
     is_resumed = any(Path(output_folder(recipe)).glob(_CHECKPOINTS))

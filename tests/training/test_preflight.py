@@ -1,5 +1,7 @@
 """A plan refuses what its run would refuse: before torch is loaded, and before there is a folder."""
 
+import sys
+
 import pytest
 
 import train
@@ -34,6 +36,18 @@ def test_a_run_that_is_resumed_needs_no_weights_to_start_from(tmp_path):
     preflight.check(load(QUICKSTART, ["model.init_from=/none", f"run.output={tmp_path}"]))
     preflight.check(load(QUICKSTART, ["model.init_from=timm:efficientnet_b0"]))  # which timm downloads
     preflight.check(load(QUICKSTART, [f"model.init_from={tmp_path}"]))
+
+
+def test_a_mirror_whose_package_is_missing_is_refused_and_others_are_not_connected(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for url in ("s3://bucket/run", "simplecache::s3://bucket/run"):
+        with pytest.raises(preflight.ConfigError, match=rf"^checkpoint\.mirror: {url}: Install s3fs .*; pip install "):
+            preflight.check(load(QUICKSTART, [f"checkpoint.mirror={url}"]))
+    with pytest.raises(preflight.ConfigError, match="Protocol not known: nowhere; "):
+        preflight.check(load(QUICKSTART, ["checkpoint.mirror=nowhere://bucket/run"]))
+    monkeypatch.setattr("fsspec.url_to_fs", None)
+    for url in ("/folder", "memory://bucket/run"):
+        preflight.check(load(QUICKSTART, [f"checkpoint.mirror={url}"]))
 
 
 def test_what_else_cannot_begin(monkeypatch):
