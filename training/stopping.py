@@ -63,19 +63,22 @@ class StopSignals:
 
 @contextlib.contextmanager
 def late_signals() -> Iterator[None]:
-    """Return a context in which SIGTERM changes nothing: the run ends anyway, once all is stored.
+    """Return a context in which SIGTERM is noted for `StopSignals` in it, and after these changes
+    nothing: the run ends anyway, once all is stored.
 
     Ctrl-C ends it at once, as it is given by hand. A launcher's SIGTERM to its ranks does so, too.
     """
+    global _noted
     if launched():
         yield
         return
-    # No SIG_IGN, which processes that are started meanwhile would inherit.
-    old = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    old_noted = _noted
+    old_handler = signal.signal(signal.SIGTERM, _note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        signal.signal(signal.SIGTERM, old_handler)
+        _noted = old_noted
 
 
 def _note(number: int, frame: object) -> None:

@@ -313,15 +313,20 @@ def run_and_strike(folder, topology, strikes, overrides=ELASTIC):
 @pytest.mark.multiprocess
 def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, monkeypatch):
     """Its steps are small; this process trains the run that it is compared with. Later generations find the folder that
-    the first one began, which run.resume=never does not forbid."""
+    the first one began, which run.resume=never does not forbid, and go on with its mirror."""
     small = (*ranks.SMALL, "run.epochs=12")
     site = Site(tmp_path / "alone", Topology(1, 1))
     monkeypatch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
     assert train.main(["--config", str(QUICKSTART), *RECIPE, *small, f"run.output={site.run}"]) == DONE
     struck = tmp_path / "struck"
     strikes = [(8, [(0, signal.SIGKILL)])]
-    result, said = run_and_strike(struck, Topology(3, 1), strikes, (*ELASTIC, *small, "run.resume=never"))
+    overrides = (*ELASTIC, *small, "run.resume=never", f"checkpoint.mirror={tmp_path / 'mirror'}")
+    result, said = run_and_strike(struck, Topology(3, 1), strikes, overrides)
     assert result == site.result()
+    there, here = tmp_path / "mirror", struck / "run"
+    for path in (*here.glob("*.json*"), *here.glob("checkpoints/*")):
+        assert (there / path.relative_to(here)).read_bytes() == path.read_bytes()
+    assert len(list(there.glob("checkpoints/*"))) == len(list(here.glob("checkpoints/*")))
     assert "of 60 with replicas 1, 2" in said and "resuming" not in said
     # For a report. On a busy machine a slow replica may be missed before the strike, and come back in a generation of
     # its own; after the strike two go on.

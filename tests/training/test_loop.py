@@ -268,6 +268,28 @@ def test_a_signal_of_the_launcher_before_the_loop_is_kept_and_not_named(monkeypa
     assert found == ["stopping"]
 
 
+def test_a_termination_just_before_the_loop_is_kept_and_one_after_it_changes_nothing():
+    found, lost = [], []
+    old = signal.signal(signal.SIGTERM, lambda *_: lost.append("lost"))
+
+    def note(number, frame):
+        found.append(number)
+
+    try:
+        with stopping.late_signals():
+            signal.raise_signal(signal.SIGTERM)
+            with stopping.StopSignals(note):
+                pass
+            signal.raise_signal(signal.SIGTERM)
+        with stopping.StopSignals(note):
+            pass
+        assert (found, lost) == ([signal.SIGTERM], [])
+        signal.raise_signal(signal.SIGTERM)
+        assert lost == ["lost"]
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
 def test_a_termination_that_comes_twice_while_printing_still_saves_and_handlers_are_put_back(start):
     """`timeout` and schedulers signal the process and its group. Streams refuse reentrant writing."""
 
