@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from common import cores
-from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT
+from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from parallel.board import Outcome
 from parallel.generations import LIFE
-from parallel.hosts import Hosts, interface_towards
+from parallel.hosts import HostLost, Hosts, interface_towards
 from parallel.parent_death import bound_to_parent
-from parallel.rendezvous import MasterLost, Others, Stopped
+from parallel.rendezvous import Others, Stopped
 from parallel.replacements import Ranks, Replacements, kill, signal_name
 
 _WATCH_SECONDS = 0.05
@@ -114,7 +114,7 @@ def run(
         The exit code.
 
     Raises:
-        UserError: the hosts do not come together.
+        UserError: the hosts do not belong together.
     """
     # The ranks inherit this environment, but the secret is not for them.
     secret = os.environ.pop("POD_TOKEN", "")
@@ -132,7 +132,7 @@ def run(
     except Stopped:
         _print("stopped while no rank was running; the same command goes on")
         return STOPPED
-    except MasterLost as lost:
+    except HostLost as lost:
         _print(str(lost))
         return FAILED
 
@@ -162,8 +162,13 @@ def _run_attempts(
         is_elastic = program.stages is not None
         while others.lost_master and is_elastic and others.hosts.this and not signals.stopping:
             _print(f"{outcome.line}; trying to come back")
-            others = meet()
-            outcome = others.settle(_attempt(program, others, 0, signals))
+            try:
+                others = meet()
+                outcome = others.settle(_attempt(program, others, 0, signals))
+            except UserError as error:
+                # This host was taken in before, so its input was right: now another master is there.
+                _print(str(error))
+                return FAILED
         if outcome.line:
             _print(outcome.line)
         # Only a failure is tried again: wrong input would fail alike, a stop is wanted.

@@ -19,14 +19,14 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated, BinaryIO, Dict, Optional, Tuple
+from typing import Annotated, BinaryIO, Dict, Optional, Tuple, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import Required, TypedDict, Unpack
 
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from common.text import printable
-from parallel.hosts import Hosts, listen
+from parallel.hosts import HostLost, Hosts, listen
 
 _POLL_SECONDS = 1.0
 _CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not listen yet
@@ -162,7 +162,7 @@ class MastersBoard(_Board):
     succeeded: after so many seconds of silence another launcher may say that it is the same host.
     """
 
-    error: Optional[UserError] = None
+    error: Optional[Union[UserError, HostLost]] = None
     succeeded = math.inf
 
     def __init__(self, hosts: Hosts, secret: str):
@@ -199,7 +199,7 @@ class MastersBoard(_Board):
         """Serve each connection for some seconds at most, in a thread of its own."""
         try:
             listening = listen(self._hosts)
-        except UserError as error:
+        except (UserError, HostLost) as error:
             self.error = error
             return
         self.address = listening.getsockname()[0]
@@ -310,8 +310,9 @@ class Board(_Board):
             self._place = (self.address, self._place[1])
             stream = connection.makefile("rb")
             challenge = stream.read(_CHALLENGE)
+            # A proxy may listen in the place of a master that has not begun to.
             if not challenge:
-                raise EOFError
+                raise ConnectionAbortedError("what listens there closes the connection")
             # Each side signs over the challenge of the other: nobody can replay a message.
             our_challenge = secrets.token_hex(_CHALLENGE)
             question = {

@@ -8,20 +8,31 @@ Runs on Python 3.8, as all that starts a run on IPUs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Mapping, Optional, Tuple
 
 from common.errors import UserError
 
+NAME_SECONDS = 45.0  # for a name server to know the master, and by its present address
 _PORT = 29500
 _SLURM_PORTS = range(20000, 30000)  # below the ports that systems give out for outgoing connections
 _SIOCGIFADDR = 0x8915  # of ioctl on Linux: the address of an interface
+_AGAIN_SECONDS = 0.5  # between two attempts to listen
+
+
+class HostLost(Exception):
+    """A host, or the way to it, is gone or not there yet; says which.
+
+    The input may be right, so that the same command may go on.
+    """
 
 
 @dataclass(frozen=True)
@@ -151,18 +162,33 @@ def _slurm_names(environment: Mapping[str, str]) -> List[str]:
 def listen(hosts: Hosts) -> socket.socket:
     """Return a socket that listens on the master, bound to the master's address of `hosts` only.
 
+    A scheduler may start a host before its name is known, so that is waited for.
+
     Raises:
         UserError: the port is taken, or the address is not this host's or the loopback, though
             others must reach it.
+        HostLost: the name is unknown for `NAME_SECONDS`, or is that of another host.
     """
+    end = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            return _listen_at_once(hosts)
+        except HostLost:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_AGAIN_SECONDS)
+
+
+def _listen_at_once(hosts: Hosts) -> socket.socket:
+    """Return a socket that listens on the master; see `listen`, which waits for its name."""
     # The address of the name, which others must be able to reach.
+    remedy = "give a name or an address that exists"
     try:
         places = socket.getaddrinfo(hosts.master, hosts.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        fault = getattr(error, "strerror", None) or "is no name of a host"
-        raise UserError(
-            f"--master {hosts.master}: {fault}; give a name or an address that exists"
-        ) from None
+    except UnicodeError:
+        raise UserError(f"--master {hosts.master}: is no name of a host; {remedy}") from None
+    except OSError as error:
+        raise HostLost(f"--master {hosts.master}: {error.strerror or error}; {remedy}") from None
     family, _, _, _, place = places[0]
     address = str(place[0])  # a text in both families of addresses that have ports
     is_loopback = address == "::1" or address.startswith("127.")
@@ -177,10 +203,14 @@ def listen(hosts: Hosts) -> socket.socket:
         return socket.create_server((address, hosts.port), family=family, backlog=1024)
     except OSError as error:
         assert error.errno is not None, error  # it comes from the system
-        raise UserError(
+        text = (
             f"cannot listen at {hosts.place}: {os.strerror(error.errno)}; "
             "give an address of --node-rank 0 and a free port to --master on every host"
-        ) from None
+        )
+        # A name server may still give the address of an earlier host of this name.
+        if error.errno == errno.EADDRNOTAVAIL and hosts.master != address:
+            raise HostLost(text) from None
+        raise UserError(text) from None
 
 
 def interface_towards(address: str) -> Optional[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Unio
 
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from parallel.board import LONGEST, Board, Entries, MastersBoard, News, Outcome
-from parallel.hosts import Hosts, listen
+from parallel.hosts import HostLost, Hosts, listen
 
 if TYPE_CHECKING:
     from parallel.agent import Signals
@@ -29,10 +29,6 @@ _LOOK_SECONDS = 0.05  # between two looks at the board
 
 class Stopped(Exception):
     """A signal came while no rank was running."""
-
-
-class MasterLost(Exception):
-    """The master's launcher, or the way to it, is gone; names which."""
 
 
 class Others:
@@ -103,9 +99,9 @@ class Others:
             The port of the store for the ranks of this attempt, at the master.
 
         Raises:
-            UserError: the hosts do not come together.
+            UserError: the hosts do not belong together.
             Stopped: by a signal.
-            MasterLost: after the first attempt.
+            HostLost: the hosts do not come together.
         """
         # Say what this host starts, and where the ranks meet if this is the master.
         self._look_again()
@@ -139,7 +135,7 @@ class Others:
                 return dataclasses.replace(outcome, abrupt=False)
         try:
             self._check_master()
-        except MasterLost as lost:
+        except HostLost as lost:
             self.lost_master = True
             # This ends the board's questions: this launcher may come back as another.
             self._board.gone = True
@@ -182,7 +178,7 @@ class Others:
             is_last = mine.last or any(outcome.last for outcome in ended.values())
             is_last = is_last or any(self._silent(host) for host in hosts)
             self._leave(ended)
-        except MasterLost:
+        except HostLost:
             return dataclasses.replace(mine, last=True)
         # The worst code is that of all.
         codes = {mine.code, *(outcome.code for outcome in ended.values())}
@@ -222,7 +218,7 @@ class Others:
     def _await_hosts(self) -> None:
         """Wait until this host's entries are on the board, and those of all others.
 
-        Raises UserError, Stopped or MasterLost; see `gather`.
+        Raises UserError, Stopped or HostLost; see `gather`.
         """
         start = time.monotonic()
         is_named = False
@@ -248,8 +244,8 @@ class Others:
         """Return whether this launcher's entries are on the board, after so many seconds.
 
         Raises:
-            UserError: the master is not reached, or another launcher says that it is this host.
-            MasterLost: it is gone.
+            UserError: the master has another secret, or another launcher says that it is this host.
+            HostLost: the master is gone, or not reached.
         """
         entries = self._entries().get(self.hosts.this)
         is_own = entries is not None and entries["who"] == self._board.who
@@ -262,11 +258,13 @@ class Others:
         elif (
             self._board.refused or self._board.gone or (entries is None and waited > REACH_SECONDS)
         ):
-            raise UserError(
+            text = (
                 f"cannot reach the master {self.hosts.place} ({self._board.fault or 'no answer'}); "
                 "check the firewall, that --node-rank 0 was started "
                 "and that --master and POD_TOKEN are the same on all hosts"
             )
+            # A host that is late or lost is no wrong input, another secret is.
+            raise UserError(text) if self._board.refused else HostLost(text)
         if joined and not is_own:
             raise UserError(
                 f"another host has said --node-rank {self.hosts.this} already; number the hosts from 0"
@@ -292,14 +290,14 @@ class Others:
             waited: seconds.
 
         Raises:
-            UserError, MasterLost: there is none, in the first attempt or a later one.
+            HostLost: there is none.
         """
         if waited > _TOGETHER_SECONDS:
-            text = f"waited {_TOGETHER_SECONDS:.0f} s in vain for {which}; start all hosts, or lower --nnodes"
-            # At first it is for the user to act; later a host is lost that was there.
-            raise UserError(text) if self._attempt == 0 else MasterLost(text)
+            raise HostLost(
+                f"waited {_TOGETHER_SECONDS:.0f} s in vain for {which}; start all hosts, or lower --nnodes"
+            )
         if self._attempt and all(self._silent(host) for host in missing):
-            raise MasterLost(f"have heard nothing for {self._silence:g} s of {which}")
+            raise HostLost(f"have heard nothing for {self._silence:g} s of {which}")
 
     def _leave(self, readers: Iterable[int]) -> None:
         """Report that this host has read what it needs.
@@ -344,12 +342,12 @@ class Others:
         return host != self.hosts.this and self._board.silent(host) > self._silence
 
     def _check_master(self) -> None:
-        """Check that there is a way to the master. Raises MasterLost."""
+        """Check that there is a way to the master. Raises HostLost."""
         name = f"the launcher at the master {self.hosts.place}"
         if self._board.gone:
-            raise MasterLost(f"{name} is gone")
+            raise HostLost(f"{name} is gone")
         if self._silent(0):
-            raise MasterLost(
+            raise HostLost(
                 f"{name} has said nothing for {self._silence:g} s: it is stopped, or its host or the way there is gone"
             )
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.errors import UserError
 from parallel import agent
 from parallel.board import Outcome
 
@@ -127,3 +128,20 @@ def test_ranks_that_start_after_a_stop_was_asked_for_are_asked_too(signals):
     assert late[0].sent == [signal.SIGUSR1]
     signals.watch({})
     assert late[0].sent == [signal.SIGUSR1]
+
+
+def test_a_host_that_cannot_come_back_has_failed(signals, monkeypatch, capfd):
+    """Its input was right before: 2 would tell a scheduler to give up."""
+    lost = SimpleNamespace(lost_master=True, hosts=SimpleNamespace(this=1), settle=lambda outcome: outcome)
+    meetings = [lost, UserError("cannot reach the master")]
+
+    def meet():
+        met = meetings.pop(0)
+        if isinstance(met, UserError):
+            raise met
+        return met
+
+    monkeypatch.setattr(agent, "_attempt", lambda *_: Outcome(FAILED, "the master is gone", last=True))
+    program = agent._Program([], local=1, stages=1)
+    assert agent._run_attempts(program, meet, 3, signals) == FAILED
+    assert capfd.readouterr().err == "the master is gone; trying to come back\ncannot reach the master\n"

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from common.errors import UserError
 from parallel import hosts
 from parallel.board import Board, Entries, MastersBoard, Outcome, _send
-from parallel.hosts import Hosts
+from parallel.hosts import HostLost, Hosts
 from parallel.rendezvous import Others, Stopped
 from tests.waiting import wait_until
 from tests.world import _free_port
@@ -173,13 +173,38 @@ def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch, this):
     answered.set()
 
 
-@pytest.mark.parametrize("name", ["a" * 64 + ".example", "no such name"])
-def test_what_is_no_name_is_reported(name):
-    with pytest.raises(UserError, match=f"^--master {name}: .*; give a name or an address that exists$"):
+@pytest.mark.parametrize(("name", "fault"), [("a" * 64 + ".example", UserError), ("no such name", HostLost)])
+def test_what_is_no_name_is_reported(monkeypatch, name, fault):
+    monkeypatch.setattr(hosts, "NAME_SECONDS", 0.0)
+    with pytest.raises(fault, match=f"^--master {name}: .*; give a name or an address that exists$"):
         hosts.listen(Hosts(2, 0, name, 1))
     board = written((name, 1), "mine")
     wait_until(lambda: board.fault)
     assert not board.gone
+
+
+@pytest.mark.parametrize("first", [OSError("not known"), "192.0.2.77"])  # of an earlier host of the name
+def test_a_name_that_a_name_server_learns_late_is_waited_for(monkeypatch, first):
+    answers, resolve = [first, "127.0.0.1"], socket.getaddrinfo
+
+    def late(name, port, **options):
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return resolve(answer, port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    monkeypatch.setattr(hosts, "_AGAIN_SECONDS", 0.01)
+    with hosts.listen(Hosts(1, 0, "pod-0.example", 0)) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1" and not answers
+
+
+def test_a_proxy_that_closes_the_connection_is_no_launcher_with_another_secret():
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        board = written(proxy.getsockname(), "mine")
+        proxy.accept()[0].close()
+        wait_until(lambda: board.fault)
+    assert board.fault == "what listens there closes the connection" and not board.refused
 
 
 def test_a_launcher_that_is_told_twice_to_stop_ends_once_the_others_know():

@@ -6,6 +6,7 @@ import pytest
 
 from common.errors import UserError
 from parallel import rendezvous
+from parallel.hosts import HostLost
 
 LONG = rendezvous.REACH_SECONDS + 1
 
@@ -25,7 +26,19 @@ def test_a_launcher_that_comes_back_early_waits_for_its_predecessor_to_be_silent
     assert waiting({1: {"who": "the one before"}})._has_joined(LONG) is False
 
 
-def test_a_master_that_never_answers_is_named():
+def test_a_master_that_never_answers_is_named_and_may_only_be_late():
     assert waiting({})._has_joined(1.0) is False
-    with pytest.raises(UserError, match=r"cannot reach the master 10.0.0.1"):
+    with pytest.raises(HostLost, match=r"cannot reach the master 10.0.0.1"):
         waiting({})._has_joined(LONG)
+
+
+def test_a_master_with_another_secret_is_wrong_input():
+    found = waiting({})
+    found._board.refused = True
+    with pytest.raises(UserError, match=r"POD_TOKEN are the same on all hosts"):
+        found._has_joined(0.1)
+
+
+def test_hosts_that_do_not_come_may_only_be_late():
+    with pytest.raises(HostLost, match=r"^waited 600 s in vain for one; start all hosts"):
+        waiting({})._check_time("one", [0], 601.0)
