@@ -215,9 +215,17 @@ def _attempt(program: _Program, others: Others, attempt: int, signals: Signals) 
                 start(number, 0)
         # After the start, so that a signal that came meanwhile reaches all of them.
         signals.watch(ranks)
-        elastic: Optional[Replacements] = None
+        elastic: Optional[Callable[[], Replacements]] = None
         if program.stages:
-            elastic = Replacements(ranks, (others.address, port), program.stages, start, numbers)
+            elastic = functools.partial(
+                Replacements,
+                ranks,
+                place=(others.address, port),
+                stages=program.stages,
+                start=start,
+                numbers=numbers,
+                check=functools.partial(_check_others, others, signals),
+            )
         return _watch(ranks, others, signals, elastic)
     except BaseException:
         # Only Linux would end them with this launcher.
@@ -284,18 +292,48 @@ def _interfaces(others: Others) -> Dict[str, str]:
     return variables
 
 
+class _Over(Exception):
+    """The run is over for this host, whose ranks may still run.
+
+    news: why; None after a second signal.
+    """
+
+    def __init__(self, news: Optional[Outcome]):
+        super().__init__()
+        self.news = news
+
+
+def _check_others(others: Others, signals: Signals) -> None:
+    """Look, while the store does not answer, whether it is still to be waited for. Raises _Over."""
+    news = others.news()
+    if news or signals.hurry:
+        raise _Over(news)
+
+
 def _watch(
     ranks: Ranks,
     others: Others,
     signals: Signals,
-    replacements: Optional[Replacements],
+    elastic: Optional[Callable[[], Replacements]],
 ) -> Outcome:
     """Wait for the end of the ranks.
 
     They end by themselves, or since one of them failed, or because another host's are gone.
+
+    Args:
+        ranks: of this host.
+        others: the other hosts.
+        signals: of this launcher.
+        elastic: returns the replicas of this host in an elastic run; None in others.
     """
     try:
+        replacements = elastic() if elastic else None
         return _until_end(ranks, others, signals, replacements)
+    except _Over as over:
+        _end(ranks)
+        if signals.hurry or over.news is None:
+            return _hurried(ranks)
+        return over.news
     except RuntimeError:
         # The store of an elastic run ends with the master's launcher. The board has its last word,
         # or that it is gone.
@@ -304,7 +342,7 @@ def _watch(
         while news is None and time.monotonic() < end:
             time.sleep(_WATCH_SECONDS)
             news = others.news()
-        if replacements is None or news is None:
+        if elastic is None or news is None:
             raise
         _end(ranks)
         return news

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, Dict, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, NoReturn, Optional, Sequence, Set, Tuple, TypeVar
 
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT
 from parallel.generations import Generations, Member
@@ -22,7 +25,9 @@ _SHORT_SECONDS = 60.0  # after a shorter life the next one begins later and late
 _LONGEST_PAUSE = 60.0
 _MOST_STARTS = 4  # of a replica that has not begun: a run that cannot begin ends
 _STORE_LIMIT = timedelta(seconds=20)
+_PATIENCE_SECONDS = 1.0  # in which a store answers unless its host stands still
 
+_T = TypeVar("_T")
 Ranks = Dict[int, subprocess.Popen]  # by their number in the world
 
 
@@ -73,6 +78,7 @@ class Replacements:
         stages: int,
         start: Callable[[int, int], None],
         numbers: range,
+        check: Callable[[], None] = lambda: None,
     ):
         """
         Args:
@@ -81,11 +87,11 @@ class Replacements:
             stages: of a replica.
             start: starts a rank, in its replica's life.
             numbers: of this host's ranks; those that do not run have been lost with the host.
+            check: called again and again while the store does not answer; what it raises ends the
+                wait.
         """
-        from parallel.joining import connect  # loads torch
-
-        host, port = place
-        self._generations = Generations(connect(host, port, _STORE_LIMIT), stages)
+        self._check = check
+        self._generations = self._ask(functools.partial(_generations, place, stages))
         self._ranks = ranks
         self._stages = stages
         self._start = start
@@ -121,7 +127,8 @@ class Replacements:
 
         It can if it is saved, or cannot have begun to train.
         """
-        return self._generations.is_saved() or not self._generations.has_met()
+        generations = self._generations
+        return self._ask(generations.is_saved) or not self._ask(generations.has_met)
 
     @property
     def is_to_stop(self) -> bool:
@@ -131,7 +138,7 @@ class Replacements:
     def ask_all_to_stop(self) -> None:
         """Let the launchers of all hosts know that the run is to stop."""
         if not self._has_asked:
-            self._generations.ask_to_stop()
+            self._ask(self._generations.ask_to_stop)
         self._has_asked = True
 
     def look(self, closing: bool = False) -> None:
@@ -155,8 +162,8 @@ class Replacements:
         for number, replica in self._replicas.items():
             if replica.due is not None and replica.due <= now:
                 self._begin(number, now)
-        self._generations.catch_up()
-        self._is_to_stop = self._generations.is_to_stop()
+        self._ask(self._generations.catch_up)
+        self._is_to_stop = self._ask(self._generations.is_to_stop)
         self._end_those_left_out(set(self._generations.members))
 
     def _end_those_left_out(self, members: Set[Member]) -> None:
@@ -174,7 +181,7 @@ class Replacements:
             if self._closing and is_running:
                 self._remove(number)
                 # It may have been taken in since this host looked.
-                self._generations.bury(member)
+                self._bury(member)
             elif member in self._members:
                 self._kill(number)
 
@@ -194,13 +201,16 @@ class Replacements:
         for number in sorted({rank // self._stages for rank, _ in failed}):
             self._remove(number)
             member = self._member(number)
-            if self._generations.has_begun(member):
-                self._generations.bury(member)
+            if self._has_begun(member):
+                self._bury(member)
             elif self._closing or self._replicas[number].starts >= _MOST_STARTS:
                 # Nobody has met it, and nobody can train without it.
                 goes_on = False
         # Only members know the state of the run: without a living one it does not go on.
-        if not goes_on or (self._generations.is_founded() and not self._generations.living()):
+        generations = self._generations
+        if not goes_on:
+            return False
+        if self._ask(generations.is_founded) and not self._ask(generations.living):
             return False
         if not self._closing:
             # A replica with the wrong input stays away, whatever its other ranks ended with.
@@ -226,9 +236,10 @@ class Replacements:
         """Start a replica again: in its first life if nobody has met it, else in a new one."""
         replica = self._replicas[number]
         replica.due = None
-        if self._generations.has_begun(self._member(number)):
+        if self._has_begun(self._member(number)):
             # Whoever knows its last life would take reports of this one for that one's.
-            replica.life = self._generations.next_life(number)
+            next_life = functools.partial(self._generations.next_life, number)
+            replica.life = self._ask(next_life)
         else:
             replica.starts += 1
         replica.begun = now
@@ -256,9 +267,34 @@ class Replacements:
             # After each short life the next one begins later.
             replica.pause = min(_LONGEST_PAUSE, max(2.0, 2 * replica.pause)) if is_short else 0.0
         others = "the others wait"
-        if self._generations.has_begun(self._member(number)):
+        if self._has_begun(self._member(number)):
             others = "the others go on"
         print(f"{line} is started anew, {others}", file=sys.stderr, flush=True)
+
+    def _has_begun(self, member: Member) -> bool:
+        """Return whether other processes may know one of this `member`'s."""
+        return self._ask(functools.partial(self._generations.has_begun, member))
+
+    def _bury(self, member: Member) -> None:
+        """Say that the processes of a `member` are gone."""
+        self._ask(functools.partial(self._generations.bury, member))
+
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        """Return the answer to a question to the store, which is asked in a thread.
+
+        Torch's store waits for an answer without a limit where the master's host stands still, or
+        the way to it is cut, and no signal is handled meanwhile. Tried with torch 2.14.1.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        answers: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
+        arguments = (question, answers)
+        threading.Thread(target=_answer, args=arguments, name="store", daemon=True).start()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return answers.get(timeout=_PATIENCE_SECONDS)()
+            self._check()
 
     def _member(self, number: int) -> Member:
         """Return a replica in its present life."""
@@ -282,3 +318,28 @@ class Replacements:
         """Return the ranks of a replica."""
         first = number * self._stages
         return range(first, first + self._stages)
+
+
+def _generations(place: Tuple[str, int], stages: int) -> Generations:
+    """Return the generations in the store at a host and port.
+
+    Raises RuntimeError: there is no way to it.
+    """
+    from parallel.joining import connect  # loads torch
+
+    host, port = place
+    return Generations(connect(host, port, _STORE_LIMIT), stages)
+
+
+def _answer(question: Callable[[], _T], answers: queue.SimpleQueue[Callable[[], _T]]) -> None:
+    """Ask a question, and hand over a function that returns the answer, or raises the fault."""
+    try:
+        answer = question()
+    except Exception as fault:
+        answers.put(functools.partial(_raise, fault))
+    else:
+        answers.put(lambda: answer)
+
+
+def _raise(fault: Exception) -> NoReturn:
+    raise fault

@@ -177,7 +177,7 @@ class Run:
         elastic = Replacements(self.ranks, ("", 0), 1, self.start, range(replicas))
         others = SimpleNamespace(finished=lambda: False, news=lambda: None, all_silent=lambda: True)
         self.outcome = None
-        watch = functools.partial(agent._watch, self.ranks, others, self.signals, elastic)
+        watch = functools.partial(agent._watch, self.ranks, others, self.signals, lambda: elastic)
         self._fault = None
         self._launcher = threading.Thread(target=self._watched, args=(watch,), daemon=True)
         self._launcher.start()

@@ -3,17 +3,19 @@
 import functools
 import re
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from parallel import agent
+from parallel import agent, replacements
 from parallel.board import Outcome
 from parallel.replacements import Replacements
 from tests.conftest import ROOT
 from tests.parallel.elastic_run import Run
+from tests.parallel.store import Shared
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.multiprocess  # threads that wait for each other
@@ -229,9 +231,10 @@ class OtherHost:
     def __init__(self, run):
         ranks = {}
         self.signals = agent.Signals()
-        self.replacements = Replacements(ranks, ("", 0), 1, lambda rank, life: None, range(3, 3))
         self.others = SimpleNamespace(finished=lambda: False, news=lambda: None, all_silent=lambda: False)
-        self._watch = functools.partial(agent._watch, ranks, self.others, self.signals, self.replacements)
+        check = functools.partial(agent._check_others, self.others, self.signals)
+        self.replacements = Replacements(ranks, ("", 0), 1, lambda rank, life: None, range(3, 3), check)
+        self._watch = functools.partial(agent._watch, ranks, self.others, self.signals, lambda: self.replacements)
 
     def end(self):
         return self._watch()
@@ -269,6 +272,35 @@ def test_a_launcher_whose_store_is_gone_ends_as_the_board_says(start, monkeypatc
     other.others.news = lambda: next(said)
     monkeypatch.setattr(run.store, "check", Mock(side_effect=RuntimeError("Failed to recv, got 0 bytes")))
     assert other.end() == news
+
+
+LOST = Outcome(1, "the launcher at the master has said nothing for 5 s", last=True)
+KILLED = "ended at once by a second signal; the same command goes on from the last checkpoint"
+
+
+@pytest.mark.parametrize(("struck", "end"), [
+    (lambda other: setattr(other.others, "news", lambda: LOST), LOST),
+    (lambda other: setattr(other.signals, "hurry", True), Outcome(1, KILLED, last=True, abrupt=True)),
+])  # fmt: skip
+def test_a_store_that_never_answers_keeps_no_launcher_from_its_end(start, monkeypatch, struck, end):
+    """The master's launcher is stopped, or the way to it is cut: torch's store waits for ever."""
+    monkeypatch.setattr(replacements, "_PATIENCE_SECONDS", 0.01)
+    other, answered = OtherHost(start()), threading.Event()
+    stands_still = Shared()
+    stands_still.check = lambda keys: answered.wait(60)
+    other.replacements._generations._store = stands_still
+    threading.Timer(0.1, struck, (other,)).start()
+    before = time.monotonic()
+    assert other.end() == end
+    assert time.monotonic() - before < 30
+    answered.set()
+
+
+def test_a_store_that_is_gone_as_the_ranks_start_is_explained_by_the_news(start):
+    """The first connection to it is as any other question."""
+    other = OtherHost(start())
+    other.others.news = lambda: LOST
+    assert agent._watch({}, other.others, other.signals, Mock(side_effect=RuntimeError("refused"))) == LOST
 
 
 def test_a_fault_that_is_not_the_stores_is_shown(start, monkeypatch):
