@@ -6,7 +6,9 @@ and the remedy), 75 stopped by a signal after saving: the same command resumes.
 
 if __name__ == "__main__":  # before the imports: see run
     from common.command import run
+    from training import stopping
 
+    stopping.listen_early()
     run(__file__)
 
 import functools
@@ -66,8 +68,8 @@ def main(arguments=None) -> int:
         The exit code.
     """
     options = _parser().parse_intermixed_args(arguments)
-    # Before torch is loaded, which takes seconds: an unheard SIGUSR1 would end this process.
-    stopping.listen_early()
+    # Before torch is loaded, which takes seconds; also where another program calls this.
+    before = stopping.listen_early()
     try:
         return _run(options)
     except UserError as error:
@@ -77,6 +79,8 @@ def main(arguments=None) -> int:
         if str(error) and not poprun.is_first_instance(os.environ):
             time.sleep(_FIRST_PRINTS_SECONDS)
         raise
+    finally:
+        stopping.put_back(before)
 
 
 def _parser() -> Parser:

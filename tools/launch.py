@@ -17,7 +17,9 @@ import sys
 if __name__ == "__main__":  # before the imports: see run
     sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from common.command import run
+    from training import stopping
 
+    stopping.listen_early()
     run(__file__, computes=False)
 
 import argparse
@@ -30,7 +32,7 @@ from typing import List, NamedTuple, Optional, Sequence
 from common import additions
 from common.command import Parser, naming, one_line
 from common.credentials import masked
-from common.errors import DONE, ConfigError, UserError
+from common.errors import DONE, STOPPED, ConfigError, UserError
 from common.text import count
 from parallel import hosts, launchers
 from parallel.hosts import Hosts
@@ -38,7 +40,7 @@ from recipe import batch, loading, suggestions
 from recipe.config import Recipe
 from recipe.ipu import poprun
 from tools.arguments import whole, within
-from training import preflight
+from training import preflight, stopping
 from training.run_folder import check_owner
 
 _PROGRAM = Path(__file__).resolve().parent.parent / "train.py"
@@ -140,8 +142,18 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     _check_gpus(plan.layout, plan.recipe.run.device)
     # No agent in between: the process gets signals and terminal of this one.
     if _is_single(plan.layout, options.max_restarts):
+        stopping.withhold()
+        if stopping.was_asked():
+            return _stopped()
         os.execv(sys.executable, plan.command)
     return _run_ranks(options, plan)
+
+
+def _stopped() -> int:
+    """Tell the user that a signal came before a rank was started; return the exit code."""
+    line = "stopped while no rank was running; the same command goes on"
+    print(line, file=sys.stderr, flush=True)
+    return STOPPED
 
 
 def _plan(options: argparse.Namespace, place: Hosts, program: Path) -> _Plan:
@@ -448,8 +460,11 @@ def _run_ranks(options: argparse.Namespace, plan: _Plan) -> int:
 
     layout = plan.layout
     parallel = plan.recipe.parallel
-    # The handlers come before torch is loaded, which takes seconds.
+    # The handlers come before torch is loaded, which takes seconds. The earlier ones have noted what
+    # came before.
     signals = agent.Signals()
+    if stopping.was_asked():
+        return _stopped()
     # Else each rank warns where hosts have no reverse DNS.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Under SLURM all hosts write into one log: one of them is enough.

@@ -13,6 +13,7 @@ import os
 import signal
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
+_EARLY = (signal.SIGTERM, signal.SIGUSR1)
 _noted: Optional[int] = None
 
 
@@ -31,12 +32,40 @@ def name_of(number: int) -> str:
     return signal.Signals(number).name
 
 
-def listen_early() -> None:
-    """Note a launcher's or scheduler's signal from now on, for the `StopSignals` that come later."""
-    # A terminal sends Ctrl-C to every process; the launcher passes it on as SIGUSR1.
+def listen_early() -> Dict[int, Any]:
+    """Note a launcher's or scheduler's signal from now on, for the `StopSignals` that come later.
+
+    Without a handler it would end the process before anything is saved, or, where the process is
+    the first one of a container, be lost.
+
+    Returns:
+        The handlers before, by signal.
+    """
+    handlers: Dict[int, Any] = dict.fromkeys(_EARLY, _note)
+    # A terminal sends Ctrl-C to every process; the launcher passes it on as SIGUSR1. Its SIGTERM
+    # ends a rank at once.
     if launched():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, _note)
+        handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGUSR1: _note}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    # The program that this process was before may have withheld them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _EARLY)
+    return before
+
+
+def put_back(handlers: Dict[int, Any]) -> None:
+    """Set the `handlers` of signals to what they were."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def withhold() -> None:
+    """Let signals wait until the program that is about to replace this one listens."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _EARLY)
+
+
+def was_asked() -> bool:
+    """Return whether a signal was noted since `listen_early`."""
+    return _noted is not None
 
 
 class StopSignals:
@@ -57,8 +86,7 @@ class StopSignals:
             self._handler(_noted, None)
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+        put_back(self._old)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 from parallel import launchers
 from parallel.board import Board
 from parallel.hosts import Hosts
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, ROOT
 from tests.tools.launchers import Launcher
 from tests.waiting import wait_until
 from tests.world import _free_port
@@ -205,6 +207,19 @@ def test_a_signal_lets_the_ranks_save(launch, number):
     assert (code, errors) == (STOPPED, [message])
     saved = [(launch.folder / f"saved-{rank}").exists() for rank in (0, 1)]
     assert saved == [True, True] and len(launch.starts(0)) == 1
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_ranks_are_started_ends_the_launcher_as_stopped(tmp_path, number, replicas):
+    """As the first process of a container it would not even have heard it."""
+    (tmp_path / "signals.py").write_text(f"import signal\nsignal.raise_signal({int(number)})\n")
+    words = ("tools/launch.py", "--import", tmp_path / "signals.py", "--replicas", replicas, "--config", QUICKSTART)
+    recipe = ("run.device=cpu", f"run.output={tmp_path}/run", "batch.global=64")
+    ended = subprocess.run([sys.executable, *words, *recipe], cwd=ROOT, capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert (ended.returncode, lines[-1:]) == (STOPPED, ["stopped while no rank was running; the same command goes on"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_signal_ends_all_at_once(launch):

@@ -290,6 +290,25 @@ def test_a_termination_just_before_the_loop_is_kept_and_one_after_it_changes_not
         signal.signal(signal.SIGTERM, old)
 
 
+def test_a_termination_while_torch_loads_is_kept_for_the_loop(monkeypatch):
+    """Unheard it ends the process, or is lost where the process is the first one of a container."""
+    monkeypatch.setattr(stopping, "_noted", None)
+    lost, found = lambda *_: found.append("lost"), []
+    handlers = {number: signal.signal(number, lost) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        stopping.withhold()  # as the launcher does before it becomes train.py
+        signal.raise_signal(signal.SIGTERM)
+        before = stopping.listen_early()
+        assert stopping.was_asked()
+        with stopping.StopSignals(lambda number, _: found.append(stopping.name_of(number))):
+            pass
+        stopping.put_back(before)
+        assert [signal.getsignal(number) for number in handlers] == [lost, lost]
+    finally:
+        stopping.put_back(handlers)
+    assert found == ["SIGTERM"]
+
+
 def test_a_termination_that_comes_twice_while_printing_still_saves_and_handlers_are_put_back(start):
     """`timeout` and schedulers signal the process and its group. Streams refuse reentrant writing."""
 
