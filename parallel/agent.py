@@ -369,6 +369,9 @@ def _until_end(
         if elastic and not signals.stopping and -signal.SIGUSR1 in codes.values():
             signals.request("a rank was asked to stop before it could listen")
             continue
+        # A stop may have come since the look, and have ended them: then nothing is started anew.
+        if elastic and failed and signals.stopping and not elastic.closing:
+            continue
         # An elastic run goes on without the replicas that failed.
         if elastic and failed and elastic.replace(failed):
             continue
