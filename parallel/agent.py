@@ -169,10 +169,12 @@ def _run_attempts(
                 # This host was taken in before, so its input was right: now another master is there.
                 _print(str(error))
                 return FAILED
+        # The master had gone on to it before this launcher came.
+        attempt = others.attempt
         if outcome.line:
             _print(outcome.line)
         # Only a failure is tried again: wrong input would fail alike, a stop is wanted.
-        if outcome.code != FAILED or outcome.last or attempt == max_restarts:
+        if outcome.code != FAILED or outcome.last or attempt >= max_restarts:
             return outcome.code
         attempt += 1
         which = f"{attempt} of {max_restarts}"
@@ -203,7 +205,11 @@ def _attempt(program: _Program, others: Others, attempt: int, signals: Signals) 
     None is left on return, nor after an exception.
     """
     # Waits for all hosts: ranks that start earlier would time out while others are missing.
-    port = others.gather(attempt)
+    try:
+        port = others.gather(attempt)
+    except Stopped:
+        others.withdraw()
+        raise
     ranks: Ranks = {}
     start = functools.partial(_start, ranks, others, port, program)
     first = others.hosts.this * program.local

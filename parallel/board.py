@@ -4,7 +4,7 @@ The master's launcher serves it, and all read it.
 
 A host writes entries of its own only, once each, and for one attempt to run. Every message is
 authenticated by HMAC-SHA256 with a secret that the hosts share over a challenge made for it, so
-nobody else can write, answer or replay one. A message that does not fit `_Question` or `_ANSWER` is
+nobody else can write, answer or replay one. A message that does not fit `_Question` or `_Answer` is
 ignored. No method waits for the network: threads do.
 """
 
@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, BinaryIO, Dict, Optional, Tuple, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, with_config
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, with_config
 from typing_extensions import Required, TypedDict, Unpack
 
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
@@ -31,6 +31,7 @@ from parallel.hosts import HostLost, Hosts, listen
 _POLL_SECONDS = 1.0
 _CONNECT_SECONDS = 0.2  # between two attempts to reach a master that does not listen yet
 _ANSWER_SECONDS = 5.0  # that one side waits for the other to send
+_WAITING_SECONDS = 10.0  # launchers that wait for others poll once a second: this one is gone
 _BYTES = 1 << 16  # of all that one host writes
 LONGEST = 1000  # characters of a text
 _CHALLENGE = 16  # bytes
@@ -107,8 +108,15 @@ class _Question(BaseModel, strict=True, extra="forbid"):
     entries: Entries
 
 
-_Answer = Dict[int, Tuple[float, Entries]]  # host -> seconds of silence, entries
-_ANSWER = TypeAdapter(_Answer)
+class _Answer(BaseModel, strict=True, extra="forbid"):
+    """A message of the master.
+
+    attempt: its newest.
+    hosts: of each host the seconds of silence, and its entries in the attempt of the question.
+    """
+
+    attempt: Annotated[int, Field(ge=0)]
+    hosts: Dict[int, Tuple[float, Entries]]
 
 
 class _Board:
@@ -119,6 +127,7 @@ class _Board:
     refused: what listens there closes the connection, as a launcher with another secret does.
     fault: of the last attempt to reach it.
     address: the master's, once this host has reached it.
+    newest: the master's newest attempt, as far as it has answered.
     """
 
     def __init__(self, hosts: Hosts, secret: str):
@@ -139,6 +148,7 @@ class _Board:
         self.refused = False
         self.fault = ""
         self.address = ""
+        self.newest = 0
 
     def read(self, attempt: int) -> Dict[int, Entries]:
         """Return the entries of each host that has written any in this `attempt`."""
@@ -147,11 +157,15 @@ class _Board:
             return {host: entries.copy() for host, entries in hosts.items()}
 
     def silent(self, host: int) -> float:
-        """Return the seconds since the launcher of a `host` polled, or the master answered."""
+        """Return the seconds since the launcher of a `host` polled, or the master answered.
+
+        Of this host it may be another launcher.
+        """
         with self._lock:
-            # A host that was never heard has been silent for ever.
-            if host == self._hosts.this:
+            # The master does not poll itself.
+            if host == self._hosts.this == 0:
                 return 0.0
+            # A host that was never heard has been silent for ever.
             return time.monotonic() - self._heard.get(host, -math.inf)
 
 
@@ -159,7 +173,8 @@ class MastersBoard(_Board):
     """The board itself, which answers other hosts once it has an `address`.
 
     error: why it cannot listen.
-    succeeded: after so many seconds of silence another launcher may say that it is the same host.
+    succeeded: after so many seconds of silence another launcher may say that it is the same host of
+        a run that has begun.
     """
 
     error: Optional[Union[UserError, HostLost]] = None
@@ -182,18 +197,24 @@ class MastersBoard(_Board):
         """Add entries of a host, which stay as they were first written."""
         with self._lock:
             hosts = self._attempts.setdefault(attempt, {})
+            # Nobody acts on what is written before all have come.
+            has_begun = len(hosts) == self._hosts.number
             written = hosts.get(host, entries)
             # The first launcher that said so is this host, until it is silent for long enough.
             if written["who"] != entries["who"]:
+                limit = self.succeeded if has_begun else min(self.succeeded, _WAITING_SECONDS)
                 silence = time.monotonic() - self._heard.get(host, -math.inf)
-                if silence < self.succeeded:
+                # In an attempt that is over nobody is followed: the place of its ranks is gone.
+                if silence < limit or attempt < self._attempt:
                     # A second launcher claims to be this host; it finds the first one's name.
                     return
-                has_begun = len(hosts) == self._hosts.number
                 written = {"who": entries["who"], "returned": has_begun}
             self._heard[host] = time.monotonic()
             # What was written first stays: others may have read it, and acted on it.
             hosts[host] = {**entries, **written}
+            # A host that is stopped before all have come has not come: its successor may.
+            if host and not has_begun and "end" in entries and entries["end"].code == STOPPED:
+                del hosts[host]
 
     def _listen(self) -> None:
         """Serve each connection for some seconds at most, in a thread of its own."""
@@ -227,10 +248,11 @@ class MastersBoard(_Board):
                 answer = self._answer(question.attempt)
                 _send(connection, self._key, question.challenge.encode() + b"answer", answer)
 
-    def _answer(self, attempt: int) -> _Answer:
-        """Return the silence and the entries of each host."""
-        hosts = self.read(attempt)
-        return {host: (self.silent(host), entries) for host, entries in hosts.items()}
+    def _answer(self, attempt: int) -> dict:
+        """Return an `_Answer`, to be sent."""
+        written = self.read(attempt)
+        hosts = {host: (self.silent(host), entries) for host, entries in written.items()}
+        return {"attempt": self._attempt, "hosts": hosts}
 
 
 class Board(_Board):
@@ -242,6 +264,7 @@ class Board(_Board):
         self._place = (hosts.master, hosts.port)
         # Of this host, in its newest attempt; None before the first.
         self._entries: Optional[Entries] = None
+        self._delivered: Optional[Entries] = None
         self._wake = threading.Event()
         threading.Thread(target=self._poll, name="board", daemon=True).start()
 
@@ -261,6 +284,12 @@ class Board(_Board):
             self._entries = {**entries, **news}
         self._wake.set()
 
+    @property
+    def delivered(self) -> bool:
+        """Return whether the master has answered all that was written."""
+        with self._lock:
+            return self._delivered is self._entries
+
     def _poll(self) -> None:
         """Ask the master again and again, sooner if there is something new, or no way to it yet."""
         while not self.gone:
@@ -279,6 +308,7 @@ class Board(_Board):
         try:
             answer = self._ask(attempt, entries)
             self._note(attempt, answer)
+            self._delivered = entries
         except (OSError, UnicodeError) as error:
             # There is no way to the master, which may come back, or its name is none.
             self.fault = getattr(error, "strerror", None) or str(error)
@@ -292,12 +322,14 @@ class Board(_Board):
         with self._lock:
             now = time.monotonic()
             self.refused = False
-            for host, (silence, _) in answer.items():
+            for host, (silence, _) in answer.hosts.items():
                 self._heard[host] = now - silence
             self._heard[0] = now
+            self.newest = answer.attempt
             # This host may have gone on to another attempt since it asked.
             if attempt == self._attempt:
-                self._attempts = {attempt: {host: entries for host, (_, entries) in answer.items()}}
+                hosts = answer.hosts.items()
+                self._attempts = {attempt: {host: entries for host, (_, entries) in hosts}}
 
     def _ask(self, attempt: int, entries: Entries) -> _Answer:
         """Send this host's entries to the master; return its answer.
@@ -325,7 +357,7 @@ class Board(_Board):
             # An answer has the entries of all hosts.
             limit = self._hosts.number * _BYTES
             answer = _receive(stream, self._key, our_challenge.encode() + b"answer", limit)
-        return _ANSWER.validate_json(answer)
+        return _Answer.model_validate_json(answer)
 
 
 def _send(connection: socket.socket, key: bytes, challenge: bytes, message: dict) -> None:

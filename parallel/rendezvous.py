@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from datetime import timedelta
@@ -21,14 +22,14 @@ _SILENT_SECONDS = 30.0  # until the missing ones are named
 _SETTLE_SECONDS = 15.0  # after a failure, for all hosts to report how they ended
 _HURRY_SECONDS = 8.0  # after a second signal, for the others to hear of it and to end their ranks
 _READ_SECONDS = 5.0  # for the others to read how all ended
-_EXIT_SECONDS = 60.0  # after a success or a stop: ranks of one host may end before those of another
 _LEAST_SILENCE = 5.0  # launchers poll once a second
+_BESIDE_SECONDS = 2.0  # in which another launcher of this host is heard if it still runs
 _STORE_TIMEOUT = timedelta(seconds=15)
 _LOOK_SECONDS = 0.05  # between two looks at the board
 
 
 class Stopped(Exception):
-    """A signal came while no rank was running."""
+    """A signal came, here or at the master, while no rank was running."""
 
 
 class Others:
@@ -37,6 +38,7 @@ class Others:
     None on a single host.
 
     hosts: of the run.
+    attempt: that runs, or for which the hosts gather; the master may be ahead of the one asked for.
     returned: this launcher has returned to a run that began with an earlier one of its host.
     lost_master: the ranks of this host ended since there was no way to the master.
     """
@@ -67,7 +69,7 @@ class Others:
         # With less a launcher would count as lost between two of its polls.
         self._silence = max(silence, _LEAST_SILENCE)
         self._elastic = elastic
-        self._attempt = 0
+        self.attempt = 0
         # The master has the board itself, the others see it.
         self._board: Union[Board, MastersBoard]
         if hosts.this == 0:
@@ -105,7 +107,7 @@ class Others:
         """
         # Say what this host starts, and where the ranks meet if this is the master.
         self._look_again()
-        self._attempt = attempt
+        self.attempt = attempt
         news: News = {"shape": self._shape}
         if isinstance(self._board, MastersBoard):
             news["port"] = self._serve_ranks(self._board)
@@ -168,10 +170,11 @@ class Others:
             line=mine.line[:LONGEST],
             abrupt=mine.abrupt and is_first,
         )
-        self._board.write(self._attempt, end=reported)
-        # Wait for the ends of all hosts that are still there.
+        self._board.write(self.attempt, end=reported)
+        # Wait for the ends of all hosts that are still there. After a success or a stop those of
+        # another may end much later: the main one sends the run to its mirror.
         hosts = range(self.hosts.number)
-        limit = _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else _EXIT_SECONDS
+        limit = _SETTLE_SECONDS if mine.code in (FAILED, WRONG_INPUT) else math.inf
         try:
             self._wait_for("end", hosts, limit)
             ended = self._outcomes()
@@ -184,6 +187,24 @@ class Others:
         codes = {mine.code, *(outcome.code for outcome in ended.values())}
         code = next((code for code in (WRONG_INPUT, FAILED, STOPPED) if code in codes), DONE)
         return Outcome(code, mine.line, is_last)
+
+    def withdraw(self) -> None:
+        """Tell the other hosts that this one was stopped before its ranks were started.
+
+        Else they would count on it.
+        """
+        self._board.write(self.attempt, end=Outcome(STOPPED, abrupt=True), read=True)
+        end = time.monotonic() + _READ_SECONDS
+        while not self._is_told() and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+
+    def _is_told(self) -> bool:
+        """Return whether whoever is there has heard what this host has written."""
+        if isinstance(self._board, Board):
+            # Who has never reached the master is not waited for.
+            return not self._board.address or self._board.gone or self._board.delivered
+        others = [host for host in self._entries() if host != self.hosts.this]
+        return all(self._has_written(host, "read") or self._silent(host) for host in others)
 
     def _serve_ranks(self, board: MastersBoard) -> int:
         """Create a new store, which listens at the master's address and nowhere else.
@@ -223,6 +244,7 @@ class Others:
         start = time.monotonic()
         is_named = False
         while True:
+            self._catch_up()
             waited = time.monotonic() - start
             joined = self._has_joined(waited)
             missing = self._missing(joined)
@@ -240,6 +262,18 @@ class Others:
                 is_named = True
             self._look_again()
 
+    def _catch_up(self) -> None:
+        """Go on to the master's attempt: it may have started all again without this launcher.
+
+        Raises Stopped: it was stopped.
+        """
+        if self._board.newest > self.attempt:
+            self.attempt = self._board.newest
+            self._board.write(self.attempt, shape=self._shape)
+        end = self._outcomes().get(0)
+        if end is not None and end.code == STOPPED:
+            raise Stopped
+
     def _has_joined(self, waited: float) -> bool:
         """Return whether this launcher's entries are on the board, after so many seconds.
 
@@ -249,12 +283,9 @@ class Others:
         """
         entries = self._entries().get(self.hosts.this)
         is_own = entries is not None and entries["who"] == self._board.who
-        # In an elastic run an earlier launcher of this host is not yet silent for long enough.
-        joined = is_own or (entries is not None and not self._elastic)
         # Who has been on the board once has reached the master: from then on it can be lost.
-        if joined or self._attempt:
+        if is_own or self.attempt:
             self._check_master()
-        # A launcher that comes back early waits until its predecessor counts as silent.
         elif (
             self._board.refused or self._board.gone or (entries is None and waited > REACH_SECONDS)
         ):
@@ -265,11 +296,34 @@ class Others:
             )
             # A host that is late or lost is no wrong input, another secret is.
             raise UserError(text) if self._board.refused else HostLost(text)
-        if joined and not is_own:
+        # In an elastic run an earlier launcher of this host is not yet silent for long enough.
+        if entries is not None and not is_own and not self._elastic:
+            self._check_predecessor(entries, waited)
+        return is_own
+
+    def _check_predecessor(self, entries: Entries, waited: float) -> None:
+        """Check that another launcher which said that it is this host is an earlier one.
+
+        Args:
+            entries: of the other one.
+            waited: seconds.
+
+        Raises:
+            UserError: it runs beside this one.
+            HostLost: the run goes on with it, though it has ended.
+        """
+        this = self.hosts.this
+        # One that was heard since this one came, and goes on, is no earlier one.
+        since = waited - _BESIDE_SECONDS
+        if "end" not in entries and self._board.silent(this) < since:
             raise UserError(
-                f"another host has said --node-rank {self.hosts.this} already; number the hosts from 0"
+                f"another host has said --node-rank {this} already; number the hosts from 0"
             )
-        return joined
+        if waited > REACH_SECONDS:
+            raise HostLost(
+                f"the run at the master {self.hosts.place} has begun with an earlier launcher of host {this}; "
+                "start again once it has ended"
+            )
 
     def _missing(self, joined: bool) -> List[int]:
         """Return the hosts that are not on the board; `joined`: whether this one is."""
@@ -296,7 +350,7 @@ class Others:
             raise HostLost(
                 f"waited {_TOGETHER_SECONDS:.0f} s in vain for {which}; start all hosts, or lower --nnodes"
             )
-        if self._attempt and all(self._silent(host) for host in missing):
+        if self.attempt and all(self._silent(host) for host in missing):
             raise HostLost(f"have heard nothing for {self._silence:g} s of {which}")
 
     def _leave(self, readers: Iterable[int]) -> None:
@@ -304,7 +358,7 @@ class Others:
 
         The master, from which all read, waits for the others.
         """
-        self._board.write(self._attempt, read=True)
+        self._board.write(self.attempt, read=True)
         hosts = readers if self.hosts.this == 0 else [self.hosts.this]
         self._wait_for("read", hosts, _READ_SECONDS)
 
@@ -325,7 +379,7 @@ class Others:
 
     def _entries(self) -> Dict[int, Entries]:
         """Return the entries of each host that has written any in this attempt."""
-        return self._board.read(self._attempt)
+        return self._board.read(self.attempt)
 
     def _outcomes(self) -> Dict[int, Outcome]:
         """Return how ranks have ended in this attempt, by host."""

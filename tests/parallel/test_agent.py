@@ -132,7 +132,7 @@ def test_ranks_that_start_after_a_stop_was_asked_for_are_asked_too(signals):
 
 def test_a_host_that_cannot_come_back_has_failed(signals, monkeypatch, capfd):
     """Its input was right before: 2 would tell a scheduler to give up."""
-    lost = SimpleNamespace(lost_master=True, hosts=SimpleNamespace(this=1), settle=lambda outcome: outcome)
+    lost = SimpleNamespace(lost_master=True, hosts=SimpleNamespace(this=1), settle=lambda outcome: outcome, attempt=0)
     meetings = [lost, UserError("cannot reach the master")]
 
     def meet():
@@ -145,3 +145,31 @@ def test_a_host_that_cannot_come_back_has_failed(signals, monkeypatch, capfd):
     program = agent._Program([], local=1, stages=1)
     assert agent._run_attempts(program, meet, 3, signals) == FAILED
     assert capfd.readouterr().err == "the master is gone; trying to come back\ncannot reach the master\n"
+
+
+def test_restarts_are_counted_from_the_attempt_that_the_master_has_come_to(signals, monkeypatch):
+    others = SimpleNamespace(
+        lost_master=False, hosts=SimpleNamespace(this=1), settle=lambda outcome: outcome, attempt=0
+    )
+    asked = []
+
+    def attempt(program, others, number, signals):
+        asked.append(number)
+        others.attempt = max(2, number)
+        return Outcome(FAILED)
+
+    monkeypatch.setattr(agent, "_attempt", attempt)
+    assert agent._run_attempts(agent._Program([], 1, None), lambda: others, 3, signals) == FAILED
+    assert asked == [0, 3]
+
+
+def test_the_others_hear_of_a_launcher_that_is_stopped_before_its_ranks_start(signals):
+    said = []
+
+    def gather(attempt):
+        raise agent.Stopped
+
+    others = SimpleNamespace(gather=gather, withdraw=lambda: said.append("withdrawn"))
+    with pytest.raises(agent.Stopped):
+        agent._attempt(agent._Program([], 1, None), others, 0, signals)
+    assert said == ["withdrawn"]

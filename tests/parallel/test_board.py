@@ -11,6 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from common.errors import UserError
+from parallel import board as boards
 from parallel import hosts
 from parallel.board import Board, Entries, MastersBoard, Outcome, _send
 from parallel.hosts import HostLost, Hosts
@@ -205,6 +206,87 @@ def test_a_proxy_that_closes_the_connection_is_no_launcher_with_another_secret()
         proxy.accept()[0].close()
         wait_until(lambda: board.fault)
     assert board.fault == "what listens there closes the connection" and not board.refused
+
+
+class Launchers:
+    """Launchers of one run, each with signals of its own, that gather in threads."""
+
+    def __init__(self, number):
+        self.number, self.place = number, ("127.0.0.1", _free_port())
+
+    def start(self, this, attempt=0):
+        signals = SimpleNamespace(stopping=False, hurry=False)
+        others = Others(Hosts(self.number, this, *self.place), "replicas", signals, 5.0, SECRET)
+        return self.gather(SimpleNamespace(signals=signals, others=others), attempt)
+
+    def gather(self, launcher, attempt):
+        """Let it gather; `end` is the port, or what was raised."""
+        launcher.end = None
+
+        def gather():
+            try:
+                launcher.end = launcher.others.gather(attempt)
+            except Exception as fault:
+                launcher.end = fault
+                if isinstance(fault, Stopped):
+                    launcher.others.withdraw()
+
+        launcher.thread = threading.Thread(target=gather, daemon=True)
+        launcher.thread.start()
+        return launcher
+
+
+def end(launcher):
+    launcher.thread.join(30)
+    return launcher.end
+
+
+def test_a_launcher_that_was_stopped_while_it_waited_is_followed_by_its_successor():
+    """The others did not count on it meanwhile, nor took its successor for a host with a wrong number."""
+    run = Launchers(3)
+    master, first = run.start(0), run.start(1)
+    board = master.others._board
+    wait_until(lambda: 1 in board.read(0))
+    first.signals.stopping = True
+    assert isinstance(end(first), Stopped) and list(board.read(0)) == [0]
+    last = run.start(2)
+    wait_until(lambda: 2 in board.read(0))
+    time.sleep(0.2)
+    assert master.end is last.end is None
+    second = run.start(1)
+    assert end(second) == end(master) == end(last) > 0
+
+
+def test_a_launcher_that_was_killed_while_it_waited_is_followed_by_its_successor(monkeypatch):
+    run = Launchers(3)
+    master, first = run.start(0), run.start(1)
+    board = master.others._board
+    wait_until(lambda: 1 in board.read(0))
+    first.others._board.gone = True  # which ends its questions
+    monkeypatch.setattr(boards, "_WAITING_SECONDS", 0.1)
+    time.sleep(0.2)
+    second, last = run.start(1), run.start(2)
+    assert end(second) == end(master) == end(last) > 0
+
+
+def test_the_launchers_that_wait_end_with_a_master_that_is_stopped():
+    run = Launchers(3)
+    master, other = run.start(0), run.start(1)
+    wait_until(lambda: other.others._board.address and 1 in master.others._board.read(0))
+    master.signals.stopping = True
+    assert isinstance(end(other), Stopped) and isinstance(end(master), Stopped)
+
+
+def test_a_launcher_that_comes_anew_begins_with_the_attempt_that_the_master_has_come_to():
+    """The place of the ranks' store in an earlier one is gone."""
+    run = Launchers(2)
+    master, first = run.start(0), run.start(1)
+    assert end(first) == end(master)
+    first.others._board.gone = True
+    run.gather(master, attempt=1)
+    second = run.start(1)
+    assert end(second) == end(master) != first.end
+    assert (second.others.attempt, second.others.returned) == (1, False)
 
 
 def test_a_launcher_that_is_told_twice_to_stop_ends_once_the_others_know():
