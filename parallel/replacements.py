@@ -90,8 +90,11 @@ class Replacements:
             check: called again and again while the store does not answer; what it raises ends the
                 wait.
         """
+        from parallel.joining import connect  # loads torch
+
         self._check = check
-        self._generations = self._ask(functools.partial(_generations, place, stages))
+        store = self._ask(functools.partial(connect, *place, _STORE_LIMIT))
+        self._generations = Generations(store, stages)
         self._ranks = ranks
         self._stages = stages
         self._start = start
@@ -318,17 +321,6 @@ class Replacements:
         """Return the ranks of a replica."""
         first = number * self._stages
         return range(first, first + self._stages)
-
-
-def _generations(place: Tuple[str, int], stages: int) -> Generations:
-    """Return the generations in the store at a host and port.
-
-    Raises RuntimeError: there is no way to it.
-    """
-    from parallel.joining import connect  # loads torch
-
-    host, port = place
-    return Generations(connect(host, port, _STORE_LIMIT), stages)
 
 
 def _answer(question: Callable[[], _T], answers: queue.SimpleQueue[Callable[[], _T]]) -> None:
