@@ -330,7 +330,9 @@ class Others:
         written = self._entries()
         missing = []
         for host in range(self.hosts.number):
-            has_joined = joined if host == self.hosts.this else host in written
+            # A master that was stopped early has written its end alone.
+            has_come = host in written and "shape" in written[host]
+            has_joined = joined if host == self.hosts.this else has_come
             if not has_joined:
                 missing.append(host)
         return missing

@@ -40,6 +40,12 @@ def test_a_master_with_another_secret_is_wrong_input():
         found._has_joined(0.1)
 
 
+def test_a_master_that_was_stopped_before_it_served_the_ranks_has_not_come():
+    found = waiting({0: {"who": "the master", "end": Outcome(75)}})
+    found.hosts.number = 2
+    assert found._missing(joined=True) == [0]
+
+
 def test_hosts_that_do_not_come_may_only_be_late():
     with pytest.raises(HostLost, match=r"^waited 600 s in vain for one; start all hosts"):
         waiting({})._check_time("one", [0], 601.0)
