@@ -196,10 +196,11 @@ class _Recording:
         self._trained = {
             name: each for name, each in self._parameters.items() if each.requires_grad
         }
-        # Layers that draw: their masks are inputs of a recording, as the images are.
+        # Layers that draw: their masks are inputs of a recording, as the images are. Those of
+        # frozen modules do not: they are as in evaluation.
         self._layers = []
         for layer in stage.modules():
-            if isinstance(layer, RANDOM_LAYERS) and layer.rate:
+            if isinstance(layer, RANDOM_LAYERS) and layer.rate and layer.training:
                 self._layers.append(layer)
         # Copies: a recording reads and writes the same memory whenever it is started.
         self._masks = [mask.clone() for mask in self._drawn(len(x))]

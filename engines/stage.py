@@ -377,10 +377,12 @@ class _CompiledSegment:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = self._before(x)
-        # Masks are drawn outside of the program, unless somebody has set them already.
+        # Masks are drawn outside of the program, unless somebody has set them already. Layers of
+        # frozen modules have none, also where another part of the block is trained.
         waiting = []
-        if self._block.training:
-            waiting = [layer for layer in self._random if layer.mask is None]
+        for layer in self._random:
+            if layer.training and layer.mask is None:
+                waiting.append(layer)
         for layer in waiting:
             layer.mask = layer.draw(len(x), self._like)
         try:

@@ -9,7 +9,7 @@ from engines import graphs
 from engines.graphs import Graphed
 from tests.engines import worlds
 from tests.engines.recording import Recorder, on_cpus
-from tests.engines.test_stage import assert_same, model_of, stage_of, three_steps
+from tests.engines.test_stage import assert_same, mixer_stage, mixer_steps, model_of, stage_of, three_steps
 from tests.engines.worlds import TREE, alone, case, outcome, single
 from tests.tensors import assert_bitwise_equal
 
@@ -85,6 +85,16 @@ def test_micro_batches_beyond_the_recordings_are_computed_without(monkeypatch):
     plain, others = stage_of(names=LATER)
     assert_same(passes(found, draws, 8, 4), passes(plain.to(DEVICE), others, 8, 4))
     assert len(found.recordings) == len(found._free) == 2
+
+
+def test_recorded_passes_have_the_mask_of_each_call_of_one_layer():
+    """Of a model of timm. The first two micro batches are computed without, and begin the recordings."""
+    pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
+    stage, draws = mixer_stage()
+    recorder = Recorder()
+    found = Graphed(stage, recorder)
+    assert_same(mixer_steps(found, draws), mixer_steps(*mixer_stage()))
+    assert not found.lines and recorder.replays > 4
 
 
 def test_evaluation_is_not_recorded():
@@ -170,9 +180,22 @@ def graphed_trains(processes, overrides, options=None):
     return found
 
 
-@pytest.mark.parametrize("overrides", [(), ("parallel.recompute=true", "model.norm=batch"), (TREE,)], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("parallel.recompute=true", "model.norm=batch"),
+        (TREE,),
+        ("model.train=classifier", "model.depth=0.3"),
+        ("model.train=[blocks.6]", "parallel.recompute=true"),
+    ],
+    ids=str,
+)
 def test_an_engine_learns_the_same_with_recordings(overrides):
-    """Weights, momenta, averages, norms and scores, bit for bit; images of another size in the second step."""
+    """Weights, momenta, averages, norms and scores, bit for bit; images of another size in the second step.
+
+    Frozen blocks drop nothing: neither branches, for which blocks must repeat, nor the means of the head.
+    """
     options = {"sizes": (16, 24)}
     results, digests, state = graphed_trains(single(), overrides, options)
     expected = worlds.trains(single(), overrides, options)

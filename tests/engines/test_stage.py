@@ -15,7 +15,7 @@ from models import timm_model
 from models.efficientnet import build
 from models.native import library, patching
 from models.normalization import BatchNormAct
-from models.stochastic import RANDOM_LAYERS
+from models.stochastic import RANDOM_LAYERS, DropPaths
 from parallel.work import Boundary
 from recipe.config import Model
 
@@ -85,6 +85,34 @@ def test_recomputation_repeats_the_mask_of_each_call_of_one_layer():
             output.square().sum().backward()
         results.append([*outputs, x.grad, *(parameter.grad for parameter in stage.parameters())])
     assert_same(*results)
+
+
+def mixer_stage(recompute=frozenset()):
+    """Two blocks of a Mixer of timm, which call their stochastic depth twice."""
+    keys = {"name": "timm", "architecture": "mixer_s32_224", "classes": 10, "image_size": 64, "drop_path": 0.5}
+    model = timm_model.TimmFamily.build(Model(**keys), 0)
+    return Stage(model.part(MIXER), model.draws, recompute), model.draws
+
+
+MIXER = ("blocks.6", "blocks.7")
+MIXED = (8, 4, 512)  # what enters them
+
+
+def mixer_steps(stage, draws):
+    """Outputs and gradients of 4 micro batches, two at a time between their passes."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for first in (0, 2):
+        inputs = [torch.randn(MIXED, generator=generator).requires_grad_() for _ in range(2)]
+        outputs = []
+        for number, x in enumerate(inputs):
+            draws.micro_batch = first + number
+            outputs.append(stage(x))
+        found += [output.detach().clone() for output in outputs]
+        for output in outputs:
+            output.square().sum().backward()
+        found += [x.grad for x in inputs]
+    return [*found, *(parameter.grad for parameter in stage.parameters())]
 
 
 def saved_bytes(stage, model):
@@ -219,6 +247,37 @@ def test_blocks_behind_others_are_compiled_for_what_enters_them_and_share_progra
         x.requires_grad_()
         stage(x).sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("recompute", "backend"),
+    [(MIXER[:1], "eager"), pytest.param((), "aot_eager", marks=pytest.mark.slow)],
+)
+def test_compiled_blocks_have_the_mask_of_each_call_of_one_layer(fresh_compiler, recompute, backend):
+    """And both blocks one program, for all micro batches."""
+    pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
+    stage, draws = mixer_stage(recompute)
+    stage.compile(backend=backend)
+    stage.dry_pass(torch.zeros(MIXED))
+    assert not counters["graph_break"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_same(mixer_steps(stage, draws), mixer_steps(*mixer_stage(recompute)))
+
+
+def test_a_compiled_block_drops_nothing_in_its_frozen_modules(fresh_compiler):
+    """As in a block of which another part is trained."""
+    pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
+    results = []
+    for compiles in (False, True):
+        stage, draws = mixer_stage()
+        for layer in stage.modules():
+            if isinstance(layer, (DropPaths, *RANDOM_LAYERS)):
+                layer.eval()
+        if compiles:
+            stage.compile(backend="eager")
+            stage.dry_pass(torch.zeros(MIXED))
+        results.append(mixer_steps(stage, draws))
+    assert_same(*results)
 
 
 def test_a_dry_pass_that_fails_moves_no_running_statistics(monkeypatch):
