@@ -4,6 +4,7 @@ import re
 import shlex
 
 import pytest
+import timm
 
 import train
 from recipe import loading
@@ -31,6 +32,10 @@ def test_a_translated_command_has_a_plan(words, capsys, tmp_path):
     assert "is unusual for" not in plan and "1281167 training images" in plan
     recipe = loading.load(ROOT / "configs" / "timm.yaml", options[2:])
     assert recipe.model.architecture == words[4].partition("=")[2]
+    # Evaluation shows what timm's configuration of the model says.
+    known = timm.get_pretrained_cfg(recipe.model.architecture)
+    shown = (recipe.data.interpolation, recipe.data.crop_fraction, recipe.data.crop_rounding)
+    assert shown == (known.interpolation, known.crop_pct, "down")
 
 
 def test_eight_of_the_ten_are_translated_and_two_are_named():
