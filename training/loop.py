@@ -475,11 +475,9 @@ class Trainer:
         self.monitor.check()
         stages = self.engine.topology.stages
         virtual = self.recipe.parallel.virtual_stages or 1
-        micro_batches = self.engine.batch.accumulation
         line = timeline.write(
             self.trace_folder,
             spans,
-            micro_batches,
             stages,
             virtual if stages > 1 else 1,
         )

@@ -82,10 +82,15 @@ def efficiency(spans: Sequence[Span]) -> float:
     return busy / (len(ranks) * length)
 
 
+def _micro_batches(spans: Sequence[Span]) -> int:
+    """Return how many micro batches replica 0 computed in one step, or in an update of several."""
+    forward = [span for span in spans if span.replica == 0 and span.kind == "forward"]
+    return len({span.micro_batch for span in forward})
+
+
 def write(
     folder: Path,
     spans: Sequence[Span],
-    micro_batches: int,
     stages: int,
     virtual: int = 1,
 ) -> str:
@@ -97,7 +102,6 @@ def write(
     Args:
         folder: of the two files; it is made.
         spans: of all ranks, in one or more steps.
-        micro_batches: see `ideal`.
         stages: see `ideal`.
         virtual: see `ideal`.
 
@@ -110,6 +114,7 @@ def write(
     efficiencies = {step: efficiency(by_step[step]) for step in by_step}
     first = min(by_step)
     last = max(by_step)
+    micro_batches = _micro_batches(by_step[first])
     work = micro_batches * virtual
     best = ideal(micro_batches, stages, virtual)
     bound = f"ideal {work} / ({work} + {stages - 1}) = {best:.2f}"
