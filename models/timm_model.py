@@ -40,6 +40,7 @@ JOINT = "joint"
 WHOLE = "whole"  # a model that cannot be cut
 _PREFIX = re.compile(rf"(?:{OPENING}|{CLOSING}|{WHOLE}|{JOINT}\.\d+)\.")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_RATES = ("drop_rate", "drop_path_rate")  # options of timm's models, which some lack
 _MODEL = "model"  # its name in `_Called`
 _TRACED_IMAGES = 2  # not 1, which torch may take for a constant
 
@@ -142,19 +143,16 @@ def _create(section: network.Timm) -> nn.Module:
         raise ConfigError(
             "model.name timm needs torch 2.1 or newer; install it, or use an EfficientNet"
         )
-    options: Dict[str, Any] = {"num_classes": section.classes}
-    if section.drop_path:
-        options["drop_path_rate"] = section.drop_path
+    # Rates are given also where they are 0: some models have others by default.
+    options: Dict[str, Any] = {
+        "num_classes": section.classes,
+        "drop_rate": 0.0,
+        "drop_path_rate": section.drop_path,
+    }
     if timm_models.architecture(section.architecture).is_fixed:
         options["img_size"] = image_size(section)
     try:
-        # Some models have dropout by default, others have no such option.
-        try:
-            return timm.create_model(section.architecture, drop_rate=0.0, **options)
-        except TypeError as error:
-            if "drop_rate" not in str(error):
-                raise
-            return timm.create_model(section.architecture, **options)
+        return _create_by(section.architecture, options)
     except TypeError as error:
         if "drop_path_rate" not in str(error):
             raise
@@ -162,6 +160,24 @@ def _create(section: network.Timm) -> nn.Module:
         raise ConfigError(f"model.drop_path {section.drop_path:g}: {fault}") from None
     except (AssertionError, ValueError, RuntimeError) as error:
         raise _wrong_size(section, image_size(section), error) from None
+
+
+def _create_by(architecture: str, options: Dict[str, Any]) -> nn.Module:
+    """Create timm's model by its options, but for rates of 0 that it has no option for.
+
+    Raises:
+        TypeError: timm's, for another option that the model does not have.
+    """
+    while True:
+        try:
+            return timm.create_model(architecture, **options)
+        except TypeError as error:
+            # The message names one option at a time.
+            zeros = [rate for rate in _RATES if options.get(rate) == 0]
+            unknown = [rate for rate in zeros if f"'{rate}'" in str(error)]
+            if not unknown:
+                raise
+        options = {name: value for name, value in options.items() if name not in unknown}
 
 
 def _wrong_size(section: network.Timm, pixels: int, error: Exception) -> ConfigError:

@@ -138,6 +138,15 @@ def test_stochastic_depth_and_dropout_draw_by_key(architecture):
         assert torch.equal(model(x), model(x))
 
 
+@pytest.mark.parametrize("architecture", ["swin_tiny_patch4_window7_224", "nest_tiny", "tiny_vit_11m_224", "dla34"])
+def test_a_rate_of_zero_is_also_that_of_a_model_with_another_by_default(architecture):
+    """0.1, 0.5 and 0.1; the last one has no option for it."""
+    keys = section(architecture, image_size=224, drop_path=0)
+    with torch.device("meta"):
+        model = build(keys, seed=3)
+    assert [layer.rate for layer in model.draws.layers] == []
+
+
 def test_each_call_of_one_layer_has_a_mask_of_its_own():
     """EdgeNeXt's blocks call one twice, as timm draws twice. The first call's key is the layer's name; a pass that was
     broken off changes nothing, and nor do evaluations."""
