@@ -7,6 +7,7 @@ from typing import Callable, List, Tuple, TypeVar
 import numpy as np
 import torch
 from timm import layers
+from timm.models import fastvit, mlp_mixer
 from torch import nn
 from torch.nn import functional as F
 
@@ -215,14 +216,23 @@ NORMS = (
     layers.SimpleNorm,
     layers.LayerScale,
     layers.LayerScale2d,
+    fastvit.LayerScale2d,
+    mlp_mixer.Affine,
 )
 
 
 def norm_parameters(model: nn.Module) -> List[str]:
-    """Return names of the parameters of `model` that belong to normalisation layers."""
+    """Return names of the parameters of `model` that count as those of normalisation layers.
+
+    These are the layers' own, and all of at most one dimension: timm's models have many a scale
+    that is in no layer of its own. Biases among them count as biases nevertheless (`optim.factory`).
+
+    Source: `param_groups_weight_decay` of timm, which has no weight decay for one dimension.
+    """
     names = []
     for prefix, module in model.named_modules():
-        if isinstance(module, NORMS):
-            for name, _ in module.named_parameters(recurse=False):
-                names.append(f"{prefix}.{name}")
+        is_norm = isinstance(module, NORMS)
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if is_norm or parameter.dim() <= 1:
+                names.append(name)
     return names

@@ -91,25 +91,32 @@ def _by_depth(
 
 def skipped_names(
     section: Optimizer,
-    parameters: Iterable[str],
+    parameters: Mapping[str, nn.Parameter],
     norm_parameters: Iterable[str],
 ) -> Set[str]:
     """Return the parameters that `skip` names.
 
     Args:
         section: of the recipe. In its `skip`, "bias" covers all biases, "norm" the scales of norms.
-        parameters: names of all.
+        parameters: all, by name.
         norm_parameters: names of those of normalisation layers.
     """
     # A norm's bias counts as a bias, so "norm" leaves it alone.
     names = set(parameters)
-    biases = {name for name in names if name.split(".")[-1] == "bias"}
+    biases = {name for name, parameter in parameters.items() if _is_bias(name, parameter)}
     skipped: Set[str] = set()
     if "bias" in section.skip:
         skipped |= biases
     if "norm" in section.skip:
         skipped |= names.intersection(norm_parameters) - biases
     return skipped
+
+
+def _is_bias(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of this name, as `q_bias`, is a bias."""
+    last = name.split(".")[-1]
+    # Biases by position, and not by channel, are tables.
+    return last == "bias" or (last.endswith("_bias") and parameter.dim() <= 1)
 
 
 def hidden_layers(model: nn.Module) -> Dict[str, int]:

@@ -204,8 +204,10 @@ def test_normalisation_follows_the_recipe(norm, proxy):
         assert (module.bias is None) == (proxy and not active)
     # They own every parameter with one axis, also the proxy's, but the biases of convolutions and classifier.
     flat = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+    assert set(norm_parameters(model)) == flat
+    owned = {name for name in flat if name.rpartition(".")[0] in norms}
     others = (".se.conv_reduce.bias", ".se.conv_expand.bias", "head.classifier.bias")
-    assert set(norm_parameters(model)) == {name for name in flat if not name.endswith(others)}
+    assert owned == {name for name in flat if not name.endswith(others)}
     assert ("head.bn2.proxy_shift" in flat) == proxy
 
 

@@ -2,15 +2,18 @@
 
 import numpy as np
 import pytest
+import timm
 import timm.optim
 import torch
 from torch import nn
 
+from models.families import build
+from models.normalization import norm_parameters
 from optim import factory
 from optim.lars import LARS
 from optim.library_optimizers import SGD, AdamW, Lamb, RMSprop
 from optim.muon import Muon
-from recipe.config import Optimizer
+from recipe.config import Model, Optimizer
 from tests.optim import states
 from tests.optim.states import CONTROLS, SKIPPED, lars_step, rate, take_step, weight_state
 
@@ -104,13 +107,18 @@ def test_second_moments_start_where_the_paper_has_them_and_keep_small_squares(na
 
 NORMS = ["block.norm.weight", "block.norm.bias"]
 NAMES = ["stem.weight", *NORMS, "block.biased.weight", "bias.weight", "a.unbias", "bias", "head.bias"]
+NAMES += ["block.q_bias", "block.table_bias"]
+VECTORS = ["block.q_bias"]  # the others are matrices
 
 
 def created(**section):
     """An optimizer of parameters of those names, the parameters, and each one's group by its name."""
     generator = torch.Generator().manual_seed(0)
-    named = {name: nn.Parameter(torch.randn(3, 4, generator=generator)) for name in NAMES}
-    optimizer = factory.create(Optimizer(**section), named, NORMS)
+    named = {}
+    for name in NAMES:
+        values = torch.randn(3, 4, generator=generator)
+        named[name] = nn.Parameter(values[0] if name in VECTORS else values)
+    optimizer = factory.create(Optimizer(**section), named, [*NORMS, *VECTORS])
     names = {parameter: name for name, parameter in named.items()}
     groups = {names[parameter]: group for group in optimizer.param_groups for parameter in group["params"]}
     assert groups.keys() == named.keys()
@@ -121,8 +129,8 @@ def created(**section):
 @pytest.mark.parametrize(
     ("skip", "expected"),
     [
-        (["bias", "norm"], ["block.norm.weight", "block.norm.bias", "bias", "head.bias"]),
-        (["bias"], ["block.norm.bias", "bias", "head.bias"]),
+        (["bias", "norm"], ["block.norm.weight", "block.norm.bias", "bias", "head.bias", "block.q_bias"]),
+        (["bias"], ["block.norm.bias", "bias", "head.bias", "block.q_bias"]),
         (["norm"], ["block.norm.weight"]),
         ([], []),
     ],
@@ -130,12 +138,51 @@ def created(**section):
 )
 @pytest.mark.parametrize("name", KINDS)
 def test_the_skipped_have_no_decay_and_no_trust_ratio(name, skip, expected):
-    """`bias` covers the biases of norms, `norm` only their scales. A bias is known by the last part of its name."""
+    """`bias` covers the biases of norms, `norm` only their scales. A bias is known by the last part of its name, a table
+    by its two dimensions."""
     _, _, groups = created(name=name, weight_decay=0.5, skip=skip)
     for key, group in groups.items():
         assert group["weight_decay"] == (0.0 if key in expected else 0.5)
         for adapts in {"lars": ["adapt"], "lamb": ["always_adapt"]}.get(name, []):
             assert group[adapts] is (key not in expected)
+
+
+MULTIPLIED = {"resmlp_12_224": (".alpha", ".beta"), "fastvit_t8": (".gamma",)}  # scales of several dimensions
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("convnext_atto", "convnextv2_atto", "beit_base_patch16_224", "eva02_tiny_patch14_224", "caformer_s18"),
+        *("xcit_nano_12_p16_224", "cait_xxs24_224", "inception_next_atto", *MULTIPLIED),
+    ],
+)
+def test_of_timms_models_what_timm_does_not_decay_is_skipped(architecture):
+    """All of one dimension, and biases; of more dimensions the scales in layers known by their type."""
+    with torch.device("meta"):
+        model = timm.create_model(architecture, num_classes=7)
+    named = dict(model.named_parameters())
+    undecayed, _ = timm.optim.param_groups_weight_decay(model)
+    multiplied = {name for name in named if name.endswith(MULTIPLIED.get(architecture, "-"))}
+    expected = multiplied | {name for name in named if any(named[name] is each for each in undecayed["params"])}
+    biases = {name for name in expected if name.split(".")[-1] in ("bias", "q_bias", "v_bias")}
+    for skip, names in ((["bias", "norm"], expected), (["bias"], biases), (["norm"], expected - biases)):
+        assert factory.skipped_names(Optimizer(skip=skip), named, norm_parameters(model)) == names != set()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"norm": "layer"}, {"norm": "batch"}, {"proxy_norm": True}, {"norm": "layer", "proxy_norm": True}],
+    ids=str,
+)
+def test_of_efficientnets_biases_and_the_scales_in_norms_are_skipped(keys):
+    with torch.device("meta"):
+        model = build(Model(name="efficientnet_b0", **keys), seed=0)
+    named = dict(model.named_parameters())
+    biases = {name for name in named if name.endswith(".bias")}
+    norms = {name for name in named if name.split(".")[-2].startswith("bn")} - biases
+    for skip, names in ((["bias", "norm"], biases | norms), (["bias"], biases), (["norm"], norms)):
+        assert factory.skipped_names(Optimizer(skip=skip), named, norm_parameters(model)) == names != set()
 
 
 def test_the_numbers_of_lars_arrive_in_its_groups():
@@ -156,13 +203,13 @@ def test_the_defaults_take_the_published_steps():
     """
     optimizer, named, groups = created()
     expected = {name: parameter.detach().numpy().astype(np.float64) for name, parameter in named.items()}
-    momentum = {name: np.zeros((3, 4)) for name in named}
+    momentum = {name: np.zeros(parameter.shape) for name, parameter in named.items()}
     random = np.random.RandomState(1)
     for lr in (8.485, 2.0):
         for name, parameter in named.items():
-            g = random.randn(3, 4).astype(np.float32)
+            g = random.randn(*parameter.shape).astype(np.float32)
             parameter.grad = torch.from_numpy(g)
-            adapt = name in ("stem.weight", "block.biased.weight", "bias.weight", "a.unbias")
+            adapt = name in ("stem.weight", "block.biased.weight", "bias.weight", "a.unbias", "block.table_bias")
             expected[name], momentum[name], _ = lars_step(
                 *("gradient", expected[name], g.astype(np.float64), momentum[name], lr),
                 *(2.5e-6, adapt, 0.885, 0.001),
