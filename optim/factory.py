@@ -20,7 +20,16 @@ for _name in Optimizer.kinds:
         importlib.import_module(f"{__package__}.{_name}")
 
 _NO_LAYERS: Mapping[str, int] = types.MappingProxyType({})
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+# Of torch's attention; the weight of its output is that of a Linear.
+_OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def create(
@@ -122,9 +131,9 @@ def _is_bias(name: str, parameter: nn.Parameter) -> bool:
 def hidden_layers(model: nn.Module) -> Dict[str, int]:
     """Return the weights that are matrices between the first and the last layer.
 
-    A layer is a parameter of two dimensions or more. They are taken in the order in which the model
-    registers them. Depthwise convolutions are left out: each of their groups has one row, so it is
-    a vector.
+    A layer is a linear one, a convolution or an embedding. They are taken in the order in which the
+    model registers them. Embeddings are no matrices but tables, of which a row is looked up.
+    Depthwise convolutions are left out: each of their groups has one row, so it is a vector.
 
     Args:
         model: the whole model, not a stage of it.
@@ -134,17 +143,29 @@ def hidden_layers(model: nn.Module) -> Dict[str, int]:
         convolution, else 1.
     """
     layers = {}
-    # Vectors are no layers: a bias behind the last weight must not make that weight a hidden one.
+    # Other parameters of several dimensions are tokens, positions and tables of biases.
     for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2:
+        prefix, _, last = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        if _is_matrix(module, last) or isinstance(module, nn.Embedding):
             layers[name] = parameter
     hidden = {}
     # Without the first and the last one, which Muon's author steps by AdamW, too.
     for name in list(layers)[1:-1]:
-        module = model.get_submodule(name.rpartition(".")[0])
+        prefix, _, last = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        if not _is_matrix(module, last):
+            continue
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
         rows = len(layers[name]) // groups
         columns = math.prod(layers[name].shape[1:])
         if min(rows, columns) > 1:
             hidden[name] = groups
     return hidden
+
+
+def _is_matrix(module: nn.Module, name: str) -> bool:
+    """Return whether a layer multiplies what it is given by its parameter of this name."""
+    if isinstance(module, nn.MultiheadAttention):
+        return name in _OF_ATTENTION
+    return isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and name == "weight"

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+import timm
 import timm.optim
 import torch
 from torch import nn
@@ -232,6 +233,40 @@ def test_layers_of_any_module_are_taken_in_their_order():
     )
     assert factory.hidden_layers(module) == {"1.weight": 1}
     assert factory.hidden_layers(nn.Linear(3, 4)) == factory.hidden_layers(nn.LayerNorm(3)) == {}
+
+
+class Tabled(nn.Module):
+    """Torch's attention, transposed convolution in two groups, and between them a table and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(2, 6))
+        self.stem = nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=5)
+        self.relative_position_bias_table = nn.Parameter(torch.ones(9, 2))
+        self.positions = nn.Embedding(7, 6)
+        self.own = nn.MultiheadAttention(6, 2)
+        self.larger = nn.ConvTranspose2d(6, 4, 2, groups=2)
+        self.head = nn.Linear(4, 3)
+
+
+def test_hidden_layers_are_multiplied_by_and_no_table_or_token_is_one():
+    projections = ("attention.q_proj_weight", "attention.k_proj_weight", "attention.v_proj_weight")
+    others = ("attention.out_proj.weight", "own.in_proj_weight", "own.out_proj.weight")
+    assert factory.hidden_layers(Tabled()) == {**dict.fromkeys((*projections, *others), 1), "larger.weight": 2}
+
+
+@pytest.mark.parametrize("architecture", ["swin_tiny_patch4_window7_224", "beit_base_patch16_224", "tiny_vit_5m_224"])
+def test_hidden_layers_of_timms_models_are_weights_of_linear_layers_and_convolutions(architecture):
+    with torch.device("meta"):
+        model = timm.create_model(architecture)
+    hidden = factory.hidden_layers(model)
+    multiplied = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and len(module.weight) > getattr(module, "groups", 1):
+            multiplied[f"{name}.weight"] = getattr(module, "groups", 1)
+    first, *between, _ = multiplied
+    assert list(hidden) == between and first.startswith("patch_embed.")
 
 
 def test_a_hidden_layer_that_is_skipped_is_no_matrix():

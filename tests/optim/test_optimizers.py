@@ -138,8 +138,8 @@ def created(**section):
 )
 @pytest.mark.parametrize("name", KINDS)
 def test_the_skipped_have_no_decay_and_no_trust_ratio(name, skip, expected):
-    """`bias` covers the biases of norms, `norm` only their scales. A bias is known by the last part of its name, a table
-    by its two dimensions."""
+    """`bias` covers the biases of norms, `norm` only their scales. A bias is known by the last part of its name, but a
+    table is none."""
     _, _, groups = created(name=name, weight_decay=0.5, skip=skip)
     for key, group in groups.items():
         assert group["weight_decay"] == (0.0 if key in expected else 0.5)
