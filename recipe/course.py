@@ -125,6 +125,10 @@ class Course:
         end = min([*changes, end_of_epoch, self._total])
         return min(whole, end - step)
 
+    def done(self, steps: int) -> List[Update]:
+        """Return the updates of the first so many steps."""
+        return [update for update in self.updates() if update.end <= steps]
+
     def updates(self, start: int = 0) -> Iterator[Update]:
         """Yield the updates from step `start` on, where one begins."""
         # Counted from the first, as the index of an update depends on the sizes of all before it.

@@ -409,13 +409,15 @@ class Trainer:
         # A few are usual with a dynamic loss scale, which looks for its limit.
         if in_row <= self.recipe.precision.max_skipped_steps:
             return
+        # Not the last steps: with a batch schedule an update may be several.
+        left_out = self._course.done(done)[-in_row:]
         remedy = "start a new run with a lower precision.loss_scale or schedule.peak"
         if self.recipe.precision.dynamic_loss_scale:
             remedy = f"the loss scale has fallen to {loss_scale:g}, so start a new run with a lower schedule.peak"
         self._fail(
             f"step {done}: the last {count(in_row, 'update')} had gradients that are not finite "
             f"and were left out{self._not_finite()}; the weights are those of step "
-            f"{done - in_row}; {remedy} (or peak_per_image)"
+            f"{left_out[0].step}; {remedy} (or peak_per_image)"
         )
 
     def _not_finite(self) -> str:
@@ -633,7 +635,8 @@ class Trainer:
             waited: share of the training time that went to waiting for images.
             workers: that would keep up; None where waiting was short.
         """
-        if 2 * self.progression.skipped > self.progression.step:
+        updates = len(self._course.done(self.progression.step))
+        if 2 * self.progression.skipped > updates:
             yield (
                 "most updates were skipped: their gradients were not finite, and only the others "
                 "changed the weights; start a new run with a lower schedule.peak (or "

@@ -194,6 +194,19 @@ def test_the_terminal_says_how_many_updates_were_skipped_and_where_most_were(sta
         assert ("\nmost updates were skipped: " in lines[-1]) == most
 
 
+def test_skipped_updates_of_several_steps_are_counted_as_updates(start):
+    """Six of two steps each: the last two of the first four, and four of all."""
+    two = "batch.schedule=[[0, 48]]"
+    with pytest.raises(TrainingError, match=r"^step 8: the last 2 updates had .* the weights are those of step 4; "):
+        start(ScriptedEngine(finite=lambda step: step < 4), two, "precision.max_skipped_steps=1")
+    for skipped, most in ((3, False), (4, True)):
+        said = []
+        engine = ScriptedEngine(finite=lambda step, few=skipped: step >= 2 * few)
+        start(engine, two, "precision.max_skipped_steps=99", say=said.append)
+        assert len(engine.steps) == 6 and f"{skipped} updates skipped" in said[-1]
+        assert ("\nmost updates were skipped: " in said[-1]) == most
+
+
 def test_the_last_line_has_the_skipped_updates_of_earlier_sessions_too(start):
     """A checkpoint carries the count, for a run that was stopped between its last step and its last line."""
     said = []
