@@ -15,6 +15,7 @@ from recipe.config import Recipe
 from training import loggers, mirror, services  # noqa: F401  services register themselves
 
 _CHECKPOINTS = "checkpoints/step-*.json"
+_WITHIN = "step-*.pt"  # in the folder of the checkpoints itself
 
 
 def check(recipe: Recipe) -> None:
@@ -63,5 +64,5 @@ def _check_weights(init_from: str) -> None:
     remedy = "name a run folder, a checkpoint or a weights file; model.init_from=null starts anew"
     if not path.exists():
         raise CheckpointError(f"model.init_from: {path}: no such file or folder; {remedy}")
-    if path.is_dir() and not any(path.glob(_CHECKPOINTS)):
+    if path.is_dir() and not any(path.glob(_CHECKPOINTS)) and not any(path.glob(_WITHIN)):
         raise CheckpointError(f"model.init_from: {path}: no checkpoint in this folder; {remedy}")

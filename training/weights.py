@@ -66,24 +66,27 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
         CheckpointError: there are no such weights.
     """
     pretrained = timm_weights.parse(path)
-    # Find the file or folder that is meant.
+    # Find the file or folder that is meant; None: what timm downloads.
+    place: Optional[Path] = Path(path)
     if pretrained is not None:
-        if pretrained.file is None:
-            return _download(pretrained.name)
-        path = pretrained.file
-    if Path(path).is_dir():
-        return _read_run(Path(path), which, best)
+        place = None if pretrained.file is None else Path(pretrained.file)
+        path = pretrained.file or path
+    if place is not None and place.is_dir():
+        return _read_run(place, which, best)
     if best:
         fault = "the best checkpoint is chosen in a run folder; name one"
         raise CheckpointError(f"{path}: {fault}")
-    if not Path(path).exists():
+    if pretrained is not None and place is None:
+        # Before they are on their way.
+        _check_which(path, which, TRAINED)
+        return _download(pretrained.name)
+    assert place is not None  # other weights are in a file
+    if not place.exists():
         fault = "no such file or folder; name a run folder, a checkpoint or a weights file"
         raise CheckpointError(f"{path}: {fault}")
     # A file of other programs may have averaged weights alone, which are read for trained ones.
-    stored = _read_file(Path(path), which or TRAINED)
-    if which not in (None, TRAINED, stored.which):
-        fault = f"has no {which}, its weights are {stored.which}; ask for {TRAINED}"
-        raise CheckpointError(f"{path}: {fault}")
+    stored = _read_file(place, which or TRAINED)
+    _check_which(path, which, stored.which)
     return stored
 
 
@@ -106,14 +109,16 @@ def opened(
     """
     # The recipe is known only once the file is read, and may name averages in it: then read again.
     stored = read(path, which, best)
+    note = None
     if timm_weights.parse(path) is not None and not config:
         recipe = loading.of_weights(path, overrides)
         note = timm_weights.preparation(recipe.model, recipe.data)
-        notes = (*stored.notes, note) if note else stored.notes
-        return stored._replace(notes=notes), recipe
-    recipe = recipe_of(stored, config, overrides)
+    else:
+        recipe = recipe_of(stored, config, overrides)
     if which is None and stored.recipe is None and recipe.model.init_weights == EMA:
         stored = read(path, EMA, best)
+    if note:
+        stored = stored._replace(notes=(*stored.notes, note))
     return stored, recipe
 
 
@@ -285,6 +290,13 @@ def _remedy(section: Model, stored: StoredWeights) -> str:
     return f"name weights of {section.name} as the recipe has it"
 
 
+def _check_which(path: str, which: Optional[str], found: str) -> None:
+    """Raise CheckpointError where other weights are asked for than those that were found."""
+    if which not in (None, TRAINED, found):
+        fault = f"has no {which}, its weights are {found}; ask for {TRAINED}"
+        raise CheckpointError(f"{path}: {fault}")
+
+
 def _download(name: str) -> StoredWeights:
     """Return the weights of timm's model `name`, from its cache or its hub."""
     import timm
@@ -300,8 +312,10 @@ def _download(name: str) -> StoredWeights:
 
 def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
     """Return the weights of a run folder's newest, or best, checkpoint. Raises CheckpointError."""
+    # The folder of the checkpoints themselves is as good.
+    place = folder if any(folder.glob("step-*.pt")) else folder / "checkpoints"
     # Only read: nothing is pruned, so that the numbers to keep do not matter.
-    checkpoints = CheckpointFolder(folder / "checkpoints", keep_last=2, keep_best=True)
+    checkpoints = CheckpointFolder(place, keep_last=2, keep_best=True)
     load = checkpoints.load_best if best else checkpoints.load_newest
     content = load(warn=_say)
     if content is None:

@@ -36,6 +36,8 @@ def test_a_run_that_is_resumed_needs_no_weights_to_start_from(tmp_path):
     preflight.check(load(QUICKSTART, ["model.init_from=/none", f"run.output={tmp_path}"]))
     preflight.check(load(QUICKSTART, ["model.init_from=timm:efficientnet_b0"]))  # which timm downloads
     preflight.check(load(QUICKSTART, [f"model.init_from={tmp_path}"]))
+    (tmp_path / "checkpoints" / "step-00000002.pt").touch()
+    preflight.check(load(QUICKSTART, [f"model.init_from={tmp_path / 'checkpoints'}"]))
 
 
 def test_a_mirror_whose_package_is_missing_is_refused_and_others_are_not_connected(monkeypatch):

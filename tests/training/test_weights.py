@@ -11,7 +11,7 @@ import torch
 from common.errors import CheckpointError
 from recipe.config import Model
 from training.checkpoint import CheckpointFolder
-from training.weights import StoredWeights, fitted, read, run_folder_of
+from training.weights import StoredWeights, fitted, opened, read, run_folder_of
 
 BUFFER = "blocks.0.0.bn1.running_mean"
 MODEL = {"stem.conv_stem.weight": (2, 3), BUFFER: (2,), "head.classifier.weight": (10, 2)}
@@ -23,6 +23,11 @@ def tensors(shapes=None, value=1.0):
 
 # By step; the second step has an epoch average, too.
 TOP1 = {1: {"trained": 0.6, "step_average": 0.9}, 2: {"trained": 0.7, "step_average": 0.5, "epoch_average": 0.8}}
+
+
+def foreign(value):
+    """Weights under timm's names."""
+    return tensors({"conv_stem.weight": (2, 3), "classifier.weight": (10, 2)}, value)
 
 
 def state(value, **more):
@@ -192,6 +197,35 @@ def test_the_remedy_for_a_timm_model_names_the_keys_that_differ(tiny):
     remedy = "set model.width=1.0 model.depth=1.0 model.group_size=1 model.expansion=6 model.norm=batch"
     with pytest.raises(CheckpointError, match=remedy):
         fitted(stored, MODEL, tiny().model, False)
+
+
+def test_the_folder_of_the_checkpoints_is_as_good_as_that_of_the_run(run, tmp_path):
+    own = run / "checkpoints"
+    assert read(str(own)).path == own / "step-00000002.pt"
+    copied = own.rename(tmp_path / "copied")
+    assert read(str(copied)).path == copied / "step-00000002.pt"
+    assert read(str(copied), best=True).path == copied / "step-00000001.pt"
+
+
+@pytest.mark.parametrize("which", [None, "ema"])
+def test_averages_in_a_file_of_a_model_of_timm_are_those_that_the_recipe_names(tmp_path, which):
+    path = tmp_path / "w.pth"
+    torch.save({"state_dict": foreign(1.0), "state_dict_ema": foreign(2.0)}, path)
+    name = f"timm:efficientnet_b0:{path}"
+    stored, recipe = opened(name, which, False, None, ["data.root=/photos", "model.init_weights=ema"])
+    assert (stored.which, recipe.model.init_weights) == ("ema", "ema")
+    assert {tensor.flatten()[0].item() for tensor in stored.tensors.values()} == {2.0}
+    assert any("images as timm's efficientnet_b0: " in note for note in stored.notes)
+    stored, _ = opened(name, which, False, None, ["data.root=/photos"])
+    assert stored.which == (which or "trained")
+
+
+def test_what_timm_downloads_has_no_average_and_no_best_checkpoint(monkeypatch):
+    monkeypatch.setattr(timm, "create_model", None)
+    with pytest.raises(CheckpointError, match=r"^timm:resnet18: has no ema, its weights are trained; ask for trained$"):
+        read("timm:resnet18", "ema")
+    with pytest.raises(CheckpointError, match=r"^timm:resnet18: the best checkpoint is chosen in a run folder"):
+        read("timm:resnet18", best=True)
 
 
 def test_what_cannot_be_downloaded_asks_for_a_file(monkeypatch):
