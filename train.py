@@ -15,7 +15,6 @@ import functools
 import os
 import re
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -77,7 +76,7 @@ def main(arguments=None) -> int:
         # with it, and MPI ends the others as it ends. If only their host's files are wrong, they
         # print it themselves.
         if str(error) and not poprun.is_first_instance(os.environ):
-            time.sleep(_FIRST_PRINTS_SECONDS)
+            stopping.wait_for_termination(_FIRST_PRINTS_SECONDS)
         raise
     finally:
         stopping.put_back(before)

@@ -11,6 +11,7 @@ them at once, and a terminal's SIGINT is the launcher's.
 import contextlib
 import os
 import signal
+import time
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 _EARLY = (signal.SIGTERM, signal.SIGUSR1)
@@ -61,6 +62,14 @@ def put_back(handlers: Dict[int, Any]) -> None:
 def withhold() -> None:
     """Let signals wait until the program that is about to replace this one listens."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _EARLY)
+
+
+def wait_for_termination(seconds: float) -> None:
+    """Let a SIGTERM end this process for some seconds, also one that was noted before."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _noted == signal.SIGTERM:
+        signal.raise_signal(signal.SIGTERM)
+    time.sleep(seconds)
 
 
 def was_asked() -> bool:

@@ -55,8 +55,11 @@ def test_a_mirror_whose_package_is_missing_is_refused_and_others_are_not_connect
 def test_what_else_cannot_begin(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for override, words in (
-        ("parallel.stages=2 parallel.split=[blocks.9.9]", "parallel.split: blocks.9.9 is not a block; the blocks are "),
-        ("log.wandb=true", "log.wandb: the package wandb is not installed; "),
+        (
+            "parallel.stages=2 parallel.split=[blocks.9.9] log.tensorboard=false",
+            "parallel.split: blocks.9.9 is not a block; the blocks are ",
+        ),
+        ("log.wandb=true log.tensorboard=false", "log.wandb: the package wandb is not installed; "),
     ):
         with pytest.raises(preflight.ConfigError) as caught:
             preflight.check(load(QUICKSTART, override.split()))
