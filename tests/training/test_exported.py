@@ -213,7 +213,7 @@ def with_weight(pickled=False, **about):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        (with_operator("torch.ops.aten.from_file.default", filename={"as_string": "/etc/passwd"}), "is none that is run"),
+        (with_operator("torch.ops.aten.from_file.default", filename={"as_string": "/etc/passwd"}), "none that is"),
         (with_operator("torch.ops.aten.add.Tensor", self={"as_graph": {}}), "an argument 'as_graph' is none"),
         (lambda members: {**members, "archive/data/aotinductor/model/model.so": b""}, "it holds compiled code"),
         (with_weight(pickled=True), "weight is pickled, which could run code"),
