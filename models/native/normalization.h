@@ -335,11 +335,14 @@ inline void activate_and_pool(const Shape& shape,
             const int64_t end = std::min(begin + TOGETHER, strip.end);
             for_lanes(channels, [&](auto width, int64_t channel) {
                 constexpr int COUNT = decltype(width)::count;
-                Floats<COUNT> added = {};
                 for (int64_t pixel = begin; pixel < end; pixel++) {
                     const int64_t place = (strip.image * shape.pixels + pixel) * channels + channel;
                     read_soon(x + place, ahead);
                     if (y) write_soon(y + place, ahead);
+                }
+                Floats<COUNT> added = {};
+                for (int64_t pixel = begin; pixel < end; pixel++) {
+                    const int64_t place = (strip.image * shape.pixels + pixel) * channels + channel;
                     const auto value = activated<true, COUNT>(by, channel, load<COUNT>(x + place));
                     added += value;
                     if (y) store<COUNT>(y + place, value);

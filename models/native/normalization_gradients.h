@@ -48,13 +48,20 @@ void gradient_sums(const Shape& shape,
         float* sums = parts.data() + strip.number * SUMS * channels;
         // Few pixels at a time, which stay in the nearest cache, so that sums over them are in
         // registers. Memory is not read in the order of its addresses then, which processors would
-        // foresee: the next pixels are asked for.
+        // foresee: the next pixels are asked for. Not in the loop that adds up, where it would change
+        // which products the compiler adds unrounded, and with that the bits.
         const int64_t ahead = TOGETHER * channels;
         for (int64_t begin = strip.first; begin < strip.end; begin += TOGETHER) {
             const int64_t end = std::min(begin + TOGETHER, strip.end);
             for_lanes(channels, [&](auto width, int64_t channel) {
                 constexpr int COUNT = decltype(width)::count;
                 using Values = Floats<COUNT>;
+                for (int64_t pixel = begin; pixel < end; pixel++) {
+                    const int64_t place = (strip.image * shape.pixels + pixel) * channels + channel;
+                    read_soon(x + place, ahead);
+                    if (FORM != POOLED) read_soon(from.dy + place, ahead);
+                    if (FORM == PLAIN && dz_out) write_soon(dz_out + place, ahead);
+                }
                 const Values mean = load<COUNT>(by.mean + channel);
                 const Values inverse = load<COUNT>(by.inverse + channel);
                 const Values scale = load<COUNT>(by.scale + channel);
@@ -62,9 +69,6 @@ void gradient_sums(const Shape& shape,
                 Values added[SUMS] = {};
                 for (int64_t pixel = begin; pixel < end; pixel++) {
                     const int64_t place = (strip.image * shape.pixels + pixel) * channels + channel;
-                    read_soon(x + place, ahead);
-                    if (FORM != POOLED) read_soon(from.dy + place, ahead);
-                    if (FORM == PLAIN && dz_out) write_soon(dz_out + place, ahead);
                     const Values deviation = load<COUNT>(x + place) - mean;
                     const Values normalised = deviation * inverse;
                     const Values z = deviation * scale + bias;
