@@ -1,5 +1,7 @@
 """The optimizers of recipes: against the libraries' own and loops in float64; which parameters are skipped."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 import timm
@@ -147,9 +149,13 @@ def test_the_skipped_have_no_decay_and_no_trust_ratio(name, skip, expected):
             assert group[adapts] is (key not in expected)
 
 
+needs_newer_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch.utils.flop_counter") is None, reason="models of timm need torch 2.1"
+)
 MULTIPLIED = {"resmlp_12_224": (".alpha", ".beta"), "fastvit_t8": (".gamma",)}  # scales of several dimensions
 
 
+@needs_newer_torch
 @pytest.mark.parametrize(
     "architecture",
     [
