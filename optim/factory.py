@@ -148,17 +148,16 @@ def hidden_layers(model: nn.Module) -> Dict[str, int]:
         prefix, _, last = name.rpartition(".")
         module = model.get_submodule(prefix)
         if _is_matrix(module, last) or isinstance(module, nn.Embedding):
-            layers[name] = parameter
+            layers[name] = (module, parameter)
     hidden = {}
     # Without the first and the last one, which Muon's author steps by AdamW, too.
     for name in list(layers)[1:-1]:
-        prefix, _, last = name.rpartition(".")
-        module = model.get_submodule(prefix)
-        if not _is_matrix(module, last):
+        module, parameter = layers[name]
+        if isinstance(module, nn.Embedding):
             continue
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
-        rows = len(layers[name]) // groups
-        columns = math.prod(layers[name].shape[1:])
+        rows = len(parameter) // groups
+        columns = math.prod(parameter.shape[1:])
         if min(rows, columns) > 1:
             hidden[name] = groups
     return hidden

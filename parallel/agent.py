@@ -22,6 +22,7 @@ from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
 from parallel.board import Outcome
 from parallel.generations import LIFE
 from parallel.hosts import HostLost, Hosts, interface_towards
+from parallel.launchers import STOPPED_EARLY
 from parallel.parent_death import bound_to_parent
 from parallel.rendezvous import Others, Stopped
 from parallel.replacements import Ranks, Replacements, kill, signal_name
@@ -130,7 +131,7 @@ def run(
     try:
         return _run_attempts(program, meet, max_restarts, signals)
     except Stopped:
-        _print("stopped while no rank was running; the same command goes on")
+        _print(STOPPED_EARLY)
         return STOPPED
     except HostLost as lost:
         _print(str(lost))

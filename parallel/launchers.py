@@ -10,6 +10,9 @@ from typing import Dict, Mapping, MutableMapping, NamedTuple, Optional
 
 from common.errors import ConfigError
 
+# What a launcher says that was stopped before a rank was started.
+STOPPED_EARLY = "stopped while no rank was running; the same command goes on"
+
 _TORCHRUN = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",

@@ -151,8 +151,7 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
 
 def _stopped() -> int:
     """Tell the user that a signal came before a rank was started; return the exit code."""
-    line = "stopped while no rank was running; the same command goes on"
-    print(line, file=sys.stderr, flush=True)
+    print(launchers.STOPPED_EARLY, file=sys.stderr, flush=True)
     return STOPPED
 
 
