@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from pathlib import Path, PurePosixPath
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from common.errors import ConfigError, first_line
 from common.files import replacing, sync
@@ -116,12 +116,8 @@ class Mirror:
         be removed there.
         """
         with self._reading():
-            there = max(filter(_is_manifest, self._remote_names()), default="")
-        here = max(
-            (f"checkpoints/{path.name}" for path in self._folder.glob(_MANIFESTS)), default=""
-        )
-        # Names have equally many digits, up to a step that no run reaches.
-        if there > here:
+            there = _newest(self._remote_names())
+        if _step_of(there) > _step_of(_newest(self._local_files())):
             fault = f"{self._url} is ahead of {self._folder} ({there})"
             remedy = "remove the folder to go on from there, or give another mirror"
             raise ConfigError(f"checkpoint.mirror: {fault}; {remedy}")
@@ -162,8 +158,8 @@ class Mirror:
             self._check()
             here = self._local_files()
             # Before its first checkpoint a run may still be begun anew, with another recipe.
-            newest = max(filter(_is_manifest, here), default=None)
-            if newest is None:
+            newest = _newest(here)
+            if not newest:
                 return
             there = self._remote_names()
             self._note_whole(here, there)
@@ -268,7 +264,7 @@ def _connect(url: str) -> Tuple[Any, str]:
         raise _refusal(url, error) from None
 
 
-def check(url: str) -> None:
+def check_package(url: str) -> None:
     """Raise ConfigError unless fsspec knows a `url` and has the package for it. Nothing is connected."""
     try:
         # Few runs need it.
@@ -305,6 +301,11 @@ def _step_of(name: str) -> str:
 def _is_manifest(name: str) -> bool:
     """Return whether a file is a checkpoint's manifest."""
     return PurePosixPath(name).match(_MANIFESTS)
+
+
+def _newest(names: Iterable[str]) -> str:
+    """Return the manifest of the newest checkpoint among the names of files, "" for none."""
+    return max(filter(_is_manifest, names), key=_step_of, default="")
 
 
 def _version(path: Path) -> _Version:

@@ -32,7 +32,7 @@ def check(recipe: Recipe) -> None:
     # What a run would meet only minutes later, once images are listed and the engine is built.
     loggers.check(recipe.log)
     if recipe.checkpoint.mirror is not None:
-        mirror.check(recipe.checkpoint.mirror)
+        mirror.check_package(recipe.checkpoint.mirror)
     _check_cut(recipe)
     # A run that is resumed has its weights.
     is_resumed = any(Path(output_folder(recipe)).glob(_CHECKPOINTS))

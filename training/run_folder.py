@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Dict, List, Mapping, Optional, Sequence, Set
+from typing import IO, Callable, Dict, List, Mapping, Optional, Sequence, Set
 
 from common import cores
 from common.errors import CheckpointError, ConfigError, first_line
@@ -171,23 +171,44 @@ class RunFolder:
         if url is None:
             return None
         say = functools.partial(print, flush=True)
-        # The main process before this one has read it, and what is there is older than what this
-        # one remembers.
-        if has_trained:
-            try:
-                return Mirror(url, self.path, say, check=self._check)
-            except Exception as error:  # stores raise anything
-                say(f"{self.path} is not mirrored from here: {first_line(error)}")
-                return None
-        mirror = Mirror(url, self.path, say, check=self._check)
+        try:
+            mirror = Mirror(url, self.path, say, check=self._check)
+            # The main process before this one has compared the mirror with events and checkpoints
+            # that are here. An empty folder lacks them: its first checkpoint would remove theirs.
+            if not (has_trained and _has_begun(self.path)):
+                self._compare_or_fill(mirror, recipe, say)
+            return mirror
+        except Exception as error:  # stores raise anything
+            if not has_trained:
+                raise
+            # What this process remembers is newer than what is lacking, and needs a folder to be
+            # written to: `start` would refuse one that is not filled to the end.
+            (self.path / RESTORING).unlink(missing_ok=True)
+            say(f"{self.path} is not mirrored from here: {first_line(error)}")
+            return None
+
+    def _compare_or_fill(self, mirror: Mirror, recipe: Recipe, say: Callable[[str], None]) -> None:
+        """Check that a mirror is of this run, and fill an empty folder from it.
+
+        Args:
+            mirror: that the recipe names.
+            recipe: of the run.
+            say: prints a line.
+
+        Raises:
+            ConfigError: the mirror cannot be read, or is no mirror of this folder.
+            CheckpointError: the mirror has a run of another recipe.
+        """
+        url = recipe.checkpoint.mirror
+        assert url is not None
         text = mirror.text(CONFIG)
         if text is None:
-            return mirror
+            return
         # What is here counts. The mirror must be of the same run, as it is written from now on.
         if _has_begun(self.path):
             _check_same_run(loading.loads(text, url), recipe, url)
             mirror.check_not_ahead()
-            return mirror
+            return
         # A folder that is filled would be resumed.
         if recipe.run.resume == "never":
             fault = f"{url} holds a run and run.resume is never"
@@ -195,7 +216,6 @@ class RunFolder:
         _check_same_run(loading.loads(text, url), recipe, url)
         files = mirror.restore()
         say(f"{self.path}: {count(files, 'file')} restored from {url}")
-        return mirror
 
     def _acquire(self) -> None:
         """Lock the folder; raise ConfigError where that is not possible."""

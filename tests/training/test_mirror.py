@@ -233,6 +233,32 @@ def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_not
     assert set(before) < set(files(place)) and "checkpoints/step-00000007.json" in files(place)
 
 
+def test_a_lost_folder_is_filled_also_for_a_process_that_has_trained(mirrored, tmp_path):
+    """The first checkpoint in an empty one would write over the mirror's events, and remove its checkpoints."""
+    mirrored(100, 200).close()
+    before = files(tmp_path / "mirror")
+    shutil.rmtree(tmp_path / "run")
+    folder = mirrored(has_trained=True)
+    assert files(folder.path).keys() == before.keys() | {"lock"}
+    fill(folder.path, 300)
+    folder.close()
+    assert before.keys() < files(tmp_path / "mirror").keys()
+
+
+def test_a_lost_folder_that_cannot_be_filled_to_the_end_is_written_by_a_process_that_has_trained(
+    mirrored, tmp_path, monkeypatch, capsys
+):
+    """Without the mirror, which keeps what it has."""
+    mirrored(100).close()
+    before = files(tmp_path / "mirror")
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(LocalFileSystem, "get_file", Mock(side_effect=OSError("cut off")))
+    mirrored(200, has_trained=True).close()
+    assert "run is not mirrored from here: " in capsys.readouterr().out
+    assert (tmp_path / "run" / "checkpoints" / "step-00000200.json").exists()
+    assert files(tmp_path / "mirror") == before
+
+
 @pytest.mark.parametrize("number", range(1, 8))
 def test_a_restore_that_is_cut_off_is_said_and_repeated_by_the_same_command(mirrored, tmp_path, monkeypatch, number):
     """Before each of its seven files."""
