@@ -114,7 +114,8 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
 
     Args:
         arguments: of the command line; None: those of the process.
-        program: that every rank runs.
+        program: that every rank runs; a single one gets no signal before it has called
+            `stopping.listen_early`.
 
     Returns:
         The exit code, unless this process becomes another program.
@@ -136,11 +137,12 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
         line = f"{left_over} in the environment is set aside: {processes}"
         print(line, file=sys.stderr, flush=True)
     if plan.on_ipus:
-        _become_poprun(plan)
+        return _become_poprun(plan)
     if place.this == 0:
         check_owner(plan.recipe)
     _check_gpus(plan.layout, plan.recipe.run.device)
-    # No agent in between: the process gets signals and terminal of this one.
+    # No agent in between: the process gets signals and terminal of this one. Signals wait until
+    # train.py listens.
     if _is_single(plan.layout, options.max_restarts):
         stopping.withhold()
         if stopping.was_asked():
@@ -441,8 +443,15 @@ def _summary(layout: _Layout, on_ipus: bool, note: str, command: List[str]) -> s
     return f"{_processes(layout, on_ipus)} = {layout.shape}{where}{note}: {words}"
 
 
-def _become_poprun(plan: _Plan) -> None:
-    """Replace this process by poprun. Raises UserError where there is none."""
+def _become_poprun(plan: _Plan) -> int:
+    """Replace this process by poprun, or return the exit code after a signal.
+
+    Args:
+        plan: what poprun is to start.
+
+    Raises:
+        UserError: there is no poprun.
+    """
     program = shutil.which("poprun")
     if program is None:
         raise UserError(
@@ -450,6 +459,8 @@ def _become_poprun(plan: _Plan) -> None:
         )
     # Flushed, since execv throws away what is still in the buffer.
     print(plan.summary, flush=True)
+    if stopping.let_go():
+        return _stopped()
     os.execv(program, [program, *plan.command[1:]])
 
 

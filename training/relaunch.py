@@ -26,11 +26,12 @@ from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence
 
 from common import cores
 from common.credentials import masked
-from common.errors import ConfigError
+from common.errors import STOPPED, ConfigError
 from parallel import launchers
 from recipe import batch
 from recipe.config import Recipe
 from recipe.ipu import poprun
+from training import stopping
 
 # Beginnings of the variables by which mpirun recognises that it runs within another one.
 _OF_MPIRUN = ("OMPI_", "ORTE_", "PRTE_")
@@ -147,7 +148,17 @@ def _become(
     environment: Mapping[str, str],
     usable: Set[int],
 ) -> NoReturn:
-    """Replace this process by `program`, which may use the cores `usable`."""
+    """Replace this process by another program, or end it if a signal came before.
+
+    Args:
+        program: its path.
+        words: of its command line.
+        environment: its variables.
+        usable: cores that it may use.
+    """
+    if stopping.let_go():
+        print(launchers.STOPPED_EARLY, file=sys.stderr, flush=True)
+        raise SystemExit(STOPPED)
     # execve keeps the process and its number, for which a scheduler waits.
     with contextlib.suppress(OSError):  # not allowed: they stay as they are
         os.sched_setaffinity(0, usable)

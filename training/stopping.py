@@ -60,8 +60,23 @@ def put_back(handlers: Dict[int, Any]) -> None:
 
 
 def withhold() -> None:
-    """Let signals wait until the program that is about to replace this one listens."""
+    """Let signals wait until the program that is about to replace this one listens.
+
+    It must call `listen_early`; for one that does not there is `let_go`.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, _EARLY)
+
+
+def let_go() -> bool:
+    """Let signals end this process again, as the program that replaces it does not listen.
+
+    Returns:
+        Whether one was noted before, which that program would never hear of.
+    """
+    # First, so that none is noted after the look.
+    for number in _EARLY:
+        signal.signal(number, signal.SIG_DFL)
+    return was_asked()
 
 
 def wait_for_termination(seconds: float) -> None:
@@ -100,8 +115,10 @@ class StopSignals:
 
 @contextlib.contextmanager
 def late_signals() -> Iterator[None]:
-    """Return a context in which SIGTERM is noted for `StopSignals` in it, and after these changes
-    nothing: the run ends anyway, once all is stored.
+    """Return a context around the loop.
+
+    A SIGTERM before the loop is noted for it; one after the loop changes nothing, as the run ends
+    anyway once all is stored.
 
     Ctrl-C ends it at once, as it is given by hand. A launcher's SIGTERM to its ranks does so, too.
     """

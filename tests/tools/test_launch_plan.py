@@ -122,6 +122,18 @@ def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
     ]
 
 
+def test_a_signal_before_poprun_is_started_ends_the_launcher_as_stopped(tool, tmp_path):
+    """poprun would not hear of it, and would train until it is killed."""
+    tool("poprun", f"touch {tmp_path}/started; exit 1")
+    (tmp_path / "signals.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    recipe = str(ROOT / "configs" / "pod16.yaml")
+    command = [sys.executable, "tools/launch.py", "--import", str(tmp_path / "signals.py"), "--config", recipe]
+    ended = subprocess.run([*command, "run.output=/a b"], cwd=ROOT, capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert (ended.returncode, lines) == (STOPPED, ["stopped while no rank was running; the same command goes on"])
+    assert not (tmp_path / "started").exists()
+
+
 def commands_in_the_docs():
     """(IPUs of the POD, command) of docs/ipu.md's table, and of the examples with everything that hosts need."""
     text = (ROOT / "docs" / "ipu.md").read_text().replace("\\\n", " ")

@@ -1,6 +1,7 @@
 """poprun's line, corrected: which words it has, where it is found, and which variables are left out."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from tests.recipe.ipu.test_poprun import two_stages
-from training import relaunch
+from training import relaunch, stopping
 
 FLAGS = ["--num-replicas", "64", "--ipus-per-replica", "2", "--num-instances", "16"]
 SCRIPT = ["train.py", "--config", "configs/pod256.yaml"]
@@ -88,6 +89,26 @@ def test_a_line_whose_batch_does_not_divide_is_refused_before_it_is_started(tmp_
     three = {**DEFAULTS, "POPDIST_NUM_TOTAL_REPLICAS": "48", "POPDIST_NUM_LOCAL_REPLICAS": "48"}
     with pytest.raises(ConfigError, match="is not a multiple of 4 micro x 48 replicas"):
         relaunch.settle(two_stages(), three)
+
+
+def test_a_signal_that_came_before_poprun_is_started_again_ends_the_process(tmp_path, monkeypatch, capsys):
+    """poprun would not hear of it, and would train until it is killed."""
+    (tmp_path / "poprun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "poprun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", SCRIPT)
+    monkeypatch.setattr(stopping, "_noted", None)
+    before = stopping.listen_early()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            relaunch.settle(two_stages("data.workers=0"), DEFAULTS)
+    finally:
+        stopping.put_back(before)
+    assert ended.value.code == 75
+    assert capsys.readouterr().err == "stopped while no rank was running; the same command goes on\n"
 
 
 def test_poprun_is_found_among_the_ancestors_with_its_words(tmp_path):
