@@ -12,12 +12,23 @@ STOPPED = 75  # by a signal, and saved: the same command goes on
 LEFT_OUT = 76  # of a rank in an elastic run that the others went on without
 
 
-class UserError(Exception):
-    """Input that cannot be used: printed as one line without a traceback; the command exits with 2."""
+class _OneLineError(Exception):
+    """An error that is printed as one line without a traceback."""
 
     def __str__(self) -> str:
         # Names that the message quotes, of files, URLs and keys, may hold anything.
         return printable(masked(" ".join(super().__str__().splitlines())))
+
+
+class UserError(_OneLineError):
+    """Input that cannot be used: printed as one line without a traceback; the command exits with 2."""
+
+
+class MachineError(_OneLineError):
+    """A fault of the machine, or of another process, that the input has no part in.
+
+    It is printed as one line without a traceback; the command exits with 1.
+    """
 
 
 class ConfigError(UserError):

@@ -14,7 +14,8 @@ from typing import List, NamedTuple, Tuple
 import torch
 import torch.distributed as dist
 
-from common.errors import ConfigError
+from common.errors import ConfigError, MachineError
+from parallel import launchers
 from parallel.generations import Store
 from parallel.topology import Topology
 
@@ -50,6 +51,7 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     Raises:
         ConfigError: the master's address is missing, the ranks do not meet in time, or their
             recipes differ.
+        MachineError: the ranks do not meet in time though our launcher has started them.
     """
     # Wait for all ranks, and see that they belong together.
     place = _place(generation)
@@ -58,10 +60,15 @@ def join(topology: Topology, device: torch.device, generation: int) -> None:
     except (OSError, RuntimeError) as error:
         # Torch's messages have lines of C++ below the first.
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-        raise ConfigError(
+        fault = (
             f"{topology.describe()} did not meet all {topology.world} ranks "
-            f"at {place.host}:{place.port} within {RENDEZVOUS_SECONDS:.0f} s ({reason}); "
-            "check that all were started and that the address is right"
+            f"at {place.host}:{place.port} within {RENDEZVOUS_SECONDS:.0f} s ({reason})"
+        )
+        # Our launcher has started all, and gave the address: a host or the way to it is at fault.
+        if launchers.is_ours(os.environ):
+            raise MachineError(f"{fault}; rerun to resume") from None
+        raise ConfigError(
+            f"{fault}; check that all were started and that the address is right"
         ) from None
     _check_stages(stages, prints=topology.is_main)
     # Gloo serves tensors of the CPU everywhere, NCCL those of a GPU.

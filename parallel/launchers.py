@@ -46,6 +46,11 @@ class Launched(NamedTuple):
     counted_by: str
 
 
+def is_ours(environment: Mapping[str, str]) -> bool:
+    """Return whether run_pod.sh's launcher started this process, by its `environment`."""
+    return environment.get("POD_LAUNCHER") == "1"
+
+
 def forget(environment: MutableMapping[str, str]) -> None:
     """Remove from the `environment` all variables by which a process is one of several.
 

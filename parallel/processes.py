@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import DONE, FAILED, WRONG_INPUT, MachineError, UserError
 from parallel import groups
 from parallel.groups import Group
 from parallel.joining import COLLECTIVE_TIMEOUT, join
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from parallel.elastic import Elastic
 
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
+
+# Errors on which all processes agree, by exit code.
+_FAILURES = {WRONG_INPUT: UserError, FAILED: MachineError}
 
 Result = TypeVar("Result")  # of a function, or what processes send each other
 
@@ -60,6 +63,7 @@ class Processes:
 
         Raises:
             ConfigError: the master's address is missing, or the ranks do not meet in time.
+            MachineError: ranks that our launcher has started do not meet in time.
         """
         self.topology = topology
         self.stage_group: Group = None
@@ -155,19 +159,32 @@ class Processes:
         """Return the result of `function` on this process.
 
         Raises:
-            UserError: `function` has failed so on any process; only the first error has a message.
+            UserError, MachineError: `function` has failed so on any process; only the first error
+                has a message, and all are of its class.
         """
         # All learn of a failure, and all fail, so that none waits for another.
         try:
             result = function()
-        except UserError:
-            has_failed = self.gather(True)
-            if has_failed.index(True) == self.topology.rank:
+        except (UserError, MachineError) as error:
+            code = WRONG_INPUT if isinstance(error, UserError) else FAILED
+            first, code = self._first_failure(code)
+            if first == self.topology.rank:
                 raise
-            raise UserError("") from None
-        if True in self.gather(False):
-            raise UserError("")
+            raise _FAILURES[code]("") from None
+        _, code = self._first_failure(DONE)
+        if code != DONE:
+            raise _FAILURES[code]("")
         return result
+
+    def _first_failure(self, code: int) -> Tuple[int, int]:
+        """Return the first process that has failed, and its exit code; of process 0 if none has.
+
+        Args:
+            code: of this process; DONE if it has not failed.
+        """
+        codes = self.gather(code)
+        first = next((rank for rank, code in enumerate(codes) if code != DONE), 0)
+        return first, codes[first]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up `values` over all processes, in place, on the device, and return them.
@@ -259,7 +276,7 @@ class Processes:
         return values[0]
 
     def _agreed(self) -> int:
-        """Return the result of the last call of `agree`, 0 before the first."""
+        """Return the result of the last call of `agree_late`, 0 before the first."""
         if self._pending is None:
             return 0
         work, largest = self._pending

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from typing import Dict, List, Optional
 
+from common.errors import MachineError
 from data.base import Source
 from engines.base import Engine
 from parallel.processes import Processes
@@ -39,8 +39,18 @@ class Continuation:
         """
         return processes.together(lambda: open_sources(recipe, processes.topology))
 
-    def open_folder(self, recipe: Recipe) -> RunFolder:
-        """Open the run folder of a `recipe`, which another process may have to give back first."""
+    def open_folder(self, recipe: Recipe, processes: Processes) -> RunFolder:
+        """Open the run folder, which another process may have to give back first.
+
+        Args:
+            recipe: of the run.
+            processes: this one of which has the folder.
+
+        Raises:
+            MachineError: the other process does not give it back.
+            Regroup: the generation is over meanwhile.
+            UserError: see `RunFolder`.
+        """
         # A main process that was left out of an elastic run holds the lock until it has noticed.
         end = time.monotonic() + self.patience
         while True:
@@ -51,8 +61,11 @@ class Continuation:
                     raise
                 # The input was right as the run began: it is the machine that fails.
                 if time.monotonic() > end:
-                    fault = f"still in use by another process after {self.patience:g} s"
-                    raise OSError(errno.EBUSY, fault, output_folder(recipe)) from None
+                    fault = f"is still in use by another process after {self.patience:g} s"
+                    remedy = "end that one, then rerun to resume"
+                    raise MachineError(f"{output_folder(recipe)} {fault}; {remedy}") from None
+            # The others go on as soon as one of them is lost, and must not wait for this one.
+            processes.check()
             time.sleep(_RETRY_SECONDS)
 
     def close_folder(self, folder: RunFolder) -> None:

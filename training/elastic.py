@@ -97,15 +97,18 @@ class Memory(Continuation):
         """Return the images of the run's `recipe`, which stay open; `processes` are not asked."""
         return self.sources
 
-    def open_folder(self, recipe: Recipe) -> RunFolder:
-        """Open the run folder of a `recipe`; in later generations it holds this very run."""
+    def open_folder(self, recipe: Recipe, processes: Processes) -> RunFolder:
+        """Open the run folder of a `recipe`; in later generations it holds this very run.
+
+        Other `processes` wait for it.
+        """
         if self.folder is not None:
             self.folder.start(recipe)
             return self.folder
         if self.later:
             run = recipe.run.model_copy(update={"resume": "auto"})
             recipe = recipe.model_copy(update={"run": run})
-        self.folder = super().open_folder(recipe)
+        self.folder = super().open_folder(recipe, processes)
         return self.folder
 
     def close_folder(self, folder: RunFolder) -> None:

@@ -92,6 +92,7 @@ def run(recipe: Recipe) -> None:
 
     Raises:
         UserError: recipe, data or run folder cannot be used.
+        MachineError: processes do not meet, or one does not give the run folder back.
         Stopped, TrainingError: see training.loop.
     """
     # Before anything is computed: sums round differently with another number of threads.
@@ -269,7 +270,9 @@ def _run_folder(
     processes.from_main(lambda: loggers.check(recipe.log))
     # Only the main rank has it; all end with its error.
     is_main = processes.topology.is_main
-    folder = processes.together(lambda: continuation.open_folder(recipe) if is_main else None)
+    folder = processes.together(
+        lambda: continuation.open_folder(recipe, processes) if is_main else None
+    )
     try:
         yield folder
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 from common import command, cores
 from common.command import one_line
-from common.errors import ConfigError
+from common.errors import ConfigError, MachineError
 from common.files import writing
 from tests.conftest import ROOT
 
@@ -196,6 +196,7 @@ FULL = (errno.ENOSPC, "No space left on device")
         (OSError(errno.EROFS, "Read-only"), FAILED, f"page.html: Read-only; fix this, then {AGAIN}\n"),
         (KeyboardInterrupt(), FAILED, f"interrupted; {AGAIN}\n"),
         (ConfigError("a.yaml: wrong; mend it"), WRONG_INPUT, "a.yaml: wrong; mend it\n"),
+        (MachineError("no way there; rerun"), FAILED, "no way there; rerun\n"),
         (ZeroDivisionError(), None, ""),
     ],
 )

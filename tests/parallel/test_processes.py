@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, MachineError, UserError
 from parallel.processes import Processes
 from parallel.topology import Topology
 from tests import ranks, world
@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.multiprocess
 
 
-def _failure(call, failing, rank):
+def _failure(call, failing, rank, kind=DataError, agreed=UserError):
     """Message of the error that `call` raises where some of the ranks fail."""
 
     def function():
         if rank in failing:
-            raise DataError(f"no images on {rank}")
+            raise kind(f"no images on {rank}")
 
-    with pytest.raises(Exception) as error:
+    with pytest.raises(agreed) as error:
         call(function)
     return str(error.value)
 
@@ -43,6 +43,7 @@ def talk(rank, size):
         "agreed": [group.agree_late(value) for value in (rank, 0, 0)],
         "groups": [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)],
         "errors": [_failure(group.together, (1, 2), rank), _failure(group.from_main, (0,), rank)],
+        "machine": _failure(group.together, (2, 3), rank, MachineError, MachineError),
     }
     time.sleep(2.5)  # ranks that rest are not given up
     group.wait_for_all()
@@ -63,6 +64,7 @@ def test_ranks_gather_broadcast_sum_agree_and_fail_together():
             "agreed": [0, 3, 0],  # a call late
             "groups": [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]],
             "errors": ["no images on 1" if rank == 1 else "", "no images on 0" if rank == 0 else ""],
+            "machine": "no images on 2" if rank == 2 else "",
         }
 
 
@@ -105,6 +107,15 @@ def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, p
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(ConfigError, match=f"^{fault}"):
+        Processes(Topology(2, 1, 1), CPU)
+
+
+def test_ranks_of_our_launcher_that_do_not_meet_are_a_fault_of_the_machine(monkeypatch):
+    """Of wrong input the launcher would make the end of the job."""
+    monkeypatch.setattr("parallel.joining.RENDEZVOUS_SECONDS", 0.2)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "POD_LAUNCHER": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MachineError, match=r"^rank 1 .* did not meet all 2 ranks .*; rerun to resume$"):
         Processes(Topology(2, 1, 1), CPU)
 
 

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import train
 from benchmarks.faults.site import RECIPE, Site, Topology
-from common.errors import ConfigError
+from common.errors import ConfigError, MachineError
 from engines.torch_engine import TorchEngine
 from parallel import topology
 from parallel.elastic import Elastic
@@ -272,19 +272,30 @@ def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_
     monkeypatch.setattr(elastic_module, "_HANDED_OVER_SECONDS", 0.2)
     lockf = Mock(side_effect=BlockingIOError(errno.EAGAIN, "locked"))
     monkeypatch.setattr("training.run_folder.fcntl.lockf", lockf)
-    memory = Memory([])
+    memory, alone = Memory([]), Processes(topology.Topology(), torch.device("cpu"))
     memory.begin(0)
     with pytest.raises(ConfigError, match="is in use by another process"):
-        memory.open_folder(mirrored)
+        memory.open_folder(mirrored, alone)
     assert lockf.call_count == 1
     memory.begin(1)
-    with pytest.raises(OSError, match=r"still in use by another process after 0\.2 s"):
-        memory.open_folder(mirrored)
+    with pytest.raises(MachineError, match=r"still in use by another process after 0\.2 s; end that one, then"):
+        memory.open_folder(mirrored, alone)
     assert lockf.call_count > 2
     lockf.reset_mock()
     lockf.side_effect = [BlockingIOError(errno.EAGAIN, "locked"), OSError(errno.ENOLCK, "no locks")]
     with pytest.raises(ConfigError, match="no locks"):
-        memory.open_folder(mirrored)
+        memory.open_folder(mirrored, alone)
+    assert lockf.call_count == 2
+
+
+def test_the_folder_is_not_waited_for_once_its_generation_is_over(mirrored, monkeypatch):
+    lockf = Mock(side_effect=BlockingIOError(errno.EAGAIN, "locked"))
+    monkeypatch.setattr("training.run_folder.fcntl.lockf", lockf)
+    memory, processes = Memory([]), Mock(spec=Processes)
+    processes.check.side_effect = [None, Regroup]
+    memory.begin(1)
+    with pytest.raises(Regroup):
+        memory.open_folder(mirrored, processes)
     assert lockf.call_count == 2
 
 
