@@ -168,12 +168,18 @@ class Elastic:
             self._over.wait(_HEAR_SECONDS)
         return self._over.is_set()
 
-    def regroup(self, stopping: Callable[[], bool]) -> None:
+    def regroup(
+        self,
+        stopping: Callable[[], bool],
+        before_end: Callable[[], None] = lambda: None,
+    ) -> None:
         """Go on to the next generation, or end this process with a line.
 
         Args:
             stopping: whether the next one only has to save the run, for which fewer than
                 parallel.minimum will do.
+            before_end: called where there is no next one, as too few replicas are left; not where
+                the others go on without this process, and need what it holds.
         """
         # End this generation on all processes, with all calls in flight here ...
         self.lost()
@@ -184,7 +190,7 @@ class Elastic:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group()
         # ... and wait for the next one.
-        self._enter(lambda: self._membership.follow(stopping))
+        self._enter(lambda: self._membership.follow(stopping), before_end)
 
     def close(self) -> None:
         """Listen no more: the run, or this generation, is done."""
@@ -214,8 +220,17 @@ class Elastic:
         cutting.abort_nccl()
         self._connections.cut()
 
-    def _enter(self, generation: Callable[[], None]) -> None:
-        """Take part in a generation, for which the function waits, or end this process."""
+    def _enter(
+        self,
+        generation: Callable[[], None],
+        before_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take part in a generation, or end this process.
+
+        Args:
+            generation: waits for it.
+            before_end: see `regroup`.
+        """
         try:
             generation()
         except LeftOut:
@@ -227,6 +242,8 @@ class Elastic:
             fault = (
                 f"fewer replicas are left than parallel.minimum {self._minimum}; rerun to resume"
             )
+            # Where nothing is lost by it: the end waits for no thread.
+            before_end()
             ending.leave(fault if self._membership.member.replica == 0 else "")
         except RuntimeError:
             self._leave_without_store()

@@ -300,4 +300,5 @@ def run(
                     memory.close()
                     elastic.close()  # its thread asks the store, and must not while Python ends
                     raise
-            elastic.regroup(stopping=lambda: memory.signal is not None)
+            # Without a next one an upload to the mirror that is under way is waited for.
+            elastic.regroup(stopping=lambda: memory.signal is not None, before_end=memory.close)

@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,7 +10,7 @@ pytest.importorskip("torch.distributed.elastic", exc_type=ImportError)
 
 from parallel import elastic
 from parallel.elastic import Elastic
-from parallel.generations import Member
+from parallel.generations import LeftOut, Member, TooFew
 from parallel.topology import Topology
 
 
@@ -28,3 +29,19 @@ def test_a_generation_whose_processes_do_not_connect_is_over(monkeypatch, number
     if connects:
         ended.wait(0.3)
     assert ended.is_set() == is_over
+
+
+@pytest.mark.parametrize(("fault", "calls"), [(TooFew, ["close", "leave"]), (LeftOut, ["leave"])])
+def test_what_is_open_is_closed_where_no_process_goes_on_and_given_up_at_once_where_others_do(
+    monkeypatch, fault, calls
+):
+    """An upload to the mirror is waited for; the others wait for the lock of the run folder."""
+    called = []
+    monkeypatch.setattr(elastic.ending, "leave", lambda *_: called.append("leave"))
+    leaving = Elastic.__new__(Elastic)
+    leaving._given, leaving._minimum = Topology(2, 1, 0), 2
+    leaving._membership = SimpleNamespace(member=Member(0, 0), end=Mock(), follow=Mock(side_effect=fault))
+    leaving._over, leaving._done, leaving._listener, leaving._cut = threading.Event(), Mock(), Mock(), Mock()
+    leaving._over.set()
+    leaving.regroup(lambda: False, before_end=lambda: called.append("close"))
+    assert called == calls
