@@ -212,8 +212,10 @@ class MastersBoard(_Board):
             self._heard[host] = time.monotonic()
             # What was written first stays: others may have read it, and acted on it.
             hosts[host] = {**entries, **written}
-            # A host that is stopped before all have come has not come: its successor may.
-            if host and not has_begun and "end" in entries and entries["end"].code == STOPPED:
+            # A host that is stopped before all have come has not come: its successor may. Not where
+            # the master has ended: it waits for what its end makes others write.
+            is_stopped = "end" in entries and entries["end"].code == STOPPED
+            if host and not has_begun and is_stopped and "end" not in hosts.get(0, {}):
                 del hosts[host]
 
     def _listen(self) -> None:

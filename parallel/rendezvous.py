@@ -105,9 +105,10 @@ class Others:
             Stopped: by a signal.
             HostLost: the hosts do not come together.
         """
-        # Say what this host starts, and where the ranks meet if this is the master.
-        self._look_again()
+        # Before a signal is noticed: what is written then is of this attempt, not of the one before.
         self.attempt = attempt
+        self._look_again()
+        # Say what this host starts, and where the ranks meet if this is the master.
         news: News = {"shape": self._shape}
         if isinstance(self._board, MastersBoard):
             news["port"] = self._serve_ranks(self._board)
@@ -203,7 +204,8 @@ class Others:
         if isinstance(self._board, Board):
             # Who has never reached the master is not waited for.
             return not self._board.address or self._board.gone or self._board.delivered
-        others = [host for host in self._entries() if host != self.hosts.this]
+        # All that can be there: a host that is on the way to this attempt has written nothing yet.
+        others = range(1, self.hosts.number)
         return all(self._has_written(host, "read") or self._silent(host) for host in others)
 
     def _serve_ranks(self, board: MastersBoard) -> int:

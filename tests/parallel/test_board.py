@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from common.errors import UserError
 from parallel import board as boards
-from parallel import hosts
+from parallel import hosts, rendezvous
 from parallel.board import Board, Entries, MastersBoard, Outcome, _send
 from parallel.hosts import HostLost, Hosts
 from parallel.rendezvous import Others, Stopped
@@ -277,6 +277,21 @@ def test_the_launchers_that_wait_end_with_a_master_that_is_stopped():
     wait_until(lambda: other.others._board.address and 1 in master.others._board.read(0))
     master.signals.stopping = True
     assert isinstance(end(other), Stopped) and isinstance(end(master), Stopped)
+
+
+def test_a_master_that_is_stopped_between_two_attempts_ends_those_that_wait_in_the_next_one(monkeypatch):
+    """Its word was of the attempt before, and it waited for nobody to read it."""
+    monkeypatch.setattr(rendezvous, "_READ_SECONDS", 2.0)
+    run = Launchers(3)
+    master, other, lost = (run.start(host) for host in range(3))
+    assert end(master) == end(other) == end(lost)
+    lost.others._board.gone = True
+    master.signals.stopping = True
+    run.gather(other, attempt=1)
+    run.gather(master, attempt=1)
+    assert isinstance(end(master), Stopped)
+    assert "read" in master.others._board.read(1)[1]
+    assert isinstance(end(other), Stopped)
 
 
 def test_a_launcher_that_comes_anew_begins_with_the_attempt_that_the_master_has_come_to():
