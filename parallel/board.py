@@ -199,6 +199,8 @@ class MastersBoard(_Board):
             hosts = self._attempts.setdefault(attempt, {})
             # Nobody acts on what is written before all have come.
             has_begun = len(hosts) == self._hosts.number
+            if not has_begun:
+                self._drop_lost(hosts, host)
             written = hosts.get(host, entries)
             # The first launcher that said so is this host, until it is silent for long enough.
             if written["who"] != entries["who"]:
@@ -216,6 +218,19 @@ class MastersBoard(_Board):
             # the master has ended: it waits for what its end makes others write.
             is_stopped = "end" in entries and entries["end"].code == STOPPED
             if host and not has_begun and is_stopped and "end" not in hosts.get(0, {}):
+                del hosts[host]
+
+    def _drop_lost(self, hosts: Dict[int, Entries], asking: int) -> None:
+        """Forget hosts whose launchers wait no more: ranks would start, and wait for theirs in vain.
+
+        Args:
+            hosts: entries of an attempt in which not all have come.
+            asking: a host that is there.
+        """
+        since = time.monotonic() - _WAITING_SECONDS
+        lost = [host for host in hosts if self._heard.get(host, -math.inf) < since]
+        for host in lost:
+            if host not in (0, asking):  # the master does not poll
                 del hosts[host]
 
     def _listen(self) -> None:
