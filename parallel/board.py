@@ -126,7 +126,7 @@ class _Board:
     gone: nothing listens at the master any more.
     refused: what listens there closes the connection, as a launcher with another secret does.
     fault: of the last attempt to reach it.
-    address: the master's, once this host has reached it.
+    address: the master's, once it has answered this host.
     newest: the master's newest attempt, as far as it has answered.
     """
 
@@ -159,7 +159,7 @@ class _Board:
     def silent(self, host: int) -> float:
         """Return the seconds since the launcher of a `host` polled, or the master answered.
 
-        Of this host it may be another launcher.
+        For this host's own number: of whichever launcher polled under it last.
         """
         with self._lock:
             # The master does not poll itself.
@@ -354,9 +354,7 @@ class Board(_Board):
         Raises OSError, EOFError or ValueError.
         """
         with socket.create_connection(self._place, timeout=_ANSWER_SECONDS) as connection:
-            self.address = connection.getpeername()[0]
-            # A name server is asked only once.
-            self._place = (self.address, self._place[1])
+            address = connection.getpeername()[0]
             stream = connection.makefile("rb")
             challenge = stream.read(_CHALLENGE)
             # A proxy may listen in the place of a master that has not begun to.
@@ -374,6 +372,10 @@ class Board(_Board):
             # An answer has the entries of all hosts.
             limit = self._hosts.number * _BYTES
             answer = _receive(stream, self._key, our_challenge.encode() + b"answer", limit)
+        # The master is there: before, anything may have listened, at the address of an earlier host
+        # of this name. From here on a name server is not asked any more.
+        self.address = address
+        self._place = (address, self._place[1])
         return _Answer.model_validate_json(answer)
 
 

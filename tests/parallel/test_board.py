@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from common.errors import UserError
 from parallel import board as boards
 from parallel import hosts, rendezvous
-from parallel.board import Board, Entries, MastersBoard, Outcome, _send
+from parallel.board import Board, Entries, MastersBoard, Outcome, _receive, _send
 from parallel.hosts import HostLost, Hosts
 from parallel.rendezvous import Others, Stopped
 from tests.waiting import wait_until
@@ -110,6 +110,23 @@ def test_what_is_no_message_changes_nothing(master, words):
         assert list(master.read(0)) == [0, 2]
 
 
+def answer_once(server):
+    """Be the master for one question."""
+    challenge, key = bytes(16), SECRET.encode()
+    with server.accept()[0] as connection:
+        connection.sendall(challenge)
+        question = json.loads(_receive(connection.makefile("rb"), key, challenge + b"ask", 1 << 16))
+        _send(connection, key, question["challenge"].encode() + b"answer", {"attempt": 0, "hosts": {}})
+
+
+def test_what_listened_in_the_place_of_a_master_that_is_late_and_has_ended_is_no_master_that_is_gone():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        board = written(other.getsockname(), "mine")
+        other.accept()[0].close()
+    wait_until(lambda: board.fault == "Connection refused")
+    assert not board.gone
+
+
 def test_nobody_waits_for_a_master_that_never_answers_and_one_that_is_gone_is_noticed():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(30)
@@ -119,6 +136,9 @@ def test_nobody_waits_for_a_master_that_never_answers_and_one_that_is_gone_is_no
             before = board.silent(0)
             time.sleep(0.2)
             assert board.silent(0) >= before + 0.2
+        assert not board.address, "anything may listen"
+        answer_once(silent)
+        wait_until(lambda: board.address)
     wait_until(lambda: board.gone)
 
 
