@@ -67,7 +67,8 @@ def main(arguments=None) -> int:
         The exit code.
     """
     options = _parser().parse_intermixed_args(arguments)
-    # Before torch is loaded, which takes seconds; also where another program calls this.
+    # Before torch is loaded, which takes seconds. As a command this file has done so at its
+    # beginning: this is for programs that call main().
     before = stopping.listen_early()
     try:
         return _run(options)

@@ -11,12 +11,14 @@ side has hung up, every waiting call ends within milliseconds with the error of 
 
 **What this relies on.** (1) Connections that were opened since the generation began, and until the
 engine was there, are the generation's: gloo's, and one of the ranks' store. Whatever else opens one
-meanwhile loses it. (2) They are shut down, not closed: their descriptors stay gloo's, which closes
-them itself. A descriptor is duplicated first, for Python's socket object closes what it is given.
-(3) Sockets that listen stay as they are: if gloo's ends, gloo aborts the process. (4) Between the
-look and the shutdown a connection may be closed, and its descriptor given to another one, which is
-then cut in its place. That takes a thread that opens connections within microseconds; it has not
-been seen.
+meanwhile loses it when the generation ends. The mirror does (`training/mirror.py`), as it goes on
+sending while processes regroup: an upload that is broken off so is begun once more at once. (2)
+They are shut down, not closed: their descriptors stay gloo's, which closes them itself. A
+descriptor is duplicated first, for Python's socket object closes what it is given. (3) Sockets that
+listen stay as they are: if gloo's ends, gloo aborts the process. (4) Between the look and the
+shutdown a connection may be closed, and its descriptor given to another one, which is then cut in
+its place. That takes a thread that opens connections within microseconds, as the mirror's may; it
+has not been seen.
 
 Tried with torch 2.14.1 on Linux 6. If it broke, a replica that loses another would wait for an
 hour, or end by SIGABRT: tests/training/test_elastic.py kills and stops replicas amid exchanges.

@@ -36,7 +36,7 @@ class Mirror:
 
     A checkpoint's manifest is sent after its other files, and removed before them, so a transfer
     that is cut off leaves no checkpoint that only seems whole. What is there whole is not written
-    again. What fails is said, and tried again with the next checkpoint: it never ends a run.
+    again. What fails twice is said, and tried again with the next checkpoint: it never ends a run.
     """
 
     def __init__(
@@ -152,33 +152,40 @@ class Mirror:
             self._sending = None
 
     def _send(self) -> None:
-        """Make the mirror like the run folder."""
+        """Make the mirror like the run folder, or say why that fails."""
         try:
-            # What lies in the place of a lost run folder is not this run.
-            self._check()
-            here = self._local_files()
-            # Before its first checkpoint a run may still be begun anew, with another recipe.
-            newest = _newest(here)
-            if not newest:
-                return
-            there = self._remote_names()
-            self._note_whole(here, there)
-            for name in sorted(here, key=_is_manifest):
-                if self._sent.get(name) != here[name]:
-                    self._send_file(name)
-                    self._sent[name] = here[name]
-            # Once the new ones are there: a store that takes no more, or a machine that vanishes
-            # now, must leave a whole checkpoint. Nothing else is ever removed, whatever lies there,
-            # and no later checkpoint than this folder has: then it is not what the mirror is of.
-            self._check()
-            gone = {name for name in there if _is_checkpoint(name)} - set(here)
-            older = {name for name in gone if _step_of(name) <= _step_of(newest)}
-            for name in sorted(older, key=_is_manifest, reverse=True):
-                self._system.rm_file(self._path(name))
-                self._sent.pop(name, None)
-        except Exception as error:  # stores raise anything
+            # A regroup of an elastic run may have cut the connections (parallel/cutting.py).
+            with contextlib.suppress(Exception):  # stores raise anything
+                return self._send_changes()
+            self._send_changes()
+        except Exception as error:
             fault = f"checkpoint.mirror: {self._url}: {first_line(error)}"
             self._say(f"{fault}; it is tried again with the next checkpoint")
+
+    def _send_changes(self) -> None:
+        """Make the mirror like the run folder."""
+        # What lies in the place of a lost run folder is not this run.
+        self._check()
+        here = self._local_files()
+        # Before its first checkpoint a run may still be begun anew, with another recipe.
+        newest = _newest(here)
+        if not newest:
+            return
+        there = self._remote_names()
+        self._note_whole(here, there)
+        for name in sorted(here, key=_is_manifest):
+            if self._sent.get(name) != here[name]:
+                self._send_file(name)
+                self._sent[name] = here[name]
+        # Once the new ones are there: a store that takes no more, or a machine that vanishes
+        # now, must leave a whole checkpoint. Nothing else is ever removed, whatever lies there,
+        # and no later checkpoint than this folder has: then it is not what the mirror is of.
+        self._check()
+        gone = {name for name in there if _is_checkpoint(name)} - set(here)
+        older = {name for name in gone if _step_of(name) <= _step_of(newest)}
+        for name in sorted(older, key=_is_manifest, reverse=True):
+            self._system.rm_file(self._path(name))
+            self._sent.pop(name, None)
 
     def _note_whole(self, here: Dict[str, _Version], there: Set[str]) -> None:
         """Note as sent the checkpoints that the mirror has whole, which need not be sent again.

@@ -105,13 +105,13 @@ def test_a_mirror_that_is_ahead_of_the_folder_loses_nothing(session, tmp_path):
 
 
 def test_faults_of_the_store_are_said_and_tried_again(session, tmp_path, monkeypatch):
-    """The third file cannot be sent; the next checkpoint sends it."""
+    """The third file cannot be sent, at once and once more; the next checkpoint sends it."""
     sent = []
     send_file = Mirror._send_file
 
     def failing(mirror, name):
         sent.append(name)
-        if len(sent) == 3:
+        if len(sent) in (3, 4):
             raise PermissionError("quota exceeded")
         send_file(mirror, name)
 
@@ -122,6 +122,21 @@ def test_faults_of_the_store_are_said_and_tried_again(session, tmp_path, monkeyp
     here = files(tmp_path / "run")
     del here["lock"]
     assert files(tmp_path / "mirror") == here
+
+
+def test_a_transfer_that_is_cut_off_is_begun_once_more_at_once(mirrored, tmp_path, monkeypatch, capsys):
+    """A regroup of an elastic run cuts connections, and its last checkpoint may be long in coming."""
+    put_file, cut = LocalFileSystem.put_file, [ConnectionError("cut off")]
+
+    def failing(system, *arguments, **options):
+        if cut:
+            raise cut.pop()
+        return put_file(system, *arguments, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", failing)
+    mirrored(100).close()
+    assert not cut and "cut off" not in capsys.readouterr().out
+    assert (tmp_path / "mirror" / "checkpoints" / "step-00000100.json").exists()
 
 
 def test_manifests_come_last_and_go_first_once_the_next_is_there(tmp_path, monkeypatch):

@@ -269,7 +269,7 @@ class Scheduler:
         return False
 
     def _process_ended(self, trial: Trial, code: int, reached: Progress) -> None:
-        """Decide what the end of a trial's process means: see recipe/errors.py for exit codes."""
+        """Decide what the end of a trial's process means: see common/errors.py for exit codes."""
         number = trial.number
         # A pruned trial was asked to end, and may do so by any code.
         if trial.pruned or (code == DONE and reached.ended):
