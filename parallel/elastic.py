@@ -178,8 +178,8 @@ class Elastic:
         Args:
             stopping: whether the next one only has to save the run, for which fewer than
                 parallel.minimum will do.
-            before_end: called where there is no next one, as too few replicas are left; not where
-                the others go on without this process, and need what it holds.
+            before_end: called on the main process where there is no next one, as too few replicas
+                are left; not where the others go on without it, and need what it holds.
         """
         # End this generation on all processes, with all calls in flight here ...
         self.lost()
@@ -242,8 +242,9 @@ class Elastic:
             fault = (
                 f"fewer replicas are left than parallel.minimum {self._minimum}; rerun to resume"
             )
-            # Where nothing is lost by it: the end waits for no thread.
-            before_end()
+            # Here nobody waits for it to end; the end itself would wait for no thread.
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self._membership.close(before_end)
             ending.leave(fault if self._membership.member.replica == 0 else "")
         except RuntimeError:
             self._leave_without_store()

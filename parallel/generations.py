@@ -33,6 +33,8 @@ _GRACE_SECONDS = 1.0  # for a thread of each member's processes to say that it i
 # A process of the first generation loads its libraries; a rendezvous waits as long.
 _BEGIN_SECONDS = 50.0
 _POLL_SECONDS = 0.01
+_CLOSE_SECONDS = 600.0  # for a main process to send what is left to the mirror
+_CLOSED = "elastic/closed"  # there is no next generation, and the main process has closed the run
 _DEAD = "elastic/dead"  # members of which a launcher has seen the end
 _STOP = "elastic/stop"  # a launcher was asked to stop the run
 _SAVED = "elastic/saved"  # the run was asked to stop, and is saved
@@ -304,6 +306,26 @@ class Membership(Generations):
         """
         self._report("here")
         self._next(stopping)
+
+    def close(self, close: Callable[[], None]) -> None:
+        """Close the run after TooFew: the main process does, and the others wait for it.
+
+        A launcher ends all ranks as soon as one has ended.
+
+        Args:
+            close: what the main process closes.
+        """
+        main = self._written(self.number - 1)[0]
+        if self.member == main and self._stage == 0:
+            close()
+            self._store.set(_CLOSED, "")
+            return
+        # One that has not reported is lost, or hangs.
+        waits = main in self._reported("here", self.number - 1)
+        end = time.monotonic() + _CLOSE_SECONDS
+        while waits and time.monotonic() < end:
+            waits = not self._store.check([_CLOSED]) and main not in self._gone()
+            time.sleep(_POLL_SECONDS)
 
     def _next(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Wait for the next generation, or decide on it if this process is the first that can."""

@@ -182,6 +182,38 @@ def test_too_few_end_once_no_other_comes(store):
     assert isinstance(one.error, TooFew)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_too_few_wait_until_their_main_process_has_closed_the_run_or_is_lost(store, dies):
+    """Their launcher would end it as soon as one of them has ended."""
+    main, other = (Process(store, member, stage=stage, stages=2) for member, stage in ((A, 0), (A, 1)))
+    third = [Process(store, C, stage=stage, stages=2) for stage in (0, 1)]
+    Generations(store, 2).bury(B)
+    for each in (main, other, *third):
+        each.membership._minimum = 3
+        each.start()
+    for each in (main, other, *third):
+        each.join(10)
+        assert isinstance(each.error, TooFew)
+    waiting = [
+        threading.Thread(target=each.membership.close, args=(pytest.fail,), daemon=True) for each in (other, *third)
+    ]
+    for each in waiting:
+        each.start()
+
+    def close():
+        assert all(each.is_alive() for each in waiting)
+
+    threading.Event().wait(0.1)
+    if dies:
+        close()
+        Generations(store, 2).bury(A)
+    else:
+        main.membership.close(close)
+    for each in waiting:
+        each.join(10)
+        assert not each.is_alive()
+
+
 def test_too_few_go_on_together_if_they_only_have_to_save(store):
     """The one that was told to stop decides for the other."""
     told, other = (Process(store, member, silence=60.0) for member in (A, C))
