@@ -104,7 +104,7 @@ def test_a_signal_that_came_before_poprun_is_started_again_ends_the_process(tmp_
     try:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SystemExit) as ended:
-            relaunch.settle(two_stages("data.workers=0", "batch.global=256"), DEFAULTS)
+            relaunch.settle(two_stages("data.workers=0", "batch.global=768"), DEFAULTS)
     finally:
         stopping.put_back(before)
     assert ended.value.code == 75
