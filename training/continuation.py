@@ -65,6 +65,7 @@ class Continuation:
                     remedy = "end that one, then rerun to resume"
                     raise MachineError(f"{output_folder(recipe)} {fault}; {remedy}") from None
             # The others go on as soon as one of them is lost, and must not wait for this one.
+            # A signal does not end the wait: without the folder nothing can be saved.
             processes.check()
             time.sleep(_RETRY_SECONDS)
 
