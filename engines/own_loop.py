@@ -178,8 +178,10 @@ class DistributedOptimizer:
         """
         # `module.zero_grad()` of an ordinary loop may have removed the gradients.
         self.weights.gradients.show()
+        # By calls and not by passes: all replicas have as many calls, of which some may fail.
+        self._calls += 1
+        last = self._calls == self._batch.accumulation
         # No other pass adds to these gradients, so that the exchange may begin within this one.
-        last = self._passes == self._batch.accumulation - 1
         if last and self._exchange.arm is not None:
             self._exchange.arm()
         (loss * self._scale.scale.to(loss.dtype)).backward()
@@ -199,8 +201,13 @@ class DistributedOptimizer:
             before.
 
         Raises:
-            ValueError: another number of backward passes, or a learning rate that is none.
+            ValueError: another number of backward passes, one that failed, or a learning rate that
+                is none.
         """
+        if self._passes != self._calls:
+            raise ValueError(
+                f"of {self._calls} backward passes {self._passes} came to their end; zero_grad() begins anew"
+            )
         if self._passes != self._batch.accumulation:
             needed = self._batch.accumulation
             raise ValueError(
@@ -239,7 +246,8 @@ class DistributedOptimizer:
         """
         # What the last backward pass has begun to send writes to the gradients until it is there.
         self._exchange.disarm()
-        self._passes = 0
+        self._calls = 0  # begun
+        self._passes = 0  # of these, done
         self._unused.forget()
         # A pass that failed has left gradients to which the next one would add.
         for _, parameter in self.weights.places():

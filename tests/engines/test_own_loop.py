@@ -148,16 +148,17 @@ def forgetting(rank, size):
         images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(rank)).to(dtype)
         for _ in range(2):
             if forgets:
-                for _ in range(2):
-                    optimizer.backward(module(images).square().mean())
-                optimizer.zero_grad()
-                optimizer.backward(module(images).square().mean())
-                hidden = module[:-1](images)
-                with pytest.raises(torch.OutOfMemoryError):
-                    optimizer.backward(module[-1](Fails.apply(hidden) if rank == size - 1 else hidden).mean())
-                    assert rank != size - 1
-                    raise torch.OutOfMemoryError("as the other replica tells")
-                optimizer.zero_grad()
+                for failing in (None, 1, 0):  # the call that runs out of memory, on the last replica
+                    for call in range(2):
+                        hidden = module[:-1](images)
+                        if call != failing:
+                            optimizer.backward(module[-1](hidden).square().mean())
+                            continue
+                        with pytest.raises(torch.OutOfMemoryError):
+                            optimizer.backward(module[-1](Fails.apply(hidden) if rank == size - 1 else hidden).mean())
+                            assert rank != size - 1
+                            raise torch.OutOfMemoryError("as the other replica tells")
+                    optimizer.zero_grad()
             for _ in range(2):
                 optimizer.backward(module(images).sum())
             assert optimizer.step(lr=0.1)
@@ -172,6 +173,23 @@ def test_backward_passes_that_are_forgotten_change_no_bit(size):
     for found in world.run(size, forgetting) if size > 1 else [forgetting(0, 1)]:
         for expected, other in zip(found[::2], found[1::2]):
             assert_bitwise_equal(other, expected)
+
+
+def test_an_update_without_a_pass_that_failed_is_refused():
+    """The pass has left gradients of the last layers, and the exchange may have begun before the last pass."""
+    module = network()
+    optimizer = DistributedOptimizer(module, {}, accumulation=2)
+    images = torch.randn(8, 3, 8, 8)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.backward(module[-1](Fails.apply(module[:-1](images))).mean())
+    for _ in range(2):
+        optimizer.backward(module(images).mean())
+    with pytest.raises(ValueError, match="of 3 backward passes 2 came to their end"):
+        optimizer.step(lr=0.1)
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.backward(module(images).mean())
+    assert optimizer.step(lr=0.1)
 
 
 def subgroups(rank, size, sections):
