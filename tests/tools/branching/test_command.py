@@ -278,8 +278,8 @@ def test_a_run_without_a_log_is_refused(make_run, branched):
 
 
 def test_branches_start_as_the_run_was_started(make_run):
-    """By the launcher with its stages and replicas, whatever the recipe says."""
-    origin = read(make_run(replicas=2, stages=3), [])
+    """By the launcher with its stages and replicas, whatever the recipe says. A start that trained nothing has none."""
+    origin = read(make_run(repeated=1, replicas=2, stages=3), [])
     command = session._command(origin, origin.folder / "b", DOUBLE)
     assert command[2] == str(ROOT / "tools" / "launch.py")
     assert command[3:7] == ["--stages", "3", "--replicas", "2"] and command[-1] == f"run.output={origin.folder / 'b'}"
