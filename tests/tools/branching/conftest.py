@@ -21,7 +21,7 @@ PROGRESSION = {"images_digest": "a-b", "rounding": 3, "seconds": 9.0, "loss": 4.
 
 @pytest.fixture
 def make_run(tmp_path):
-    """make_run(*overrides, saved=..., repeated=..., topology=...): the folder of a run with checkpoints of those epochs.
+    """make_run(*overrides, saved=..., repeated=..., topology=...): folder of a run with checkpoints of those epochs.
 
     Its command was repeated so often once it was finished."""
 
