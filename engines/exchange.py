@@ -64,7 +64,7 @@ def create_weights(
     Args:
         sections: of the recipe.
         parameters: of this process, by name.
-        norms: names of the normalisations' parameters.
+        norms: result of `models.normalization.norm_parameters` for the whole model.
         hidden: result of `optim.factory.hidden_layers` for the whole model.
         depths: result of `models.families.depths`; empty without `optimizer.layer_decay`.
         seed: of stochastic rounding.

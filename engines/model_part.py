@@ -37,7 +37,7 @@ class ModelPart:
     part_names: names of the blocks of each part of the model, of all processes.
     whole_names: names of the whole model's trained parameters.
     shapes: of the whole model's parameters and persistent buffers.
-    norms: names of the parameters of normalisations.
+    norms: result of `models.normalization.norm_parameters` for the whole model.
     hidden: result of `optim.factory.hidden_layers` for the whole model.
     memory_format: of activations.
     notes: lines for the user.

@@ -69,9 +69,11 @@ class DistributedOptimizer:
     parameter without a gradient by torch's optimizers.
 
     Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is
-    the dtype of the module's parameters; `optimizer.skip: [norm]` means all of one dimension that
-    are no biases. The first and the last layer, which Muon leaves to AdamW, are those that the
-    module registers first and last.
+    the dtype of the module's parameters; `optimizer.skip: [norm]` means all of at most one
+    dimension that are no biases. Muon's matrices are the weights of nn.Linear, of convolutions and
+    of nn.MultiheadAttention alone, also parametrised by torch.nn.utils.parametrizations; those of
+    other modules (nn.LSTM, nn.Bilinear, layers of your own) take AdamW's steps. So do the first and
+    the last layer, which are those that the module registers first and last.
     """
 
     def __init__(
@@ -144,8 +146,9 @@ class DistributedOptimizer:
         recipe = checked.recipe
         parameters = checked.parameters
         update = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
-        # Only a module's author knows its normalisations: one dimension is the mark that most have.
-        norms = [name for name, parameter in parameters.items() if parameter.dim() == 1]
+        # Only a module's author knows its normalisations: at most one dimension is the mark that
+        # most have, as of a model's (`norm_parameters`).
+        norms = [name for name, parameter in parameters.items() if parameter.dim() <= 1]
         # Without depths: layer decay, which needs them, is refused for a user's module.
         self.weights = create_weights(
             update,

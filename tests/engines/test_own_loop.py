@@ -65,6 +65,31 @@ def test_muon_steps_the_weights_between_the_first_and_the_last_layer():
     assert [name for name, each in squares.items() if not each.any()] == ["3.weight"]
 
 
+class Scaled(nn.Linear):
+    def __init__(self, shape):
+        super().__init__(6, 10)
+        self.scale = nn.Parameter(torch.full(shape, 2.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_a_single_number_is_skipped_as_a_vector():
+    """By `skip: norm`: no decay and no trust ratio."""
+    scales = []
+    for shape in ((), (1,)):
+        module = Scaled(shape)
+        for parameter in (module.weight, module.bias):
+            nn.init.constant_(parameter, 0.5)
+        sections = {"optimizer": {**LARS_KEYS, "weight_decay": 0.3, "skip": ["norm"]}, "precision": FLOAT32}
+        optimizer = DistributedOptimizer(module, sections)
+        for _ in range(3):
+            optimizer.backward(module(torch.ones(2, 6)).square().mean())
+            optimizer.step(lr=0.01)
+        scales.append(module.scale.detach().reshape(1))
+    assert torch.equal(*scales)
+
+
 def halves(rank, size, sections, steps):
     """The module's weights and the saved state, where each replica has another half of the images."""
     module = network(rank)
