@@ -199,15 +199,15 @@ class TorchEngine(Engine):
         Sets `_training_stages`, `_arm`, `_graphs`.
         """
         # Recordings call no hook, by which an exchange begins within the last backward pass.
-        can_overlap = self._exchange.arm is not None and len(self._part.stages) == 1
+        can_overlap = self._exchange.arm is not None and len(self._part.parts) == 1
         self._training_stages = graphs.recorded(
-            self._part.stages,
+            self._part.parts,
             self._recipe.engine.graphs,
             accumulation=self.batch.accumulation,
             device=self.device,
             overlaps=can_overlap,
         )
-        overlaps = can_overlap and self._training_stages is self._part.stages
+        overlaps = can_overlap and self._training_stages is self._part.parts
         self._arm = self._exchange.arm if overlaps else None
         self._graphs = graphs.GraphListener(self._training_stages)
 
@@ -268,7 +268,7 @@ class TorchEngine(Engine):
             self.notes += ahead.prepared(self._dry_passes)
         if engine.compile:
             self.notes += compile_stages(
-                self._part.stages,
+                self._part.parts,
                 self._entering(),
                 self._scored(),
                 self.device,
@@ -284,7 +284,7 @@ class TorchEngine(Engine):
             not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
             self.weights.prepare(torch.ones((), device=self.device))
             self.weights.apply(0, 0.0, not_finite, measure=True)
-        dry_passes(self._part.stages, self._entering(), self._scored(), self.device)
+        dry_passes(self._part.parts, self._entering(), self._scored(), self.device)
 
     def _entering(self) -> List[List[Boundary]]:
         """Return what enters each stage in training, for each size of images."""
