@@ -42,7 +42,8 @@ class RemoteFolder(Folder):
     """
 
     at_once = 32
-    # Each requests 8 MiB at a time: more could not have them all within their patience at _RATE.
+    # Each requests a long range at a time, and shares the server with the others: `_patience` counts
+    # on as many. More would only wait longer for one that hangs.
     most_streams = 2
 
     def __init__(self, place: str):
@@ -190,9 +191,14 @@ class RemoteFolder(Folder):
         if not self._concurrent:
             return _PATIENCE_WITH_CACHES
         patience = _LITTLE_PATIENCE if name in self._failing else _PATIENCE
-        # Ranges of files that are requested together come beside each other; so do the pieces of
-        # whole files, each by a thread of its own.
-        beside = 1 if exact else self.at_once
+        # Ranges of files that are requested together come beside each other. So do the pieces of
+        # whole files, each by a thread of its own, and single ranges: those of files that are read
+        # from end to end.
+        beside = 1
+        if not exact:
+            beside = self.at_once
+        elif len(wanted) == 1:
+            beside = self.most_streams
         return patience + beside * sum(requested.length for requested in wanted) / _RATE
 
     def _fetch(self, wanted: Sequence[Range], exact: bool) -> list:

@@ -64,7 +64,7 @@ def create_weights(
     Args:
         sections: of the recipe.
         parameters: of this process, by name.
-        norms: names of the normalisations' parameters.
+        norms: result of `models.normalization.norm_parameters` for the whole model.
         hidden: result of `optim.factory.hidden_layers` for the whole model.
         depths: result of `models.families.depths`; empty without `optimizer.layer_decay`.
         seed: of stochastic rounding.
@@ -184,8 +184,11 @@ class GradientExchange:
         )
         self._running = running or _Alone()
         # A method may implement the delay itself.
-        self._late = 0 if self._running.delays else section.delay
-        self._delay = Delay(self._buffer, self._late, running) if self._late else None
+        self._steps_late = 0 if self._running.delays else section.delay
+        self._delay: Optional[Delay] = None
+        if self._steps_late:
+            # `running`, not `_running`: without other replicas Delay starts no thread.
+            self._delay = Delay(self._buffer, self._steps_late, running)
         # A late exchange begins when the gradient is put aside, not within a backward pass.
         self.arm: Optional[Callable[[], None]] = None
         if self._delay is None and self._running.overlaps:
@@ -201,20 +204,25 @@ class GradientExchange:
         """
         self._running.set_shares(batch.shares, self._weights.gradients.sums)
 
-    def __call__(self, step: int, scale: torch.Tensor, lr: float) -> Optional[torch.Tensor]:
+    def __call__(
+        self,
+        step: int,
+        loss_scale_by_steps: torch.Tensor,
+        lr: float,
+    ) -> Optional[torch.Tensor]:
         """Exchange the gradient that lies in the weights' buffer; or the update of it.
 
         Args:
             step: the update's first step, from 0.
-            scale: float32 [], the loss scale that the gradient was computed with, times the steps
-                of the update.
+            loss_scale_by_steps: float32 [], the loss scale that the gradient was computed with,
+                times the steps of the update.
             lr: learning rate of the update.
 
         Returns:
             The divisor of the gradient that lies in the buffer now, float32 []; None where no
             gradient is due yet.
         """
-        divisor = scale * self._summed
+        divisor = loss_scale_by_steps * self._summed
         if self._replica_update is not None:
             # It makes the update within the exchange, and so needs the rate before.
             self._replica_update.lr = lr
@@ -287,9 +295,9 @@ class GradientExchange:
         """
         delayed = saved.get("delayed", {})
         # One is applied in each step and one added: a longer queue would stay longer for ever.
-        if len(delayed) > self._late:
+        if len(delayed) > self._steps_late:
             raise ValueError(
-                f"{len(delayed)} gradients are still to be applied, but exchange.delay is {self._late}"
+                f"{len(delayed)} gradients are still to be applied, but exchange.delay is {self._steps_late}"
             )
         if self._delay is not None:
             self._delay.wait()

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from common.errors import first_line
 from engines.listeners import StepListener
 from engines.stage import Stage
-from models.stochastic import RANDOM_LAYERS
+from models.stochastic import dropping
 from recipe.course import Update
 
 Result = TypeVar("Result")
@@ -198,10 +198,7 @@ class _Recording:
         }
         # Layers that draw: their masks are inputs of a recording, as the images are. Those of
         # frozen modules do not: they are as in evaluation.
-        self._layers = []
-        for layer in stage.modules():
-            if isinstance(layer, RANDOM_LAYERS) and layer.rate and layer.training:
-                self._layers.append(layer)
+        self._layers = [layer for layer in dropping(stage) if layer.training]
         # Copies: a recording reads and writes the same memory whenever it is started.
         self._masks = [mask.clone() for mask in self._drawn(len(x))]
         self._x = x.detach().clone().requires_grad_(x.requires_grad)

@@ -29,7 +29,8 @@ class ModelPart:
     """A process's part of a model, on its device.
 
     model: the part as one list of blocks.
-    stages: the same as modules, by number of the part; several where stages are virtual.
+    parts: modules of this process, by number of the part in the model; one, or several under the
+        interleaved schedule.
     parameters, buffers: of the part, those that are trained; buffers are running statistics.
     frozen: those that are not.
     together: names of the trained parameters that get a micro batch's gradients at once, as the backward
@@ -37,14 +38,14 @@ class ModelPart:
     part_names: names of the blocks of each part of the model, of all processes.
     whole_names: names of the whole model's trained parameters.
     shapes: of the whole model's parameters and persistent buffers.
-    norms: names of the parameters of normalisations.
+    norms: result of `models.normalization.norm_parameters` for the whole model.
     hidden: result of `optim.factory.hidden_layers` for the whole model.
     memory_format: of activations.
     notes: lines for the user.
     """
 
     model: BlockList
-    stages: Dict[int, Stage]
+    parts: Dict[int, Stage]
     parameters: Dict[str, nn.Parameter]
     buffers: Dict[str, torch.Tensor]
     frozen: Frozen
@@ -121,22 +122,22 @@ def create(
         _check_trained(part_names, trained)
 
     # What no part of this process contains is garbage once the stages are made.
-    parts = cuts.own_parts(part_names, processes.topology)
-    stages = {}
-    for number, names in parts.items():
-        stages[number] = Stage(whole.part(names), whole.draws, recomputed, memory_format)
+    own_names = cuts.own_parts(part_names, processes.topology)
+    parts = {}
+    for number, names in own_names.items():
+        parts[number] = Stage(whole.part(names), whole.draws, recomputed, memory_format)
     # All blocks here once more as one list: state has the names of the whole model.
-    model = whole.part([name for names in parts.values() for name in names])
+    model = whole.part([name for names in own_names.values() for name in names])
     model.draws = whole.draws
     frozen = _frozen(model)
     buffers = state.persistent_buffers(model)
     return ModelPart(
         model=model,
-        stages=stages,
+        parts=parts,
         parameters={name: each for name, each in model.named_parameters() if name in trained},
         buffers={name: buffer for name, buffer in buffers.items() if name not in frozen.names},
         frozen=frozen,
-        together=[_trained_names(whole.part(names)) for names in parts.values()],
+        together=[_trained_names(whole.part(names)) for names in own_names.values()],
         part_names=part_names,
         whole_names=_trained_names(whole),
         shapes=state.shapes(whole),

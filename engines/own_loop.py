@@ -69,9 +69,11 @@ class DistributedOptimizer:
     parameter without a gradient by torch's optimizers.
 
     Keys have the recipe's names, defaults and checks (configs/schema.json). `precision.compute` is
-    the dtype of the module's parameters; `optimizer.skip: [norm]` means all of one dimension that
-    are no biases. The first and the last layer, which Muon leaves to AdamW, are those that the
-    module registers first and last.
+    the dtype of the module's parameters; `optimizer.skip: [norm]` means all of at most one
+    dimension that are no biases. Muon's matrices are the weights of nn.Linear, of convolutions and
+    of nn.MultiheadAttention alone, also parametrised by torch.nn.utils.parametrizations; those of
+    other modules (nn.LSTM, nn.Bilinear, layers of your own) take AdamW's steps. So do the first and
+    the last layer, which are those that the module registers first and last.
     """
 
     def __init__(
@@ -144,8 +146,9 @@ class DistributedOptimizer:
         recipe = checked.recipe
         parameters = checked.parameters
         update = UpdateSections(recipe.optimizer, recipe.exchange, recipe.precision)
-        # Only a module's author knows its normalisations: one dimension is the mark that most have.
-        norms = [name for name, parameter in parameters.items() if parameter.dim() == 1]
+        # Only a module's author knows its normalisations: at most one dimension is the mark that
+        # most have, as of a model's (`norm_parameters`).
+        norms = [name for name, parameter in parameters.items() if parameter.dim() <= 1]
         # Without depths: layer decay, which needs them, is refused for a user's module.
         self.weights = create_weights(
             update,
@@ -178,8 +181,10 @@ class DistributedOptimizer:
         """
         # `module.zero_grad()` of an ordinary loop may have removed the gradients.
         self.weights.gradients.show()
+        # By calls and not by passes: all replicas have as many calls, of which some may fail.
+        self._calls += 1
+        last = self._calls == self._batch.accumulation
         # No other pass adds to these gradients, so that the exchange may begin within this one.
-        last = self._passes == self._batch.accumulation - 1
         if last and self._exchange.arm is not None:
             self._exchange.arm()
         (loss * self._scale.scale.to(loss.dtype)).backward()
@@ -199,8 +204,13 @@ class DistributedOptimizer:
             before.
 
         Raises:
-            ValueError: another number of backward passes, or a learning rate that is none.
+            ValueError: another number of backward passes, one that failed, or a learning rate that
+                is none.
         """
+        if self._passes != self._calls:
+            raise ValueError(
+                f"of {self._calls} backward passes {self._passes} came to their end; zero_grad() begins anew"
+            )
         if self._passes != self._batch.accumulation:
             needed = self._batch.accumulation
             raise ValueError(
@@ -239,7 +249,8 @@ class DistributedOptimizer:
         """
         # What the last backward pass has begun to send writes to the gradients until it is there.
         self._exchange.disarm()
-        self._passes = 0
+        self._calls = 0  # begun
+        self._passes = 0  # of these, done
         self._unused.forget()
         # A pass that failed has left gradients to which the next one would add.
         for _, parameter in self.weights.places():

@@ -105,14 +105,14 @@ class Passes:
         """
         if self._processes.topology.stages == 1:
             with torch.no_grad():
-                return self._part.stages[0](images)
+                return self._part.parts[0](images)
         # One for the whole run, as validation images have one size.
         if self._evaluation is None:
             from parallel.pipeline import Pipeline
 
             size = image_size(self._section)
             self._evaluation = Pipeline(
-                self._part.stages,
+                self._part.parts,
                 self.boundaries(self._rows.evaluation, size, torch.uint8),
                 group=self._processes.stage_group,
                 device=self._device,

@@ -29,7 +29,7 @@ from common.errors import ConfigError, first_line
 from models.base import BlockList
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
-from models.stochastic import RANDOM_LAYERS, Draws
+from models.stochastic import Draws, dropping
 from parallel.work import Boundary
 
 # Programs that one block may have: for each size of images, with a backward pass to come and
@@ -370,10 +370,7 @@ class _CompiledSegment:
         self._block = segment[-1]
         self._program = program
         self._like = next(self._block.parameters())
-        self._random = []
-        for layer in self._block.modules():
-            if isinstance(layer, RANDOM_LAYERS) and layer.rate:
-                self._random.append(layer)
+        self._random = dropping(self._block)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = self._before(x)

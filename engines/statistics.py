@@ -46,7 +46,7 @@ class RunningStatistics(StepListener):
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def exchanged(self, divisor: Optional[torch.Tensor]) -> None:
-        # Also while a late gradient is on its way: micro batches were computed all the same.
+        # Never beside a delay, which recipe/checks.py refuses: every update has its gradient.
         if not self._buffers or not self._combined:
             return
         combine_statistics(

@@ -125,8 +125,9 @@ class TorchEngine(Engine):
     def _create_weights(self) -> None:
         """Create the weights that persist, and the factor on the loss of their gradients."""
         recipe = self._recipe
-        # Where the model is computed by functions in C++, so is the update.
-        compiled = recipe.engine.compile or self._part.memory_format == torch.channels_last
+        # On a CPU only our C++ layers are channels-last (engines/tuning.py), and then the update is
+        # in C++, too. WeightState ignores this on a GPU.
+        update_in_cpp = recipe.engine.compile or self._part.memory_format == torch.channels_last
         self.weights = create_weights(
             _update_sections(recipe),
             self._part.parameters,
@@ -137,7 +138,7 @@ class TorchEngine(Engine):
             model=self._part.whole_names,
             tree=(self._leaves(), self._part.together) if recipe.exchange.in_tree else None,
             sum_over_stages=self.processes.sum_over_stages,
-            compile=compiled and self._trains,
+            compile=update_in_cpp and self._trains,
         )
         if recipe.engine.compile:
             self.notes += self.weights.notes
@@ -188,28 +189,27 @@ class TorchEngine(Engine):
         if recipe.parallel.shares == "measured" and self.topology.replicas > 1:
             self._shares = MeasuredShares(self.processes, self.device, recipe.parallel.least)
             listeners.append(self._shares)
-        listeners.append(self._record_passes())
+        self._record_or_overlap()
+        listeners.append(self._graphs)
         self._listeners = Listeners(listeners)
 
-    def _record_passes(self) -> graphs.GraphListener:
-        """Let passes be recorded where that pays, or else let the exchange begin within the last one.
+    def _record_or_overlap(self) -> None:
+        """Decide whether passes are recorded or the exchange overlaps the last one.
 
-        Returns:
-            What has to follow the steps for that.
+        Sets `_training_stages`, `_arm`, `_graphs`.
         """
         # Recordings call no hook, by which an exchange begins within the last backward pass.
-        can_overlap = self._exchange.arm is not None and len(self._part.stages) == 1
+        can_overlap = self._exchange.arm is not None and len(self._part.parts) == 1
         self._training_stages = graphs.recorded(
-            self._part.stages,
+            self._part.parts,
             self._recipe.engine.graphs,
             accumulation=self.batch.accumulation,
             device=self.device,
             overlaps=can_overlap,
         )
-        overlaps = can_overlap and self._training_stages is self._part.stages
+        overlaps = can_overlap and self._training_stages is self._part.parts
         self._arm = self._exchange.arm if overlaps else None
         self._graphs = graphs.GraphListener(self._training_stages)
-        return self._graphs
 
     def _noise_listener(self, *, summed: bool) -> noise_scale.NoiseListener:
         """Return what measures the noise scale, or, where the recipe or a fact forbids it, nothing.
@@ -268,7 +268,7 @@ class TorchEngine(Engine):
             self.notes += ahead.prepared(self._dry_passes)
         if engine.compile:
             self.notes += compile_stages(
-                self._part.stages,
+                self._part.parts,
                 self._entering(),
                 self._scored(),
                 self.device,
@@ -284,7 +284,7 @@ class TorchEngine(Engine):
             not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
             self.weights.prepare(torch.ones((), device=self.device))
             self.weights.apply(0, 0.0, not_finite, measure=True)
-        dry_passes(self._part.stages, self._entering(), self._scored(), self.device)
+        dry_passes(self._part.parts, self._entering(), self._scored(), self.device)
 
     def _entering(self) -> List[List[Boundary]]:
         """Return what enters each stage in training, for each size of images."""
@@ -345,8 +345,7 @@ class TorchEngine(Engine):
             self._passes.training(size, count, self._feed.image_dtype).train(self._work)
             self._feed.finish()
         # The gradient is a sum of the micro batches' means, each times the loss scale.
-        micro_batches_here = self.batch.accumulation * update.steps
-        self._listeners.computed(self._loss_scale.scale * micro_batches_here)
+        self._listeners.computed(self._loss_scale.scale * count)
 
     def _exchange_gradients(self, update: Update, lr: float) -> Optional[torch.Tensor]:
         """Put the gradients of all replicas in the place of this one's.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Callable, List, Tuple, TypeVar
+import importlib
+import importlib.util
+from typing import Callable, Iterator, List, Tuple, Type, TypeVar
 
 import numpy as np
 import torch
@@ -206,6 +208,16 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x, inplace=not torch.is_grad_enabled())
 
 
+def _newer_layer_scales() -> Iterator[Type[nn.Module]]:
+    """Yield those of models that not all of timm's releases that we can use have.
+
+    A `Residual` of iFormer has no parameter of its own but the scale of its branch.
+    """
+    for model, name in (("swiftformer", "LayerScale2d"), ("iformer", "Residual")):
+        if importlib.util.find_spec(f"timm.models.{model}"):
+            yield getattr(importlib.import_module(f"timm.models.{model}"), name)
+
+
 # The layers whose parameters an optimizer may treat on their own: ours, torch's, and those of
 # timm's models. A layer scale multiplies channels as a norm's scale does.
 NORMS = (
@@ -218,6 +230,7 @@ NORMS = (
     layers.LayerScale2d,
     fastvit.LayerScale2d,
     mlp_mixer.Affine,
+    *_newer_layer_scales(),
 )
 
 

@@ -276,3 +276,12 @@ class DropPaths(nn.Module):
 
 
 RANDOM_LAYERS = (Dropout, DropPath)
+
+
+def dropping(module: nn.Module) -> List[_Dropping]:
+    """Return the random layers of a `module` that have a rate, in its order."""
+    layers = []
+    for layer in module.modules():
+        if isinstance(layer, RANDOM_LAYERS) and layer.rate:
+            layers.append(layer)
+    return layers

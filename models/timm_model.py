@@ -10,25 +10,22 @@ batch normalisation keeps its statistics as ours does.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
-import importlib.util
 import operator
 import re
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
-import timm
 import torch
 from timm.layers import drop as timm_drop
 from torch import fx, nn
 
-from common.errors import ConfigError, first_line
+from common.errors import ConfigError
+from models import timm_creation, timm_depth
 from models.base import FAMILIES, BlockList, Family
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.shapes import BlockShape
-from models.stochastic import Draws, Dropout, DropPath, DropPaths
+from models.stochastic import Draws, Dropout
 from recipe import network, timm_models
 from recipe.randomness import key
 from recipe.settled import image_size
@@ -40,9 +37,7 @@ JOINT = "joint"
 WHOLE = "whole"  # a model that cannot be cut
 _PREFIX = re.compile(rf"(?:{OPENING}|{CLOSING}|{WHOLE}|{JOINT}\.\d+)\.")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-_RATES = ("drop_rate", "drop_path_rate")  # options of timm's models, which some lack
 _MODEL = "model"  # its name in `_Called`
-_TRACED_IMAGES = 2  # not 1, which torch may take for a constant
 
 
 @FAMILIES.implements(network.Timm)
@@ -70,7 +65,7 @@ class TimmFamily(Family):
         blocks.append(("preprocess", Preprocess(section.mean, section.std)))
         blocks += _cut(model, _plan(section))
         for _, block in blocks:
-            _begin_passes(block)
+            timm_depth.begin_passes(block)
         result = BlockList(blocks)
         result.draws = draws
         return result
@@ -120,72 +115,21 @@ def _shapes(text: str, pixels: int) -> Dict[str, BlockShape]:
     section = network.Timm.model_validate_json(text)
     with torch.device("meta"):
         model = TimmFamily.build(section, seed=0)
-    x = torch.empty(_TRACED_IMAGES, 3, pixels, pixels, device="meta")
+    x = torch.empty(timm_creation.TRACED_IMAGES, 3, pixels, pixels, device="meta")
     numbers = {"preprocess": BlockShape(0, 0, 0, 0, output=3 * pixels**2)}
     for name in model.names[1:]:
         try:
             numbers[name], x = _count(model.block(name), x)
         except Exception as error:  # timm's models fail in many ways where a size does not fit
-            raise _wrong_size(section, pixels, error) from None
+            raise timm_creation.wrong_size(section, pixels, error) from None
     return numbers
 
 
 def _exact_model(section: network.Timm, draws: Draws) -> nn.Module:
     """Return timm's model without draws and statistics of its own: see `_make_exact`."""
-    model = _create(section)
+    model = timm_creation.create(section)
     _make_exact(model, section, draws)
     return model
-
-
-def _create(section: network.Timm) -> nn.Module:
-    """Create timm's model, without dropout: see `_make_exact`."""
-    if importlib.util.find_spec("torch.utils.flop_counter") is None:
-        raise ConfigError(
-            "model.name timm needs torch 2.1 or newer; install it, or use an EfficientNet"
-        )
-    # Rates are given also where they are 0: some models have others by default.
-    options: Dict[str, Any] = {
-        "num_classes": section.classes,
-        "drop_rate": 0.0,
-        "drop_path_rate": section.drop_path,
-    }
-    if timm_models.architecture(section.architecture).is_fixed:
-        options["img_size"] = image_size(section)
-    try:
-        return _create_by(section.architecture, options)
-    except TypeError as error:
-        if "drop_path_rate" not in str(error):
-            raise
-        fault = f"timm's {section.architecture} has no stochastic depth; use model.drop_path=0"
-        raise ConfigError(f"model.drop_path {section.drop_path:g}: {fault}") from None
-    except (AssertionError, ValueError, RuntimeError) as error:
-        raise _wrong_size(section, image_size(section), error) from None
-
-
-def _create_by(architecture: str, options: Dict[str, Any]) -> nn.Module:
-    """Create timm's model by its options, but for rates of 0 that it has no option for.
-
-    Raises:
-        TypeError: timm's, for another option that the model does not have.
-    """
-    while True:
-        try:
-            return timm.create_model(architecture, **options)
-        except TypeError as error:
-            # The message names one option at a time.
-            zeros = [rate for rate in _RATES if options.get(rate) == 0]
-            unknown = [rate for rate in zeros if f"'{rate}'" in str(error)]
-            if not unknown:
-                raise
-        options = {name: value for name, value in options.items() if name not in unknown}
-
-
-def _wrong_size(section: network.Timm, pixels: int, error: Exception) -> ConfigError:
-    made_for = timm_models.architecture(section.architecture).image_size
-    fault = f"timm's {section.architecture} does not take it ({first_line(error)})"
-    return ConfigError(
-        f"model.image_size {pixels}: {fault}; its own size is model.image_size={made_for}"
-    )
 
 
 # What makes a model exact --------------------------------------------------------------------
@@ -238,12 +182,17 @@ def _make_exact(model: nn.Module, section: network.Timm, draws: Draws) -> None:
     Raises:
         ConfigError: names a layer that cannot be made exact.
     """
+    # Counted only where something is dropped: it takes a second model, and a pass of it.
+    calls: Mapping[str, int] = {}
+    if any(_drop_path_rate(module) for module in model.modules()):
+        calls = timm_depth.calls(section)
     for parent_name, parent in list(model.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}".lstrip(".")
-            if isinstance(child, timm_drop.DropPath) and child.drop_prob:
-                calls = _drop_path_calls(section.model_dump_json()).get(name, 1)
-                setattr(parent, child_name, _drop_path(child.drop_prob, name, draws, calls))
+            rate = _drop_path_rate(child)
+            if rate:
+                layer = timm_depth.layer(rate, name, draws, calls.get(name, 1))
+                setattr(parent, child_name, layer)
             elif isinstance(child, nn.BatchNorm2d) and child.affine:
                 assert section.norm_momentum is not None  # filled in by the architecture
                 setattr(parent, child_name, _BatchNorm(child, section.norm_momentum))
@@ -257,52 +206,11 @@ def _make_exact(model: nn.Module, section: network.Timm, draws: Draws) -> None:
         raise ConfigError(f"model.architecture {section.architecture}: {fault}; use another model")
 
 
-def _drop_path(rate: float, name: str, draws: Draws, calls: int) -> nn.Module:
-    """Return stochastic depth that a pass calls so many times."""
-    if calls > 1:
-        return DropPaths(rate, name, draws, calls)
-    return DropPath(rate, name, draws)
-
-
-@functools.lru_cache(maxsize=None)
-def _drop_path_calls(text: str) -> Dict[str, int]:
-    """Return how often a pass calls each layer of stochastic depth, by its name.
-
-    Args:
-        text: the section of the model, as JSON.
-    """
-    section = network.Timm.model_validate_json(text)
-    calls: Dict[str, int] = collections.Counter()
-
-    def count(name: str, *_: Any) -> None:
-        """Count a call of the layer `name`."""
-        calls[name] += 1
-
-    # Some models draw from torch's generator on the way, which nobody else shall notice.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = _create(section)
-        for name, module in model.named_modules():
-            if isinstance(module, timm_drop.DropPath):
-                module.register_forward_hook(functools.partial(count, name))
-        pixels = image_size(section)
-        # A model that does not take this size is refused where it is cut.
-        with contextlib.suppress(Exception), torch.no_grad():
-            model(torch.zeros(_TRACED_IMAGES, 3, pixels, pixels))
-    return calls
-
-
-def _begin_passes(block: nn.Module) -> None:
-    """Let each pass of a block begin with the first call of its layers of stochastic depth."""
-    # A pass may have been broken off, by memory that ran out for instance.
-    layers = [module for module in block.modules() if isinstance(module, DropPaths)]
-    if layers:
-        block.register_forward_pre_hook(functools.partial(_begin, layers))
-
-
-def _begin(layers: Sequence[DropPaths], *_: Any) -> None:
-    """Begin a pass in each of the layers: a hook before the pass of a block."""
-    for layer in layers:
-        layer.begin()
+def _drop_path_rate(module: nn.Module) -> float:
+    """Return the rate of a module that is timm's stochastic depth, else 0."""
+    if isinstance(module, timm_drop.DropPath):
+        return module.drop_prob or 0.0
+    return 0.0
 
 
 def _drop_before_classifier(model: nn.Module, section: network.Timm, draws: Draws) -> None:
@@ -484,17 +392,17 @@ def _calls_part(model: nn.Module, node: fx.Node) -> bool:
 
 def _check_takes(model: nn.Module, section: network.Timm, pixels: int) -> None:
     """Raise ConfigError where a model does not take images of so many pixels a side."""
-    images = torch.zeros(_TRACED_IMAGES, 3, pixels, pixels, device="meta")
+    images = torch.zeros(timm_creation.TRACED_IMAGES, 3, pixels, pixels, device="meta")
     try:
         with torch.no_grad():
             model(images)
     except Exception as error:  # timm's models fail in many ways where a size does not fit
-        raise _wrong_size(section, pixels, error) from None
+        raise timm_creation.wrong_size(section, pixels, error) from None
 
 
 def _tensors(model: nn.Module, graph: fx.Graph, pixels: int) -> Set[str]:
     """Return the names of the nodes whose value is one tensor."""
-    images = torch.zeros(_TRACED_IMAGES, 3, pixels, pixels, device="meta")
+    images = torch.zeros(timm_creation.TRACED_IMAGES, 3, pixels, pixels, device="meta")
     kinds = _Kinds(model, graph)
     with torch.no_grad():
         kinds.run(images)
@@ -594,12 +502,13 @@ def _count(block: nn.Module, x: torch.Tensor) -> Tuple[BlockShape, torch.Tensor]
 
     Args:
         block: on the meta device.
-        x: its input, [_TRACED_IMAGES, ...].
+        x: its input, [timm_creation.TRACED_IMAGES, ...].
 
     Returns:
         The numbers, and the block's output.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # not in torch 2.0: see `_create`
+    # Not in torch 2.0: see `timm_creation.create`.
+    from torch.utils.flop_counter import FlopCounterMode
 
     from models.costs import saved_bytes
 
@@ -611,11 +520,11 @@ def _count(block: nn.Module, x: torch.Tensor) -> Tuple[BlockShape, torch.Tensor]
     vectors = [parameter.numel() for parameter in parameters if parameter.dim() <= 1]
     # Operations become multiply-adds, and bytes of float32 elements; all of one image.
     shape = BlockShape(
-        multiply_adds=counter.get_total_flops() // 2 // _TRACED_IMAGES,
+        multiply_adds=counter.get_total_flops() // 2 // timm_creation.TRACED_IMAGES,
         parameters=sum(parameter.numel() for parameter in parameters),
         vectors=sum(vectors),
-        saved=sum(saved.values()) // 4 // _TRACED_IMAGES,
-        output=output.numel() // _TRACED_IMAGES,
+        saved=sum(saved.values()) // 4 // timm_creation.TRACED_IMAGES,
+        output=output.numel() // timm_creation.TRACED_IMAGES,
         layers=len(parameters) - len(vectors),
     )
     return shape, output

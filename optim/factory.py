@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import re
 import types
-from typing import Any, Dict, Iterable, List, Mapping, Set
+from typing import Any, Dict, Iterable, List, Mapping, Set, Tuple
 
 from torch import nn
 
@@ -30,6 +31,8 @@ _CONVOLUTIONS = (
 )
 # Of torch's attention; the weight of its output is that of a Linear.
 _OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+# What torch.nn.utils.parametrizations stores in the place of a parameter.
+_PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original\d*$")
 
 
 def create(
@@ -47,7 +50,7 @@ def create(
     Args:
         section: of the recipe.
         parameters: by name, float32.
-        norm_parameters: names of the parameters that belong to normalisation layers.
+        norm_parameters: result of `models.normalization.norm_parameters`.
         hidden: result of `hidden_layers` for the whole model; only Muon uses it.
         depths: how deep each parameter of the whole model lies, from 0; for `layer_decay`.
 
@@ -108,7 +111,7 @@ def skipped_names(
     Args:
         section: of the recipe. In its `skip`, "bias" covers all biases, "norm" the scales of norms.
         parameters: all, by name.
-        norm_parameters: names of those of normalisation layers.
+        norm_parameters: result of `models.normalization.norm_parameters`.
     """
     # A norm's bias counts as a bias, so "norm" leaves it alone.
     names = set(parameters)
@@ -131,9 +134,10 @@ def _is_bias(name: str, parameter: nn.Parameter) -> bool:
 def hidden_layers(model: nn.Module) -> Dict[str, int]:
     """Return the weights that are matrices between the first and the last layer.
 
-    A layer is a linear one, a convolution or an embedding. They are taken in the order in which the
-    model registers them. Embeddings are no matrices but tables, of which a row is looked up.
-    Depthwise convolutions are left out: each of their groups has one row, so it is a vector.
+    A layer is a linear one, a convolution or an embedding, parametrised (spectral norm, say) or
+    not. They are taken in the order in which the model registers them. Embeddings are no matrices
+    but tables, of which a row is looked up. Depthwise convolutions are left out: each of their
+    groups has one row, so it is a vector.
 
     Args:
         model: the whole model, not a stage of it.
@@ -142,24 +146,31 @@ def hidden_layers(model: nn.Module) -> Dict[str, int]:
         By name, into how many matrices of consecutive rows a weight is divided: the groups of a
         convolution, else 1.
     """
-    layers = {}
-    # Other parameters of several dimensions are tokens, positions and tables of biases.
+    # Other parameters of several dimensions are tokens, positions and tables of biases in timm's
+    # models. In a module of a user's own they may be matrices, too (nn.LSTM, nn.Bilinear), but what
+    # is done with them is not known.
+    layers: Dict[str, Tuple[nn.Module, Dict[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        prefix, _, last = name.rpartition(".")
+        weight = _PARAMETRIZED.sub(r"\1", name)
+        prefix, _, last = weight.rpartition(".")
         module = model.get_submodule(prefix)
         if _is_matrix(module, last) or isinstance(module, nn.Embedding):
-            layers[name] = (module, parameter)
+            layers.setdefault(weight, (module, {}))[1][name] = parameter
     hidden = {}
     # Without the first and the last one, which Muon's author steps by AdamW, too.
-    for name in list(layers)[1:-1]:
-        module, parameter = layers[name]
+    for weight in list(layers)[1:-1]:
+        module, stored = layers[weight]
         if isinstance(module, nn.Embedding):
             continue
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
-        rows = len(parameter) // groups
-        columns = math.prod(parameter.shape[1:])
-        if min(rows, columns) > 1:
-            hidden[name] = groups
+        for name, parameter in stored.items():
+            # A user's parametrisation may store anything.
+            if parameter.dim() < 2 or len(parameter) % groups:
+                continue
+            rows = len(parameter) // groups
+            columns = math.prod(parameter.shape[1:])
+            if min(rows, columns) > 1:
+                hidden[name] = groups
     return hidden
 
 

@@ -79,7 +79,8 @@ def main(
     _check_options(parser, options)
     # Before the branches are trained, which takes hours.
     if options.picture:
-        output.check_picture(options.picture)
+        made = _folder_of_branches(options) if options.branch else None
+        output.check_picture(options.picture, made)
     if options.branch:
         return _branch(options, trainer)
     return _predict(options)
@@ -118,7 +119,7 @@ def _default_batches(batch: int) -> List[int]:
 
 def _branch(options: argparse.Namespace, trainer: Sequence[str]) -> int:
     """Measure the critical batch by branches of the run; return the exit code."""
-    folder = options.output or options.run / "branches"
+    folder = _folder_of_branches(options)
     # Signals are noted from the beginning: reading the run may take seconds.
     stop = StopRequest()
     with stop:
@@ -140,6 +141,11 @@ def _branch(options: argparse.Namespace, trainer: Sequence[str]) -> int:
     if options.json:
         print(json_text(report.as_data(origin, plan, points, growth)))
     return DONE
+
+
+def _folder_of_branches(options: argparse.Namespace) -> Path:
+    """Return the folder that the branches are trained in."""
+    return options.output or options.run / "branches"
 
 
 def _planned(

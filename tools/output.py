@@ -9,7 +9,7 @@ import errno
 import math
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, List, Sequence, Tuple
+from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple
 
 from common.errors import ConfigError
 from common.files import replacing
@@ -48,11 +48,12 @@ def check(path: Path, option: str = "--output") -> None:
         raise ConfigError(f"{fault}; name another file by {option}") from None
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path, made: Optional[Path] = None) -> None:
     """Check that a picture can be written, without making it.
 
     Args:
         path: of the picture, named by `--picture`.
+        made: folder that the command makes before it draws, if any.
 
     Raises:
         ConfigError: it cannot, or the name is that of no kind of picture.
@@ -60,7 +61,8 @@ def check_picture(path: Path) -> None:
     """
     option = "--picture"
     figure(path, (1, 1))
-    if not path.parent.exists():
+    will_be_there = made is not None and path.parent.resolve() == made.resolve()
+    if not will_be_there and not path.parent.exists():
         fault = f"{path}: there is no folder {path.parent}"
         raise ConfigError(f"{fault}; make it, or name another file by {option}")
     check(path, option)

@@ -299,7 +299,7 @@ def _index(options: argparse.Namespace) -> _Report:
         left_out.merge(scanned.left_out)
     for line in left_out.lines(place):
         print(line, flush=True)
-    indexes = _with_plans(folder, indexes)
+    indexes = _with_plans(folder, indexes, before)
     manifest = _manifest(folder, indexes, before, file=options.classes)
     _write_indexes(folder, indexes, manifest)
     data = _summary(place, manifest)
@@ -327,11 +327,20 @@ def _write_indexes(folder: LocalFolder, indexes: Mapping[str, Index], manifest: 
     write(Path(folder.path(MANIFEST)), shard_index.encode_manifest(manifest), durable=True)
 
 
-def _with_plans(folder: Folder, indexes: Mapping[str, Index]) -> dict[str, Index]:
+def _with_plans(
+    folder: Folder,
+    indexes: Mapping[str, Index],
+    manifest: Manifest | None,
+) -> dict[str, Index]:
     """Return indexes of shards, by their names, with what earlier ones say that pack made them from.
 
     A shard that is another by now has no plan. One whose index is gone or damaged has that of the
-    others, where it is the same in all of them.
+    others, where it is the same in all of them and the earlier manifest lists these bytes.
+
+    Args:
+        folder: of the shards.
+        indexes: made anew, without plans.
+        manifest: the earlier one, if any.
     """
     plans = {}
     for name, index in indexes.items():
@@ -340,7 +349,17 @@ def _with_plans(folder: Folder, indexes: Mapping[str, Index]) -> dict[str, Index
             plans[name] = before.plan if before.sha256 == index.sha256 else ""
     different = set(plans.values())
     common = different.pop() if len(different) == 1 else ""
-    return {name: index._replace(plan=plans.get(name, common)) for name, index in indexes.items()}
+    # Without an index a tar may be anybody's: the manifest knows those of pack.
+    listed = set()
+    if manifest is not None:
+        listed = {(shard.name, shard.sha256) for shard in manifest.shards}
+    planned = {}
+    for name, index in indexes.items():
+        plan = plans.get(name)
+        if plan is None:
+            plan = common if (name, index.sha256) in listed else ""
+        planned[name] = index._replace(plan=plan)
+    return planned
 
 
 def _earlier_manifest(folder: Folder, has_names: bool) -> Manifest | None:

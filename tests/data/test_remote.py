@@ -14,13 +14,14 @@ from common.errors import DataError
 from data import remote
 from data.base import UnreadableImage
 from data.loader import EvaluationBatches
-from data.local import MissingFile
+from data.local import MissingFile, Range
 from data.remote import RemoteFolder
 from data.shards import ShardsSource, open_folder
 from recipe.config import Data
 from tests.data.http_server import serving
 from tests.data.tar_shards import write_shards
 from tools import shards
+from tools.indexing import _CHUNK
 
 COUNTS = (5, 1, 9, 4, 7)
 
@@ -120,6 +121,16 @@ def test_few_shards_are_read_from_end_to_end_at_once(server, monkeypatch, capsys
     assert shards.main(["verify", f"{server.url}/train"]) == 0
     assert len(threads) <= RemoteFolder.most_streams == 2
     assert capsys.readouterr().out.endswith("0 faults\n")
+
+
+def test_a_server_at_the_least_rate_is_waited_for_by_all_that_read_from_it(server):
+    """Shards that are read from end to end, each in a thread of its own, and images that are requested together."""
+    folder = RemoteFolder(f"{server.url}/train")
+    stream = [Range("000000.tar", 0, _CHUNK)]
+    images = [Range(f"{number:06d}.tar", 0, 2**20) for number in range(folder.at_once)]
+    for wanted, readers in ((stream, folder.most_streams), (images, 1)):
+        seconds = readers * sum(each.length for each in wanted) / 1e6
+        assert seconds + 8 == pytest.approx(folder._patience(wanted[0].name, wanted, exact=True))
 
 
 def test_shards_are_asked_at_once(source, images, monkeypatch):

@@ -223,7 +223,7 @@ def test_stages_and_replicas_learn_the_same_with_recordings(run):
 def test_there_are_none_where_they_do_not_pay_or_are_not_wanted():
     """With few micro batches, an exchange that begins in the last backward pass is worth more."""
     engine = worlds.engine_of(single(), ())
-    assert engine._training_stages is engine._part.stages  # on a CPU
+    assert engine._training_stages is engine._part.parts  # on a CPU
     with on_cpus(graphs._FEW):
         for overlaps, accumulation, keys, graphed in (
             (True, 3, (), False),
@@ -233,13 +233,13 @@ def test_there_are_none_where_they_do_not_pay_or_are_not_wanted():
         ):
             recipe, few = worlds.recipe_of(keys), replace(engine.batch, accumulation=accumulation)
             found = graphs.recorded(
-                engine._part.stages,
+                engine._part.parts,
                 recipe.engine.graphs,
                 accumulation=few.accumulation,
                 device=engine.device,
                 overlaps=overlaps,
             )
-            assert (found is not engine._part.stages) == graphed
+            assert (found is not engine._part.parts) == graphed
 
 
 def test_a_line_reports_once_what_could_not_be_recorded():

@@ -65,6 +65,31 @@ def test_muon_steps_the_weights_between_the_first_and_the_last_layer():
     assert [name for name, each in squares.items() if not each.any()] == ["3.weight"]
 
 
+class Scaled(nn.Linear):
+    def __init__(self, shape):
+        super().__init__(6, 10)
+        self.scale = nn.Parameter(torch.full(shape, 2.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_a_single_number_is_skipped_as_a_vector():
+    """By `skip: norm`: no decay and no trust ratio."""
+    scales = []
+    for shape in ((), (1,)):
+        module = Scaled(shape)
+        for parameter in (module.weight, module.bias):
+            nn.init.constant_(parameter, 0.5)
+        sections = {"optimizer": {**LARS_KEYS, "weight_decay": 0.3, "skip": ["norm"]}, "precision": FLOAT32}
+        optimizer = DistributedOptimizer(module, sections)
+        for _ in range(3):
+            optimizer.backward(module(torch.ones(2, 6)).square().mean())
+            optimizer.step(lr=0.01)
+        scales.append(module.scale.detach().reshape(1))
+    assert torch.equal(*scales)
+
+
 def halves(rank, size, sections, steps):
     """The module's weights and the saved state, where each replica has another half of the images."""
     module = network(rank)
@@ -148,16 +173,17 @@ def forgetting(rank, size):
         images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(rank)).to(dtype)
         for _ in range(2):
             if forgets:
-                for _ in range(2):
-                    optimizer.backward(module(images).square().mean())
-                optimizer.zero_grad()
-                optimizer.backward(module(images).square().mean())
-                hidden = module[:-1](images)
-                with pytest.raises(torch.OutOfMemoryError):
-                    optimizer.backward(module[-1](Fails.apply(hidden) if rank == size - 1 else hidden).mean())
-                    assert rank != size - 1
-                    raise torch.OutOfMemoryError("as the other replica tells")
-                optimizer.zero_grad()
+                for failing in (None, 1, 0):  # the call that runs out of memory, on the last replica
+                    for call in range(2):
+                        hidden = module[:-1](images)
+                        if call != failing:
+                            optimizer.backward(module[-1](hidden).square().mean())
+                            continue
+                        with pytest.raises(torch.OutOfMemoryError):
+                            optimizer.backward(module[-1](Fails.apply(hidden) if rank == size - 1 else hidden).mean())
+                            assert rank != size - 1
+                            raise torch.OutOfMemoryError("as the other replica tells")
+                    optimizer.zero_grad()
             for _ in range(2):
                 optimizer.backward(module(images).sum())
             assert optimizer.step(lr=0.1)
@@ -172,6 +198,23 @@ def test_backward_passes_that_are_forgotten_change_no_bit(size):
     for found in world.run(size, forgetting) if size > 1 else [forgetting(0, 1)]:
         for expected, other in zip(found[::2], found[1::2]):
             assert_bitwise_equal(other, expected)
+
+
+def test_an_update_without_a_pass_that_failed_is_refused():
+    """The pass has left gradients of the last layers, and the exchange may have begun before the last pass."""
+    module = network()
+    optimizer = DistributedOptimizer(module, {}, accumulation=2)
+    images = torch.randn(8, 3, 8, 8)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.backward(module[-1](Fails.apply(module[:-1](images))).mean())
+    for _ in range(2):
+        optimizer.backward(module(images).mean())
+    with pytest.raises(ValueError, match="of 3 backward passes 2 came to their end"):
+        optimizer.step(lr=0.1)
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.backward(module(images).mean())
+    assert optimizer.step(lr=0.1)
 
 
 def subgroups(rank, size, sections):

@@ -8,6 +8,7 @@ import timm
 import timm.optim
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from models.families import build
 from optim import factory, muon
@@ -254,6 +255,47 @@ def test_hidden_layers_are_multiplied_by_and_no_table_or_token_is_one():
     projections = ("attention.q_proj_weight", "attention.k_proj_weight", "attention.v_proj_weight")
     others = ("attention.out_proj.weight", "own.in_proj_weight", "own.out_proj.weight")
     assert factory.hidden_layers(Tabled()) == {**dict.fromkeys((*projections, *others), 1), "larger.weight": 2}
+
+
+class Own(nn.Module):
+    """A layer of one's own that multiplies by its weight, which nothing tells from a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("wrapped", [parametrizations.spectral_norm, parametrizations.weight_norm])
+def test_a_parametrised_layer_is_a_layer(wrapped):
+    """The first and the last one count as these, whatever their weights are made of."""
+    layers = [nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Linear(4, 4), nn.Linear(4, 4)]
+    module = nn.Sequential(*(wrapped(each) for each in layers))
+    matrix = {parametrizations.spectral_norm: "original", parametrizations.weight_norm: "original1"}[wrapped]
+    names = [f"{number}.parametrizations.weight.{matrix}" for number in (1, 2)]
+    assert factory.hidden_layers(module) == dict(zip(names, (2, 1)))
+
+
+def test_what_a_parametrisation_stores_need_be_no_matrix_of_the_layer():
+    class Scaled(nn.Module):
+        def right_inverse(self, weight):
+            return weight.mean(), weight[0, :1, 0]
+
+        def forward(self, mean, row):
+            return mean * row.expand(4, 2, 1).unsqueeze(-1)
+
+    middle = nn.Conv2d(4, 4, 1, groups=2)
+    parametrize.register_parametrization(middle, "weight", Scaled())
+    assert factory.hidden_layers(nn.Sequential(nn.Conv2d(4, 4, 1), middle, nn.Conv2d(4, 4, 1))) == {}
+
+
+def test_of_other_modules_matrices_are_not_known():
+    """They take AdamW's steps, and are neither the first nor the last layer."""
+    others = [nn.LSTM(4, 4), nn.Bilinear(4, 4, 4), Own()]
+    module = nn.Sequential(*others, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), *others)
+    assert factory.hidden_layers(module) == {"4.weight": 1}
 
 
 @pytest.mark.parametrize("architecture", ["swin_tiny_patch4_window7_224", "beit_base_patch16_224", "tiny_vit_5m_224"])

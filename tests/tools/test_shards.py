@@ -83,6 +83,22 @@ def test_an_index_that_is_made_anew_is_of_no_plan_where_that_is_not_known(classe
     assert plan and plans == [plan, "", "", plan]
 
 
+@pytest.mark.parametrize("packed_before", [True, False], ids=["whole", "interrupted"])
+def test_an_index_of_anothers_tar_is_of_no_plan_so_that_pack_does_not_keep_it(classes, tmp_path, capsys, packed_before):
+    """It has the name of a shard of ours. Where pack was interrupted there is no manifest yet."""
+    out = tmp_path / "out"
+    pack(capsys, classes, out)
+    (out / "000001.tar").write_bytes(WHOLE)
+    (out / "000001.tar.index").unlink()
+    if not packed_before:
+        (out / "shards.json").unlink()
+    assert run(capsys, "index", out)[0] == 0
+    assert shard_index.stored_index(LocalFolder(str(out)), "000001.tar").plan == ""
+    code, _, (error,) = pack(capsys, classes, out)
+    assert code == 2 and "000001.tar: packed from other images" in error
+    assert (out / "000001.tar").read_bytes() == WHOLE
+
+
 def class_order(folder):
     """Whether the classes of shards are known to be numbered in the order of their names."""
     return class_names(Data(source="shards", root=str(folder.parent), train_folder=folder.name), "train").sorted

@@ -37,7 +37,7 @@ class Source(NamedTuple):
     folder: of the run.
     recipe: of the run, with the overrides of all branches.
     per_epoch, total: steps of an epoch and of the whole run.
-    replicas, stages: processes of its newest session.
+    replicas, stages: processes of its newest session that trained.
     images_per_second: in training, over all sessions.
     pause: seconds of an evaluation with a checkpoint; None where it has had none.
     """
@@ -104,8 +104,8 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
         )
     # Sessions that lost work trained more images than the log shows: the pace is of those kept.
     logged = int(max(run.metrics.train["step"]))
-    # The processes of the newest session train the branches, too.
-    newest = run.starts[-1] if run.starts else {}
+    # The processes of the newest session that trained train the branches, too.
+    newest = reading.newest_noted(run.starts)
     return Source(
         folder=folder,
         recipe=recipe,

@@ -164,7 +164,7 @@ def cost(
         return prediction
     plan = workload.changed(recipe, "batch", global_=other, schedule=None)
     # A batch that so many replicas cannot share is computed as the next larger one that they can.
-    # Where the model is cut does not follow the batch, which the run's own micro batch and stages
-    # need not divide.
+    # The model is cut as for the run's own batch: another one need not be a multiple of its micro
+    # batch.
     row = scaling.predict(plan, machine, replicas, workload.of(recipe))
     return prediction._replace(replicas=replicas, seconds=needed * row.seconds)

@@ -205,7 +205,6 @@ def state_bytes(recipe: Recipe, device: str) -> int:
     total = weights + _GRADIENT
     if device == "ipu":  # averages are the host's, and PopART steps in place
         return total + _slot_bytes_of_ipu(recipe)
-    slots = recipe.optimizer.slots.values()
     total += _slot_bytes(recipe)
     # The module's parameters are a copy where their type is not that of the weights.
     copied = kind != recipe.precision.weights
@@ -213,7 +212,7 @@ def state_bytes(recipe: Recipe, device: str) -> int:
         total += compute
     # A CPU steps in place where everything is float32.
     if recipe.optimizer.scratch and (device != "cpu" or copied or compute != _FLOAT32):
-        total += _FLOAT32 * len(slots)
+        total += _FLOAT32 * len(recipe.optimizer.slots)
         if not (copied and compute == _FLOAT32):  # else the working copy serves for the weights
             total += _FLOAT32
     for decay in (recipe.average.step_decay, recipe.average.epoch_decay):

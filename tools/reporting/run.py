@@ -306,8 +306,19 @@ def noted_replicas(starts: Sequence[dict]) -> Optional[int]:
     Args:
         starts: of the run.
     """
-    noted = [start["replicas"] for start in starts if "replicas" in start]
-    return noted[-1] if noted else None
+    return newest_noted(starts).get("replicas")
+
+
+def newest_noted(starts: Sequence[dict]) -> dict:
+    """Return a run's newest start that has noted its replicas; {}: none has.
+
+    A start that trains nothing, because the run is finished or its recipe is refused, notes none.
+
+    Args:
+        starts: of the run.
+    """
+    noted = [start for start in starts if "replicas" in start]
+    return noted[-1] if noted else {}
 
 
 def division(run: Run) -> Optional[str]:

@@ -21,9 +21,11 @@ PROGRESSION = {"images_digest": "a-b", "rounding": 3, "seconds": 9.0, "loss": 4.
 
 @pytest.fixture
 def make_run(tmp_path):
-    """make_run(*overrides, saved=..., topology=...): the folder of a run with checkpoints of those epochs."""
+    """make_run(*overrides, saved=..., repeated=..., topology=...): folder of a run with checkpoints of those epochs.
 
-    def made(*overrides, saved=range(1, EPOCHS + 1), name="run", **topology):
+    Its command was repeated so often once it was finished."""
+
+    def made(*overrides, saved=range(1, EPOCHS + 1), name="run", repeated=0, **topology):
         folder = tmp_path / name
         folder.mkdir()
         recipe = loading.load(QUICKSTART, [*RECIPE, f"run.output={folder}", *overrides])
@@ -36,7 +38,7 @@ def make_run(tmp_path):
             pace = {"images_per_second": RATE, "data_wait": 0.1, "seconds": seconds}
             lines += [{"event": "train", **event, **pace, "skipped_steps": 0}, {"event": "eval", **event, "loss": 1.0}]
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        starts = [{"step": 0, "replicas": 1, "stages": 1, **topology}]
+        starts = [{"step": 0, "replicas": 1, "stages": 1, **topology}, *[{}] * repeated]
         (folder / "environment.json").write_text(json_text({"starts": starts}))
         checkpoints = CheckpointFolder(folder / "checkpoints", 1000, True)
         for epoch in saved:

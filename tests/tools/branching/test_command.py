@@ -93,6 +93,17 @@ def test_the_cost_is_announced_exactly_and_the_critical_batch_is_that_of_the_tas
     assert any("4 x recovered; --share" in line for line in out)
 
 
+@pytest.mark.parametrize("output", [(), ("--output", "elsewhere/of mine")], ids=str)
+def test_a_picture_may_lie_in_the_folder_that_the_branches_make(make_run, branched, tmp_path, monkeypatch, output):
+    """The same command finds its branches there afterwards."""
+    monkeypatch.chdir(tmp_path)
+    run = make_run()
+    picture = (tmp_path / output[1] if output else run / "branches") / "branches.png"
+    for _ in range(2):
+        assert branched(run, *output, "--picture", picture)[0] == DONE
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_schedule_can_be_pasted_and_has_the_rates_of_the_branches(make_run, branched, tmp_path):
     run = make_run()
     _, out, _ = branched(run, *WHOLE, "--json")
@@ -278,8 +289,8 @@ def test_a_run_without_a_log_is_refused(make_run, branched):
 
 
 def test_branches_start_as_the_run_was_started(make_run):
-    """By the launcher with its stages and replicas, whatever the recipe says."""
-    origin = read(make_run(replicas=2, stages=3), [])
+    """By the launcher with its stages and replicas, whatever the recipe says. A start that trained nothing has none."""
+    origin = read(make_run(repeated=1, replicas=2, stages=3), [])
     command = session._command(origin, origin.folder / "b", DOUBLE)
     assert command[2] == str(ROOT / "tools" / "launch.py")
     assert command[3:7] == ["--stages", "3", "--replicas", "2"] and command[-1] == f"run.output={origin.folder / 'b'}"
