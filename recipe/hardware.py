@@ -9,8 +9,8 @@ from recipe.section import PathText, Section, shares
 
 
 class EngineSection(Section):
-    """How CPUs and GPUs compute the model and its update; results differ in rounding only. IPUs do
-    not read it.
+    """How CPUs and GPUs compute the model and its update; results differ in rounding only. IPUs
+    take its defaults only.
     """
 
     compile: bool = False

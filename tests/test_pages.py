@@ -100,6 +100,10 @@ FIGURES = [
         "docs/batch.md", rf"with {NUMBER} % of the updates",
         "docs/results/ladder2.md", rf"with {NUMBER} % of the updates, at the rate", 1,
     ),
+    (
+        "README.md", rf"{NUMBER} times timm's rate on one core",
+        "docs/results/loader.md", rf"`speedup_over_timm_per_core` \| {NUMBER} ", 1,
+    ),
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from common import progress
 from tests.conftest import ROOT
+from tests.waiting import wait_until
 
 SHOWN_CURSOR = "\x1b[?25h"
 WORK = """
@@ -101,11 +102,11 @@ print("the end")
 
 def test_a_plain_line_comes_every_so_often(monkeypatch, capsys):
     monkeypatch.setattr(progress, "EVERY", 0.01)
+    line = re.compile(r"of 3 things are done \(\d:\d\d:\d\d\)")
     for _ in progress.counted(range(3), 3, "things are done"):
-        while "of 3 things are done (0:00:00)" not in capsys.readouterr().out:
-            pass
+        wait_until(lambda: line.search(capsys.readouterr().out))
     with progress.lines(lambda: "said elsewhere", elsewhere=False):
-        pass
+        time.sleep(0.1)
     assert "said" not in capsys.readouterr().out
 
 

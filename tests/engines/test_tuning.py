@@ -129,7 +129,8 @@ def test_deterministic_is_refused_where_cublas_would_not_be(given, started, faul
     try:
         with pytest.raises(ConfigError, match=f"^run.deterministic: {fault}$") if fault else contextlib.nullcontext():
             devices.set_switches(True)
-        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == given if fault else given or ":4096:8"
+        expected = given if fault else given or ":4096:8"
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == expected
     finally:
         torch.use_deterministic_algorithms(False)
         devices.set_switches(False)

@@ -52,6 +52,7 @@ def test_measured_bytes_are_those_of_a_closed_form(gathered):
     }
 
 
+@pytest.mark.clock
 def test_times_are_of_the_blocks_own_passes():
     """A block that sleeps in one direction is told from its neighbours; sleeps are long against everything else."""
     pause = 0.02

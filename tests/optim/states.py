@@ -46,6 +46,13 @@ SECTIONS = {
     "lars, Nesterov": {**LARS, **FORMS["nesterov"]},
 }
 INSTRUCTIONS = ["native", "x86-64", "x86-64-v3", "x86-64-v4"]  # the second converts no float16
+# By Linux's names, of the levels of the x86-64 ABI.
+_OF_V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
+_NEEDED = {
+    "x86-64": set(),
+    "x86-64-v3": _OF_V3,
+    "x86-64-v4": _OF_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
 HIDDEN = {"conv.weight": 2}  # matrices of Muon: the groups of a convolution
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 _MOMENTS = {"lamb": _OF_ADAM, "adamw": _OF_ADAM, "muon": _OF_ADAM, "rmsprop": ("square_avg",)}
@@ -116,7 +123,9 @@ def compile_for(monkeypatch, instructions):
     """Have C++ compiled for one of INSTRUCTIONS, or skip the test where this processor has them not."""
     if instructions != "native" and platform.machine() != "x86_64":
         pytest.skip("of x86-64")
-    if instructions == "x86-64-v4" and "avx512vl" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("no AVX-512 here")
+    if instructions != "native":
+        has = set(Path("/proc/cpuinfo").read_text().split())
+        if not _NEEDED[instructions] <= has:
+            pytest.skip(f"no {instructions} here")
     flags = tuple(f"-march={instructions}" if flag.startswith("-march") else flag for flag in compilation._FLAGS)
     monkeypatch.setattr(compilation, "_FLAGS", flags)

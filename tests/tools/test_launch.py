@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from common import cores
 from parallel import launchers
 from parallel.board import Board
 from parallel.hosts import Hosts
@@ -143,7 +144,7 @@ def test_ranks_get_the_environment_of_torchrun_and_the_arguments_unchanged(launc
         assert start["arguments"][-2:] == ["parallel.replicas=2", "parallel.stages=2"]
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "POD_LAUNCHER")
         assert [given[name] for name in names] == [str(rank), str(rank), "4", "4", "127.0.0.1", "1"]
-        assert given["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 4))
+        assert given["OMP_NUM_THREADS"] == str(max(1, cores.available() // 4))
         assert (given["GLOO_SOCKET_IFNAME"], given["TORCH_CPP_LOG_LEVEL"]) == ("lo", "ERROR")
         assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # of every launcher, see common/command.py
         assert not {"POD_TOKEN", *left_over} & set(given)

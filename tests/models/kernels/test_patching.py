@@ -38,12 +38,28 @@ def test_layers_are_replaced_by_name_of_kernel_and_their_names_returned():
 
 
 def test_a_patched_model_computes_the_same():
-    """Float32 sums in another order. The first blocks have each kind of layer."""
+    """Output and gradients beside float64's. The first blocks have each kind of layer.
+
+    Some ten layers, whose sums of up to a few hundred terms are rounded in another order: 100 eps of the largest.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, plain = model_of().to(device), model_of().to(device)
+    model = model_of().to(device)
     patch(model)
+    exact = model_of().to(device).double()
     images = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8, device=device)
-    first = plain.names[:4]
+    first = exact.names[:4]
     assert kinds(model.part(first), "FusedGroupNormAct") and kinds(model.part(first), "FusedGroupConv2d")
-    with torch.backends.cudnn.flags(allow_tf32=False), torch.no_grad():
-        torch.testing.assert_close(model.part(first)(images), plain.part(first)(images), rtol=1e-3, atol=1e-4)
+    results = []
+    for each in (model, exact):
+        part = each.part(first)
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            output = part(images)
+            slopes = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=device).view_as(output)
+            (output * slopes).sum().backward()
+        results.append({"output": output, **{name: weight.grad for name, weight in part.named_parameters()}})
+    computed, expected = results
+    assert list(computed) == list(expected)
+    for name, values in expected.items():
+        largest = values.abs().max().item()
+        tolerance = 100 * torch.finfo(torch.float32).eps * largest
+        torch.testing.assert_close(computed[name].double(), values, rtol=0, atol=tolerance, msg=name)
