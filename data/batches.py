@@ -14,11 +14,15 @@ class Request(NamedTuple):
     number: int  # within the step, counted over all replicas
     image_size: int  # pixels a side
     indices: List[int]  # of the images in their source
-    shown: Optional[List[int]] = None  # see `showings`; None: once an epoch
+    showing_numbers: Optional[List[int]] = None  # see `showings`; None: once an epoch
 
     def showings(self) -> List[int]:
         """Return the number that names the draws of each image: see data/epochs.Shown."""
-        return [self.epoch] * len(self.indices) if self.shown is None else self.shown
+        return (
+            [self.epoch] * len(self.indices)
+            if self.showing_numbers is None
+            else self.showing_numbers
+        )
 
 
 class MicroBatch(NamedTuple):

@@ -168,7 +168,7 @@ class _Requests:
                     number,
                     image_size=pixels,
                     indices=[row.image for row in shown],
-                    shown=[row.showing for row in shown],
+                    showing_numbers=[row.showing for row in shown],
                 )
 
     def _pixels(self, epoch: int) -> int:

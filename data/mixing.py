@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional, Tuple
 import numpy as np
 import torch
 
-from data.prefetch import sent
+from data.prefetch import to_device
 from recipe.config import Data
 from recipe.randomness import Stream, key
 
@@ -59,7 +59,7 @@ def draw(
     Args:
         data: with the strength of mixup and cutmix.
         seed: of the run.
-        step: first step of the update.
+        step: of the micro batch (an update may have several).
         number: of the micro batch within its step, over all replicas.
         rows: of the micro batch.
         valid: rows that are images; they come first.
@@ -82,7 +82,7 @@ def draw(
     _, _, box_height, box_width = box
     # The same box for all rows, so that a single copy moves it, and labels have one share.
     return Mixing(
-        share=sent(torch.from_numpy(share), device),
+        share=to_device(torch.from_numpy(share), device),
         partner=_before(1, rows, valid, device),
         box=box,
         donor=_before(2 if valid > 2 else 1, rows, valid, device),
@@ -143,7 +143,7 @@ def _before(distance: int, rows: int, valid: int, device: torch.device) -> torch
     # Cached: it is the same for nearly every micro batch, and would be copied to a GPU each time.
     partners = np.arange(rows)
     partners[:valid] = (partners[:valid] - distance) % max(1, valid)
-    return sent(torch.from_numpy(partners), device)
+    return to_device(torch.from_numpy(partners), device)
 
 
 def _by_g16(

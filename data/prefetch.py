@@ -21,7 +21,7 @@ _Moved = Tuple[MicroBatch, Optional[torch.cuda.Event]]
 _Move = Callable[[MicroBatch], _Moved]
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a small tensor of the host on a device; no GPU is waited for.
 
     Args:

@@ -92,25 +92,25 @@ class Transform(abc.ABC):
     """The work on each image of a split, from the encoded image to the square of pixels."""
 
     @abc.abstractmethod
-    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
+    def frame(self, image: Image, size: int, showing: int, index: int) -> Frame:
         """Return the plan for an image.
 
         Args:
             image: of which only height and width are read.
             size: pixels a side of the result.
-            epoch: from 0; or the number of the showing, see data/epochs.Shown.
+            showing: number that names the draws, see data/epochs.Shown.
             index: number of the image in its source.
         """
 
     augments = False  # whether `finish` changes pixels
     interpolation = "bilinear"  # of all frames: data.interpolation
 
-    def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+    def finish(self, pixels: torch.Tensor, showing: int, index: int) -> torch.Tensor:
         """Augment the pixels of a frame.
 
         Args:
             pixels: uint8 [3, size, size].
-            epoch: from 0.
+            showing: as in `frame`.
             index: number of the image in its source.
 
         Returns:
@@ -118,7 +118,7 @@ class Transform(abc.ABC):
         """
         return pixels
 
-    def __call__(self, image: Image, size: int, epoch: int, index: int) -> torch.Tensor:
+    def __call__(self, image: Image, size: int, showing: int, index: int) -> torch.Tensor:
         """Return the pixels for the model: uint8 [3, size, size], mostly channels last in memory.
 
         Raises:
@@ -126,20 +126,20 @@ class Transform(abc.ABC):
         """
         # In training a decoder may give a smaller box where that is still large enough: fewer pixels
         # are decoded. Scores come from the box at its own size, as other programs compute them.
-        frame = self.frame(image, size, epoch, index)
+        frame = self.frame(image, size, showing, index)
         pixels = image.pixels(frame.box, None if frame.exact else size)
         pixels = _resize(pixels, frame.height, frame.width, frame.interpolation)
         top, left = frame.corner
         pixels = pixels[:, top : top + size, left : left + size]
         if frame.flip:
             pixels = pixels.flip(2)
-        return self.finish(pixels, epoch, index)
+        return self.finish(pixels, showing, index)
 
 
 class Training(Transform):
     """Random crop, resized to a square, mirrored or not, then data.augment, jitter and erasing.
 
-    Draws are a function of (seed, epoch, sample index), those of data.augment also of torchvision's
+    Draws are a function of (seed, showing, sample index), those of data.augment also of torchvision's
     or timm's order of draws.
 
     Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158; Hendrycks et
@@ -162,11 +162,11 @@ class Training(Transform):
         others = data.color_jitter > 0 or data.random_erasing > 0
         self.augments = others or data.augment != "none"
 
-    def frame(self, image: Image, size: int, epoch: int, index: int) -> Frame:
+    def frame(self, image: Image, size: int, showing: int, index: int) -> Frame:
         """Draw the box and the flip of an image: see `Transform.frame`."""
         # The flip is drawn first, since a box takes a number of draws that varies.
         data = self.data
-        stream = Stream(self.draw_key(epoch, index))
+        stream = Stream(self.draw_key(showing, index))
         flip = stream.uniform() < data.flip
         box = crop_box(stream, image.height, image.width, data.crop_area, data.crop_aspect)
         return Frame(
@@ -179,14 +179,14 @@ class Training(Transform):
             interpolation=data.interpolation,
         )
 
-    def draw_key(self, epoch: int, index: int) -> int:
+    def draw_key(self, showing: int, index: int) -> int:
         """Return the 64-bit key of the box and the flip of an image: see `Transform.frame`."""
-        return key("augment", self._seed, epoch, index)
+        return key("augment", self._seed, showing, index)
 
-    def finish(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+    def finish(self, pixels: torch.Tensor, showing: int, index: int) -> torch.Tensor:
         """Augment the `pixels` of a frame: see `Transform.finish`."""
         data = self.data
-        names = (self._seed, epoch, index)
+        names = (self._seed, showing, index)
         # Each has a key of its own, so that none changes what another draws.
         if data.augment != "none":
             pixels = self._by_policy(pixels, key(data.augment, *names))
@@ -240,7 +240,7 @@ class Evaluation(Transform):
         self._data = data
         self.interpolation = data.interpolation
 
-    def frame(self, image: Image, size: int, epoch: int = 0, index: int = 0) -> Frame:
+    def frame(self, image: Image, size: int, showing: int = 0, index: int = 0) -> Frame:
         """Return the centre of an `image`, the same in every epoch: see `Transform.frame`."""
         # Where the aspect stays, only the centre is kept of a line of 1 x 65535 pixels, which would
         # be resized to gigabytes.

@@ -23,7 +23,7 @@ from data import loader, mixing
 from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
-from data.prefetch import Prefetcher, sent
+from data.prefetch import Prefetcher, to_device
 from parallel.groups import begun
 from parallel.processes import Processes
 from recipe.division import Batch
@@ -178,7 +178,7 @@ class Feed:
             are mixed. On the device.
         """
         labels, valid = self._labels()
-        labels = sent(labels, self._device)
+        labels = to_device(labels, self._device)
         # By the same key as for its images, which another process may have mixed.
         plan = self._plan(number, self._rows, valid)
         targets = labels
@@ -211,7 +211,7 @@ class Feed:
         if not self._topology.is_first:
             self._coming.append(self._receive_labels())
         labels, valid = self._labels()
-        return sent(labels[:valid], self._device)
+        return to_device(labels[:valid], self._device)
 
     def finish(self) -> None:
         """Wait until all labels have arrived: then their memory may be used again."""

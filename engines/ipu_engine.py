@@ -112,7 +112,7 @@ class IpuEngine(Engine):
         self.processes = processes
         self.topology = processes.topology
         self._recipe = recipe
-        # Of arithmetic and weights: ipu/rules.py requires one dtype for both.
+        # Of arithmetic and weights: recipe/ipu/rules.py requires one dtype for both.
         self._dtype = DTYPES[compute_dtype(recipe)]
         training = device_model(recipe.model, recipe.run.seed, self._dtype)
         evaluation = device_model(recipe.model, recipe.run.seed, self._dtype)

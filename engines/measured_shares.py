@@ -28,7 +28,7 @@ class MeasuredShares(StepListener):
         self._processes = processes
         self._stopwatch = Stopwatch(device)
         self._speeds = Speeds(least)
-        self._settled = False
+        self._warm = False
 
     def span(self, kind: str, number: int) -> ContextManager[None]:
         if kind != "compute":
@@ -39,9 +39,9 @@ class MeasuredShares(StepListener):
         """Return the seconds of the passes since the last call, and of how many steps. Waits."""
         return self._stopwatch.read()
 
-    def unsettle(self) -> None:
+    def skip_next(self) -> None:
         """Leave out the next step: with other shares it also starts what is new."""
-        self._settled = False
+        self._warm = False
 
     def follow(self, shares: Shares) -> Tuple[Optional[List[range]], List[str]]:
         """Return the shares for the next steps, None where they stay, and lines for the user.
@@ -66,10 +66,10 @@ class MeasuredShares(StepListener):
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        if self._settled:
+        if self._warm:
             with self._stopwatch.running():
                 yield
         else:
             yield
         # Also after a step that was left out: the next one counts.
-        self._settled = True
+        self._warm = True

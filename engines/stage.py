@@ -60,7 +60,7 @@ class Stage(nn.Module):
             blocks: of the stage.
             draws: of their random layers.
             recompute: names of the blocks whose activations are computed again.
-            memory_format: of activations within the stage. It takes and returns them as `sent`
+            memory_format: of activations within the stage. It takes and returns them as `as_sent_between_stages`
                 leaves them, apart from images and logits.
         """
         super().__init__()
@@ -92,7 +92,7 @@ class Stage(nn.Module):
                 x = self._checkpointed(segment, compute, x)
             else:
                 x = compute(x)
-        return sent(x, self._memory_format)
+        return as_sent_between_stages(x, self._memory_format)
 
     def compile(self, mode: str = "default", backend: str = "inductor") -> None:
         """Compile each block when it is first computed, in training and in evaluation.
@@ -238,7 +238,7 @@ def _has_gradient(segment: nn.Module, x: torch.Tensor) -> bool:
     return x.requires_grad or any(parameter.requires_grad for parameter in segment.parameters())
 
 
-def sent(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+def as_sent_between_stages(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
     """Return activations as they travel between stages, so that neither side copies them.
 
     Args:
@@ -275,7 +275,7 @@ def boundaries(
     with torch.no_grad():
         for names in parts:
             x = model.part(names)(x)
-            shapes.append(Boundary(tuple(sent(x, memory_format).shape), dtype))
+            shapes.append(Boundary(tuple(as_sent_between_stages(x, memory_format).shape), dtype))
     return shapes
 
 

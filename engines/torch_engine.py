@@ -451,7 +451,7 @@ class TorchEngine(Engine):
         self._noise.meter.batches.share = share
         self._passes.forget()
         if self._shares is not None:
-            self._shares.unsettle()
+            self._shares.skip_next()
         # Where images do not enter there is nothing to be read otherwise.
         if isinstance(self._batches, loader.TrainingBatches):
             self._batches.set_share(step, share)

@@ -18,7 +18,7 @@ from common.errors import ConfigError, first_line
 from common.json_io import read_json
 from engines import ahead, cache, cuts
 from engines.devices import compute_dtype, device_of, dtype_name, name_of, set_switches, timed
-from engines.stage import Recompute, Stage, blocks_to_recompute, boundaries, sent
+from engines.stage import Recompute, Stage, as_sent_between_stages, blocks_to_recompute, boundaries
 from models import shapes
 from models.base import BlockList
 from models.families import build
@@ -439,7 +439,7 @@ def _random_micro_batch(part: _Part, memory_format: torch.memory_format) -> torc
         return numbers.byte().contiguous(memory_format=torch.channels_last).to(part.device)
     # Between -2 and 2, as behind a normalisation; they get a gradient, which the stage before needs.
     activations = (numbers / 64 - 2).to(part.device, part.entering.dtype)
-    return sent(activations, memory_format).requires_grad_()
+    return as_sent_between_stages(activations, memory_format).requires_grad_()
 
 
 def _file(part: _Part, candidates: Sequence[Candidate]) -> Path:

@@ -105,7 +105,8 @@ class Gradients:
         elif self._arrivals is not None and self._arrivals.complete:
             self.flat.add_(self._arrivals.take())
         else:
-            # A CPU; or an exchange that begins within the backward pass has collected some already.
+            # A CPU, where autograd has added float32 gradients already; or an exchange that begins
+            # within the backward pass has collected some.
             for number in range(len(self._parameters)):
                 self.collect(number)
 

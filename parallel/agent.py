@@ -158,14 +158,14 @@ def _run_attempts(
     others = meet()
     attempt = 0
     while True:
-        outcome = others.settle(_attempt(program, others, attempt, signals))
+        outcome = others.agree_on_end(_attempt(program, others, attempt, signals))
         # A host that has lost its way to the master of an elastic run tries to come back.
         is_elastic = program.stages is not None
         while others.lost_master and is_elastic and others.hosts.this and not signals.stopping:
             _print(f"{outcome.line}; trying to come back")
             try:
                 others = meet()
-                outcome = others.settle(_attempt(program, others, 0, signals))
+                outcome = others.agree_on_end(_attempt(program, others, 0, signals))
             except UserError as error:
                 # This host was taken in before, so its input was right: now another master is there.
                 _print(str(error))

@@ -54,16 +54,16 @@ class Connections:
 
     def __init__(self) -> None:
         self._before = set(_open_connections())
-        self._own: Set[int] = set()  # empty until `settle`
+        self._own: Set[int] = set()  # empty until `note_open`
 
-    def settle(self) -> None:
+    def note_open(self) -> None:
         """Take note that all are open: connections that are opened from here on are others'."""
         self._own = set(_open_connections()) - self._before
 
     def cut(self) -> None:
         """Shut down the connections that are open."""
         connections = _open_connections()
-        # Before `settle` all that were opened since the beginning are the generation's.
+        # Before `note_open` all that were opened since the beginning are the generation's.
         to_cut = self._own or set(connections) - self._before
         for inode, descriptor in connections.items():
             if inode in to_cut:

@@ -134,9 +134,9 @@ class Elastic:
         finally:
             timer.cancel()
 
-    def settled(self) -> None:
+    def engine_is_built(self) -> None:
         """Take note that the engine is there: later connections are others'."""
-        self._connections.settle()
+        self._connections.note_open()
 
     def check(self) -> None:
         """Check that this generation goes on. Raises Regroup as soon as it is over."""

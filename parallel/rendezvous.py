@@ -155,7 +155,7 @@ class Others:
         hosts = range(self.hosts.number)
         return all(self._silent(host) for host in hosts if host != self.hosts.this)
 
-    def settle(self, mine: Outcome) -> Outcome:
+    def agree_on_end(self, mine: Outcome) -> Outcome:
         """Agree with all hosts on the end of the ranks.
 
         Args:

@@ -33,7 +33,7 @@ class Run(Section):
     epochs: Optional[float] = Field(None, gt=0, le=1e6)
     """length of the run in epochs (or steps, or images)"""
     steps: Optional[int] = Field(None, gt=0, le=10**12)
-    """length of the run in optimizer updates"""
+    """length of the run in steps of batch.global images"""
     images: Optional[int] = Field(None, gt=0, le=10**15)
     """length of the run in training images"""
     resume: Literal["auto", "never"] = "auto"
@@ -110,7 +110,7 @@ class Log(Parts):
     """Records of training; each logger adds its keys."""
 
     every_steps: int = Field(50, gt=0)
-    """updates between two log lines, each of which waits for the device"""
+    """steps between two log lines, each of which waits for the device"""
     trust_ratios: bool = True
     """write each layer's trust ratio into metrics.jsonl"""
     noise_scale: Union[bool, Literal["auto", "layers"]] = "auto"

@@ -13,6 +13,7 @@ section 2.2). It never shrinks.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Iterator, List, Optional, Sequence, Tuple
 
@@ -127,7 +128,7 @@ class Course:
 
     def done(self, steps: int) -> List[Update]:
         """Return the updates of the first so many steps."""
-        return [update for update in self.updates() if update.end <= steps]
+        return list(itertools.takewhile(lambda update: update.end <= steps, self.updates()))
 
     def updates(self, start: int = 0) -> Iterator[Update]:
         """Yield the updates from step `start` on, where one begins."""

@@ -137,9 +137,9 @@ def scoring(name: str) -> Optional[Scoring]:
 
     current = timm.models.get_deprecated_models().get(name) or name
     # Asked for by its default tag too: that is what timm itself then takes.
-    architecture, _, tag = current.partition(".")
+    model_name, _, tag = current.partition(".")
     try:
-        configuration = timm.get_pretrained_cfg(current if tag else architecture)
+        configuration = timm.get_pretrained_cfg(current if tag else model_name)
     except RuntimeError:  # a tag that timm does not have
         return None
     if configuration is None:

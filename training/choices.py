@@ -42,35 +42,35 @@ def settle(recipe: Recipe, batch: Batch, processes: Processes, say: Say) -> Reci
         say: prints a line, on the main rank.
     """
     # Three keys are left open independently; without any of them nothing is read or measured.
-    links = recipe.exchange.method == "auto"
-    micro = recipe.batch.micro is None
+    exchange_is_open = recipe.exchange.method == "auto"
+    micro_is_open = recipe.batch.micro is None
     engine = recipe.engine
-    device = recipe.run.device != "ipu" and "auto" in (engine.memory_format, engine.kernels)
-    if not (links or device or micro):
+    engine_is_open = recipe.run.device != "ipu" and "auto" in (engine.memory_format, engine.kernels)
+    if not (exchange_is_open or engine_is_open or micro_is_open):
         return recipe
     # What the run began with counts first.
     begun = processes.from_main(lambda: begun_recipe(recipe))
-    if begun and micro:
+    if begun and micro_is_open:
         recipe = settled(recipe, begun.batch.micro)
         batch = divide(recipe, batch.replicas)
         say(f"batch.micro auto: {batch.micro}, as the run began")
-    if links:
+    if exchange_is_open:
         from engines import choice  # seldom needed
 
         recipe = choice.settle(recipe, batch, processes, say, begun.exchange if begun else None)
     # What is measured on a device may be known from an earlier session on such a one.
     section = begun.engine if begun else None
-    if begun and device:
+    if begun and engine_is_open:
         place = _device(recipe, processes)
         folder = Path(output_folder(recipe))
         known = processes.from_main(lambda: decisions.find(folder, _ON_ENGINE, place))
         section = begun.engine.model_copy(update=known or {})
-    if device or recipe.batch.micro is None:
-        return measured(recipe, batch, processes, say, section)
+    if engine_is_open or recipe.batch.micro is None:
+        return settle_on_device(recipe, batch, processes, say, section)
     return recipe
 
 
-def measured(
+def settle_on_device(
     recipe: Recipe,
     batch: Batch,
     processes: Processes,

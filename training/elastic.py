@@ -143,7 +143,7 @@ class Memory(Continuation):
         """Remember cut and micro batch of an `engine` that is complete."""
         self.cut = list(engine.cut)
         self.micro = engine.batch.micro
-        _elastic_of(engine).settled()
+        _elastic_of(engine).engine_is_built()
 
     def facts(self, engine: Engine) -> Dict[str, int]:
         """Return the generation that an `engine` belongs to."""

@@ -66,21 +66,19 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
         CheckpointError: there are no such weights.
     """
     pretrained = timm_weights.parse(path)
-    # Find the file or folder that is meant; None: what timm downloads.
-    place: Optional[Path] = Path(path)
-    if pretrained is not None:
-        place = None if pretrained.file is None else Path(pretrained.file)
-        path = pretrained.file or path
-    if place is not None and place.is_dir():
+    downloads = pretrained is not None and pretrained.file is None
+    if pretrained is not None and pretrained.file is not None:
+        path = pretrained.file
+    place = Path(path)
+    if not downloads and place.is_dir():
         return _read_run(place, which, best)
     if best:
         fault = "the best checkpoint is chosen in a run folder; name one"
         raise CheckpointError(f"{path}: {fault}")
-    if pretrained is not None and place is None:
+    if pretrained is not None and downloads:
         # Before they are on their way.
         _check_which(path, which, TRAINED)
         return _download(pretrained.name)
-    assert place is not None  # other weights are in a file
     if not place.exists():
         fault = "no such file or folder; name a run folder, a checkpoint or a weights file"
         raise CheckpointError(f"{path}: {fault}")

@@ -319,7 +319,7 @@ def weight_gradient(
 
     # A product for each line of the kernel, [out, in] for each group.
     products = (tl.zeros((GROUPS, GROUP, GROUP), tl.float32),) * KERNEL
-    gradients, lines = _round(
+    gradients, lines = _load_round(
         x,
         dy,
         first,
@@ -334,7 +334,7 @@ def weight_gradient(
     )
     # The last round loads its own tile again, as there is no next one.
     for number in range(first, end):
-        next_gradients, next_lines = _round(
+        next_gradients, next_lines = _load_round(
             x,
             dy,
             tl.minimum(number + 1, end - 1),
@@ -488,7 +488,7 @@ def _matrix(weight, group, KERNEL: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED
 
 
 @triton.jit
-def _round(
+def _load_round(
     # Tensors.
     x,  # [N, C, height, width]
     dy,  # [N, C, out_height, out_width]

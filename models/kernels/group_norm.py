@@ -418,8 +418,8 @@ def _gradients(*arguments: Any) -> _Gradients:
         tiles.map(
             kernels.input_gradient,
             **shared,
-            shifts=by_group[0],
-            scales=by_group[1],
+            group_sums=by_group[0],
+            group_sums_along=by_group[1],
             dx=dx,
             dresidual=copy if inputs.copied else None,
         )

@@ -33,7 +33,7 @@ def tile_statistics(
     means,  # [N, C, chunks], written
     squares,  # like means, written
     # Sizes.
-    size,  # of a group, like all kernels over strips have it
+    size,  # of a group, not used: the launcher gives it to all kernels over strips
     channels,
     pixels,
     # Constants: see tile_functions.py.
@@ -344,8 +344,8 @@ def input_gradient(
     mean,  # [N, groups]
     scale,  # [N, groups]: one over the standard deviation
     kept,  # [N], or None
-    shifts,  # [N, groups]: see subtrahends_of
-    scales,  # [N, groups]
+    group_sums,  # [N, groups]: see subtrahends_of
+    group_sums_along,  # [N, groups]
     dx,  # like x, written
     dresidual,  # like x, written: a copy of dy; or None
     # Sizes.
@@ -372,7 +372,9 @@ def input_gradient(
     # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
     image_kept = image_factor(kept, strip.image)
-    less, less_along = subtrahends_of(strip, norm, shifts, scales, 1.0 * size * pixels)
+    less, less_along = subtrahends_of(
+        strip, norm, group_sums, group_sums_along, 1.0 * size * pixels
+    )
 
     # The normalisation's gradient: what SiLU's input gets, less what mean and deviation take of it.
     for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):

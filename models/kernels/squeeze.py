@@ -319,8 +319,8 @@ def _gradients(*arguments: Any) -> Tuple[torch.Tensor, ...]:
         **shared,
         gates=inputs.gates,
         dpooled=through.dpooled,
-        shifts=through.by_group[0],
-        scales=through.by_group[1],
+        group_sums=through.by_group[0],
+        group_sums_along=through.by_group[1],
         dx=dx,
     )
     return (dx, *gradients)

@@ -443,8 +443,8 @@ def input_gradient(
     dy,  # like x
     gates,  # [N, C]
     dpooled,  # [N, C]: see gate_gradients
-    shifts,  # [N, groups]: see subtrahends_of
-    scales,  # [N, groups]
+    group_sums,  # [N, groups]: see subtrahends_of
+    group_sums_along,  # [N, groups]
     dx,  # like x, written
     # Sizes.
     size,  # channels of a group
@@ -471,7 +471,9 @@ def input_gradient(
     )
     # What all tiles of the strip have in common.
     norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    less, less_along = subtrahends_of(strip, norm, shifts, scales, 1.0 * size * pixels)
+    less, less_along = subtrahends_of(
+        strip, norm, group_sums, group_sums_along, 1.0 * size * pixels
+    )
     place = strip.image * channels + strip.channel
     channel_gate = load(gates + place, strip.known)[:, None]
     channel_dpooled = load(dpooled + place, strip.known)[:, None]

@@ -187,19 +187,19 @@ def coefficients_of(strip, size, moments, weight, bias):
 
 
 @triton.jit
-def subtrahends_of(strip, norm, shifts, scales, elements):
+def subtrahends_of(strip, norm, group_sums, group_sums_along, elements):
     """Return what is subtracted from x's gradient: a number, and one for each unit of x - mean.
 
     Both are of each channel, [ROWS, 1]. They are subtracted from the gradient of what SiLU is given
     times the factor of `norm`, Coefficients.
 
-    shifts, scales: sums over each group, [N, groups], of that gradient times the weight, and of
+    group_sums, group_sums_along: sums over each group, [N, groups], of that gradient times the weight, and of
     that times the normalised values. elements: of a group.
     """
     # With c = x - mean, s = 1 / deviation, and g the gradient before the activation times the
     # weight: dx = s (g - mean(g) - c s mean(g c s)), with means over the elements of a group.
-    shift = load(shifts + norm.group, strip.known) / elements
-    along = load(scales + norm.group, strip.known) / elements
+    shift = load(group_sums + norm.group, strip.known) / elements
+    along = load(group_sums_along + norm.group, strip.known) / elements
     shift = shift * norm.scale
     along = along * norm.scale * norm.scale
     return shift[:, None], along[:, None]

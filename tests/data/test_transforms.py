@@ -144,7 +144,7 @@ def test_evaluation_crops_what_torchvision_crops(height, width):
     one level per pass."""
     image = picture(height, width)
     expected = reference.center_crop(reference.resize(image, [434], antialias=True), [380, 380])
-    actual = Evaluation(Data())(Pixels(image), 380, epoch=0, index=0)
+    actual = Evaluation(Data())(Pixels(image), 380, showing=0, index=0)
     assert (actual.dtype, actual.shape) == (torch.uint8, (3, 380, 380))
     difference = (actual.int() - expected.int()).abs()
     assert difference.max() <= 2

@@ -361,11 +361,11 @@ def test_a_launcher_that_is_told_twice_to_stop_ends_once_the_others_know():
     def end_of_the_master():
         wait_until(others[0].news)
         signals[0].stopping = True
-        found.append(others[0].settle(Outcome(75)))
+        found.append(others[0].agree_on_end(Outcome(75)))
 
     master = threading.Thread(target=end_of_the_master)
     master.start()
-    own = others[1].settle(Outcome(1, abrupt=True))
+    own = others[1].agree_on_end(Outcome(1, abrupt=True))
     assert others[1]._has_written(0, "end"), "it has heard of the other, so the other has heard of it"
     master.join()
     assert own.code == found[0].code == 1

@@ -45,18 +45,18 @@ def is_open(ends):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("settled", [False, True])
-def test_connections_of_a_generation_are_cut_and_others_are_left(connect, settled):
+@pytest.mark.parametrize("noted", [False, True])
+def test_connections_of_a_generation_are_cut_and_others_are_left(connect, noted):
     """Those that are opened later are cut only while the generation connects; its listening socket goes on."""
     earlier = connect()
     connections = cutting.Connections()
     own = connect()
-    if settled:
-        connections.settle()
+    if noted:
+        connections.note_open()
     later = connect()
     assert is_open(own) and is_open(later)
     connections.cut()
-    assert is_open(earlier) and not is_open(own) and is_open(later) == settled
+    assert is_open(earlier) and not is_open(own) and is_open(later) == noted
     assert is_open(connect())
 
 

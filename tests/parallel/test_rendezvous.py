@@ -77,5 +77,5 @@ def test_after_a_success_or_a_stop_the_ends_of_hosts_that_answer_are_waited_for_
     found.hosts.number, found._silence = 2, 300.0
     found._board.write = lambda attempt, **news: None
     found._wait_for = lambda name, hosts, seconds: limits.append(seconds)
-    assert found.settle(Outcome(code)).code == code
+    assert found.agree_on_end(Outcome(code)).code == code
     assert (limits[0] < 60) == is_limited

@@ -39,7 +39,7 @@ def test_what_is_kept_is_found_in_its_place_alone_and_a_damaged_file_is_one_line
 
 @pytest.fixture
 def on_device(tiny, monkeypatch):
-    """on_device(room, recipe): choices.measured on a device with room for so many images: lines by what said them."""
+    """on_device(room, recipe): choices.settle_on_device with room for so many images: lines by what said them."""
 
     def measured(room):
         said = []
@@ -56,7 +56,9 @@ def on_device(tiny, monkeypatch):
         monkeypatch.setattr(tuning, "settle", tune)
         monkeypatch.setattr(micro_batch, "settle", size)
         recipe = tiny("batch.micro=auto", "batch.global=768")
-        found = choices.measured(recipe, divide(recipe), Processes(Topology(), torch.device("cpu")), said.append)
+        found = choices.settle_on_device(
+            recipe, divide(recipe), Processes(Topology(), torch.device("cpu")), said.append
+        )
         return found.batch.micro, found.engine.kernels, said
 
     return measured

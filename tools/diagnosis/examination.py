@@ -152,7 +152,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     # The recipe without `auto`, on which the measurements depend.
     notes: List[str] = []
     resolved = choice.settle(recipe, batch, processes, notes.append)
-    resolved = choices.measured(resolved, batch, processes, notes.append)
+    resolved = choices.settle_on_device(resolved, batch, processes, notes.append)
     # A micro batch that was `auto` may be another one now.
     batch = _divided(resolved, processes)
     ranks = count(processes.topology.world, "rank")

@@ -281,7 +281,7 @@ def _mistaken_pictures(
     for mistake in mistakes:
         stored = source.open(mistake.image)
         # Evaluation crops alike in all epochs.
-        image = transform(stored, size, epoch=0, index=mistake.image)
+        image = transform(stored, size, showing=0, index=mistake.image)
         label = source.classes[mistake.label]
         guess = source.classes[mistake.guess]
         caption = f"{label} taken for {guess}, {100 * mistake.share:.0f}\u00a0%"

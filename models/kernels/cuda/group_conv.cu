@@ -14,7 +14,7 @@
 // in their order: no atomics, so results repeat to the bit.
 //
 // A pair of warps computes a group: one its first 8 channels of the result, one the others.
-// models/kernels/group_conv_cuda.py launches these kernels; the compiler's command line has
+// models/kernels/cuda/group_conv.py launches these kernels; the compiler's command line has
 //   KERNEL           lines, and columns, of the convolution's kernel
 //   STRIDE           1 or 2
 //   BFLOAT16         1, or 0 for float16
