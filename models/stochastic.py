@@ -280,7 +280,7 @@ RANDOM_LAYERS = (Dropout, DropPath)
 
 def dropping(module: nn.Module) -> List[_Dropping]:
     """Return the random layers of a `module` that have a rate, in its order."""
-    layers = []
+    layers: List[_Dropping] = []
     for layer in module.modules():
         if isinstance(layer, RANDOM_LAYERS) and layer.rate:
             layers.append(layer)
