@@ -139,8 +139,8 @@ class Transform(abc.ABC):
 class Training(Transform):
     """Random crop, resized to a square, mirrored or not, then data.augment, jitter and erasing.
 
-    Draws are a function of (seed, showing, sample index), those of data.augment also of torchvision's
-    or timm's order of draws.
+    Draws are a function of (seed, showing, sample index), those of data.augment also of
+    torchvision's or timm's order of draws.
 
     Sources: Cubuk et al., 1909.13719 and 1805.09501; Müller and Hutter, 2103.10158; Hendrycks et
     al., 1912.02781; and those of data/augmentation.py.

@@ -60,8 +60,8 @@ class Stage(nn.Module):
             blocks: of the stage.
             draws: of their random layers.
             recompute: names of the blocks whose activations are computed again.
-            memory_format: of activations within the stage. It takes and returns them as `as_sent_between_stages`
-                leaves them, apart from images and logits.
+            memory_format: of activations within the stage. It takes and returns them as
+                `as_sent_between_stages` leaves them, apart from images and logits.
         """
         super().__init__()
         self._draws = draws

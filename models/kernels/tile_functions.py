@@ -193,8 +193,8 @@ def subtrahends_of(strip, norm, group_sums, group_sums_along, elements):
     Both are of each channel, [ROWS, 1]. They are subtracted from the gradient of what SiLU is given
     times the factor of `norm`, Coefficients.
 
-    group_sums, group_sums_along: sums over each group, [N, groups], of that gradient times the weight, and of
-    that times the normalised values. elements: of a group.
+    group_sums, group_sums_along: sums over each group, [N, groups], of that gradient times the
+    weight, and of that times the normalised values. elements: of a group.
     """
     # With c = x - mean, s = 1 / deviation, and g the gradient before the activation times the
     # weight: dx = s (g - mean(g) - c s mean(g c s)), with means over the elements of a group.

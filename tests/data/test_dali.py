@@ -60,8 +60,8 @@ class Album(EncodedSource):
 class Exact(Training):
     """Every box decoded at its own size, as DALI decodes it."""
 
-    def frame(self, image, size, epoch, index):
-        return super().frame(image, size, epoch, index)._replace(exact=True)
+    def frame(self, image, size, showing, index):
+        return super().frame(image, size, showing, index)._replace(exact=True)
 
 
 def section(reader="dali", **options):

@@ -50,7 +50,7 @@ def test_pixels_are_timms_within_a_level(weights, photograph):
     assert recipe.model.image_size == size
     image = Image.open(io.BytesIO(content(photograph))).convert("RGB")
     expected = transform(image)
-    found = Evaluation(recipe.data)(EncodedImage(content(photograph), photograph), size, epoch=0, index=0)
+    found = Evaluation(recipe.data)(EncodedImage(content(photograph), photograph), size, showing=0, index=0)
     assert expected.dtype == torch.uint8
     difference = (found.int() - expected.int()).abs()
     assert difference.max() <= 1
@@ -64,7 +64,7 @@ def test_the_other_interpolation_would_not_pass():
     size, transform = theirs(weights)
     expected = transform(Image.open(io.BytesIO(content("coffee.png"))).convert("RGB"))
     image = EncodedImage(content("coffee.png"), "coffee.png")
-    found = Evaluation(recipe.data)(image, size, epoch=0, index=0)
+    found = Evaluation(recipe.data)(image, size, showing=0, index=0)
     assert np.abs(found.numpy().astype(int) - expected.numpy()).max() > 10
 
 
