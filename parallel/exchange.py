@@ -109,7 +109,8 @@ class Weights(Protocol):
         """Replace the weights from `start` up to `end`.
 
         Args:
-            start, end: places in `flat`.
+            start: first place in `flat`.
+            end: the place behind the last.
             values: float32 [end - start].
             index: of the update, whose random bits round them, the same on all replicas.
         """
