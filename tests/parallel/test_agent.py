@@ -132,7 +132,9 @@ def test_ranks_that_start_after_a_stop_was_asked_for_are_asked_too(signals):
 
 def test_a_host_that_cannot_come_back_has_failed(signals, monkeypatch, capfd):
     """Its input was right before: 2 would tell a scheduler to give up."""
-    lost = SimpleNamespace(lost_master=True, hosts=SimpleNamespace(this=1), settle=lambda outcome: outcome, attempt=0)
+    lost = SimpleNamespace(
+        lost_master=True, hosts=SimpleNamespace(this=1), agree_on_end=lambda outcome: outcome, attempt=0
+    )
     meetings = [lost, UserError("cannot reach the master")]
 
     def meet():
@@ -149,7 +151,7 @@ def test_a_host_that_cannot_come_back_has_failed(signals, monkeypatch, capfd):
 
 def test_restarts_are_counted_from_the_attempt_that_the_master_has_come_to(signals, monkeypatch):
     others = SimpleNamespace(
-        lost_master=False, hosts=SimpleNamespace(this=1), settle=lambda outcome: outcome, attempt=0
+        lost_master=False, hosts=SimpleNamespace(this=1), agree_on_end=lambda outcome: outcome, attempt=0
     )
     asked = []
 
