@@ -17,15 +17,7 @@ from typing import Any, Dict
 
 from common import additions, cores
 from common.credentials import masked
-from common.errors import (
-    DONE,
-    FAILED,
-    STOPPED,
-    WRONG_INPUT,
-    ConfigError,
-    MachineError,
-    UserError,
-)
+from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, OneLineError
 from common.files import expanded
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -178,10 +170,8 @@ def one_line(again=AGAIN):
             except (Exception, KeyboardInterrupt) as error:
                 # A library may make something else of a KeyboardInterrupt.
                 interrupted = isinstance(error, KeyboardInterrupt) or _interrupted is not None
-                if not interrupted and isinstance(error, UserError):
-                    return fail(error, WRONG_INPUT)
-                if not interrupted and isinstance(error, MachineError):
-                    return fail(error, FAILED)
+                if not interrupted and isinstance(error, OneLineError):
+                    return fail(error, error.code)
                 if not interrupted and not isinstance(error, OSError):
                     raise
                 then = again() if callable(again) else again

@@ -12,23 +12,29 @@ STOPPED = 75  # by a signal, and saved: the same command goes on
 LEFT_OUT = 76  # of a rank in an elastic run that the others went on without
 
 
-class _OneLineError(Exception):
-    """An error that is printed as one line without a traceback."""
+class OneLineError(Exception):
+    """An error that is printed as one line without a traceback.
+
+    code: with which the command exits.
+    """
+
+    code: int
 
     def __str__(self) -> str:
         # Names that the message quotes, of files, URLs and keys, may hold anything.
         return printable(masked(" ".join(super().__str__().splitlines())))
 
 
-class UserError(_OneLineError):
-    """Input that cannot be used: printed as one line without a traceback; the command exits with 2."""
+class UserError(OneLineError):
+    """Input that cannot be used."""
+
+    code = WRONG_INPUT
 
 
-class MachineError(_OneLineError):
-    """A fault of the machine, or of another process, that the input has no part in.
+class MachineError(OneLineError):
+    """A fault of the machine, or of another process, that the input has no part in."""
 
-    It is printed as one line without a traceback; the command exits with 1.
-    """
+    code = FAILED
 
 
 class ConfigError(UserError):

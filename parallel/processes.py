@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
-from common.errors import DONE, FAILED, WRONG_INPUT, MachineError, UserError
+from common.errors import DONE, MachineError, OneLineError, UserError
 from parallel import groups
 from parallel.groups import Group
 from parallel.joining import COLLECTIVE_TIMEOUT, join
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SILENCE_SECONDS = 300.0  # `parallel.silence` unless the recipe says otherwise
 
 # Errors on which all processes agree, by exit code.
-_FAILURES = {WRONG_INPUT: UserError, FAILED: MachineError}
+_FAILURES = {error.code: error for error in (UserError, MachineError)}
 
 Result = TypeVar("Result")  # of a function, or what processes send each other
 
@@ -165,9 +165,8 @@ class Processes:
         # All learn of a failure, and all fail, so that none waits for another.
         try:
             result = function()
-        except (UserError, MachineError) as error:
-            code = WRONG_INPUT if isinstance(error, UserError) else FAILED
-            first, code = self._first_failure(code)
+        except OneLineError as error:
+            first, code = self._first_failure(error.code)
             if first == self.topology.rank:
                 raise
             raise _FAILURES[code]("") from None
