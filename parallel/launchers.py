@@ -6,11 +6,12 @@ command. Loads no torch and runs on Python 3.8.
 
 from __future__ import annotations
 
+import sys
 from typing import Dict, Mapping, MutableMapping, NamedTuple, Optional
 
-from common.errors import ConfigError
+from common.errors import STOPPED, ConfigError
 
-# What a launcher says that was stopped before a rank was started.
+# What a launcher says that was stopped before a rank was started: see `stopped_early`.
 STOPPED_EARLY = "stopped while no rank was running; the same command goes on"
 
 _TORCHRUN = (
@@ -47,8 +48,18 @@ class Launched(NamedTuple):
 
 
 def is_ours(environment: Mapping[str, str]) -> bool:
-    """Return whether run_pod.sh's launcher started this process, by its `environment`."""
+    """Return whether run_pod.sh's launcher started this process as one of several ranks.
+
+    Args:
+        environment: of the process.
+    """
     return environment.get("POD_LAUNCHER") == "1"
+
+
+def stopped_early() -> int:
+    """Tell the user that a signal came before a rank was started; return the exit code."""
+    print(STOPPED_EARLY, file=sys.stderr, flush=True)
+    return STOPPED
 
 
 def forget(environment: MutableMapping[str, str]) -> None:

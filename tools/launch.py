@@ -32,7 +32,7 @@ from typing import List, NamedTuple, Optional, Sequence
 from common import additions
 from common.command import Parser, naming, one_line
 from common.credentials import masked
-from common.errors import DONE, STOPPED, ConfigError, UserError
+from common.errors import DONE, ConfigError, UserError
 from common.text import count
 from parallel import hosts, launchers
 from parallel.hosts import Hosts
@@ -146,15 +146,9 @@ def main(arguments: Optional[Sequence[str]] = None, program: Path = _PROGRAM) ->
     if _is_single(plan.layout, options.max_restarts):
         stopping.withhold()
         if stopping.was_asked():
-            return _stopped()
+            return launchers.stopped_early()
         os.execv(sys.executable, plan.command)
     return _run_ranks(options, plan)
-
-
-def _stopped() -> int:
-    """Tell the user that a signal came before a rank was started; return the exit code."""
-    print(launchers.STOPPED_EARLY, file=sys.stderr, flush=True)
-    return STOPPED
 
 
 def _plan(options: argparse.Namespace, place: Hosts, program: Path) -> _Plan:
@@ -460,7 +454,7 @@ def _become_poprun(plan: _Plan) -> int:
     # Flushed, since execv throws away what is still in the buffer.
     print(plan.summary, flush=True)
     if stopping.let_go():
-        return _stopped()
+        return launchers.stopped_early()
     os.execv(program, [program, *plan.command[1:]])
 
 
@@ -474,7 +468,7 @@ def _run_ranks(options: argparse.Namespace, plan: _Plan) -> int:
     # came before.
     signals = agent.Signals()
     if stopping.was_asked():
-        return _stopped()
+        return launchers.stopped_early()
     # Else each rank warns where hosts have no reverse DNS.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Under SLURM all hosts write into one log: one of them is enough.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
@@ -21,6 +22,7 @@ from data.base import Source
 from engines import factory
 from engines.base import Engine
 from engines.devices import synchronize
+from parallel import launchers
 from parallel.elastic import Elastic
 from parallel.processes import Processes
 from parallel.topology import Topology
@@ -31,7 +33,7 @@ from training.continuation import Continuation
 from training.images import open_sources
 from training.progression import Progression
 from training.run_folder import RunFolder
-from training.stopping import StopSignals, launched
+from training.stopping import StopSignals
 
 _ROOT = Path(__file__).resolve().parent.parent
 # Rooms of the code that computes.
@@ -273,7 +275,7 @@ def run(
         ConfigError: no launcher of ours has started this process, or this is no Linux; this replica
             was started later than the others, and has another recipe, code or images.
     """
-    if not launched() or sys.platform != "linux":
+    if not launchers.is_ours(os.environ) or sys.platform != "linux":
         raise ConfigError(
             "parallel.elastic needs Linux, and ./run_pod.sh, which starts a lost replica anew; "
             "start by that, or use parallel.elastic=false"

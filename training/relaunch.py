@@ -26,7 +26,7 @@ from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence
 
 from common import cores
 from common.credentials import masked
-from common.errors import STOPPED, ConfigError
+from common.errors import ConfigError
 from parallel import launchers
 from recipe import batch
 from recipe.config import Recipe
@@ -157,8 +157,7 @@ def _become(
         usable: cores that it may use.
     """
     if stopping.let_go():
-        print(launchers.STOPPED_EARLY, file=sys.stderr, flush=True)
-        raise SystemExit(STOPPED)
+        raise SystemExit(launchers.stopped_early())
     # execve keeps the process and its number, for which a scheduler waits.
     with contextlib.suppress(OSError):  # not allowed: they stay as they are
         os.sched_setaffinity(0, usable)

@@ -14,13 +14,10 @@ import signal
 import time
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
+from parallel import launchers
+
 _EARLY = (signal.SIGTERM, signal.SIGUSR1)
 _noted: Optional[int] = None
-
-
-def launched() -> bool:
-    """Return whether run_pod.sh's launcher started this process as one of several ranks."""
-    return os.environ.get("POD_LAUNCHER") == "1"
 
 
 def name_of(number: int) -> str:
@@ -28,7 +25,7 @@ def name_of(number: int) -> str:
 
     The launcher has named the one that it was given itself.
     """
-    if launched() and number == signal.SIGUSR1:
+    if launchers.is_ours(os.environ) and number == signal.SIGUSR1:
         return "stopping"
     return signal.Signals(number).name
 
@@ -45,7 +42,7 @@ def listen_early() -> Dict[int, Any]:
     handlers: Dict[int, Any] = dict.fromkeys(_EARLY, _note)
     # A terminal sends Ctrl-C to every process; the launcher passes it on as SIGUSR1. Its SIGTERM
     # ends a rank at once.
-    if launched():
+    if launchers.is_ours(os.environ):
         handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGUSR1: _note}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     # The program that this process was before may have withheld them.
@@ -99,7 +96,7 @@ class StopSignals:
         """Call `handler(number, frame)` for each."""
         self._handler = handler
         self._numbers: Tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        if launched():
+        if launchers.is_ours(os.environ):
             self._numbers = (signal.SIGUSR1,)
         self._old: Dict[int, Any] = {}
 
@@ -123,7 +120,7 @@ def late_signals() -> Iterator[None]:
     Ctrl-C ends it at once, as it is given by hand. A launcher's SIGTERM to its ranks does so, too.
     """
     global _noted
-    if launched():
+    if launchers.is_ours(os.environ):
         yield
         return
     old_noted = _noted
