@@ -18,11 +18,9 @@ class Request(NamedTuple):
 
     def showings(self) -> List[int]:
         """Return the number that names the draws of each image: see data/epochs.Shown."""
-        return (
-            [self.epoch] * len(self.indices)
-            if self.showing_numbers is None
-            else self.showing_numbers
-        )
+        if self.showing_numbers is None:
+            return [self.epoch] * len(self.indices)
+        return self.showing_numbers
 
 
 class MicroBatch(NamedTuple):

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import re
 import types
-from typing import Any, Dict, Iterable, List, Mapping, Set, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Set
 
 from torch import nn
 
@@ -149,21 +149,23 @@ def hidden_layers(model: nn.Module) -> Dict[str, int]:
     # Other parameters of several dimensions are tokens, positions and tables of biases in timm's
     # models. In a module of a user's own they may be matrices, too (nn.LSTM, nn.Bilinear), but what
     # is done with them is not known.
-    layers: Dict[str, Tuple[nn.Module, Dict[str, nn.Parameter]]] = {}
+    layers: Dict[str, nn.Module] = {}
+    stored: Dict[str, Dict[str, nn.Parameter]] = {}  # of each layer's weight, by name
     for name, parameter in model.named_parameters():
         weight = _PARAMETRIZED.sub(r"\1", name)
         prefix, _, last = weight.rpartition(".")
         module = model.get_submodule(prefix)
         if _is_matrix(module, last) or isinstance(module, nn.Embedding):
-            layers.setdefault(weight, (module, {}))[1][name] = parameter
+            layers[weight] = module
+            stored.setdefault(weight, {})[name] = parameter
     hidden = {}
     # Without the first and the last one, which Muon's author steps by AdamW, too.
     for weight in list(layers)[1:-1]:
-        module, stored = layers[weight]
+        module = layers[weight]
         if isinstance(module, nn.Embedding):
             continue
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
-        for name, parameter in stored.items():
+        for name, parameter in stored[weight].items():
             # A user's parametrisation may store anything.
             if parameter.dim() < 2 or len(parameter) % groups:
                 continue

@@ -66,16 +66,16 @@ def read(path: str, which: Optional[str] = None, best: bool = False) -> StoredWe
         CheckpointError: there are no such weights.
     """
     pretrained = timm_weights.parse(path)
-    downloads = pretrained is not None and pretrained.file is None
     if pretrained is not None and pretrained.file is not None:
         path = pretrained.file
+        pretrained = None  # read like any other file
     place = Path(path)
-    if not downloads and place.is_dir():
+    if pretrained is None and place.is_dir():
         return _read_run(place, which, best)
     if best:
         fault = "the best checkpoint is chosen in a run folder; name one"
         raise CheckpointError(f"{path}: {fault}")
-    if pretrained is not None and downloads:
+    if pretrained is not None:
         # Before they are on their way.
         _check_which(path, which, TRAINED)
         return _download(pretrained.name)
