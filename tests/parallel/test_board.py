@@ -279,14 +279,20 @@ def test_a_launcher_that_was_stopped_while_it_waited_is_followed_by_its_successo
     assert end(second) == end(master) == end(last) > 0
 
 
-def test_a_launcher_that_was_killed_while_it_waited_is_followed_by_its_successor(monkeypatch):
+def killed_while_it_waited(monkeypatch):
+    """The launchers of three hosts, of which the second has died, and the first's. The third has not come."""
     run = Launchers(3)
     master, first = run.start(0), run.start(1)
-    board = master.others._board
-    wait_until(lambda: 1 in board.read(0))
+    wait_until(lambda: 1 in master.others._board.read(0))
     first.others._board.gone = True  # which ends its questions
     monkeypatch.setattr(boards, "_WAITING_SECONDS", 0.1)
     time.sleep(0.2)
+    return run, master
+
+
+def test_a_launcher_that_was_killed_while_it_waited_is_followed_by_its_successor(monkeypatch):
+    run, master = killed_while_it_waited(monkeypatch)
+    board = master.others._board
     second = run.start(1)
     wait_until(lambda: board.read(0).get(1, {}).get("who") == second.others._board.who)
     monkeypatch.undo()  # more may lie between two questions of one that lives
@@ -296,13 +302,8 @@ def test_a_launcher_that_was_killed_while_it_waited_is_followed_by_its_successor
 
 def test_a_launcher_that_was_killed_while_it_waited_has_not_come(monkeypatch):
     """The others started their ranks, which waited in vain for those of its host."""
-    run = Launchers(3)
-    master, first = run.start(0), run.start(1)
+    run, master = killed_while_it_waited(monkeypatch)
     board = master.others._board
-    wait_until(lambda: 1 in board.read(0))
-    first.others._board.gone = True  # which ends its questions
-    monkeypatch.setattr(boards, "_WAITING_SECONDS", 0.1)
-    time.sleep(0.2)
     last = run.start(2)
     wait_until(lambda: 2 in board.read(0))
     monkeypatch.undo()  # more may lie between two questions of one that lives
