@@ -265,7 +265,7 @@ def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
 
 
 def test_a_signal_of_the_launcher_before_the_loop_is_kept_and_not_named(monkeypatch):
-    monkeypatch.setattr(stopping, "launched", lambda: True)
+    monkeypatch.setenv("POD_LAUNCHER", "1")
     monkeypatch.setattr(stopping, "_noted", None)
     lost, found = lambda *_: found.append("lost"), []
     handlers = {number: signal.signal(number, lost) for number in (signal.SIGINT, signal.SIGUSR1)}
