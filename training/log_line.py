@@ -113,3 +113,15 @@ def _norms(norms: Optional[Norms]) -> Dict[str, float]:
 def _short(number: float) -> float:
     """Round a number to the digits that are not noise."""
     return float(format(number, _DIGITS))
+
+
+def skipped_updates(skipped: int, done: int, has_schedule: bool) -> str:
+    """Say how many updates were left out.
+
+    Args:
+        skipped: updates.
+        done: steps so far.
+        has_schedule: whether the batch has a schedule, with which an update may be several steps.
+    """
+    of_all = "" if has_schedule else f" of {done}"
+    return f"{skipped}{of_all} updates skipped"

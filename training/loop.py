@@ -17,7 +17,6 @@ from typing import (
     Dict,
     Iterable,
     Iterator,
-    List,
     Mapping,
     NoReturn,
     Optional,
@@ -27,22 +26,22 @@ from typing import (
 
 import torch
 
-from common import cores, progress
+from common import progress
 from common.errors import DataError
-from common.text import count, duration
+from common.text import count
 from data.batches import MicroBatch
 from engines import losses
-from engines.base import AVERAGES, Diverged, Engine, StepResult
+from engines.base import Diverged, Engine, StepResult
 from optim import schedule
 from parallel.generations import Regroup
 from recipe import loading
 from recipe.batch import Lengths, in_steps, rate_factor
 from recipe.config import Recipe
 from recipe.course import Course, Update
-from training import log_line, timeline
+from training import ending, log_line, timeline
 from training.checkpoint import CheckpointFolder
 from training.continuation import Continuation
-from training.monitor import Clock, Monitor, pace, workers_needed
+from training.monitor import Clock, Monitor
 from training.profiling import Recordings
 from training.progression import Progression
 from training.scoring import accuracy, evaluate
@@ -50,7 +49,6 @@ from training.stopping import StopSignals, name_of
 from training.weights import TRAINED, top1_by_weights
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
-_INPUT_BOUND = 0.1  # share of the training time above which waiting for images is worth a word
 _LOWER_THE_PEAK = "start a new run with a lower schedule.peak (or peak_per_image)"
 
 
@@ -203,8 +201,7 @@ class Trainer:
 
     def _lost_patience(self) -> bool:
         """Return whether so many evaluations found nothing better that the run ends."""
-        patience = self.recipe.evaluation.patience
-        return patience is not None and self.progression.without_better >= patience
+        return self.progression.has_lost_patience(self.recipe.evaluation.patience)
 
     def _is_best(self) -> bool:
         """Return whether the last evaluation is to be kept, as the best so far.
@@ -329,7 +326,8 @@ class Trainer:
         left = (self.lengths.total - done) * self.recipe.batch.global_ / lap.images
         text = log_line.text_of(values, done, self.lengths.total, left)
         if self.progression.skipped:
-            text += f" {self._skipped_of(done)}"
+            has_schedule = bool(self.recipe.batch.schedule)
+            text += f" {log_line.skipped_updates(self.progression.skipped, done, has_schedule)}"
         text += self._add_noise(values)
         self.monitor.event("train", done, values, text)
         self._begin_window()
@@ -435,14 +433,6 @@ class Trainer:
             return f" ({names[0]})"
         others = count(len(names) - 1, "parameter")
         return f" (that of {names[-1]} and of {others} before it)"
-
-    def _skipped_of(self, done: int) -> str:
-        """Say how many updates were left out until step `done`.
-
-        With a batch schedule an update may be several steps.
-        """
-        of_all = "" if self.recipe.batch.schedule else f" of {done}"
-        return f"{self.progression.skipped}{of_all} updates skipped"
 
     # Between updates --------------------------------------------------------------------------
 
@@ -588,82 +578,15 @@ class Trainer:
 
     def _end(self) -> None:
         """Report the run as a whole."""
-        scores = self.progression.scores
-        seconds = self._clock.seconds()
-        # Fewer than the recipe's where evaluations found nothing better for too long.
+        self._note_sums()
         done = self.progression.step
-        images = done * self.recipe.batch.global_
-        # Evaluations also wait for images, but more workers for training would not shorten them.
-        training_seconds = max(seconds - self._clock.paused, 1e-9)
-        waited = self._clock.waited / training_seconds
-        workers = None
-        if waited > _INPUT_BOUND:
-            workers = workers_needed(self.recipe.data.workers, waited)
-        # Reports judge a finished run by this event, not by its last evaluation.
-        values = {
-            "top1": scores["top1"],
-            "top5": scores["top5"],
-            "best_top1": self.progression.best_top1,
-        }
-        for name in AVERAGES:
-            if name in scores:
-                values[name] = scores[name]
-        values.update(
-            images=images,
-            images_per_second=images / seconds,
-            seconds=seconds,
-            data_wait=waited,
-            input_bound=workers is not None,
-            workers_needed=workers,
+        ended = ending.Ending(
+            recipe=self.recipe,
+            progression=self.progression,
+            updates=len(self._course.done(done)),
+            total=self.lengths.total,
         )
-        lines = [self._result(scores, images / seconds, seconds), *self._advice(waited, workers)]
-        if self._lost_patience():
-            lines.insert(0, self._why_early())
-        self.monitor.event("end", done, values, "\n".join(lines))
-
-    def _why_early(self) -> str:
-        """Return the line about a run that ends before its last step."""
-        done = f"step {self.progression.step} of {self.lengths.total}"
-        evaluations = count(self.progression.without_better, "evaluation")
-        best = f"{self.progression.best_of_all:.2%}"
-        return f"ended at {done}: {evaluations} without a better top1 than {best} (evaluation.patience)"
-
-    def _advice(self, waited: float, workers: Optional[int]) -> Iterator[str]:
-        """Yield lines on what went wrong in a run that came to its end.
-
-        Args:
-            waited: share of the training time that went to waiting for images.
-            workers: that would keep up; None where waiting was short.
-        """
-        updates = len(self._course.done(self.progression.step))
-        if 2 * self.progression.skipped > updates:
-            yield (
-                "most updates were skipped: their gradients were not finite, and only the others "
-                "changed the weights; start a new run with a lower schedule.peak (or "
-                "peak_per_image) or precision.loss_scale"
-            )
-        if workers is not None:
-            yield (
-                f"input-bound: {waited:.0%} of the training time went to waiting for images; "
-                f"data.workers={workers} would keep up instead of {self.recipe.data.workers}, "
-                f"given a core for each (here: {cores.available()})"
-            )
-
-    def _result(self, scores: Mapping[str, Any], rate: float, seconds: float) -> str:
-        """Return the last line: scores, duration and rate in images a second."""
-        parts: List[str] = [
-            f"done: {accuracy(scores['top1'], scores['top5'], self.recipe.model.classes)}",
-        ]
-        which = self.progression.best_weights
-        whose = "trained weights" if which == TRAINED else which.replace("_", " ")
-        parts.append(f"best top1 {self.progression.best_of_all:.2%} ({whose})")
-        for name in AVERAGES:
-            if name in scores:
-                parts.append(f"{name.replace('_', ' ')} {scores[name]['top1']:.2%}")
-        parts.append(f"{duration(seconds)}, {pace(rate)} with evaluation and checkpoints")
-        if self.progression.skipped:
-            parts.append(self._skipped_of(self.progression.step))
-        return "  ".join(parts)
+        self.monitor.event("end", done, ending.values_of(ended), "\n".join(ending.lines(ended)))
 
     def _epochs(self, step: int) -> float:
         """Return how many epochs so many steps are."""

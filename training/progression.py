@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Optional
 
 from training.weights import TRAINED
 
@@ -52,3 +53,11 @@ class Progression:
     scores: dict = field(default_factory=dict)
     growth: list = field(default_factory=list)
     without_better: int = 0
+
+    def has_lost_patience(self, patience: Optional[int]) -> bool:
+        """Return whether so many evaluations in a row found nothing better.
+
+        Args:
+            patience: that many; None for any number.
+        """
+        return patience is not None and self.without_better >= patience
