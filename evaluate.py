@@ -158,14 +158,15 @@ def _score(options) -> int:
     """Score the validation images: write tables, print a summary, and draw a picture."""
     from training import weights
 
-    evaluation = _evaluation(_opened(options))
-    path = evaluation.stored.path
+    model = _opened(options)
+    path = model.stored.path
     run_folder = weights.run_folder_of(path)
     is_exported = run_folder is not None and path.parent.name == "export"
     name = f"evaluation-{path.name}" if is_exported else "evaluation"
     folder = Path(options.output or (run_folder or Path()) / name)
-    _write(folder, evaluation)
+    evaluation = _evaluation(model, folder)
     _print(evaluation)
+    _write(folder, evaluation)
     shown = printable(str(folder))
     # Last: what has taken hours to compute does not depend on a picture.
     fault = _draw(folder / "confusion.png", evaluation)
@@ -177,13 +178,20 @@ def _score(options) -> int:
     return DONE
 
 
-def _evaluation(model: _Model) -> _Evaluation:
-    """Score the validation images of the model's recipe; the engine is closed."""
+def _evaluation(model: _Model, folder: Path) -> _Evaluation:
+    """Score the validation images of the model's recipe; the engine is closed.
+
+    Args:
+        model: to be scored.
+        folder: that will get the tables. Nothing is scored if it cannot be written.
+    """
     from common import progress
     from data.loader import EvaluationBatches
     from training import scoring
 
     source = _labelled_source(model)
+    # What takes hours to compute must not fail for a folder that could never be written.
+    _try(folder)
     label_count = model.recipe.model.classes
     batches = EvaluationBatches(
         source,
@@ -227,6 +235,15 @@ def _labelled_source(model: _Model) -> Any:
     return source
 
 
+def _try(folder: Path) -> None:
+    """Make a folder, and write a file in it that is removed at once. Raises OSError."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / ".trial"
+        trial.touch()
+        trial.unlink()
+
+
 def _write(folder: Path, evaluation: _Evaluation) -> None:
     """Write the table of classes and the scores."""
     from training import class_scores, scoring
@@ -243,7 +260,6 @@ def _write(folder: Path, evaluation: _Evaluation) -> None:
     # A tensor, which is no JSON; the picture shows it.
     del summary["confusion"]
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         scoring.write_class_table(folder / "classes.csv", evaluation.rows)
         write_text(folder / "scores.json", json_text(summary, indent=1) + "\n")
 

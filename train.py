@@ -123,8 +123,12 @@ def _run(options) -> int:
             print(plan)
         return DONE
     is_single = naming(config, topology.from_environment, recipe).world == 1
-    # Each of several ranks has the same to read, and some need neither images nor weights.
-    naming(config, functools.partial(batch.describe, here=is_single), recipe)
+    # Several ranks divide the batch once they know how many they are. Each has the same to read, and
+    # some need neither images nor weights.
+    if is_single or recipe.run.device == "ipu":
+        naming(config, functools.partial(batch.describe, here=is_single), recipe)
+    else:
+        naming(config, batch.check_length, recipe)
     # Of several ranks only the main one looks at the run folder, later.
     if is_single:
         _note_left_over(recipe.run.device)

@@ -17,8 +17,11 @@ def expanded(path: str) -> str:
     """Return a path with the home folder in the place of a leading `~` or `~user`.
 
     Raises:
-        ValueError: there is no such user; the folder would be called `~user`.
+        ValueError: there is no such user, so that the folder would be called `~user`; or the path
+            holds a character that no file system has in a name.
     """
+    if "\0" in path:
+        raise ValueError("holds the character NUL, which no path can have; remove it")
     at_home = os.path.expanduser(path)
     if at_home.startswith("~"):
         user = path.partition("/")[0]

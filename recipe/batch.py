@@ -390,6 +390,19 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     return "\n".join(plan)
 
 
+def check_length(recipe: Recipe) -> None:
+    """Refuse classes and lengths that no number of replicas could train.
+
+    Args:
+        recipe: of the run.
+
+    Raises:
+        ConfigError, DataError: the run would be refused.
+    """
+    recipe.data.check_classes(recipe.model.classes)
+    _described_length(recipe, None)
+
+
 def _described_length(recipe: Recipe, counted: int | None) -> str:
     """Return the plan's line about the length of the run.
 

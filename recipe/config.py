@@ -43,7 +43,7 @@ class Run(Section):
     """lock the run folder against other processes; needs POSIX locks"""
     deterministic: bool = False
     """CUDA runs repeat bit for bit, but slower (CPU runs always do)"""
-    threads: Optional[int] = Field(None, gt=0)
+    threads: Optional[int] = Field(None, gt=0, le=4096)
     """CPU threads of each rank, which change rounding; null: OMP_NUM_THREADS, or the host's cores
     over its ranks"""
     loss_limit: float = Field(10.0, gt=1)
@@ -57,19 +57,19 @@ class Run(Section):
 class BatchSection(Section):
     """Images per update and per forward pass; accumulation follows from them."""
 
-    global_: int = Field(768, alias="global", gt=0)
+    global_: int = Field(768, alias="global", gt=0, le=10**9)
     """images per update over all replicas"""
-    micro: Optional[int] = Field(3, gt=0, json_schema_extra=or_auto)
+    micro: Optional[int] = Field(3, gt=0, le=10**9, json_schema_extra=or_auto)
     """images per forward pass of one stage; auto (or null) takes the largest that fits a GPU's
     memory, which is tried at the run's begin and then kept, and on a CPU the largest up to 32; with
     group normalisation it changes only which images are mixed with each other, what dropout draws,
     and rounding; refused with batch normalisation, several stages and on IPUs"""
-    evaluation: int = Field(64, gt=0, description="images per forward pass in evaluation")
+    evaluation: int = Field(64, gt=0, le=10**9, description="images per forward pass in evaluation")
     schedule: Union[Literal["noise"], List[List[float]], None] = None
     """a batch that grows: [images seen, batch] pairs, e.g. [[0, 768], [1.0e+6, 1536]], or noise,
     which doubles it at the end of an epoch if the noise scale is larger; batches are multiples of
     batch.global, which remains the unit of steps, rates and warm-ups; null keeps batch.global"""
-    largest: Optional[int] = Field(None, gt=0)
+    largest: Optional[int] = Field(None, gt=0, le=10**9)
     """the largest batch of batch.schedule=noise"""
     rate_rule: Literal["none", "sqrt", "linear"] = "none"
     """how the learning rate follows a batch of `schedule` above batch.global: not at all, with the
@@ -153,7 +153,7 @@ class MLflow(Log):
 class Evaluation(Section):
     """When the validation images are scored, besides at the last step."""
 
-    every_epochs: float = Field(1.0, gt=0, description="epochs between evaluations")
+    every_epochs: float = Field(1.0, gt=0, le=1e6, description="epochs between evaluations")
     patience: Optional[int] = Field(None, gt=0)
     """end the run after so many evaluations in a row without a better top-1 of the trained weights or
     an average; null: train to the end"""
@@ -162,7 +162,7 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """When the run is saved, besides at the last step."""
 
-    every_epochs: float = Field(1.0, gt=0, description="epochs between checkpoints")
+    every_epochs: float = Field(1.0, gt=0, le=1e6, description="epochs between checkpoints")
     keep_last: int = Field(2, ge=2)
     """newest checkpoints to keep; two, in case the newest is damaged"""
     keep_best: bool = True

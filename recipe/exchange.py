@@ -272,7 +272,7 @@ class Local(Exchange):
     sent later"""
     dense_steps: int = Field(0, ge=0)
     """first steps of a run that exchange the whole gradient"""
-    dense_epochs: float = Field(0.0, ge=0)
+    dense_epochs: float = Field(0.0, ge=0, le=1e6)
     """first epochs of a run that exchange the whole gradient"""
 
     def faults(self) -> Iterator[str]:

@@ -133,6 +133,8 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
     norm = getattr(model, "norm", None)
     if norm in ("group", "layer"):
         yield Idle("model.norm_momentum", "model.norm", "give model.norm=batch")
+    if norm in ("batch", "layer"):
+        yield Idle("model.norm_groups", "model.norm", "give model.norm=group")
     if getattr(model, "proxy_norm", None) is False:
         yield Idle("model.proxy_eps", "model.proxy_norm", "give model.proxy_norm=true")
     if not recipe.optimizer.skip:

@@ -39,9 +39,9 @@ class Data(Kind):
     source: str = Field("folder", description="where images come from")
     reader: Literal["torch", "dali"] = "torch"
     """decodes files in worker processes (torch) or by NVIDIA DALI, on a GPU if there is one"""
-    workers: int = Field(8, ge=0)
+    workers: int = Field(8, ge=0, le=10**4)
     """processes (DALI: threads) that decode; 0: the training process does"""
-    prefetch: int = Field(3, ge=1)
+    prefetch: int = Field(3, ge=1, le=10**6)
     """micro batches each worker keeps ready, and as many again on the device"""
     crop_area: Tuple[float, float] = Field((0.05, 1.0), strict=False)
     """share of the area of a random crop"""

@@ -262,7 +262,7 @@ class Schedule(Kind):
     """how `peak`, meant for reference_batch, grows with the global batch"""
     reference_batch: Optional[int] = Field(None, gt=0)
     """global batch that `peak` is meant for"""
-    warmup_epochs: Optional[float] = Field(None, ge=0)
+    warmup_epochs: Optional[float] = Field(None, ge=0, le=1e6)
     """length of the warm-up in epochs (or steps, images)"""
     warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
     warmup_images: Optional[int] = Field(None, ge=0)
@@ -302,7 +302,7 @@ class Exponential(Schedule):
 
     name: Literal["exponential"] = "exponential"
     decay_rate: float = Field(0.97, gt=0, lt=1, description="factor on the rate every decay_epochs")
-    decay_epochs: float = Field(2.4, gt=0)
+    decay_epochs: float = Field(2.4, ge=1e-6, le=1e6)
     """epochs between two drops, counted from the start of the run"""
 
 

@@ -24,7 +24,7 @@ from tests.pictures import write_pictures
 from training import scoring
 from training.checkpoint import load
 
-DONE, WRONG_INPUT = 0, 2
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
 AVERAGES = ("average.step_decay=0.5", "average.epoch_decay=0.5")
 
 
@@ -108,6 +108,14 @@ def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command,
     elsewhere = tmp_path / "a" / "b"
     assert command("--checkpoint", folder, "--best", "--output", elsewhere)[0] == DONE
     assert {path.name for path in elsewhere.iterdir()} == {"classes.csv", "confusion.png", "scores.json"}
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(run, command, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(scoring, "score", pytest.fail)
+    code, lines, errors = command("--checkpoint", run[0], "--output", tmp_path / "file" / "scores")
+    assert (code, lines) == (FAILED, [])
+    assert errors == [f"{tmp_path}/file/scores: Not a directory; fix this, then rerun the same command"]
 
 
 @pytest.mark.parametrize("reason", ["without matplotlib", "with too many classes"])

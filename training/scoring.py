@@ -15,6 +15,7 @@ from engines import base, factory
 from engines.base import Counts, Engine
 from recipe.batch import divide
 from recipe.config import Recipe
+from recipe.distribution import Parallel
 from training import class_scores, weights
 from training.calibration import Calibration
 from training.exported import ExportedModel
@@ -112,14 +113,29 @@ def engine_with(stored: weights.StoredWeights, recipe: Recipe) -> Engine:
         ConfigError: the device is not there.
         CheckpointError: the weights are another model's.
     """
-    # The engine would round float32 weights, such as averages, to the recipe's float16.
-    if recipe.run.device != "ipu":  # where weights have the format of the arithmetic
-        precision = recipe.precision.model_copy(update={"weights": "float32"})
-        recipe = recipe.model_copy(update={"precision": precision})
+    if recipe.run.device != "ipu":
+        recipe = _for_scores(recipe)
     engine = factory.create(recipe, divide(recipe, 1))
     tensors, _ = weights.fitted(stored, engine.shapes, recipe.model, new_classifier=False)
     engine.load_weights(tensors)
     return engine
+
+
+def _for_scores(recipe: Recipe) -> Recipe:
+    """Return the recipe of an engine that scores, without what only training can do.
+
+    On IPUs weights have the format of the arithmetic, and schedules are those of the device.
+    """
+    # The engine would round float32 weights, such as averages, to the recipe's float16.
+    precision = recipe.precision.model_copy(update={"weights": "float32"})
+    # One process has all stages, and perhaps a number of micro batches that their schedule does not
+    # take.
+    parallel = Parallel()
+    # Snapshots are of a GPU's memory; scores may be computed on a CPU.
+    log = recipe.log.model_copy(update={"memory": False})
+    return recipe.model_copy(
+        update={"precision": precision, "parallel": parallel, "log": log},
+    )
 
 
 def score(

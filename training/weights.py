@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -241,9 +242,12 @@ def run_folder_of(path: Path) -> Optional[Path]:
     Args:
         path: of a checkpoint, or of what tools.export made of one.
     """
+    # A path that was typed within the folder does not have its name.
+    absolute = Path(os.path.abspath(path))
+    is_short = len(path.parts) < 3
+    folder = absolute.parent.parent if is_short else path.parent.parent
     # A copy of the folder elsewhere counts like the original: it has its own configuration.
-    folder = path.parent.parent
-    inside = path.parent.name in ("checkpoints", "export")
+    inside = absolute.parent.name in ("checkpoints", "export")
     return folder if inside and (folder / "config.yaml").exists() else None
 
 

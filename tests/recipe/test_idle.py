@@ -23,6 +23,7 @@ CASES = [
     ("data.augment=autoaugment data.randaugment_operations=3", "with data.augment=autoaugment; give"),
     ("model.norm_momentum=0.1", "with model.norm=group; give model.norm=batch, or remove it"),
     ("model.proxy_eps=0.1", "with model.proxy_norm=false; give model.proxy_norm=true, or remove it"),
+    ("model.norm=batch model.norm_groups=7", "with model.norm=batch; give model.norm=group, or remove it"),
     ("optimizer.skip=[] optimizer.skip_lr_scale=0.1", "with optimizer.skip=[]; give optimizer.skip=[bias, norm]"),
     ("exchange.density=0.1", "with exchange.method=dense; give exchange.method=topk or gtopk, or remove it"),
     ("exchange.local_steps=4", "with exchange.method=dense; give exchange.method=local, or remove it"),

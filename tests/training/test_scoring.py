@@ -1,18 +1,25 @@
 """Scores, tables and pictures of a classifier whose answers are known image by image."""
 
 import csv
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import DataError
+from common.errors import ConfigError, DataError
 from data.batches import MicroBatch
 from engines.base import scored
+from models.efficientnet import build
 from parallel.processes import Processes
 from parallel.topology import Topology
-from training.scoring import Scores, accuracy, class_rows, evaluate, score, write_class_table
+from recipe import loading
+from recipe.batch import divide
+from tests.conftest import QUICKSTART, TINY
+from training.scoring import Scores, accuracy, class_rows, engine_with, evaluate, score, write_class_table
+from training.weights import StoredWeights
 
 CLASSES = ("cat", "dog", "eel", "fox", "gnu", "hen", "ibex")
 LABELS, TAKEN_FOR = np.random.default_rng(0).integers(0, 7, (2, 60))
@@ -113,3 +120,20 @@ def test_the_table_has_the_worst_class_first_and_names_that_are_no_formulas(tmp_
     shares = {"top1": "", "precision": "0.0", "f1": "0.0"}
     assert last == {"class": "ibex", "images": "0", **shares, "taken_for": "", "times": "0"}
     assert {each["class"] for each in found} == {"'=1+1", "'-2", "'@sum", "'+3", *CLASSES[4:]}
+
+
+INTERLEAVED = ("parallel.stages=2", "parallel.schedule=interleaved", "batch.global=36", "batch.micro=4")
+
+
+def test_weights_of_a_pipeline_that_one_replica_could_not_train_are_scored():
+    """Nine micro batches: three a replica of three, but two stages take an even number of one."""
+    recipe = loading.load(QUICKSTART, [*TINY, "run.device=cpu", *INTERLEAVED])
+    divide(recipe, 3)
+    with pytest.raises(ConfigError, match="interleaved"):
+        divide(recipe, 1)
+    model = build(recipe.model, seed=1).eval()
+    stored = StoredWeights(Path("w.pt"), model.state_dict())
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    with closing(engine_with(stored, recipe)) as engine:
+        batch = MicroBatch(images, torch.zeros(2, dtype=torch.int64), None, 2, 0, 0, ())
+        assert engine.predict_step(batch).shape == (2, recipe.model.classes)

@@ -53,7 +53,7 @@ def run(tmp_path):
     return folder
 
 
-def test_a_run_folder_gives_its_newest_checkpoint_or_the_one_that_is_named(run):
+def test_a_run_folder_gives_its_newest_checkpoint_or_the_one_that_is_named(run, monkeypatch):
     stored = read(str(run))
     assert stored.path == run / "checkpoints" / "step-00000002.pt"
     assert (stored.recipe, stored.classes, stored.which) == ("run: {steps: 2}", ["a", "b"], "trained")
@@ -66,6 +66,12 @@ def test_a_run_folder_gives_its_newest_checkpoint_or_the_one_that_is_named(run):
         read(first, "epoch_average")
     assert run_folder_of(stored.path) == run == run_folder_of(run / "export" / "any.onnx")
     assert run_folder_of(run / "evaluation" / "any.onnx") is None
+    for inside in ("checkpoints", "export"):
+        (run / inside).mkdir(exist_ok=True)
+        monkeypatch.chdir(run / inside)
+        assert run_folder_of(Path("any.pt")) == run
+    monkeypatch.chdir(run)
+    assert run_folder_of(Path("checkpoints/any.pt")) == run
     (run / "config.yaml").unlink()
     assert run_folder_of(stored.path) is None
 
