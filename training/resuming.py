@@ -22,7 +22,7 @@ from training.checkpoint import CheckpointFolder
 from training.images import Images
 from training.metrics import NAME, last_events
 from training.progression import Progression
-from training.run_folder import first_difference
+from training.run_folder import ACCEPT_IMAGES, differs_in_images, first_difference
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
@@ -179,9 +179,11 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _N
     step = content["progression"]["step"]
     path = checkpoints.path(step)
     # config.yaml was compared as the folder was opened; a checkpoint may have been copied into it.
-    difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
+    saved_recipe = loading.loads(content["recipe"], str(path))
+    difference = first_difference(saved_recipe, recipe)
     if difference:
-        raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
+        remedy = ACCEPT_IMAGES if differs_in_images(saved_recipe, recipe) else _ELSEWHERE
+        raise CheckpointError(f"{path}: of another run: {difference}; {remedy}")
     if recipe.data.changed_images == "error":
         before = content["progression"].get("images_digest")
         _check_images(before, images.digest, path, recipe.data.place)
@@ -213,8 +215,7 @@ def _check_images(before: Optional[str], now: str, path: Path, place: str) -> No
             changed.append(split)
     raise CheckpointError(
         f"{path}: saved with other {' and '.join(changed)} images than {place} has now (other "
-        "names, labels or shards); bring those back, or go on with these by "
-        "data.changed_images=accept"
+        f"names, labels or shards); {ACCEPT_IMAGES}"
     )
 
 

@@ -6,8 +6,9 @@ import shutil
 import pytest
 import torch
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, DataError
 from optim import rounding
+from recipe import loading
 from tests.conftest import TINY
 from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures
@@ -42,6 +43,44 @@ def test_other_images_are_refused_unless_they_are_accepted(session, images, tmp_
     said = session(*place, "data.changed_images=accept", stop_at=3)
     assert "resuming at step 2 of 4" in said and "other images than before" in said
     assert "other images" not in session(*place)  # from then on these are the run's
+
+
+def test_a_recipe_that_names_the_numbers_of_images_goes_on_with_others_once_they_are_accepted(
+    session, images, tmp_path
+):
+    """In folder, checkpoint and mirror alike; from then on the new numbers are the run's."""
+    mirror = f"checkpoint.mirror={tmp_path / 'mirror'}"
+    place = (*OVERRIDES, f"data.root={images}", "data.validation_images=2", mirror)
+    session(*place, "data.train_images=6", stop_at=1)
+    one_more(images)
+    fault = f"^{tmp_path / 'run'} belongs to a run with .*: data.train_images is 6 there, 7 here; .*s=accept"
+    with pytest.raises(CheckpointError, match=fault):
+        session(*place, "data.train_images=7")
+    with pytest.raises(DataError, match=r"7 images, but data.train_images is 6; .*set data.train_images=7"):
+        session(*place, "data.train_images=6", "data.changed_images=accept")
+    with pytest.raises(CheckpointError, match=r"belongs to another recipe: data.crop_fraction is "):
+        session(*place, "data.train_images=7", "data.changed_images=accept", "data.crop_fraction=0.9")
+    shutil.rmtree(tmp_path / "run")  # filled from the mirror, which has the old number
+    said = session(*place, "data.train_images=7", "data.changed_images=accept", stop_at=2)
+    assert "restored from" in said and "other images than before" in said
+    begun = loading.load(tmp_path / "run" / "config.yaml")
+    assert (begun.data.train_images, begun.data.changed_images) == (7, "error")
+    shutil.rmtree(tmp_path / "run")
+    said = session(*place, "data.train_images=7", stop_at=3)
+    assert "resuming at step 2 of 4" in said and "other images" not in said
+
+
+def test_a_checkpoint_with_another_number_of_images_than_its_folder_says_how_to_go_on(session, images, tmp_path):
+    """A session that accepted images may have been killed before its first checkpoint."""
+    place = (*OVERRIDES, f"data.root={images}")
+    session(*place, "data.train_images=6", stop_at=1)
+    one_more(images)
+    accepted = (*place, "data.train_images=7")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("train_images: 6", "train_images: 7"))
+    with pytest.raises(CheckpointError, match=r"step-00000001.pt: of another run: data.train_images is 6 .*s=accept"):
+        session(*accepted)
+    assert "resuming at step 1 of 4" in session(*accepted, "data.changed_images=accept", stop_at=2)
 
 
 def test_other_classes_are_refused_even_where_other_images_are_accepted(session, images):
