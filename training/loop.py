@@ -102,6 +102,9 @@ class Trainer:
         self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=device)
         self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=device)
         self._course = Course(recipe, per_epoch, self.lengths.total, progression.growth)
+        # Counted once: with other images the course would count those before them otherwise.
+        if progression.updates is None:
+            progression.updates = len(self._course.done(progression.step))
         self._updates = 0  # of this session
         self._signal: Optional[int] = self.continuation.signal
         self._last_unreadable = ""
@@ -128,7 +131,7 @@ class Trainer:
         shown = progress.lines(self._progress, self._share, elsewhere=False)
         with contextlib.closing(self.recordings), StopSignals(self._note_signal), shown:
             self._stop_between_generations()
-            for update in self._course.updates(self.progression.step):
+            for update in self._course.updates(self.progression.step, self.progression.updates):
                 # Also of a resumed run, which may have been killed before it could report its end.
                 if self._lost_patience():
                     break
@@ -143,6 +146,8 @@ class Trainer:
 
     def _step(self, micro_batches: Iterator[MicroBatch], update: Update) -> None:
         """Make an update with all that belongs to it: log line, scores, checkpoint."""
+        # Else images would be trained on as those of other steps: the loader goes on from there.
+        assert update.step == self.progression.step, (update, self.progression.step)
         last = update.end == self.lengths.total
         log = last or update.reaches(self.recipe.log.every_steps)
         with self.recordings.update(update.step):
@@ -197,6 +202,7 @@ class Trainer:
             self._last_unreadable = message
             self.monitor.say(f"left out: {message}")
         progression.step = update.end
+        progression.updates = update.index + 1
         self._updates += 1
 
     def _lost_patience(self) -> bool:
@@ -580,10 +586,12 @@ class Trainer:
         """Report the run as a whole."""
         self._note_sums()
         done = self.progression.step
+        made = self.progression.updates
+        assert made is not None, "counted as the loop began"
         ended = ending.Ending(
             recipe=self.recipe,
             progression=self.progression,
-            updates=len(self._course.done(done)),
+            updates=made,
             total=self.lengths.total,
         )
         self.monitor.event("end", done, ending.values_of(ended), "\n".join(ending.lines(ended)))

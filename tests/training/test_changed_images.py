@@ -1,18 +1,22 @@
 """A run resumes with its own images, or with others where that is accepted; other threads, and other random bits, get
 a line."""
 
+import itertools
 import shutil
 
 import pytest
 import torch
 
 from common.errors import CheckpointError, DataError
+from engines.torch_engine import TorchEngine
 from optim import rounding
 from recipe import loading
 from tests.conftest import TINY
 from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures
+from tests.tensors import assert_bitwise_equal, flat
 from tools import shards
+from training.checkpoint import CheckpointFolder
 from training.progression import Progression
 
 OVERRIDES = (
@@ -81,6 +85,61 @@ def test_a_checkpoint_with_another_number_of_images_than_its_folder_says_how_to_
     with pytest.raises(CheckpointError, match=r"step-00000001.pt: of another run: data.train_images is 6 .*s=accept"):
         session(*accepted)
     assert "resuming at step 1 of 4" in session(*accepted, "data.changed_images=accept", stop_at=2)
+
+
+@pytest.fixture
+def more(tmp_path):
+    """24 training images: six steps of four images an epoch."""
+    return write_pictures(tmp_path / "more", train=12, val=1)
+
+
+def fewer(root):
+    """Four images fewer: five steps an epoch."""
+    for name in ("0", "1", "2", "3"):
+        (root / "train" / "a" / f"{name}.png").unlink()
+
+
+def trained(folder):
+    content = CheckpointFolder(folder / "checkpoints", 2, True).load_newest(warn=pytest.fail)
+    return content["progression"]["updates"], flat(content["engine"])
+
+
+def test_a_growing_batch_goes_on_from_its_own_step(session, more, tmp_path, monkeypatch):
+    """Updates of four steps, within epochs of six, then of five: the seventh step is in the midst of one of theirs.
+
+    Each step is trained on once, with its own images, also by sessions after that.
+    """
+    made = []
+    train_step = TorchEngine.train_step
+
+    def noted(engine, micro_batches, update, *arguments, **options):
+        batches = list(itertools.islice(micro_batches, update.steps))
+        assert [batch.step for batch in batches] == list(range(update.step, update.end))
+        made.append((update.step, update.steps, update.index))
+        return train_step(engine, iter(batches), update, *arguments, **options)
+
+    monkeypatch.setattr(TorchEngine, "train_step", noted)
+    run = tmp_path / "run"
+    place = (*OVERRIDES, f"data.root={more}", "run.steps=null", "run.epochs=3", "batch.schedule=[[0,16]]")
+    session(*place, stop_at=5)
+    assert made == [(0, 4, 0), (4, 2, 1)]
+    fewer(more)
+    shutil.copytree(run, tmp_path / "before")
+    made.clear()
+    session(*place, "data.changed_images=accept")
+    rest = [(6, 4, 2), (10, 4, 3), (14, 1, 4)]
+    assert made == rest
+    undisturbed = trained(run)
+    shutil.rmtree(run)
+    (tmp_path / "before").rename(run)
+    made.clear()
+    session(*place, "data.changed_images=accept", stop_at=7)
+    session(*place)
+    assert made == rest
+    updates, state = undisturbed
+    assert updates == 5
+    assert trained(run)[0] == updates
+    assert_bitwise_equal(trained(run)[1], state)
 
 
 def test_other_classes_are_refused_even_where_other_images_are_accepted(session, images):
