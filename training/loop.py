@@ -142,7 +142,25 @@ class Trainer:
                         f"step {update.end}: {error}; start a new run with a lower schedule.peak "
                         "(or peak_per_image) or precision.loss_scale"
                     )
+            self._score_if_complete()
         self._end()
+
+    def _score_if_complete(self) -> None:
+        """Score and save a run that has no step left, but no scores of its images either.
+
+        Other images have made it complete (`take_images` in training/resuming.py).
+        """
+        if self.progression.scores:
+            return
+        step = self.progression.step
+        done = f"step {step:,} of {self.lengths.total:,} is done with these images"
+        self.monitor.say(f"{done}: the run ends with an evaluation")
+        with self._pause():
+            self._activity = "evaluating"
+            self._evaluate(step)
+            # As at every end: the file has the scores by which --best chooses.
+            self._save(scheduled=True, evaluated=True)
+        self._remember()
 
     def _step(self, micro_batches: Iterator[MicroBatch], update: Update) -> None:
         """Make an update with all that belongs to it: log line, scores, checkpoint."""
@@ -183,7 +201,8 @@ class Trainer:
 
     def _share(self) -> float:
         """Return the share of the run's steps that are done."""
-        return self.progression.step / self.lengths.total
+        # Other images may have made the run shorter than what is done.
+        return min(1.0, self.progression.step / self.lengths.total)
 
     def _count(self, result: StepResult, update: Update) -> None:
         """Add an update to the sums since the last log line. Nothing waits for the device."""
@@ -266,7 +285,7 @@ class Trainer:
         # Any rank's signal counts: a scheduler may have signalled only one host.
         stop = max(processes.gather(self._signal or 0))
         step = self.progression.step
-        if not stop or step == self.lengths.total:
+        if not stop or step >= self.lengths.total:
             return
         # The step's own checkpoint may have been written, with the scores of its evaluation.
         saved = processes.from_main(

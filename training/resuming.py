@@ -86,6 +86,21 @@ def resume(
     return Progression(**content["progression"])
 
 
+def take_images(progression: Progression, images: Images, total: int) -> None:
+    """Note which images a run goes on with.
+
+    Args:
+        progression: of the run.
+        images: of this session.
+        total: steps of the run with these.
+    """
+    # Fewer images may make a run complete that was not, at a step that was never scored; and scores
+    # of other validation images are none of this run. The loop scores what has no scores.
+    if _has_other_images(progression.images_digest, images) and progression.step >= total:
+        progression.scores = {}
+    progression.images_digest = images.digest
+
+
 def changes(
     progression: Progression,
     images: Images,
@@ -104,7 +119,7 @@ def changes(
         threads_before: with which the run began on a CPU, if known.
     """
     lines = []
-    if progression.images_digest not in ("", images.digest):
+    if _has_other_images(progression.images_digest, images):
         lines.append("going on with other images than before (data.changed_images=accept)")
     # IPUs have a generator of their own.
     stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
@@ -190,6 +205,11 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _N
     saved_classes = content.get("classes") or images.classes
     _check_classes(saved_classes, images.classes, f"{path}: saved with", folder)
     return _Newest(content, checkpoints.replica_count(step))
+
+
+def _has_other_images(before: Optional[str], images: Images) -> bool:
+    """Return whether a run has other images than those of a digest, which older versions lack."""
+    return bool(before) and before != images.digest
 
 
 def _check_none_is_lost(checkpoints: CheckpointFolder) -> None:

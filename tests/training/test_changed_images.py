@@ -2,7 +2,9 @@
 a line."""
 
 import itertools
+import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures
 from tests.tensors import assert_bitwise_equal, flat
 from tools import shards
+from training import resuming
 from training.checkpoint import CheckpointFolder
 from training.progression import Progression
 
@@ -140,6 +143,34 @@ def test_a_growing_batch_goes_on_from_its_own_step(session, more, tmp_path, monk
     assert updates == 5
     assert trained(run)[0] == updates
     assert_bitwise_equal(trained(run)[1], state)
+
+
+@pytest.mark.parametrize("every", ["evaluation.every_epochs=9", "evaluation.every_epochs=0.01"])
+def test_a_run_that_fewer_images_make_complete_is_scored_with_them_and_ends(session, more, tmp_path, every):
+    """Step 17 of 18 is done, and 15 are all now: whether it was scored before or not."""
+    place = (*OVERRIDES, f"data.root={more}", "run.steps=null", "run.epochs=3", every)
+    session(*place, stop_at=17)
+    fewer(more)
+    (more / "val" / "b" / "0.png").rename(more / "val" / "b" / "1.png")
+    said = session(*place, "data.changed_images=accept")
+    assert "step 17 of 15" in said
+    assert "step 17 of 15 is done with these images: the run ends with an evaluation" in said
+    events = []
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        events.append(json.loads(line))
+    last = [(event["event"], event["step"]) for event in events[-3:]]
+    assert last == [("eval", 17), ("checkpoint", 17), ("end", 17)]
+    assert events[-1]["top1"] == events[-3]["top1"]
+    assert "this run is finished" in session(*place)
+
+
+def test_scores_stay_unless_other_images_end_the_run():
+    scores = {"top1": 0.5}
+    now = SimpleNamespace(digest="c-d")
+    for digest, step, kept in (("c-d", 9, scores), ("a-d", 9, {}), ("a-d", 8, scores), ("", 9, scores)):
+        progression = Progression(step=step, scores=scores, images_digest=digest)
+        resuming.take_images(progression, now, total=9)
+        assert (progression.scores, progression.images_digest) == (kept, "c-d")
 
 
 def test_other_classes_are_refused_even_where_other_images_are_accepted(session, images):
