@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -15,7 +15,9 @@ from data.sources import class_names
 from engines.base import Engine
 from optim import rounding
 from recipe import loading
+from recipe.batch import steps_per_epoch
 from recipe.config import Recipe
+from recipe.exchange import Local
 from recipe.optimization import Precision
 from training import classes, weights
 from training.checkpoint import CheckpointFolder
@@ -28,7 +30,9 @@ _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
 
 class _Newest(NamedTuple):
-    """The newest whole checkpoint. content: None where there is none. replicas: with own files."""
+    """The newest whole checkpoint. content: None where there is none. replicas: whose own files
+    are to be loaded.
+    """
 
     content: Optional[dict]
     replicas: int
@@ -204,7 +208,25 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _N
         _check_images(before, images.digest, path, recipe.data.place)
     saved_classes = content.get("classes") or images.classes
     _check_classes(saved_classes, images.classes, f"{path}: saved with", folder)
-    return _Newest(content, checkpoints.replica_count(step))
+    replicas = checkpoints.replica_count(step)
+    if _is_dense_again(content["progression"], recipe, images):
+        replicas = 0
+    return _Newest(content, replicas)
+
+
+def _is_dense_again(progression: Dict[str, Any], recipe: Recipe, images: Images) -> bool:
+    """Return whether other images may have taken a run back into its dense epochs.
+
+    Their updates are the same on all replicas, which then have to begin with the same weights: the
+    mean of those with which each went on alone.
+    """
+    exchange = recipe.exchange
+    if not isinstance(exchange, Local):
+        return False
+    if not _has_other_images(progression.get("images_digest"), images):
+        return False
+    per_epoch = steps_per_epoch(images.training_images, recipe.batch.global_)
+    return exchange.is_dense(progression["step"], per_epoch)
 
 
 def _has_other_images(before: Optional[str], images: Images) -> bool:

@@ -17,6 +17,7 @@ from tests.conftest import TINY
 from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures
 from tests.tensors import assert_bitwise_equal, flat
+from tests.training.scripted import ScriptedEngine
 from tools import shards
 from training import resuming
 from training.checkpoint import CheckpointFolder
@@ -171,6 +172,35 @@ def test_scores_stay_unless_other_images_end_the_run():
         progression = Progression(step=step, scores=scores, images_digest=digest)
         resuming.take_images(progression, now, total=9)
         assert (progression.scores, progression.images_digest) == (kept, "c-d")
+
+
+class Replicas(ScriptedEngine):
+    """Notes how many replicas get states of their own."""
+
+    loaded = None
+
+    def load_replica_states(self, count, read):
+        self.loaded = count
+
+
+@pytest.mark.parametrize(
+    ("images", "digest", "epochs", "loaded"),
+    [(240, "new", 1, 0), (239, "new", 1, 2), (240, "old", 1, 2), (240, "new", 0, 2)],
+)
+def test_replicas_that_more_images_take_back_into_dense_epochs_begin_alike(
+    tiny, tmp_path, images, digest, epochs, loaded
+):
+    """Step 9 is dense in an epoch of 10 steps, not in one of 9: dense updates need the same weights everywhere."""
+    local = ("exchange.method=local", "exchange.order=fast", f"exchange.dense_epochs={epochs}")
+    recipe = tiny(f"run.output={tmp_path}", "data.changed_images=accept", *local)
+    progression = {"step": 9, "images_digest": "old"}
+    content = {"recipe": loading.dump(recipe), "progression": progression, "engine": {"steps": {"done": 9}}}
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
+    checkpoints.save(9, content, None, [{"own": torch.zeros(1)}] * 2)
+    engine = Replicas()
+    found = SimpleNamespace(training_images=images, digest=digest, classes=["a"])
+    assert resuming.resume(engine, checkpoints, recipe, found).step == 9
+    assert engine.loaded == loaded
 
 
 def test_other_classes_are_refused_even_where_other_images_are_accepted(session, images):
