@@ -4,7 +4,8 @@ A run counts in steps of `batch.global` images. An update takes one step or, wit
 several, so rates, epochs, the order of images and the draws for images and layers depend on the
 images seen, not on the number of updates; stochastic rounding, and what an optimizer counts, follow
 the index of the update. An update ends at the latest where an epoch, a part of the schedule or the
-run ends.
+run ends. Its length follows from its first step alone, so that a run goes on from any step: where a
+session accepts other images (`data.changed_images`), epochs end elsewhere than before.
 
 With the schedule `noise` the batch is doubled at the end of an epoch if the noise scale, less a
 standard error, is at least twice the batch, up to `batch.largest` (McCandless et al., 1812.06162,
@@ -13,7 +14,6 @@ section 2.2). It never shrinks.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Iterator, List, Optional, Sequence, Tuple
 
@@ -127,17 +127,28 @@ class Course:
         return min(whole, end - step)
 
     def done(self, steps: int) -> List[Update]:
-        """Return the updates of the first so many steps."""
-        return list(itertools.takewhile(lambda update: update.end <= steps, self.updates()))
+        """Return the updates of the first so many steps, as if all were made by this course.
 
-    def updates(self, start: int = 0) -> Iterator[Update]:
-        """Yield the updates from step `start` on, where one begins."""
-        # Counted from the first, as the index of an update depends on the sizes of all before it.
-        step = 0
-        index = 0
-        while step < self._total:
-            steps = self._steps_at(step)
-            if step >= start:
-                yield Update(step, steps, index)
+        Where the steps end within an update, the last is what they have of it.
+        """
+        return list(self._between(0, min(steps, self._total), index=0))
+
+    def updates(self, start: int = 0, made: Optional[int] = None) -> Iterator[Update]:
+        """Return the updates from step `start` on, with which the first of them begins.
+
+        Args:
+            start: steps of the run so far.
+            made: updates that these took; None where all were made by this course.
+        """
+        # The index of an update depends on the sizes of all before it.
+        if made is None:
+            made = len(self.done(start))
+        return self._between(start, self._total, index=made)
+
+    def _between(self, step: int, end: int, index: int) -> Iterator[Update]:
+        """Yield the updates from a step on, the first of which has an index, until `end`."""
+        while step < end:
+            steps = min(self._steps_at(step), end - step)
+            yield Update(step, steps, index)
             step += steps
             index += 1

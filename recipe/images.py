@@ -112,8 +112,8 @@ class Data(Kind):
     bad_images: Literal["error", "skip"] = "error"
     """an unreadable image: error stops the run, skip leaves the image out and counts it"""
     changed_images: Literal["error", "accept"] = "error"
-    """a resumed run finds other images (names, labels or shards): error stops it, accept continues;
-    other classes are always an error"""
+    """a resumed run finds other images (names, labels or shards): error stops it, accept continues,
+    also with other train_images and validation_images; other classes are always an error"""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """share of the target spread evenly over all classes"""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"

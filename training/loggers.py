@@ -30,7 +30,7 @@ class ServiceState(NamedTuple):
 
     run: the service's name for it.
     steps: the last step that the service has, by kind of event.
-    recipe: sections of the recipe that it first received; None in files of older versions.
+    recipe: sections of the recipe of its last session; None in files of older versions.
     """
 
     run: str
@@ -230,9 +230,12 @@ def start(recipe: Recipe, step: int, say: Callable[[str], None]) -> List[Logger]
         if logger.run:
             state = session.earlier or ServiceState("", {}, sections)
             states[kind.key] = state._replace(run=logger.run)
-    # Services that were selected in earlier sessions alone keep their states.
+    # Services that were selected in earlier sessions alone keep their states. All get the recipe of
+    # this one: the next session is compared with the images that this one has accepted.
     if states:
-        content = {key: state._asdict() for key, state in states.items()}
+        content = {}
+        for key, state in states.items():
+            content[key] = state._replace(recipe=sections)._asdict()
         write_text(folder / FILE, json_text(content, indent=1) + "\n")
     return loggers
 

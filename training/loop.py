@@ -102,6 +102,9 @@ class Trainer:
         self._loss = torch.tensor(progression.loss, dtype=torch.float64, device=device)
         self._correct = torch.tensor(progression.correct, dtype=torch.int64, device=device)
         self._course = Course(recipe, per_epoch, self.lengths.total, progression.growth)
+        # Counted once: with other images the course would count those before them otherwise.
+        if progression.updates is None:
+            progression.updates = len(self._course.done(progression.step))
         self._updates = 0  # of this session
         self._signal: Optional[int] = self.continuation.signal
         self._last_unreadable = ""
@@ -128,7 +131,7 @@ class Trainer:
         shown = progress.lines(self._progress, self._share, elsewhere=False)
         with contextlib.closing(self.recordings), StopSignals(self._note_signal), shown:
             self._stop_between_generations()
-            for update in self._course.updates(self.progression.step):
+            for update in self._course.updates(self.progression.step, self.progression.updates):
                 # Also of a resumed run, which may have been killed before it could report its end.
                 if self._lost_patience():
                     break
@@ -139,10 +142,30 @@ class Trainer:
                         f"step {update.end}: {error}; start a new run with a lower schedule.peak "
                         "(or peak_per_image) or precision.loss_scale"
                     )
+            self._score_if_complete()
         self._end()
+
+    def _score_if_complete(self) -> None:
+        """Score and save a run that has no step left, but no scores of its images either.
+
+        Other images have made it complete (`take_images` in training/resuming.py).
+        """
+        if self.progression.scores:
+            return
+        step = self.progression.step
+        done = f"step {step:,} of {self.lengths.total:,} is done with these images"
+        self.monitor.say(f"{done}: the run ends with an evaluation")
+        with self._pause():
+            self._activity = "evaluating"
+            self._evaluate(step)
+            # As at every end: the file has the scores by which --best chooses.
+            self._save(scheduled=True, evaluated=True)
+        self._remember()
 
     def _step(self, micro_batches: Iterator[MicroBatch], update: Update) -> None:
         """Make an update with all that belongs to it: log line, scores, checkpoint."""
+        # Else images would be trained on as those of other steps: the loader goes on from there.
+        assert update.step == self.progression.step, (update, self.progression.step)
         last = update.end == self.lengths.total
         log = last or update.reaches(self.recipe.log.every_steps)
         with self.recordings.update(update.step):
@@ -178,7 +201,8 @@ class Trainer:
 
     def _share(self) -> float:
         """Return the share of the run's steps that are done."""
-        return self.progression.step / self.lengths.total
+        # Other images may have made the run shorter than what is done.
+        return min(1.0, self.progression.step / self.lengths.total)
 
     def _count(self, result: StepResult, update: Update) -> None:
         """Add an update to the sums since the last log line. Nothing waits for the device."""
@@ -197,6 +221,7 @@ class Trainer:
             self._last_unreadable = message
             self.monitor.say(f"left out: {message}")
         progression.step = update.end
+        progression.updates = update.index + 1
         self._updates += 1
 
     def _lost_patience(self) -> bool:
@@ -260,7 +285,7 @@ class Trainer:
         # Any rank's signal counts: a scheduler may have signalled only one host.
         stop = max(processes.gather(self._signal or 0))
         step = self.progression.step
-        if not stop or step == self.lengths.total:
+        if not stop or step >= self.lengths.total:
             return
         # The step's own checkpoint may have been written, with the scores of its evaluation.
         saved = processes.from_main(
@@ -580,10 +605,12 @@ class Trainer:
         """Report the run as a whole."""
         self._note_sums()
         done = self.progression.step
+        made = self.progression.updates
+        assert made is not None, "counted as the loop began"
         ended = ending.Ending(
             recipe=self.recipe,
             progression=self.progression,
-            updates=len(self._course.done(done)),
+            updates=made,
             total=self.lengths.total,
         )
         self.monitor.event("end", done, ending.values_of(ended), "\n".join(ending.lines(ended)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -15,20 +15,24 @@ from data.sources import class_names
 from engines.base import Engine
 from optim import rounding
 from recipe import loading
+from recipe.batch import steps_per_epoch
 from recipe.config import Recipe
+from recipe.exchange import Local
 from recipe.optimization import Precision
 from training import classes, weights
 from training.checkpoint import CheckpointFolder
 from training.images import Images
 from training.metrics import NAME, last_events
 from training.progression import Progression
-from training.run_folder import first_difference
+from training.run_folder import ACCEPT_IMAGES, differs_in_images, first_difference
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
 
 class _Newest(NamedTuple):
-    """The newest whole checkpoint. content: None where there is none. replicas: with own files."""
+    """The newest whole checkpoint. content: None where there is none. replicas: whose own files
+    are to be loaded.
+    """
 
     content: Optional[dict]
     replicas: int
@@ -86,6 +90,21 @@ def resume(
     return Progression(**content["progression"])
 
 
+def take_images(progression: Progression, images: Images, total: int) -> None:
+    """Note which images a run goes on with.
+
+    Args:
+        progression: of the run.
+        images: of this session.
+        total: steps of the run with these.
+    """
+    # Fewer images may make a run complete that was not, at a step that was never scored; and scores
+    # of other validation images are none of this run. The loop scores what has no scores.
+    if _has_other_images(progression.images_digest, images) and progression.step >= total:
+        progression.scores = {}
+    progression.images_digest = images.digest
+
+
 def changes(
     progression: Progression,
     images: Images,
@@ -104,7 +123,7 @@ def changes(
         threads_before: with which the run began on a CPU, if known.
     """
     lines = []
-    if progression.images_digest not in ("", images.digest):
+    if _has_other_images(progression.images_digest, images):
         lines.append("going on with other images than before (data.changed_images=accept)")
     # IPUs have a generator of their own.
     stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
@@ -179,15 +198,40 @@ def _newest(checkpoints: CheckpointFolder, recipe: Recipe, images: Images) -> _N
     step = content["progression"]["step"]
     path = checkpoints.path(step)
     # config.yaml was compared as the folder was opened; a checkpoint may have been copied into it.
-    difference = first_difference(loading.loads(content["recipe"], str(path)), recipe)
+    saved_recipe = loading.loads(content["recipe"], str(path))
+    difference = first_difference(saved_recipe, recipe)
     if difference:
-        raise CheckpointError(f"{path}: of another run: {difference}; {_ELSEWHERE}")
+        remedy = ACCEPT_IMAGES if differs_in_images(saved_recipe, recipe) else _ELSEWHERE
+        raise CheckpointError(f"{path}: of another run: {difference}; {remedy}")
     if recipe.data.changed_images == "error":
         before = content["progression"].get("images_digest")
         _check_images(before, images.digest, path, recipe.data.place)
     saved_classes = content.get("classes") or images.classes
     _check_classes(saved_classes, images.classes, f"{path}: saved with", folder)
-    return _Newest(content, checkpoints.replica_count(step))
+    replicas = checkpoints.replica_count(step)
+    if _is_dense_again(content["progression"], recipe, images):
+        replicas = 0
+    return _Newest(content, replicas)
+
+
+def _is_dense_again(progression: Dict[str, Any], recipe: Recipe, images: Images) -> bool:
+    """Return whether other images may have taken a run back into its dense epochs.
+
+    Their updates are the same on all replicas, which then have to begin with the same weights: the
+    mean of those with which each went on alone.
+    """
+    exchange = recipe.exchange
+    if not isinstance(exchange, Local):
+        return False
+    if not _has_other_images(progression.get("images_digest"), images):
+        return False
+    per_epoch = steps_per_epoch(images.training_images, recipe.batch.global_)
+    return exchange.is_dense(progression["step"], per_epoch)
+
+
+def _has_other_images(before: Optional[str], images: Images) -> bool:
+    """Return whether a run has other images than those of a digest, which older versions lack."""
+    return bool(before) and before != images.digest
 
 
 def _check_none_is_lost(checkpoints: CheckpointFolder) -> None:
@@ -213,8 +257,7 @@ def _check_images(before: Optional[str], now: str, path: Path, place: str) -> No
             changed.append(split)
     raise CheckpointError(
         f"{path}: saved with other {' and '.join(changed)} images than {place} has now (other "
-        "names, labels or shards); bring those back, or go on with these by "
-        "data.changed_images=accept"
+        f"names, labels or shards); {ACCEPT_IMAGES}"
     )
 
 

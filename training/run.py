@@ -323,7 +323,10 @@ def _train(session: _Session) -> None:
     )
     progression = _restore(session, checkpoints)
     # Checkpoints of this session name what it trains with, which may have changed at the user's word.
-    progression.images_digest = session.images.digest
+    resuming.take_images(progression, session.images, session.lengths.total)
+    # Not before: until here the checkpoint may have been refused.
+    if session.folder is not None and session.recipe.data.changed_images == "accept":
+        session.folder.note_images(session.recipe)
     progression.rounding = rounding.VERSION
     engine = session.engine
     # From the step on that follows: the batches of a step are a function of seed and step.

@@ -32,6 +32,10 @@ DECISIONS = "decisions.json"
 _LOCK = "lock"
 _ENVIRONMENT = "environment.json"
 _ANOTHER_FOLDER = "choose another folder by run.output=FOLDER"
+# The remedy where images are not those that a run was trained on.
+ACCEPT_IMAGES = (
+    "bring those back, or go on with the images that are there by data.changed_images=accept"
+)
 # Keys that may change between the sessions of one run: they say where and how it is computed, and
 # change what is learned no more than rule 1 of docs/architecture.md says. Only the last two of
 # `data` can change more, at the user's word. A replica that joins an elastic run must have the same
@@ -46,6 +50,9 @@ _FREE = {
     "engine": set(EngineSection.model_fields),
     "ipu": set(Ipu.model_fields) - {"synthetic_data"},
 }
+# Keys of `data` that say how many images there are: they may change with the images, where
+# data.changed_images accepts other ones.
+_NUMBERS_OF_IMAGES = {"train_images", "validation_images"}
 
 
 class InUse(ConfigError):
@@ -138,6 +145,29 @@ class RunFolder:
         # The file may have been damaged or removed since this session wrote its start.
         *before, last = starts(self.path) or [{}]
         _write_starts(self.path, [*before, {**last, **facts}])
+
+    def note_images(self, recipe: Recipe) -> None:
+        """Write into `config.yaml` how many images the run goes on with, where it has accepted them.
+
+        From then on these are the run's: its next session need not accept them again.
+
+        Args:
+            recipe: of this session, which has found so many images.
+
+        Raises:
+            ConfigError: `config.yaml` cannot be read.
+            OSError: the folder's path no longer leads to the folder that was opened.
+        """
+        self._check()
+        begun = begun_recipe(recipe)
+        if begun is None:
+            return
+        numbers = {}
+        for key in _NUMBERS_OF_IMAGES & set(type(begun.data).model_fields):
+            numbers[key] = getattr(recipe.data, key)
+        changed = begun.model_copy(update={"data": begun.data.model_copy(update=numbers)})
+        if changed != begun:
+            write_text(self.path / CONFIG, loading.dump(changed))
 
     def close(self) -> None:
         """Give the folder back; a second call does nothing."""
@@ -275,6 +305,9 @@ def _check_same_run(begun: Recipe, recipe: Recipe, place: str) -> None:
     if recipe.batch.micro is None:
         recipe = settled(recipe, begun.batch.micro)
     difference = first_difference(begun, recipe)
+    if difference and differs_in_images(begun, recipe):
+        fault = f"belongs to a run with another number of images: {difference}"
+        raise CheckpointError(f"{place} {fault}; {ACCEPT_IMAGES}")
     if difference:
         weights = shlex.quote(f"model.init_from={place}")
         remedy = f"give the key its old value to resume, or {_ANOTHER_FOLDER}"
@@ -329,14 +362,34 @@ def describe_environment() -> dict:
     }
 
 
-def first_difference(old: Recipe, new: Recipe, free: Mapping[str, Set[str]] = _FREE) -> str:
+def differs_in_images(old: Recipe, new: Recipe) -> bool:
+    """Return whether `new` might go on with the run of `old` if it accepted other images.
+
+    Args:
+        old: recipe of the run.
+        new: for the sessions to come.
+    """
+    data = new.data.model_copy(update={"changed_images": "accept"})
+    return not first_difference(old, new.model_copy(update={"data": data}))
+
+
+def first_difference(
+    old: Recipe,
+    new: Recipe,
+    free: Optional[Mapping[str, Set[str]]] = None,
+) -> str:
     """Return `section.key is OLD there, NEW here` for the first key that differs, or "".
 
     Args:
         old: "there".
         new: "here".
-        free: keys that may differ, by section.
+        free: keys that may differ, by section; None for those that may change between the sessions
+            of one run.
     """
+    if free is None:
+        free = _FREE
+        if new.data.changed_images == "accept":
+            free = {**_FREE, "data": _FREE["data"] | _NUMBERS_OF_IMAGES}
     # As files have them, in which a tuple is a list.
     before = old.model_dump(mode="json", by_alias=True)
     after = new.model_dump(mode="json", by_alias=True)

@@ -295,6 +295,24 @@ def test_a_resumed_run_has_the_rest_of_the_updates(start):
     assert [(each.step, each.steps, each.index) for each in plain] == [(step, 1, step) for step in range(start, 50)]
 
 
+@pytest.mark.parametrize("start", range(40))
+def test_a_run_whose_epochs_have_become_others_goes_on_from_its_own_step(start):
+    """Also within what would be an update: the first one ends with the epoch, or what else ends it, of now."""
+    course = Course(load(QUICKSTART, [GROWING]), 8, 39)
+    updates = list(course.updates(start, made=100))
+    assert [update.step for update in updates] == [start, *(update.end for update in updates[:-1])][: len(updates)]
+    assert [update.index for update in updates] == list(range(100, 100 + len(updates)))
+    assert not updates or updates[-1].end == 39
+    ends = {update.end for update in updates}
+    assert {end for end in (8, 11, 16, 24, 25, 32) if end > start} <= ends
+    # From each of them on: a session may begin anywhere.
+    for number, update in enumerate(updates):
+        assert list(course.updates(update.step, made=update.index)) == updates[number:]
+    done = course.done(start)
+    assert sum(update.steps for update in done) == start
+    assert [update.index for update in course.updates(start)][:1] == [len(done)][: len(updates)]
+
+
 NOISE = ("batch.schedule=noise", "batch.largest=300")
 
 

@@ -1,17 +1,26 @@
 """A run resumes with its own images, or with others where that is accepted; other threads, and other random bits, get
 a line."""
 
+import itertools
+import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, DataError
+from engines.torch_engine import TorchEngine
 from optim import rounding
+from recipe import loading
 from tests.conftest import TINY
 from tests.data.image_sets import draw, write_idx
 from tests.pictures import write_pictures
+from tests.tensors import assert_bitwise_equal, flat
+from tests.training.scripted import ScriptedEngine
 from tools import shards
+from training import resuming
+from training.checkpoint import CheckpointFolder
 from training.progression import Progression
 
 OVERRIDES = (
@@ -42,6 +51,156 @@ def test_other_images_are_refused_unless_they_are_accepted(session, images, tmp_
     said = session(*place, "data.changed_images=accept", stop_at=3)
     assert "resuming at step 2 of 4" in said and "other images than before" in said
     assert "other images" not in session(*place)  # from then on these are the run's
+
+
+def test_a_recipe_that_names_the_numbers_of_images_goes_on_with_others_once_they_are_accepted(
+    session, images, tmp_path
+):
+    """In folder, checkpoint and mirror alike; from then on the new numbers are the run's."""
+    mirror = f"checkpoint.mirror={tmp_path / 'mirror'}"
+    place = (*OVERRIDES, f"data.root={images}", "data.validation_images=2", mirror)
+    session(*place, "data.train_images=6", stop_at=1)
+    one_more(images)
+    fault = f"^{tmp_path / 'run'} belongs to a run with .*: data.train_images is 6 there, 7 here; .*s=accept"
+    with pytest.raises(CheckpointError, match=fault):
+        session(*place, "data.train_images=7")
+    with pytest.raises(DataError, match=r"7 images, but data.train_images is 6; .*set data.train_images=7"):
+        session(*place, "data.train_images=6", "data.changed_images=accept")
+    with pytest.raises(CheckpointError, match=r"belongs to another recipe: data.crop_fraction is "):
+        session(*place, "data.train_images=7", "data.changed_images=accept", "data.crop_fraction=0.9")
+    shutil.rmtree(tmp_path / "run")  # filled from the mirror, which has the old number
+    said = session(*place, "data.train_images=7", "data.changed_images=accept", stop_at=2)
+    assert "restored from" in said and "other images than before" in said
+    begun = loading.load(tmp_path / "run" / "config.yaml")
+    assert (begun.data.train_images, begun.data.changed_images) == (7, "error")
+    shutil.rmtree(tmp_path / "run")
+    said = session(*place, "data.train_images=7", stop_at=3)
+    assert "resuming at step 2 of 4" in said and "other images" not in said
+
+
+def test_a_checkpoint_with_another_number_of_images_than_its_folder_says_how_to_go_on(session, images, tmp_path):
+    """A session that accepted images may have been killed before its first checkpoint."""
+    place = (*OVERRIDES, f"data.root={images}")
+    session(*place, "data.train_images=6", stop_at=1)
+    one_more(images)
+    accepted = (*place, "data.train_images=7")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("train_images: 6", "train_images: 7"))
+    with pytest.raises(CheckpointError, match=r"step-00000001.pt: of another run: data.train_images is 6 .*s=accept"):
+        session(*accepted)
+    assert "resuming at step 1 of 4" in session(*accepted, "data.changed_images=accept", stop_at=2)
+
+
+@pytest.fixture
+def more(tmp_path):
+    """24 training images: six steps of four images an epoch."""
+    return write_pictures(tmp_path / "more", train=12, val=1)
+
+
+def fewer(root):
+    """Four images fewer: five steps an epoch."""
+    for name in ("0", "1", "2", "3"):
+        (root / "train" / "a" / f"{name}.png").unlink()
+
+
+def trained(folder):
+    content = CheckpointFolder(folder / "checkpoints", 2, True).load_newest(warn=pytest.fail)
+    return content["progression"]["updates"], flat(content["engine"])
+
+
+def test_a_growing_batch_goes_on_from_its_own_step(session, more, tmp_path, monkeypatch):
+    """Updates of four steps, within epochs of six, then of five: the seventh step is in the midst of one of theirs.
+
+    Each step is trained on once, with its own images, also by sessions after that.
+    """
+    made = []
+    train_step = TorchEngine.train_step
+
+    def noted(engine, micro_batches, update, *arguments, **options):
+        batches = list(itertools.islice(micro_batches, update.steps))
+        assert [batch.step for batch in batches] == list(range(update.step, update.end))
+        made.append((update.step, update.steps, update.index))
+        return train_step(engine, iter(batches), update, *arguments, **options)
+
+    monkeypatch.setattr(TorchEngine, "train_step", noted)
+    run = tmp_path / "run"
+    place = (*OVERRIDES, f"data.root={more}", "run.steps=null", "run.epochs=3", "batch.schedule=[[0,16]]")
+    session(*place, stop_at=5)
+    assert made == [(0, 4, 0), (4, 2, 1)]
+    fewer(more)
+    shutil.copytree(run, tmp_path / "before")
+    made.clear()
+    session(*place, "data.changed_images=accept")
+    rest = [(6, 4, 2), (10, 4, 3), (14, 1, 4)]
+    assert made == rest
+    undisturbed = trained(run)
+    shutil.rmtree(run)
+    (tmp_path / "before").rename(run)
+    made.clear()
+    session(*place, "data.changed_images=accept", stop_at=7)
+    session(*place)
+    assert made == rest
+    updates, state = undisturbed
+    assert updates == 5
+    assert trained(run)[0] == updates
+    assert_bitwise_equal(trained(run)[1], state)
+
+
+@pytest.mark.parametrize("every", ["evaluation.every_epochs=9", "evaluation.every_epochs=0.01"])
+def test_a_run_that_fewer_images_make_complete_is_scored_with_them_and_ends(session, more, tmp_path, every):
+    """Step 17 of 18 is done, and 15 are all now: whether it was scored before or not."""
+    place = (*OVERRIDES, f"data.root={more}", "run.steps=null", "run.epochs=3", every)
+    session(*place, stop_at=17)
+    fewer(more)
+    (more / "val" / "b" / "0.png").rename(more / "val" / "b" / "1.png")
+    said = session(*place, "data.changed_images=accept")
+    assert "step 17 of 15" in said
+    assert "step 17 of 15 is done with these images: the run ends with an evaluation" in said
+    events = []
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        events.append(json.loads(line))
+    last = [(event["event"], event["step"]) for event in events[-3:]]
+    assert last == [("eval", 17), ("checkpoint", 17), ("end", 17)]
+    assert events[-1]["top1"] == events[-3]["top1"]
+    assert "this run is finished" in session(*place)
+
+
+def test_scores_stay_unless_other_images_end_the_run():
+    scores = {"top1": 0.5}
+    now = SimpleNamespace(digest="c-d")
+    for digest, step, kept in (("c-d", 9, scores), ("a-d", 9, {}), ("a-d", 8, scores), ("", 9, scores)):
+        progression = Progression(step=step, scores=scores, images_digest=digest)
+        resuming.take_images(progression, now, total=9)
+        assert (progression.scores, progression.images_digest) == (kept, "c-d")
+
+
+class Replicas(ScriptedEngine):
+    """Notes how many replicas get states of their own."""
+
+    loaded = None
+
+    def load_replica_states(self, count, read):
+        self.loaded = count
+
+
+@pytest.mark.parametrize(
+    ("images", "digest", "epochs", "loaded"),
+    [(240, "new", 1, 0), (239, "new", 1, 2), (240, "old", 1, 2), (240, "new", 0, 2)],
+)
+def test_replicas_that_more_images_take_back_into_dense_epochs_begin_alike(
+    tiny, tmp_path, images, digest, epochs, loaded
+):
+    """Step 9 is dense in an epoch of 10 steps, not in one of 9: dense updates need the same weights everywhere."""
+    local = ("exchange.method=local", "exchange.order=fast", f"exchange.dense_epochs={epochs}")
+    recipe = tiny(f"run.output={tmp_path}", "data.changed_images=accept", *local)
+    progression = {"step": 9, "images_digest": "old"}
+    content = {"recipe": loading.dump(recipe), "progression": progression, "engine": {"steps": {"done": 9}}}
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
+    checkpoints.save(9, content, None, [{"own": torch.zeros(1)}] * 2)
+    engine = Replicas()
+    found = SimpleNamespace(training_images=images, digest=digest, classes=["a"])
+    assert resuming.resume(engine, checkpoints, recipe, found).step == 9
+    assert engine.loaded == loaded
 
 
 def test_other_classes_are_refused_even_where_other_images_are_accepted(session, images):

@@ -181,6 +181,15 @@ def test_killed_before_its_first_line_a_run_goes_on_unless_its_recipe_was_mended
     assert [step for name, step, _ in last["metrics"] if name == "train/loss"] == [2, 4, 6, 8]
 
 
+def test_a_run_that_has_accepted_other_images_goes_on_as_the_same_run(services, tmp_path, tiny):
+    """Also in the session after it, which need not accept them again."""
+    recipe = (f"run.output={tmp_path}", "data.source=folder", f"data.root={tmp_path}", "log.wandb=true")
+    accepted = "data.changed_images=accept"
+    for overrides in (["data.train_images=60"], ["data.train_images=61", accepted], ["data.train_images=61"]):
+        loggers.start(tiny(*recipe, *overrides), 2, print)
+    assert [each["id"] for each in services.wandb.sessions] == [None, "run-1", "run-1"]
+
+
 def test_a_damaged_note_about_the_services_starts_them_anew(tmp_path, tiny):
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 2}\n{"event": "eval", "step": 4}\n')
     (tmp_path / loggers.FILE).write_text('{"mlflow": {"run": "a", "steps": {"train": 6}}}')
