@@ -147,11 +147,14 @@ def test_rows_without_an_image_are_unreadable_and_paths_are_followed(tmp_path):
     outside = tmp_path / "outside.png"
     Image.fromarray(TRAIN.images[0]).save(outside)
     rows = [{"bytes": None, "path": None}, {"bytes": None, "path": str(outside)}, {"bytes": b"text", "path": None}]
+    rows.append({"bytes": None, "path": "a\0.jpg"})
     root = write_parquet(tmp_path / "set", None, rows=rows)
-    source = opened(root, classes=3)
+    source = opened(root, classes=4)
     for index, reason in ((0, "there is no image in this row"), (2, "neither JPEG nor PNG")):
         with pytest.raises(UnreadableImage, match=rf"^{root}/train/{index}: {reason}"):
             source.read(index)
+    with pytest.raises(UnreadableImage, match=r"^a\\x00\.jpg: the character NUL in its name$"):
+        source.read(3)
     assert torch.equal(source.read(1), torch.from_numpy(TRAIN.images[0]).permute(2, 0, 1))
 
 
