@@ -94,6 +94,8 @@ def _paths_of_class(scan: "Scan", folder: str, name: str, may_be_empty: bool) ->
 @SOURCES.implements(Folder)
 def _open(data: Folder, classes: int, split: str) -> Source:
     """Open the class folders of a split; only validation may lack images of a class."""
+    if split == "train":
+        data.check_splits()
     return FolderSource(
         split_folder(data, split),
         # Where one folder has both splits, a class without images has none of either.
