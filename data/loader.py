@@ -6,8 +6,6 @@ what is in a micro batch.
 """
 
 import contextlib
-import errno
-import os
 from dataclasses import dataclass
 from typing import Callable, Generator, Iterable, Iterator, Optional, Sequence, Union
 
@@ -21,7 +19,7 @@ from data.epochs import Epoch
 from data.prefetch import Prefetcher
 from data.reader import Reader
 from data.transforms import Evaluation, Training
-from data.workers import Loader, shared_memory_is_full
+from data.workers import Loader, is_full, shared_memory_is_full
 from recipe.batch import steps_per_epoch
 from recipe.config import Data
 
@@ -290,7 +288,7 @@ def _delivered(
                 raise NotLeftOut(batch.unreadable[0])
             yield batch.with_tensors()
     except RuntimeError as error:  # from a worker, as a text
-        if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
+        if is_full(error):
             raise shared_memory_is_full() from None
         raise
     except (EOFError, ConnectionError, FileNotFoundError) as error:
