@@ -49,7 +49,8 @@ def test_a_folder_is_read_in_the_order_of_classes_and_names_at_any_depth(root):
         write(root / hidden)
     (root / "train/cat/notes.txt").write_text("words")
     source = FolderSource(str(root / "train"))
-    assert source.classes == ("cat", "dog") and source.notes == ()
+    assert source.classes == ("cat", "dog")
+    assert source.notes == (f"{root}/train: left out images beside the class folders: 1; the first: beside.jpg",)
     expected = ["cat/a.jpg", "cat/b.png", "cat/more/deep/f.jpg", "dog/c.JPEG", "dog/linked/g.jpg"]
     assert names(source, root / "train") == expected
     assert source.labels.dtype == np.int64 and source.labels.tolist() == [0, 0, 0, 1, 1]
