@@ -13,11 +13,10 @@ if __name__ == "__main__":  # before the imports: see run
 
 import functools
 import os
-import re
 import sys
 from pathlib import Path
-from typing import NamedTuple, Optional
 
+from common import machine_faults
 from common.command import AGAIN, Parser, fail, naming, one_line
 from common.errors import DONE, FAILED, STOPPED, UserError
 from parallel import launchers, topology
@@ -27,33 +26,6 @@ from training import preflight, relaunch, stopping
 from training.run_folder import check_owner
 
 _FIRST_PRINTS_SECONDS = 3.0
-
-
-class _Fault(NamedTuple):
-    """A fault of the machine, which torch reports in words of its own.
-
-    pattern: in torch's error.
-    text: for the user.
-    remedy: for the user.
-    """
-
-    pattern: str
-    text: str
-    remedy: str
-
-
-_FAULTS = (
-    _Fault(
-        pattern="out of memory|can't allocate memory",
-        text="out of memory",
-        remedy="lower batch.micro, batch.evaluation or model.image_size",
-    ),
-    _Fault(
-        pattern=r"DataLoader worker (\(pid|exited)",
-        text="a process that loads images was killed, perhaps as memory ran out",
-        remedy="lower data.workers or data.prefetch",
-    ),
-)
 
 
 @one_line()
@@ -158,21 +130,12 @@ def _train(config, recipe) -> int:
         return fail(error, STOPPED)
     except TrainingError as error:
         return fail(error, FAILED)
-    # Of faults of the machine torch has few classes: they are known by their words.
     except RuntimeError as error:
-        fault = _fault_in(str(error))
+        fault = machine_faults.in_words(error)
         if fault is None:
             raise
-        return fail(f"{fault.text}; {fault.remedy}, then {_again(recipe)}", FAILED)
+        return fail(f"{fault}, then {_again(recipe)}", FAILED)
     return DONE
-
-
-def _fault_in(message: str) -> Optional[_Fault]:
-    """Return the fault that torch reports by `message`, None if it is no such fault."""
-    for fault in _FAULTS:
-        if re.search(fault.pattern, message):
-            return fault
-    return None
 
 
 def _again(recipe) -> str:

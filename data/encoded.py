@@ -109,6 +109,9 @@ def read_image(path: str) -> bytes:
         return read_regular(path, decode.MAX_MEMORY)
     except OSError as error:
         raise UnreadableImage(f"{path}: {error.strerror}") from None
+    # A table of Hugging Face may have anything where a path is expected.
+    except ValueError:
+        raise UnreadableImage(printable(f"{path}: the character NUL in its name")) from None
     except MemoryError:
         raise UnreadableImage(f"{path}: not enough memory to read it") from None
 

@@ -13,7 +13,14 @@ from common.text import printable
 from data.base import CLASS_NAMES, SOURCES, ClassNames, Names, Source
 from data.encoded import FileSource
 from recipe import validation_share
-from recipe.class_folders import class_folders, images_below, listed, why_left_out
+from recipe.class_folders import (
+    class_folders,
+    images_below,
+    is_folder,
+    is_image,
+    listed,
+    why_left_out,
+)
 from recipe.images import Folder, split_folder, split_place
 
 
@@ -94,6 +101,8 @@ def _paths_of_class(scan: "Scan", folder: str, name: str, may_be_empty: bool) ->
 @SOURCES.implements(Folder)
 def _open(data: Folder, classes: int, split: str) -> Source:
     """Open the class folders of a split; only validation may lack images of a class."""
+    if split == "train":
+        data.check_splits()
     return FolderSource(
         split_folder(data, split),
         # Where one folder has both splits, a class without images has none of either.
@@ -127,6 +136,8 @@ class Scan:
         # A second look, as class_folders(), which plans also use, does not report what it leaves out.
         for entry in listed(self._folder):
             reason = why_left_out(entry, (self._folder,))
+            if reason is None and is_image(entry.name) and not is_folder(entry):
+                reason = "images beside the class folders"
             if reason is not None:
                 self._leave_out(reason, "", entry.name)
         return class_folders(self._place)

@@ -18,6 +18,8 @@ from recipe.images import HuggingFace
 
 _LABEL = "label"  # the column of labels where not exactly one is of class labels
 _VALIDATION = ("validation", "test")  # splits; the first that is there is taken
+# Classes without names that a table may have, or as many as it has images: each is given one.
+_MOST_UNNAMED = 2**20
 _NO_BYTES = -1  # the length, in a digest, of an image that is not in the table
 
 
@@ -106,6 +108,8 @@ def _read(data: HuggingFace, split: str) -> _Table:
     labels = _labels(table, label, place)
     class_names = getattr(features[label], "names", None)
     _check_labels(labels, class_names, place, key)
+    if class_names is None:
+        _check_numbers(labels, label, place)
     # Encoded: our decoder decides what is decoded, and how.
     images = table.select_columns([image])
     if isinstance(features[image], datasets.Image):
@@ -182,6 +186,20 @@ def _check_labels(
     if names is not None:
         fault += f", but {count(len(names), 'class', 'classes')}"
     raise DataError(f"{place}: {fault}; choose a split that has labels by {key}")
+
+
+def _check_numbers(labels: np.ndarray, column: str, place: str) -> None:
+    """Raise DataError for labels without names that number something else than classes.
+
+    Args:
+        labels: integers [n] from 0.
+        column: that they are from.
+        place: what errors call the split.
+    """
+    largest = int(labels.max())
+    if largest >= max(_MOST_UNNAMED, len(labels)):
+        fault = f"column {column!r} has a label {largest:,} among {count(len(labels), 'image')}"
+        raise DataError(f"{place}: {fault}; name one that numbers classes by data.label_column")
 
 
 def _package() -> Any:

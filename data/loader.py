@@ -6,8 +6,6 @@ what is in a micro batch.
 """
 
 import contextlib
-import errno
-import os
 from dataclasses import dataclass
 from typing import Callable, Generator, Iterable, Iterator, Optional, Sequence, Union
 
@@ -21,7 +19,7 @@ from data.epochs import Epoch
 from data.prefetch import Prefetcher
 from data.reader import Reader
 from data.transforms import Evaluation, Training
-from data.workers import Loader, shared_memory_is_full
+from data.workers import Loader, is_full, shared_memory_is_full
 from recipe.batch import steps_per_epoch
 from recipe.config import Data
 
@@ -91,9 +89,9 @@ class TrainingBatches:
             steps=range(first_step, last_step),
             share=range(global_batch // micro) if share is None else share,
         )
-        reader = Reader(source, micro, Training(data, seed, colours))
+        self._reader = Reader(source, micro, Training(data, seed, colours))
         self._loader: Optional[Iterable[ReadBatch]]  # None once it is closed
-        self._loader = _loader(reader, self._requests, data, device)
+        self._loader = _loader(self._reader, self._requests, data, device)
         self._ahead = _prefetched(self._loader, data, device)
 
     def __iter__(self) -> "TrainingBatches":
@@ -105,7 +103,7 @@ class TrainingBatches:
     def set_share(self, step: int, share: range) -> None:
         """Go on with another share of the micro batches of each step.
 
-        What was loaded ahead is lost, the workers stay.
+        What was loaded ahead is lost. The workers stay, unless one takes too long to be waited for.
 
         Args:
             step: the first with the new share, of which the first micro batch comes next.
@@ -114,9 +112,13 @@ class TrainingBatches:
         # The loader looks at its requests when it is iterated, which a new prefetcher does anew.
         assert self._loader is not None, "closed batches have no shares"
         self._waited = self.waited()
-        self._ahead.close()
+        has_ended = self._ahead.close()
         self._requests.steps = range(step, self._requests.steps.stop)
         self._requests.share = share
+        # A thread that still waits for the workers' next batch would take batches from whoever else
+        # asks them: they are left to it.
+        if not has_ended:
+            self._loader = _loader(self._reader, self._requests, self._data, self._device)
         self._ahead = _prefetched(self._loader, self._data, self._device)
 
     def waited(self) -> float:
@@ -286,7 +288,7 @@ def _delivered(
                 raise NotLeftOut(batch.unreadable[0])
             yield batch.with_tensors()
     except RuntimeError as error:  # from a worker, as a text
-        if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
+        if is_full(error):
             raise shared_memory_is_full() from None
         raise
     except (EOFError, ConnectionError, FileNotFoundError) as error:

@@ -58,11 +58,13 @@ class Prefetcher:
         # The end comes also if nobody closes it: a thread amid torch's code when the interpreter
         # ends would abort it.
         self._end: Callable[[], object]
+        self._thread: Optional[threading.Thread] = None
         if depth:
             thread = _started(batches, move, depth)
             # _take raises an error or StopIteration in the end, it never returns None.
             self._ahead = iter(functools.partial(_take, thread.ready), None)
             self._end = weakref.finalize(self, _close, thread)
+            self._thread = thread.thread
         else:
             self._ahead = map(move, batches)
             self._end = weakref.finalize(self, batches.close)
@@ -101,9 +103,15 @@ class Prefetcher:
                 self._waited += before.elapsed_time(after) / 1000  # from milliseconds
         return self._waited
 
-    def close(self) -> None:
-        """End the thread and the iterator that it reads."""
+    def close(self) -> bool:
+        """End the thread and the iterator that it reads.
+
+        Returns:
+            Whether they have ended. If not, the thread waits for a batch, and uses its iterator
+            until that has come.
+        """
         self._end()
+        return self._thread is None or not self._thread.is_alive()
 
     def _mark(self) -> Union[float, torch.cuda.Event]:
         """Return the time; on CUDA an event: the host may wait while the device still computes."""
@@ -173,14 +181,21 @@ def _fill(
     """Move batches into a queue until they end, or until `stop` is set. Runs in the thread."""
     try:
         while not stop.is_set():
-            ready.put(move(next(batches)))  # without a name: only batches in the queue stay alive
+            # Without a name: only batches in the queue stay alive.
+            _put(ready, stop, move(next(batches)))
     except StopIteration:
         pass
     except BaseException as error:  # raised again where the batch is missed
-        ready.put(error)
+        _put(ready, stop, error)
     finally:
-        ready.put(StopIteration())
+        _put(ready, stop, StopIteration())
         batches.close()
+
+
+def _put(ready: queue.Queue, stop: threading.Event, entry: Union[_Moved, BaseException]) -> None:
+    """Put an entry into a queue, unless `stop` is set: nobody would make room any more."""
+    if not stop.is_set():
+        ready.put(entry)
 
 
 def _take(ready: queue.Queue) -> _Moved:

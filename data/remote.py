@@ -111,8 +111,9 @@ class RemoteFolder(Folder):
         Returns:
             The bytes of each range; for one that failed, the last exception.
         """
-        answers: List[Any] = [None] * len(wanted)
-        pending = list(range(len(wanted)))  # places in `wanted`
+        answers: List[Any] = [b""] * len(wanted)
+        # Places in `wanted`. Of a range without bytes servers send the whole file, or an error.
+        pending = [place for place, requested in enumerate(wanted) if requested.length]
         for attempt in range(1, _TRIES + 1):
             for place, answer in self._attempt(wanted, pending, exact).items():
                 answers[place] = answer

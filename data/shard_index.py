@@ -264,12 +264,13 @@ def _check_consistent(index: Index) -> None:
     counts = {len(array) for array in arrays}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"arrays of {sorted(counts)} images")
-    # Images follow each other in the tar, with something or nothing between them.
-    ends = index.offsets + index.lengths
-    have_length = (index.lengths >= 0).all()
-    are_apart = (index.offsets[1:] >= ends[:-1]).all()
-    are_inside = index.offsets[0] >= 0 and ends[-1] <= index.bytes
-    if not (have_length and are_apart and are_inside):
+    # Images follow each other in the tar, with something or nothing between them. Each is compared
+    # with the room behind its offset, as a sum with a damaged length could be beyond 64 bits.
+    have_place = (index.offsets >= 0).all() and (index.lengths >= 0).all()
+    are_inside = (index.lengths <= index.bytes - index.offsets).all()
+    gaps = np.diff(index.offsets)
+    are_apart = (index.lengths[:-1] <= gaps).all()
+    if not (have_place and are_inside and are_apart):
         raise ValueError("images overlap or lie outside the shard")
     # The largest label is compared with the manifest, which has the classes.
     least = index.labels.min()

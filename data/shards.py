@@ -20,6 +20,7 @@ from data.base import (
     UnreadableImage,
     permutation,
 )
+from data.decode import MAX_MEMORY
 from data.encoded import EncodedImage, EncodedSource
 from data.local import Folder, LocalFolder, MissingFile, Range
 from data.shard_index import Index, Manifest, encode_manifest, read_index, read_manifest
@@ -75,7 +76,7 @@ class ShardsSource(EncodedSource):
 
     def encoded(self, index: int) -> bytes:
         """Read the file of image number `index`: see `EncodedSource.encoded`."""
-        (answer,) = self._folder.ranges([self._range(index)])
+        (answer,) = self._answers([index])
         return self._checked(index, answer)
 
     def open_all(self, indices: Sequence[int]) -> List[Union[Image, UnreadableImage]]:
@@ -83,7 +84,7 @@ class ShardsSource(EncodedSource):
         # In the order of their places, so that a disk reads on and neighbours are requested
         # together.
         wanted = sorted(set(indices))
-        answers = self._folder.ranges([self._range(index) for index in wanted])
+        answers = self._answers(wanted)
         opened = {}
         for index, answer in zip(wanted, answers):
             opened[index] = self._opened(self._image, index, answer)
@@ -119,6 +120,18 @@ class ShardsSource(EncodedSource):
         fractions = bits32(key("order in window", seed, epoch), places)
         moved = (places << 32) + fractions * self._window
         return images[np.argsort(moved, kind="stable")]
+
+    def _answers(self, indices: Sequence[int]) -> List[Union[bytes, str]]:
+        """Read images by one request; in the place of one that cannot be read is the reason."""
+        # What is too long for any image is not requested: memory for all of it would be taken.
+        wanted = [index for index in indices if self._lengths[index] <= MAX_MEMORY]
+        answers = self._folder.ranges([self._range(index) for index in wanted])
+        read = dict(zip(wanted, answers))
+        return [read.get(index, self._too_long(index)) for index in indices]
+
+    def _too_long(self, index: int) -> str:
+        """Return why an image that is longer than any may be is not read."""
+        return f"{self._lengths[index]:,} bytes, above the limit of {MAX_MEMORY:,}"
 
     def _shard(self, index: int) -> str:
         """Return the name of the shard of an image."""

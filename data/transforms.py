@@ -218,11 +218,16 @@ class Training(Transform):
             data.randaugment_magnitude,
             severity=data.augmix_severity,
         )
+        device = pixels.device
+        # AugMix alone draws its weights by the generator of the pixels' device, which has no seed
+        # of ours.
+        if data.augment == "augmix":
+            pixels = pixels.cpu()
         # torchvision draws from the global generator. torch.manual_seed would seed those of
         # devices, too.
         with _generator_in_use, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(draw)
-            return operations(pixels)
+            return operations(pixels).to(device)
 
 
 class Evaluation(Transform):

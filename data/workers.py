@@ -71,12 +71,18 @@ class Loader(DataLoader):
 
         Raises:
             OSError: there is no room for the workers' queues; before torch leaves half of them
-                behind.
+                behind. Or none for images that the source holds, which a fork server's workers get
+                by shared memory.
         """
         if self.num_workers:
             self._check_room_for_queues()
-        with signals_withheld():
-            return super().__iter__()
+        try:
+            with signals_withheld():
+                return super().__iter__()
+        except RuntimeError as error:
+            if is_full(error):
+                raise shared_memory_is_full() from None
+            raise
 
     def check_worker_number_rationality(self) -> None:
         """Do not warn of more workers than cores.
@@ -122,11 +128,18 @@ class _QuietQueue(Queue):
         self._ignore_epipe = True
 
 
+def is_full(error: RuntimeError) -> bool:
+    """Return whether an error of torch says that shared memory is full."""
+    text = str(error)
+    return "shared memory" in text and os.strerror(errno.ENOSPC) in text
+
+
 def shared_memory_is_full() -> OSError:
     """Return the error of a process that loads images, or of the one that starts it."""
     reason = (
-        f"{os.strerror(errno.ENOSPC)} (images pass through it to the training process; "
-        "data.workers and data.prefetch say how many, docker's --shm-size how much it holds)"
+        f"{os.strerror(errno.ENOSPC)} (images pass through it to the training process, and on GPUs "
+        "data sets in memory to the workers; data.workers and data.prefetch say how many images, "
+        "docker's --shm-size how much it holds)"
     )
     return OSError(errno.ENOSPC, reason, "/dev/shm")
 

@@ -34,17 +34,49 @@ def class_folders(folder: str) -> Tuple[str, ...]:
     Raises:
         DataError: the folder cannot be listed, or has none.
     """
+    names = sorted(entry.name for entry in _entries_of_classes(folder))
+    if not names:
+        raise DataError(f"{folder}: no class folders; it must hold one folder of images per class")
+    return tuple(os.fsdecode(name) for name in names)
+
+
+def class_folder_around(folder: str, inside: str) -> Optional[str]:
+    """Return the name of the class folder in `folder` that another folder is or lies in.
+
+    Links are followed.
+
+    Args:
+        folder: of the class folders.
+        inside: the other folder.
+
+    Returns:
+        None if it lies in no class folder.
+
+    Raises:
+        DataError: the folder of the class folders cannot be listed.
+    """
+    # The slash that join appends keeps /data/train from being taken for a part of /data/training.
+    target = os.path.join(os.path.realpath(os.fsencode(inside)), b"")
+    around = os.path.realpath(os.fsencode(folder))
+    for entry in _entries_of_classes(folder):
+        path = os.path.join(around, entry.name)
+        # Only of links: it asks the file system for each part of a path.
+        if entry.is_symlink():
+            path = os.path.realpath(path)
+        if target.startswith(os.path.join(path, b"")):
+            return os.fsdecode(entry.name)
+    return None
+
+
+def _entries_of_classes(folder: str) -> "List[os.DirEntry[bytes]]":
+    """Return the class folders in `folder`, in no order. Raises DataError."""
     # As bytes: names that are no UTF-8 sort, and are found again, like all others.
     place = os.fsencode(folder)
-    folders = [
+    return [
         entry
         for entry in listed(place)
         if is_folder(entry) and why_left_out(entry, [place]) is None
     ]
-    names = sorted(entry.name for entry in folders)
-    if not names:
-        raise DataError(f"{folder}: no class folders; it must hold one folder of images per class")
-    return tuple(os.fsdecode(name) for name in names)
 
 
 def listed(folder: bytes) -> "List[os.DirEntry[bytes]]":

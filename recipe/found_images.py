@@ -71,9 +71,11 @@ def check(recipe: Recipe, images: Found, split: str) -> None:
 
     Raises:
         DataError: a run would refuse them: their number is another than the recipe's, or for
-            training that of their classes, or a class folder is empty.
+            training that of their classes, or a class folder is empty or holds the validation
+            images.
     """
     if split == "train":
+        recipe.data.check_splits()
         _check_training_classes(images, recipe.model.classes)
     expected = recipe.data.images(split)
     counted = images.images

@@ -9,7 +9,7 @@ from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.errors import DataError
 from common.files import read_regular
-from common.text import listed, printable
+from common.text import count, listed, printable
 from recipe.class_folders import is_image
 
 _MOST_BYTES = 2**31
@@ -31,8 +31,8 @@ def read(file: str) -> List[Row]:
     """Read a list of images.
 
     A row is a path and a label. If the first row has the words `path` and `label` it names the
-    columns, which may then stand in any order among others. Bytes that are no UTF-8 are kept as
-    `os.fsdecode` keeps them.
+    columns, which may then stand in any order among others. All rows have as many fields as the
+    first. Bytes that are no UTF-8 are kept as `os.fsdecode` keeps them.
 
     Args:
         file: path of the CSV file.
@@ -41,8 +41,9 @@ def read(file: str) -> List[Row]:
         The images in the order of class and path as bytes, as class folders of them are numbered.
 
     Raises:
-        DataError: the file cannot be read, or a row is none of a path and a label, names no JPEG or
-            PNG file, or gives an image another label than a row before.
+        DataError: the file cannot be read, or a row is none of a path and a label, has more or
+            fewer fields than the first, names no JPEG or PNG file, or gives an image another label
+            than a row before.
     """
     labels: Dict[str, Row] = {}
     rows = []
@@ -68,17 +69,18 @@ def by_class(rows: Sequence[Row]) -> Dict[str, List[Row]]:
 def _rows(file: str) -> Iterator[Row]:
     """Yield the rows of a file as they stand there. Raises DataError."""
     places: Tuple[int, ...] = ()
+    of_first = 0
     for line, fields in _lines(file):
         if not places:
+            of_first = len(fields)
             named = [field.lower() for field in fields]
             if set(_COLUMNS).issubset(named):
                 places = tuple(named.index(column) for column in _COLUMNS)
                 continue
             places = (0, 1)
             _check_two(file, line, fields)
-        if len(fields) <= max(places):
-            fault = f"line {line}: {len(fields)} field, where a path and a label are needed"
-            raise DataError(f"{file}: {fault}; correct the line")
+        if len(fields) != of_first:
+            raise DataError(f"{file}: line {line}: {_other_count(len(fields), of_first)}")
         path, label = (fields[place] for place in places)
         _check(file, line, path, label)
         yield Row(path, label, line)
@@ -109,8 +111,22 @@ def _check_two(file: str, line: int, fields: Sequence[str]) -> None:
         raise DataError(printable(f"{file}: {fault}, but {listed(fields)}; name the columns"))
 
 
+def _other_count(fields: int, of_first: int) -> str:
+    """Return the fault of a row that has not as many fields as the first, and the remedy."""
+    fault = f"{count(fields, 'field')}, where the first line has {of_first}"
+    # What follows the comma would be dropped, and classes that begin alike become one.
+    remedy = "put quotes around a label that has a comma"
+    if fields < of_first:
+        remedy = "correct the line"
+    return f"{fault}; {remedy}"
+
+
 def _check(file: str, line: int, path: str, label: str) -> None:
     """Raise DataError for a row without a label, or whose path is of no image that is read."""
+    # No file has it in its name. Lists in UTF-16 are full of it.
+    if "\0" in path:
+        fault = f"line {line}: the character NUL in a path"
+        raise DataError(f"{file}: {fault}; remove it, or save the list as UTF-8")
     if not label:
         raise DataError(printable(f"{file}: line {line}: {path} has no label; give it one"))
     if not is_image(os.fsencode(path)):

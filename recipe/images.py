@@ -9,9 +9,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from common import credentials
 from common.errors import ConfigError, DataError
 from common.json_io import read_json
-from common.text import count
+from common.text import count, printable
 from recipe import image_lists, torchvision_sets
-from recipe.class_folders import class_folders
+from recipe.class_folders import class_folder_around, class_folders
 from recipe.kinds import Kind
 from recipe.section import PathText, check_pairs
 from recipe.torchvision_sets import SETS, SetName
@@ -224,6 +224,9 @@ class Data(Kind):
         """
         return None
 
+    def check_splits(self) -> None:
+        """Raise DataError where the images of validation would be trained on, too."""
+
     def check_classes(self, classes: int) -> None:
         """Raise ConfigError where a model of so many `classes` cannot learn the images."""
         possible = self.possible_classes
@@ -322,7 +325,24 @@ class Folder(Divisible, Files):
         """Return the key that names the folder of a `split`: one folder may have both splits."""
         return "train_folder" if self.validation_share else super().folder_key(split)
 
+    def check_splits(self) -> None:
+        """Raise DataError where the validation folder is, or lies in, a class folder to train on."""
+        if self.validation_share:
+            return
+        train = split_folder(self, "train")
+        validation = split_place(self, "validation")
+        name = class_folder_around(train, validation)
+        if name is not None:
+            fault = f"its class folder {name!r} holds the validation images {validation}"
+            remedy = "set data.train_folder to a folder without them, such as train"
+            raise DataError(
+                printable(
+                    f"{train}: {fault}; {remedy}, or divide one folder by data.validation_share"
+                )
+            )
+
     def _classes_in(self, folder: str) -> int:
+        self.check_splits()
         names = class_folders(folder)
         if self.validation_share and _SPLIT_FOLDERS.issuperset(map(str.lower, names)):
             fault = f"{', '.join(names)} are parts of a data set, not classes"

@@ -60,6 +60,32 @@ def command(capsys):
     return call
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 2 GiB",
+            "out of memory; lower .*batch.evaluation.*, then rerun the same",
+        ),
+        ("DataLoader worker (pid(s) 7) exited unexpectedly", "a process that loads images was killed, .* data.workers"),
+        ("an operator failed", None),
+    ],
+)
+@pytest.mark.parametrize("images", [(), ("--images", "a.png")])
+def test_faults_of_the_machine_are_one_line(command, monkeypatch, error, line, images):
+    def opened(options):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(evaluate, "_opened", opened)
+    arguments = ("--checkpoint", "run", *images)
+    if line is None:
+        with pytest.raises(RuntimeError, match=error):
+            command(*arguments)
+        return
+    code, _, (found,) = command(*arguments)
+    assert code == FAILED and re.match(line, found)
+
+
 @pytest.mark.parametrize("weights", ["trained", "step_average", "epoch_average"])
 def test_it_finds_the_scores_of_training(run, command, weights):
     """An average is float32, and must not be rounded to the run's float16. The batch size matters to 1e-6 at most."""

@@ -147,17 +147,21 @@ def test_rows_without_an_image_are_unreadable_and_paths_are_followed(tmp_path):
     outside = tmp_path / "outside.png"
     Image.fromarray(TRAIN.images[0]).save(outside)
     rows = [{"bytes": None, "path": None}, {"bytes": None, "path": str(outside)}, {"bytes": b"text", "path": None}]
+    rows.append({"bytes": None, "path": "a\0.jpg"})
     root = write_parquet(tmp_path / "set", None, rows=rows)
-    source = opened(root, classes=3)
+    source = opened(root, classes=4)
     for index, reason in ((0, "there is no image in this row"), (2, "neither JPEG nor PNG")):
         with pytest.raises(UnreadableImage, match=rf"^{root}/train/{index}: {reason}"):
             source.read(index)
+    with pytest.raises(UnreadableImage, match=r"^a\\x00\.jpg: the character NUL in its name$"):
+        source.read(3)
     assert torch.equal(source.read(1), torch.from_numpy(TRAIN.images[0]).permute(2, 0, 1))
 
 
 def test_each_error_is_one_line_with_its_remedy(tmp_path, monkeypatch):
     root = write_parquet(tmp_path / "set", NAMES, train=TRAIN, validation=VALIDATION)
     hidden = write_parquet(tmp_path / "hidden", None, train=TRAIN, test=VALIDATION._replace(labels=-np.ones(30, int)))
+    numbers = write_parquet(tmp_path / "numbers", None, train=TRAIN._replace(labels=np.full(60, 30_000_000)))
     (tmp_path / "empty").mkdir()
     damaged = write_parquet(tmp_path / "damaged", NAMES, train=TRAIN)
     for path in damaged.rglob("*.parquet"):
@@ -168,6 +172,7 @@ def test_each_error_is_one_line_with_its_remedy(tmp_path, monkeypatch):
         ({"train_split": "tain"}, "train", 10, f"{root}: no split tain, but train, validation; choose one by data.tr"),
         ({"validation_split": "x"}, "validation", 10, f"{root}: no split x, but train, validation; choose one by da"),
         ({"root": str(hidden)}, "validation", 10, f"{hidden}/test: labels from -1 to -1; choose a split that has labe"),
+        ({"root": str(numbers)}, "train", 10, f"{numbers}/train: column 'label' has a label 30,000,000 among 60 imag"),
         ({"root": "/nowhere"}, "train", 10, "/nowhere: no such folder of parquet files; correct data.root"),
         ({"root": str(tmp_path / "empty")}, "train", 10, f"{tmp_path}/empty: cannot be loaded ("),
         ({"root": str(damaged)}, "train", 10, f"{damaged}: cannot be loaded ("),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import loader
+from data import loader, prefetch
 from data.base import Source, UnreadableImage, permutation
 from data.batches import Request
 from data.loader import EvaluationBatches, TrainingBatches
@@ -130,6 +130,32 @@ def test_a_share_changes_between_two_steps_whatever_was_loaded_ahead(workers):
     assert found == [each for each in expected if each[1] in owners[each[0]]] and next(batches, None) is None
     assert batches.waited() >= 0
     batches.close()
+
+
+def test_a_share_changes_while_a_worker_takes_longer_than_is_waited_for(monkeypatch):
+    """The thread that waits for it keeps the loader, whose iterator two threads would spoil for each other."""
+    begun, slow = [], threading.Event()
+
+    def load(self):
+        begun.append(self)
+        for request in self.sampler:
+            if len(begun) == 1 and request.step == 1:
+                slow.wait()
+            yield self.dataset[request]
+
+    monkeypatch.setattr(Loader, "__iter__", load)
+    monkeypatch.setattr(prefetch, "_PATIENCE", 0.0)
+    batches = train(workers=2, last=3)
+    try:
+        found = contents(itertools.islice(batches, 4))
+        batches.set_share(1, range(1, 3))
+        found += contents(batches)
+    finally:
+        slow.set()
+    expected = contents(train(last=3))
+    assert found == [each for each in expected if each[0] == 0 or each[1] in (1, 2)]
+    assert len(begun) == 3 and begun[0] is not begun[1]
+    assert wait_until(lambda: not prefetches())
 
 
 @pytest.mark.parametrize("workers", [0, 2])

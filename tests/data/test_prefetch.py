@@ -12,6 +12,7 @@ import torch
 from data import prefetch
 from data.batches import MicroBatch
 from data.prefetch import Prefetcher
+from tests.waiting import wait_until
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
@@ -106,6 +107,26 @@ def test_the_thread_ends_and_closes_its_source_when_given_up(given_up):
     else:
         del ahead
     assert not threads() and taken.count("closed") == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_closing_says_whether_the_thread_has_ended_and_a_slow_one_ends_later(depth, monkeypatch):
+    """Even where nobody makes room in its queue any more."""
+    monkeypatch.setattr(prefetch, "_PATIENCE", 0.0)
+    taken, come = [], threading.Event()
+
+    def slow(number):
+        come.wait()
+        return batch(number)
+
+    held = batches(make=slow, taken=taken)
+    ahead = Prefetcher(held, CPU, depth)
+    try:
+        assert not ahead.close() and next(ahead, None) is None
+    finally:
+        come.set()
+    assert wait_until(lambda: not threads()) and taken == [0, "closed"]
+    assert ahead.close()
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(0, 3.0), (2, 0.0)])

@@ -141,6 +141,14 @@ def test_shards_are_asked_at_once(source, images, monkeypatch):
     assert [image.encoded for image in source.open_all(numbers)] == [images[number] for number in numbers]
 
 
+def test_ranges_without_bytes_are_not_requested(server, source, images):
+    """Servers answer them with the whole file, or with an error."""
+    name, start, length = source._range(7)
+    assert source._folder.ranges([Range(name, start, 0)]) == [b""] and server.asked == []
+    wanted = [Range(name, start, 0), Range(name, start, length), Range("gone.tar", 0, 0)]
+    assert source._folder.ranges(wanted) == [b"", images[7], b""] and len(server.asked) == 1
+
+
 def test_workers_read_from_the_server_that_the_parent_has_read_from(source, images):
     """fsspec works in a thread, of which a fork has none."""
     assert everything(source) == images

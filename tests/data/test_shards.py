@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import DataError
 from data import local, shard_index
-from data.base import permutation
+from data.base import UnreadableImage, permutation
 from data.loader import TrainingBatches
 from data.local import LocalFolder, Range
 from data.shards import ShardsSource
@@ -163,6 +163,8 @@ def _other_shard(folder):
         ),
         (_other_shard, "part-0.tar.index: of another shard than shards.json lists"),
         (_index(lengths=np.array([1, 1, 1, 1, 1 << 40])), "part-0.tar.index: damaged index (images overlap or lie"),
+        (_index(lengths=np.array([2**63 - 1, 1, 1, 1, 1])), "part-0.tar.index: damaged index (images overlap or lie"),
+        (_index(lengths=np.array([1, 1, 1, 1, 2**63 - 1])), "part-0.tar.index: damaged index (images overlap or lie"),
         (_index(offsets=np.zeros(5, np.int64)), "part-0.tar.index: damaged index (images overlap or lie outside"),
         (_index(labels=np.array([-1] * 5)), "part-0.tar.index: damaged index (label -1)"),
         (_index(names=b"short"), "part-0.tar.index: damaged index (names do not add up)"),
@@ -175,6 +177,25 @@ def test_shards_that_do_not_fit_are_refused_at_the_start_in_one_line(folder, spo
     text = str(caught.value)
     assert text.startswith(f"{folder}/{message}") and "\n" not in text
     assert "python -m tools.shards index FOLDER" in text or message.startswith("part-0.tar: No such")
+
+
+def test_an_image_that_is_too_long_is_not_requested(folder, monkeypatch):
+    """A tar of others may have a file of any length; memory for all of it would be taken."""
+    source = ShardsSource(str(folder), 10)
+    source._lengths[1] = 2**31 + 1
+    requested = []
+    read = LocalFolder.ranges
+
+    def ranges(self, wanted):
+        requested.extend(wanted)
+        return read(self, wanted)
+
+    monkeypatch.setattr(LocalFolder, "ranges", ranges)
+    with pytest.raises(UnreadableImage, match=r": 2,147,483,649 bytes, above the limit of 2,147,483,648$"):
+        source.read(1)
+    first, long = source.open_all([0, 1])
+    assert first.height and isinstance(long, UnreadableImage)
+    assert [one.start for one in requested] == [source._offsets[0]]
 
 
 def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(folder):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import DataError
+from common.errors import ConfigError, DataError
 from data.base import UnreadableImage
 from data.digits import DigitsSource
 from data.folder import FolderSource
@@ -49,7 +49,8 @@ def test_a_folder_is_read_in_the_order_of_classes_and_names_at_any_depth(root):
         write(root / hidden)
     (root / "train/cat/notes.txt").write_text("words")
     source = FolderSource(str(root / "train"))
-    assert source.classes == ("cat", "dog") and source.notes == ()
+    assert source.classes == ("cat", "dog")
+    assert source.notes == (f"{root}/train: left out images beside the class folders: 1; the first: beside.jpg",)
     expected = ["cat/a.jpg", "cat/b.png", "cat/more/deep/f.jpg", "dog/c.JPEG", "dog/linked/g.jpg"]
     assert names(source, root / "train") == expected
     assert source.labels.dtype == np.int64 and source.labels.tolist() == [0, 0, 0, 1, 1]
@@ -156,6 +157,34 @@ def test_a_recipe_opens_both_splits_and_can_do_without_training_images(root):
     for place, kind in ((root, "folder"), (root / "shards", "shards")):
         (place / "train").rename(place / "gone")
         assert len(open_source(recipe(place, kind), 2, "validation")) in (2, 4)
+
+
+@pytest.mark.parametrize("validation", ["val", "val/more", "linked", "train/../val/"])
+def test_validation_images_are_not_trained_on(root, validation):
+    """By the folders' real places: class `val`, a folder in it, and one that a class of the training is a link to."""
+    (root / "linked").symlink_to(root / "val")
+    (root / "val/more/cat").mkdir(parents=True)
+    section = recipe(root, train_folder=".", validation_folder=validation)
+    fault = rf"^{root}: its class folder '(val|linked)' holds the validation images .*; set data\.train_folder to a"
+    with pytest.raises(DataError, match=fault):
+        open_source(section, 3, "train")
+    with pytest.raises(ConfigError, match=r"model\.classes auto: .* holds the validation images"):
+        section.count_classes()
+
+
+def test_a_link_in_the_training_folder_leads_to_no_validation_images(root):
+    (root / "train/val").symlink_to(root / "val")
+    with pytest.raises(DataError, match=rf"^{root}/train: its class folder 'val' holds the validation images {root}/v"):
+        open_source(recipe(root), 3, "train")
+
+
+def test_validation_images_may_be_the_training_images_or_lie_beside_a_folder_that_begins_alike(root):
+    """Who names the training folder itself wants its score."""
+    for validation in ("train", "train-2", ".hidden"):
+        write(root / validation / "cat/a.jpg")
+        assert len(open_source(recipe(root, validation_folder=validation), 2, "train")) == 3
+    write(root / "train/.val/cat/a.jpg")
+    assert len(open_source(recipe(root, validation_folder="train/.val"), 2, "train")) == 3
 
 
 INDEX = "python -m tools.shards index FOLDER"

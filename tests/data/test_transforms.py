@@ -11,6 +11,7 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as reference
 
+from data import transforms
 from data.base import Pixels
 from data.transforms import Evaluation, Training, crop_box
 from recipe.config import Data
@@ -136,6 +137,28 @@ def test_operations_are_torchvisions_under_a_seed_of_the_sample(name, theirs, op
         assert torch.equal(actual, expected)
         changed += not torch.equal(actual, plain)
     assert changed > 40
+
+
+class OnDevice:
+    """Stands for pixels on a GPU, as DALI makes them; what comes back to their device is without content."""
+
+    device = torch.device("meta")
+
+    def cpu(self):
+        return picture(16, 16)
+
+
+def test_augmix_draws_on_the_cpu_also_for_pixels_on_a_gpu(monkeypatch):
+    """torchvision draws its weights by the generator of the pixels' device, which is not seeded."""
+    taken = []
+
+    def operations(pixels):
+        taken.append(pixels)
+        return pixels
+
+    monkeypatch.setattr(transforms, "_operations", lambda *_, **__: operations)
+    changed = Training(Data(augment="augmix"), 3).finish(OnDevice(), 1, 0)
+    assert torch.equal(taken[0], picture(16, 16)) and changed.device == OnDevice.device
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (33, 32), (434, 434), (9, 100)])

@@ -65,6 +65,27 @@ def _train_on(reader):
     next(iter(workers.Loader(reader, [Request(0, 0, 0, 8, [0])], Data(source="digits", workers=1))))
 
 
+@pytest.mark.parametrize(
+    ("fault", "is_full"),
+    [("No space left on device (28)", True), ("Too many open files (24)", False)],
+)
+def test_images_in_memory_that_find_no_room_on_their_way_to_workers_are_one_line(monkeypatch, fault, is_full):
+    """On CUDA torch moves them to shared memory as a worker is started, and says so in words alone."""
+    text = f"unable to allocate shared memory(shm) for file </torch_1_2_0>: {fault}"
+
+    def start(self):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(workers.DataLoader, "__iter__", start)
+    loader = workers.Loader(None, [], Data(source="digits", workers=0))
+    with pytest.raises(OSError if is_full else RuntimeError) as raised:
+        iter(loader)
+    if is_full:
+        assert raised.value.filename == "/dev/shm" and "data sets in memory" in raised.value.strerror
+    else:
+        assert str(raised.value) == text
+
+
 _FULL = """
 import os, subprocess, sys
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={sys.argv[1]}", "tmpfs", "/dev/shm"], check=True)
