@@ -100,7 +100,7 @@ class Mirror:
             marker.touch()
             sync(self._folder)
             # Manifests last, as they are sent: what is cut off here is no whole checkpoint.
-            for name in sorted(names, key=_is_manifest):
+            for name in sorted(names, key=_is_any_manifest):
                 place = self._folder / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(place, durable=True) as temporary:
@@ -173,7 +173,7 @@ class Mirror:
             return
         there = self._remote_names()
         self._note_whole(here, there)
-        for name in sorted(here, key=_is_manifest):
+        for name in sorted(here, key=_is_any_manifest):
             if self._sent.get(name) != here[name]:
                 self._send_file(name)
                 self._sent[name] = here[name]
@@ -195,15 +195,15 @@ class Mirror:
             there: names of the mirror's files.
         """
         # Those of earlier processes: this one knows what it has sent itself.
-        for manifest in filter(_is_manifest, there & here.keys()):
+        for manifest in filter(_is_any_manifest, there & here.keys()):
             if self._sent.get(manifest) == here[manifest]:
                 continue
             # It was sent last, and has the SHA-256 of each file.
             sent = self._system.cat_file(self._path(manifest))
             if sent != (self._folder / manifest).read_bytes():
                 continue
-            step = _step_of(manifest)
-            files = {name for name in here if _is_checkpoint(name) and _step_of(name) == step}
+            checkpoint = _without_suffix(manifest)
+            files = {name for name in here if _without_suffix(name) == checkpoint}
             # A checkpoint that someone has cut short there is mended.
             if files <= there and all(self._size_there(name) == here[name].size for name in files):
                 self._sent.update((name, here[name]) for name in files)
@@ -293,8 +293,10 @@ def _refusal(url: str, error: Exception) -> ConfigError:
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Return whether a file belongs to a checkpoint."""
-    return PurePosixPath(name).match(_CHECKPOINTS)
+    """Return whether a file belongs to a checkpoint of the run itself, not of a branch."""
+    path = PurePosixPath(name)
+    # `match` looks at the end of a path alone: branches/x/checkpoints/step-... has the same.
+    return len(path.parts) == 2 and path.match(_CHECKPOINTS)
 
 
 def _step_of(name: str) -> str:
@@ -305,8 +307,18 @@ def _step_of(name: str) -> str:
     return PurePosixPath(name).name.partition(".")[0]
 
 
+def _without_suffix(name: str) -> str:
+    """Return the `checkpoints/step-00001234` that all files of one checkpoint begin with."""
+    return str(PurePosixPath(name).with_name(_step_of(name)))
+
+
 def _is_manifest(name: str) -> bool:
-    """Return whether a file is a checkpoint's manifest."""
+    """Return whether a file is the manifest of a checkpoint of the run itself."""
+    return _is_checkpoint(name) and _is_any_manifest(name)
+
+
+def _is_any_manifest(name: str) -> bool:
+    """Return whether a file is a checkpoint's manifest, of the run or of one of its branches."""
     return PurePosixPath(name).match(_MANIFESTS)
 
 

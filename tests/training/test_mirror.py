@@ -229,6 +229,54 @@ def fill(folder, *steps):
         checkpoints.save(step, {"engine": {"w": torch.full([99], float(step))}}, None)
 
 
+def fill_branch(run, *steps):
+    """Write checkpoints as a branch of a run would; returns the name of the last one's manifest."""
+    (run / "branches" / "lr").mkdir(parents=True)
+    fill(run / "branches" / "lr", *steps)
+    return f"branches/lr/checkpoints/step-{steps[-1]:08d}.json"
+
+
+def test_a_later_checkpoint_of_a_branch_here_costs_the_mirror_none_of_its_own(mirrored, tmp_path):
+    """A stale folder whose branch is ahead is behind its mirror all the same."""
+    folder = mirrored(100, 200)
+    fill_branch(folder.path, 600)
+    folder.close()
+    shutil.copytree(folder.path, tmp_path / "stale")
+    mirrored(300).close()
+    before = files(tmp_path / "mirror")
+    shutil.rmtree(folder.path)
+    (tmp_path / "stale").rename(folder.path)
+    with pytest.raises(ConfigError, match=r"is ahead of .*run \(checkpoints/step-00000300.json\)"):
+        mirrored()
+    assert files(tmp_path / "mirror") == before
+
+
+def test_a_later_checkpoint_of_a_branch_there_is_no_reason_to_refuse_and_is_kept(mirrored, tmp_path):
+    folder = mirrored(100)
+    branch = fill_branch(folder.path, 600)
+    folder.close()
+    shutil.rmtree(folder.path / "branches")
+    mirrored(200).close()
+    mirrored(700).close()
+    there = files(tmp_path / "mirror")
+    assert "checkpoints/step-00000700.json" in there and branch in there
+
+
+def test_checkpoints_of_branches_are_sent_like_the_runs_own(mirrored, monkeypatch):
+    """A manifest comes after the weights that it tells of, and what is there whole is not sent again."""
+    folder = mirrored(100)
+    fill_branch(folder.path, 50, 100)
+    sent = []
+    send_file = Mirror._send_file
+    monkeypatch.setattr(Mirror, "_send_file", lambda mirror, name: (sent.append(name), send_file(mirror, name)))
+    folder.close()
+    kinds = [name.rpartition(".")[2] for name in sent if "step-" in name]
+    assert kinds == ["pt"] * 3 + ["json"] * 3
+    del sent[:]
+    mirrored().close()
+    assert not [name for name in sent if "step-" in name]
+
+
 def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_nothing(mirrored, tmp_path, capsys):
     """Neither is it once that is opened as the run's own: the mirror has later checkpoints."""
     place = tmp_path / "mirror"
