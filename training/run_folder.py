@@ -106,7 +106,7 @@ class RunFolder:
             remedy = "give the same checkpoint.mirror to go on with it, or remove the folder"
             raise ConfigError(f"{self.path} {fault}; {remedy}")
         # An earlier start, after which nothing was trained, may have had another recipe.
-        if not _has_begun(self.path):
+        if not has_begun(self.path):
             (self.path / DECISIONS).unlink(missing_ok=True)
             write_text(self.path / CONFIG, loading.dump(recipe))
         _write_starts(self.path, [*starts(self.path), describe_environment()])
@@ -175,7 +175,7 @@ class RunFolder:
             mirror = Mirror(url, self.path, say, check=self._check)
             # The main process before this one has compared the mirror with events and checkpoints
             # that are here. An empty folder lacks them: its first checkpoint would remove theirs.
-            if not (has_trained and _has_begun(self.path)):
+            if not (has_trained and has_begun(self.path)):
                 self._compare_or_fill(mirror, recipe, say)
             return mirror
         except Exception as error:  # stores raise anything
@@ -205,7 +205,7 @@ class RunFolder:
         if text is None:
             return
         # What is here counts. The mirror must be of the same run, as it is written from now on.
-        if _has_begun(self.path):
+        if has_begun(self.path):
             _check_same_run(loading.loads(text, url), recipe, url)
             mirror.check_not_ahead()
             return
@@ -305,7 +305,7 @@ def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
         ConfigError: it cannot be read.
     """
     path = Path(output_folder(recipe))
-    if not _has_begun(path) or not (path / CONFIG).exists():
+    if not has_begun(path) or not (path / CONFIG).exists():
         return None
     return loading.load(path / CONFIG)
 
@@ -369,10 +369,13 @@ def _is_occupied(path: Path) -> bool:
     return bool(names - {_LOCK, f"{CONFIG}.tmp"})
 
 
-def _has_begun(path: Path) -> bool:
+def has_begun(path: Path) -> bool:
     """Return whether anything was trained in a folder.
 
     A recipe that failed before that may be corrected in place.
+
+    Args:
+        path: of the folder, which may not exist.
     """
     # The transfer from the mirror is not done: it is repeated.
     if (path / RESTORING).exists():

@@ -17,6 +17,7 @@ from recipe import loading
 from tests import ranks
 from tests.conftest import QUICKSTART
 from tests.tensors import flat
+from training import preflight
 from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS
 from training.mirror import Mirror
@@ -70,6 +71,31 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(session, tmp_path, k
         root = "/bucket/runs/mine/"
         there = {path[len(root) :]: store.cat_file(path) for path in store.find(root)}
     assert there == here
+
+
+def test_weights_to_start_from_that_are_lost_with_the_folder_are_not_missed_once_the_mirror_has_a_checkpoint(
+    session, tmp_path
+):
+    """They are refused later, in a line, where it has none."""
+    weights = tmp_path / "pretrain"
+    session(*RECIPE, f"run.output={weights}", stop_at=2)
+    overrides = (*RECIPE, f"model.init_from={weights}", f"checkpoint.mirror={tmp_path / 'mirror'}")
+    recipe = loading.load(QUICKSTART, [f"run.output={tmp_path / 'run'}", *overrides])
+    assert f"starting from {weights}" in session(*overrides, stop_at=5)
+    shutil.rmtree(weights)
+    shutil.rmtree(tmp_path / "run")
+    preflight.check(recipe)
+    assert "resuming at step 5 of 10" in session(*overrides, stop_at=6)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    # What was trained here is not filled.
+    with pytest.raises(CheckpointError, match=r"init_from: .*pretrain: no such file or folder"):
+        preflight.check(recipe)
+    for lost in ("run", "mirror"):
+        shutil.rmtree(tmp_path / lost)
+    preflight.check(recipe)
+    with pytest.raises(CheckpointError, match="pretrain: no such file or folder; name a run folder") as refusal:
+        session(*overrides)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_mirror_of_another_run_or_of_other_files_is_refused_and_left_alone(session, tmp_path):
