@@ -54,13 +54,15 @@ class Mirror:
             check: raises OSError once the folder's path leads to another folder.
 
         Raises:
-            ConfigError: fsspec does not know the URL, or a package is missing.
+            ConfigError: fsspec does not know the URL, a package is missing, or mirror and run
+                folder lie in each other.
         """
         self._url = url
         self._folder = folder
         self._say = say
         self._check = check
         self._system, self._root = _connect(url)
+        check_place(url, folder)
         # What is there, as far as this process has sent it.
         self._sent: Dict[str, _Version] = {}
         self._sending: Optional[threading.Thread] = None
@@ -283,6 +285,49 @@ def check_package(url: str) -> None:
             fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise _refusal(url, error) from None
+
+
+def check_place(url: str, folder: Path) -> None:
+    """Refuse a mirror on this machine that lies in the run folder, or has that in it: each
+    checkpoint would copy the copies before it.
+
+    Nothing is connected.
+
+    Args:
+        url: of the mirror, whose package is there.
+        folder: of the run; neither need exist.
+
+    Raises:
+        ConfigError: one lies in the other, or they are the same.
+    """
+    there = _local_place(url)
+    if there is None:
+        return
+    here = Path(os.path.realpath(folder))
+    if here == there:
+        fault = "is the run folder itself"
+    elif here in there.parents:
+        fault = f"lies in the run folder {folder}, and would be copied into itself"
+    elif there in here.parents:
+        fault = f"has the run folder {folder} in it, and would be copied into that"
+    else:
+        return
+    raise ConfigError(f"checkpoint.mirror: {url} {fault}; name a place of its own")
+
+
+def _local_place(url: str) -> Optional[Path]:
+    """Return the real path of a mirror that is a folder on this machine, None for other stores."""
+    # Few runs need them.
+    import fsspec
+    from fsspec.core import split_protocol, strip_protocol
+    from fsspec.implementations.local import LocalFileSystem
+
+    # Caches come before the store: simplecache::file:///run.
+    store = url.rpartition("::")[2]
+    system = fsspec.get_filesystem_class(split_protocol(store)[0] or "file")
+    if not issubclass(system, LocalFileSystem):
+        return None
+    return Path(os.path.realpath(strip_protocol(store)))
 
 
 def _refusal(url: str, error: Exception) -> ConfigError:

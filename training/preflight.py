@@ -26,8 +26,8 @@ def check(recipe: Recipe) -> None:
         recipe: of the run.
 
     Raises:
-        ConfigError: the package of a logger or of the mirror's store is missing, or the model cannot
-            be cut as the recipe says.
+        ConfigError: the package of a logger or of the mirror's store is missing, the mirror lies in
+            the run folder or around it, or the model cannot be cut as the recipe says.
         CheckpointError: the weights to start from are not there, and no mirror can have a
             checkpoint in their place.
     """
@@ -35,6 +35,7 @@ def check(recipe: Recipe) -> None:
     loggers.check(recipe.log)
     if recipe.checkpoint.mirror is not None:
         mirror.check_package(recipe.checkpoint.mirror)
+        mirror.check_place(recipe.checkpoint.mirror, Path(output_folder(recipe)))
     _check_cut(recipe)
     if recipe.model.init_from and not _may_be_resumed(recipe):
         _check_weights(recipe.model.init_from)

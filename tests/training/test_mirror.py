@@ -212,6 +212,28 @@ def test_urls_that_cannot_be_used_are_refused(session, url, said):
     assert "secret" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("run", "is the run folder itself"),
+        ("file://{}/run/mirror", "lies in the run folder .*run, and would be copied into itself"),
+        ("link/mirror", "lies in the run folder .*run, and would be copied into itself"),
+        ("simplecache::file://{}/run/mirror", "lies in the run folder .*run, and would be copied into itself"),
+        ("", "has the run folder .*run in it, and would be copied into that"),
+    ],
+)
+def test_a_mirror_in_the_run_folder_or_around_it_is_refused(tiny, tmp_path, place, said):
+    """Each checkpoint would copy the copies; links count as what they lead to."""
+    (tmp_path / "link").symlink_to("run")
+    url = place.format(tmp_path) if "{}" in place else str(tmp_path / place)
+    recipe = tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={url}")
+    for refused in (preflight.check, RunFolder):
+        with pytest.raises(ConfigError, match=f"^checkpoint.mirror: .* {said}; name a place of its own$"):
+            refused(recipe)
+    # Beside it, with a name that begins alike.
+    RunFolder(tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={tmp_path / 'run-mirror'}")).close()
+
+
 def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path):
     store = fsspec.filesystem("memory")
     store.pipe_file("/bucket/run/config.yaml", b"")
