@@ -63,6 +63,7 @@ class Mirror:
         self._check = check
         self._system, self._root = _connect(url)
         check_place(url, folder)
+        self._place = _local_place(url)
         # What is there, as far as this process has sent it.
         self._sent: Dict[str, _Version] = {}
         self._sending: Optional[threading.Thread] = None
@@ -234,13 +235,30 @@ class Mirror:
     def _local_files(self) -> Dict[str, _Version]:
         """Return the versions of the files of the run folder by their names relative to it."""
         found = {}
-        for place, _, names in os.walk(self._folder):
+        # The folder of the checkpoints may be a link to a larger disk.
+        for place, folders, names in os.walk(self._folder, followlinks=True):
+            folders[:] = [name for name in folders if self._is_entered(Path(place, name))]
             for name in names:
                 path = Path(place, name)
                 relative = path.relative_to(self._folder).as_posix()
                 if relative not in _KEPT_HERE and not name.endswith(_UNFINISHED) and path.is_file():
                     found[relative] = _version(path)
         return found
+
+    def _is_entered(self, path: Path) -> bool:
+        """Return whether the files of a folder in the run folder are sent."""
+        real = Path(os.path.realpath(path))
+        # A link may lead to where the mirror is: that is not copied into itself.
+        if real == self._place:
+            return False
+        if not path.is_symlink():
+            return True
+        # A link to a folder around it leads in a circle, or to what is no part of the run.
+        for outer in path.relative_to(self._folder).parents:
+            around = Path(os.path.realpath(self._folder / outer))
+            if real == around or real in around.parents:
+                return False
+        return True
 
     def _remote_names(self) -> Set[str]:
         """Return the names of the mirror's files, relative to it, without those half sent."""

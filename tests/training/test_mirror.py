@@ -325,6 +325,29 @@ def test_checkpoints_of_branches_are_sent_like_the_runs_own(mirrored, monkeypatc
     assert not [name for name in sent if "step-" in name]
 
 
+def test_folders_that_are_links_are_sent_and_links_in_a_circle_are_not_followed(mirrored, tmp_path):
+    """The checkpoints may lie on a larger disk."""
+    disk = tmp_path / "disk" / "of" / "checkpoints"
+    disk.mkdir(parents=True)
+    (tmp_path / "other_run").mkdir()
+    (tmp_path / "other_run" / "config.yaml").touch()
+    folder = mirrored()
+    (folder.path / "checkpoints").symlink_to(disk)
+    fill(folder.path, 100)
+    (folder.path / "trace").mkdir()
+    (folder.path / "trace" / "run").symlink_to(folder.path)
+    (folder.path / "runs").symlink_to(tmp_path)
+    (disk / "up").symlink_to(disk.parent)
+    (tmp_path / "mirror").mkdir()
+    (folder.path / "copy").symlink_to(tmp_path / "mirror")
+    folder.close()
+    there = files(tmp_path / "mirror").keys()
+    names = {"config.yaml", "environment.json", "metrics.jsonl"}
+    assert there == names | {f"checkpoints/step-00000100.{kind}" for kind in ("json", "pt")}
+    shutil.rmtree(folder.path)
+    assert files(mirrored().path).keys() == there | {"lock"}
+
+
 def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_nothing(mirrored, tmp_path, capsys):
     """Neither is it once that is opened as the run's own: the mirror has later checkpoints."""
     place = tmp_path / "mirror"
