@@ -18,6 +18,10 @@ from common.files import replacing, sync
 _CHECKPOINTS = "checkpoints/step-*"
 _MANIFESTS = "checkpoints/step-*.json"
 _WEIGHTS = "checkpoints/step-*.pt"
+# Tells of what run the others are: sent first.
+CONFIG = "config.yaml"
+# Other files of every run, of which older versions may have sent some before that.
+_OTHERS = ("environment.json", "decisions.json", "metrics.jsonl")
 _KEPT_HERE = ("lock",)  # files that belong to this machine
 _UNFINISHED = ".tmp"
 # Lies in a run folder while it is filled from a mirror: until then there is no run in it.
@@ -34,9 +38,10 @@ class _Version(NamedTuple):
 class Mirror:
     """Sends what has changed in a run folder, after each checkpoint, while the training goes on.
 
-    A checkpoint's manifest is sent after its other files, and removed before them, so a transfer
-    that is cut off leaves no checkpoint that only seems whole. What is there whole is not written
-    again. What fails twice is said, and tried again with the next checkpoint: it never ends a run.
+    The recipe is sent first. A checkpoint's manifest is sent after its other files, and removed
+    before them, so a transfer that is cut off leaves no checkpoint that only seems whole. What
+    is there whole is not written again. What fails twice is said, and tried again with the next
+    checkpoint: it never ends a run.
     """
 
     def __init__(
@@ -68,23 +73,43 @@ class Mirror:
         self._sent: Dict[str, _Version] = {}
         self._sending: Optional[threading.Thread] = None
 
-    def text(self, name: str) -> Optional[str]:
-        """Return the text of a small file of the mirror; None where the mirror is empty.
+    def recipe(self) -> Optional[str]:
+        """Return the text of the recipe of the mirror's run.
 
-        Args:
-            name: relative to the run folder.
+        None where the mirror is empty, or its first transfer was cut off before the recipe.
 
         Raises:
-            ConfigError: the mirror cannot be read, or has other files, but not this one.
+            ConfigError: the mirror cannot be read, or has files that are no run.
         """
         with self._reading():
             names = self._remote_names()
-            if name in names:
-                return self._system.cat_file(self._path(name)).decode()
-        if names:
+            if CONFIG in names:
+                return self._system.cat_file(self._path(CONFIG)).decode()
+        if names and not _is_beginning(names):
             fault = f"{self._url} holds files that are no run ({min(names)})"
             raise ConfigError(f"checkpoint.mirror: {fault}; name a place of its own")
         return None
+
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint to go on from.
+
+        There is none in an empty mirror, or where the first transfer was cut off.
+
+        Raises:
+            ConfigError: the mirror cannot be read, or has several checkpoints and the manifest of
+                none. To begin anew would cost a run of days.
+        """
+        with self._reading():
+            names = self._remote_names()
+        if _newest(names):
+            return True
+        # One that is cut off may be the first of the run, as in the run folder itself.
+        steps = {_step_of(name) for name in names if _is_checkpoint(name)}
+        if len(steps) > 1:
+            fault = f"{self._url} has {len(steps)} checkpoints, all without their manifests"
+            remedy = "restore these, or give another mirror to start from the beginning"
+            raise ConfigError(f"checkpoint.mirror: {fault}; {remedy}")
+        return False
 
     def restore(self) -> int:
         """Fill the run folder, which has no run in it, from the mirror.
@@ -103,7 +128,7 @@ class Mirror:
             marker.touch()
             sync(self._folder)
             # Manifests last, as they are sent: what is cut off here is no whole checkpoint.
-            for name in sorted(names, key=_is_any_manifest):
+            for name in sorted(names, key=_turn):
                 place = self._folder / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(place, durable=True) as temporary:
@@ -176,7 +201,7 @@ class Mirror:
             return
         there = self._remote_names()
         self._note_whole(here, there)
-        for name in sorted(here, key=_is_any_manifest):
+        for name in sorted(here, key=_turn):
             if self._sent.get(name) != here[name]:
                 self._send_file(name)
                 self._sent[name] = here[name]
@@ -383,6 +408,23 @@ def _is_manifest(name: str) -> bool:
 def _is_any_manifest(name: str) -> bool:
     """Return whether a file is a checkpoint's manifest, of the run or of one of its branches."""
     return PurePosixPath(name).match(_MANIFESTS)
+
+
+def _turn(name: str) -> int:
+    """Return in which turn a file is sent or fetched: the recipe first, manifests last."""
+    if name == CONFIG:
+        return 0
+    return 2 if _is_any_manifest(name) else 1
+
+
+def _is_beginning(names: Set[str]) -> bool:
+    """Return whether files without a recipe are what a run's first transfer leaves if cut off."""
+    if names.isdisjoint(_OTHERS):
+        return False
+    # Manifests are sent last: the transfer had come to an end.
+    if any(map(_is_any_manifest, names)):
+        return False
+    return all(name in _OTHERS or _is_checkpoint(name) for name in names)
 
 
 def _newest(names: Iterable[str]) -> str:

@@ -25,9 +25,8 @@ from recipe.batch import output_folder, settled
 from recipe.config import Log, Parallel, Recipe
 from recipe.hardware import EngineSection, Ipu
 from training import metrics
-from training.mirror import RESTORING, Mirror
+from training.mirror import CONFIG, RESTORING, Mirror
 
-CONFIG = "config.yaml"
 DECISIONS = "decisions.json"
 _LOCK = "lock"
 _ENVIRONMENT = "environment.json"
@@ -201,13 +200,19 @@ class RunFolder:
         """
         url = recipe.checkpoint.mirror
         assert url is not None
-        text = mirror.text(CONFIG)
-        if text is None:
-            return
+        text = mirror.recipe()
         # What is here counts. The mirror must be of the same run, as it is written from now on.
         if has_begun(self.path):
+            if text is not None:
+                _check_same_run(loading.loads(text, url), recipe, url)
+                mirror.check_not_ahead()
+            return
+        is_resumed = mirror.has_checkpoint()
+        if text is None:
+            return
+        if not is_resumed:
             _check_same_run(loading.loads(text, url), recipe, url)
-            mirror.check_not_ahead()
+            say(f"{url} has no whole checkpoint: its first transfer was cut off")
             return
         # A folder that is filled would be resumed.
         if recipe.run.resume == "never":

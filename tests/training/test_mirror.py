@@ -150,6 +150,62 @@ def test_faults_of_the_store_are_said_and_tried_again(session, tmp_path, monkeyp
     assert files(tmp_path / "mirror") == here
 
 
+@pytest.mark.parametrize("is_folder_lost", [False, True])
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_first_transfer_that_is_cut_off_is_gone_on_with(mirrored, tmp_path, monkeypatch, number, is_folder_lost):
+    """Before each of its five files; without its folder the run begins anew, as nothing is lost by that."""
+    sent = []
+    send_file = Mirror._send_file
+
+    def failing(mirror, name):
+        if len(set(sent) | {name}) >= number:
+            raise ConnectionError("cut off")
+        sent.append(name)
+        send_file(mirror, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_send_file", failing)
+        mirrored(100).close()
+    assert len(sent) == number - 1 and (not sent or sent[0] == "config.yaml")
+    if is_folder_lost:
+        shutil.rmtree(tmp_path / "run")
+    step = 200 - 100 * is_folder_lost
+    mirrored(step).close()
+    here = files(tmp_path / "run")
+    del here["lock"]
+    assert files(tmp_path / "mirror") == here and f"checkpoints/step-{step:08d}.json" in here
+
+
+@pytest.mark.parametrize("others", [(), ("checkpoints/step-00000100.pt",)])
+def test_files_of_a_run_without_its_recipe_are_a_first_transfer_that_was_cut_off(mirrored, tmp_path, others):
+    """Older versions sent the recipe in any order. Files of others beside them are refused as ever."""
+    folder = mirrored(100)
+    place = tmp_path / "mirror"
+    (place / "checkpoints").mkdir(parents=True)
+    for name in ("environment.json", "metrics.jsonl", *others):
+        shutil.copy(folder.path / name, place / name)
+    (place / "checkpoints" / "best.pt").touch()
+    folder.mirror = None
+    folder.close()
+    with pytest.raises(ConfigError, match=r"holds files that are no run \(checkpoints/best.pt\)"):
+        mirrored()
+    (place / "checkpoints" / "best.pt").unlink()
+    mirrored().close()
+    assert {"config.yaml", "checkpoints/step-00000100.json"} <= files(place).keys()
+
+
+def test_several_checkpoints_without_manifests_are_no_first_transfer_of_a_new_run(mirrored, tmp_path):
+    """An older run was mirrored for the first time, or its manifests were removed."""
+    mirrored(100, 200).close()
+    for manifest in (tmp_path / "mirror" / "checkpoints").glob("*.json"):
+        manifest.unlink()
+    before = files(tmp_path / "mirror")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ConfigError, match="mirror has 2 checkpoints, all without their manifests; restore these, or"):
+        mirrored()
+    assert files(tmp_path / "mirror") == before
+
+
 def test_a_transfer_that_is_cut_off_is_begun_once_more_at_once(mirrored, tmp_path, monkeypatch, capsys):
     """A regroup of an elastic run cuts connections, and its last checkpoint may be long in coming."""
     put_file, cut = LocalFileSystem.put_file, [ConnectionError("cut off")]
