@@ -18,6 +18,10 @@ from common.files import replacing, sync
 _CHECKPOINTS = "checkpoints/step-*"
 _MANIFESTS = "checkpoints/step-*.json"
 _WEIGHTS = "checkpoints/step-*.pt"
+# Tells of what run the others are: sent first.
+CONFIG = "config.yaml"
+# Other files of every run, of which older versions may have sent some before that.
+_OTHERS = ("environment.json", "decisions.json", "metrics.jsonl")
 _KEPT_HERE = ("lock",)  # files that belong to this machine
 _UNFINISHED = ".tmp"
 # Lies in a run folder while it is filled from a mirror: until then there is no run in it.
@@ -34,9 +38,10 @@ class _Version(NamedTuple):
 class Mirror:
     """Sends what has changed in a run folder, after each checkpoint, while the training goes on.
 
-    A checkpoint's manifest is sent after its other files, and removed before them, so a transfer
-    that is cut off leaves no checkpoint that only seems whole. What is there whole is not written
-    again. What fails twice is said, and tried again with the next checkpoint: it never ends a run.
+    The recipe is sent first. A checkpoint's manifest is sent after its other files, and removed
+    before them, so a transfer that is cut off leaves no checkpoint that only seems whole. What
+    is there whole is not written again. What fails twice is said, and tried again with the next
+    checkpoint: it never ends a run.
     """
 
     def __init__(
@@ -54,34 +59,57 @@ class Mirror:
             check: raises OSError once the folder's path leads to another folder.
 
         Raises:
-            ConfigError: fsspec does not know the URL, or a package is missing.
+            ConfigError: fsspec does not know the URL, a package is missing, or mirror and run
+                folder lie in each other.
         """
         self._url = url
         self._folder = folder
         self._say = say
         self._check = check
         self._system, self._root = _connect(url)
+        check_place(url, folder)
+        self._place = _local_place(url)
         # What is there, as far as this process has sent it.
         self._sent: Dict[str, _Version] = {}
         self._sending: Optional[threading.Thread] = None
 
-    def text(self, name: str) -> Optional[str]:
-        """Return the text of a small file of the mirror; None where the mirror is empty.
+    def recipe(self) -> Optional[str]:
+        """Return the text of the recipe of the mirror's run.
 
-        Args:
-            name: relative to the run folder.
+        None where the mirror is empty, or its first transfer was cut off before the recipe.
 
         Raises:
-            ConfigError: the mirror cannot be read, or has other files, but not this one.
+            ConfigError: the mirror cannot be read, or has files that are no run.
         """
         with self._reading():
             names = self._remote_names()
-            if name in names:
-                return self._system.cat_file(self._path(name)).decode()
-        if names:
+            if CONFIG in names:
+                return self._system.cat_file(self._path(CONFIG)).decode()
+        if names and not _is_beginning(names):
             fault = f"{self._url} holds files that are no run ({min(names)})"
             raise ConfigError(f"checkpoint.mirror: {fault}; name a place of its own")
         return None
+
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint to go on from.
+
+        There is none in an empty mirror, or where the first transfer was cut off.
+
+        Raises:
+            ConfigError: the mirror cannot be read, or has several checkpoints and the manifest of
+                none. To begin anew would cost a run of days.
+        """
+        with self._reading():
+            names = self._remote_names()
+        if _newest(names):
+            return True
+        # One that is cut off may be the first of the run, as in the run folder itself.
+        steps = {_step_of(name) for name in names if _is_checkpoint(name)}
+        if len(steps) > 1:
+            fault = f"{self._url} has {len(steps)} checkpoints, all without their manifests"
+            remedy = "restore these, or give another mirror to start from the beginning"
+            raise ConfigError(f"checkpoint.mirror: {fault}; {remedy}")
+        return False
 
     def restore(self) -> int:
         """Fill the run folder, which has no run in it, from the mirror.
@@ -100,7 +128,7 @@ class Mirror:
             marker.touch()
             sync(self._folder)
             # Manifests last, as they are sent: what is cut off here is no whole checkpoint.
-            for name in sorted(names, key=_is_manifest):
+            for name in sorted(names, key=_turn):
                 place = self._folder / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(place, durable=True) as temporary:
@@ -173,7 +201,7 @@ class Mirror:
             return
         there = self._remote_names()
         self._note_whole(here, there)
-        for name in sorted(here, key=_is_manifest):
+        for name in sorted(here, key=_turn):
             if self._sent.get(name) != here[name]:
                 self._send_file(name)
                 self._sent[name] = here[name]
@@ -195,15 +223,15 @@ class Mirror:
             there: names of the mirror's files.
         """
         # Those of earlier processes: this one knows what it has sent itself.
-        for manifest in filter(_is_manifest, there & here.keys()):
+        for manifest in filter(_is_any_manifest, there & here.keys()):
             if self._sent.get(manifest) == here[manifest]:
                 continue
             # It was sent last, and has the SHA-256 of each file.
             sent = self._system.cat_file(self._path(manifest))
             if sent != (self._folder / manifest).read_bytes():
                 continue
-            step = _step_of(manifest)
-            files = {name for name in here if _is_checkpoint(name) and _step_of(name) == step}
+            checkpoint = _without_suffix(manifest)
+            files = {name for name in here if _without_suffix(name) == checkpoint}
             # A checkpoint that someone has cut short there is mended.
             if files <= there and all(self._size_there(name) == here[name].size for name in files):
                 self._sent.update((name, here[name]) for name in files)
@@ -232,13 +260,30 @@ class Mirror:
     def _local_files(self) -> Dict[str, _Version]:
         """Return the versions of the files of the run folder by their names relative to it."""
         found = {}
-        for place, _, names in os.walk(self._folder):
+        # The folder of the checkpoints may be a link to a larger disk.
+        for place, folders, names in os.walk(self._folder, followlinks=True):
+            folders[:] = [name for name in folders if self._is_entered(Path(place, name))]
             for name in names:
                 path = Path(place, name)
                 relative = path.relative_to(self._folder).as_posix()
                 if relative not in _KEPT_HERE and not name.endswith(_UNFINISHED) and path.is_file():
                     found[relative] = _version(path)
         return found
+
+    def _is_entered(self, path: Path) -> bool:
+        """Return whether the files of a folder in the run folder are sent."""
+        real = Path(os.path.realpath(path))
+        # A link may lead to where the mirror is: that is not copied into itself.
+        if real == self._place:
+            return False
+        if not path.is_symlink():
+            return True
+        # A link to a folder around it leads in a circle, or to what is no part of the run.
+        for outer in path.relative_to(self._folder).parents:
+            around = Path(os.path.realpath(self._folder / outer))
+            if real == around or real in around.parents:
+                return False
+        return True
 
     def _remote_names(self) -> Set[str]:
         """Return the names of the mirror's files, relative to it, without those half sent."""
@@ -285,6 +330,49 @@ def check_package(url: str) -> None:
         raise _refusal(url, error) from None
 
 
+def check_place(url: str, folder: Path) -> None:
+    """Refuse a mirror on this machine that lies in the run folder, or has that in it: each
+    checkpoint would copy the copies before it.
+
+    Nothing is connected.
+
+    Args:
+        url: of the mirror, whose package is there.
+        folder: of the run; neither need exist.
+
+    Raises:
+        ConfigError: one lies in the other, or they are the same.
+    """
+    there = _local_place(url)
+    if there is None:
+        return
+    here = Path(os.path.realpath(folder))
+    if here == there:
+        fault = "is the run folder itself"
+    elif here in there.parents:
+        fault = f"lies in the run folder {folder}, and would be copied into itself"
+    elif there in here.parents:
+        fault = f"has the run folder {folder} in it, and would be copied into that"
+    else:
+        return
+    raise ConfigError(f"checkpoint.mirror: {url} {fault}; name a place of its own")
+
+
+def _local_place(url: str) -> Optional[Path]:
+    """Return the real path of a mirror that is a folder on this machine, None for other stores."""
+    # Few runs need them.
+    import fsspec
+    from fsspec.core import split_protocol, strip_protocol
+    from fsspec.implementations.local import LocalFileSystem
+
+    # Caches come before the store: simplecache::file:///run.
+    store = url.rpartition("::")[2]
+    system = fsspec.get_filesystem_class(split_protocol(store)[0] or "file")
+    if not issubclass(system, LocalFileSystem):
+        return None
+    return Path(os.path.realpath(strip_protocol(store)))
+
+
 def _refusal(url: str, error: Exception) -> ConfigError:
     """Return the error for a URL whose package is missing, or whose scheme is unknown."""
     fault = first_line(error)
@@ -293,8 +381,10 @@ def _refusal(url: str, error: Exception) -> ConfigError:
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Return whether a file belongs to a checkpoint."""
-    return PurePosixPath(name).match(_CHECKPOINTS)
+    """Return whether a file belongs to a checkpoint of the run itself, not of a branch."""
+    path = PurePosixPath(name)
+    # `match` looks at the end of a path alone: branches/x/checkpoints/step-... has the same.
+    return len(path.parts) == 2 and path.match(_CHECKPOINTS)
 
 
 def _step_of(name: str) -> str:
@@ -305,9 +395,36 @@ def _step_of(name: str) -> str:
     return PurePosixPath(name).name.partition(".")[0]
 
 
+def _without_suffix(name: str) -> str:
+    """Return the `checkpoints/step-00001234` that all files of one checkpoint begin with."""
+    return str(PurePosixPath(name).with_name(_step_of(name)))
+
+
 def _is_manifest(name: str) -> bool:
-    """Return whether a file is a checkpoint's manifest."""
+    """Return whether a file is the manifest of a checkpoint of the run itself."""
+    return _is_checkpoint(name) and _is_any_manifest(name)
+
+
+def _is_any_manifest(name: str) -> bool:
+    """Return whether a file is a checkpoint's manifest, of the run or of one of its branches."""
     return PurePosixPath(name).match(_MANIFESTS)
+
+
+def _turn(name: str) -> int:
+    """Return in which turn a file is sent or fetched: the recipe first, manifests last."""
+    if name == CONFIG:
+        return 0
+    return 2 if _is_any_manifest(name) else 1
+
+
+def _is_beginning(names: Set[str]) -> bool:
+    """Return whether files without a recipe are what a run's first transfer leaves if cut off."""
+    if names.isdisjoint(_OTHERS):
+        return False
+    # Manifests are sent last: the transfer had come to an end.
+    if any(map(_is_any_manifest, names)):
+        return False
+    return all(name in _OTHERS or _is_checkpoint(name) for name in names)
 
 
 def _newest(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from recipe import timm_weights
 from recipe.batch import output_folder, training_image_sizes
 from recipe.config import Recipe
 from training import loggers, mirror, services  # noqa: F401  services register themselves
+from training.run_folder import has_begun
 
 _CHECKPOINTS = "checkpoints/step-*.json"
 _WITHIN = "step-*.pt"  # in the folder of the checkpoints itself
@@ -25,19 +26,29 @@ def check(recipe: Recipe) -> None:
         recipe: of the run.
 
     Raises:
-        ConfigError: the package of a logger or of the mirror's store is missing, or the model cannot
-            be cut as the recipe says.
-        CheckpointError: the weights to start from are not there.
+        ConfigError: the package of a logger or of the mirror's store is missing, the mirror lies in
+            the run folder or around it, or the model cannot be cut as the recipe says.
+        CheckpointError: the weights to start from are not there, and no mirror can have a
+            checkpoint in their place.
     """
     # What a run would meet only minutes later, once images are listed and the engine is built.
     loggers.check(recipe.log)
     if recipe.checkpoint.mirror is not None:
         mirror.check_package(recipe.checkpoint.mirror)
+        mirror.check_place(recipe.checkpoint.mirror, Path(output_folder(recipe)))
     _check_cut(recipe)
-    # A run that is resumed has its weights.
-    is_resumed = any(Path(output_folder(recipe)).glob(_CHECKPOINTS))
-    if recipe.model.init_from and not is_resumed:
+    if recipe.model.init_from and not _may_be_resumed(recipe):
         _check_weights(recipe.model.init_from)
+
+
+def _may_be_resumed(recipe: Recipe) -> bool:
+    """Return whether a run may have a checkpoint, and so need no weights to start from."""
+    folder = Path(output_folder(recipe))
+    if any(folder.glob(_CHECKPOINTS)):
+        return True
+    # An empty folder is filled from its mirror, which is not connected here. Where that has no
+    # checkpoint either, weights that are not there are refused as they are read.
+    return recipe.checkpoint.mirror is not None and not has_begun(folder)
 
 
 def _check_cut(recipe: Recipe) -> None:

@@ -25,9 +25,8 @@ from recipe.batch import output_folder, settled
 from recipe.config import Log, Parallel, Recipe
 from recipe.hardware import EngineSection, Ipu
 from training import metrics
-from training.mirror import RESTORING, Mirror
+from training.mirror import CONFIG, RESTORING, Mirror
 
-CONFIG = "config.yaml"
 DECISIONS = "decisions.json"
 _LOCK = "lock"
 _ENVIRONMENT = "environment.json"
@@ -113,7 +112,7 @@ class RunFolder:
             remedy = "give the same checkpoint.mirror to go on with it, or remove the folder"
             raise ConfigError(f"{self.path} {fault}; {remedy}")
         # An earlier start, after which nothing was trained, may have had another recipe.
-        if not _has_begun(self.path):
+        if not has_begun(self.path):
             (self.path / DECISIONS).unlink(missing_ok=True)
             write_text(self.path / CONFIG, loading.dump(recipe))
         _write_starts(self.path, [*starts(self.path), describe_environment()])
@@ -205,7 +204,7 @@ class RunFolder:
             mirror = Mirror(url, self.path, say, check=self._check)
             # The main process before this one has compared the mirror with events and checkpoints
             # that are here. An empty folder lacks them: its first checkpoint would remove theirs.
-            if not (has_trained and _has_begun(self.path)):
+            if not (has_trained and has_begun(self.path)):
                 self._compare_or_fill(mirror, recipe, say)
             return mirror
         except Exception as error:  # stores raise anything
@@ -231,13 +230,19 @@ class RunFolder:
         """
         url = recipe.checkpoint.mirror
         assert url is not None
-        text = mirror.text(CONFIG)
+        text = mirror.recipe()
+        # What is here counts. The mirror must be of the same run, as it is written from now on.
+        if has_begun(self.path):
+            if text is not None:
+                _check_same_run(loading.loads(text, url), recipe, url)
+                mirror.check_not_ahead()
+            return
+        is_resumed = mirror.has_checkpoint()
         if text is None:
             return
-        # What is here counts. The mirror must be of the same run, as it is written from now on.
-        if _has_begun(self.path):
+        if not is_resumed:
             _check_same_run(loading.loads(text, url), recipe, url)
-            mirror.check_not_ahead()
+            say(f"{url} has no whole checkpoint: its first transfer was cut off")
             return
         # A folder that is filled would be resumed.
         if recipe.run.resume == "never":
@@ -338,7 +343,7 @@ def begun_recipe(recipe: Recipe) -> Optional[Recipe]:
         ConfigError: it cannot be read.
     """
     path = Path(output_folder(recipe))
-    if not _has_begun(path) or not (path / CONFIG).exists():
+    if not has_begun(path) or not (path / CONFIG).exists():
         return None
     return loading.load(path / CONFIG)
 
@@ -422,10 +427,13 @@ def _is_occupied(path: Path) -> bool:
     return bool(names - {_LOCK, f"{CONFIG}.tmp"})
 
 
-def _has_begun(path: Path) -> bool:
+def has_begun(path: Path) -> bool:
     """Return whether anything was trained in a folder.
 
     A recipe that failed before that may be corrected in place.
+
+    Args:
+        path: of the folder, which may not exist.
     """
     # The transfer from the mirror is not done: it is repeated.
     if (path / RESTORING).exists():

@@ -17,6 +17,7 @@ from recipe import loading
 from tests import ranks
 from tests.conftest import QUICKSTART
 from tests.tensors import flat
+from training import preflight
 from training.checkpoint import CheckpointFolder
 from training.metrics import TIMING_FIELDS
 from training.mirror import Mirror
@@ -72,6 +73,31 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(session, tmp_path, k
     assert there == here
 
 
+def test_weights_to_start_from_that_are_lost_with_the_folder_are_not_missed_once_the_mirror_has_a_checkpoint(
+    session, tmp_path
+):
+    """They are refused later, in a line, where it has none."""
+    weights = tmp_path / "pretrain"
+    session(*RECIPE, f"run.output={weights}", stop_at=2)
+    overrides = (*RECIPE, f"model.init_from={weights}", f"checkpoint.mirror={tmp_path / 'mirror'}")
+    recipe = loading.load(QUICKSTART, [f"run.output={tmp_path / 'run'}", *overrides])
+    assert f"starting from {weights}" in session(*overrides, stop_at=5)
+    shutil.rmtree(weights)
+    shutil.rmtree(tmp_path / "run")
+    preflight.check(recipe)
+    assert "resuming at step 5 of 10" in session(*overrides, stop_at=6)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    # What was trained here is not filled.
+    with pytest.raises(CheckpointError, match=r"init_from: .*pretrain: no such file or folder"):
+        preflight.check(recipe)
+    for lost in ("run", "mirror"):
+        shutil.rmtree(tmp_path / lost)
+    preflight.check(recipe)
+    with pytest.raises(CheckpointError, match="pretrain: no such file or folder; name a run folder") as refusal:
+        session(*overrides)
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_mirror_of_another_run_or_of_other_files_is_refused_and_left_alone(session, tmp_path):
     place = tmp_path / "mirror"
     overrides = (*RECIPE, f"checkpoint.mirror={place}")
@@ -122,6 +148,62 @@ def test_faults_of_the_store_are_said_and_tried_again(session, tmp_path, monkeyp
     here = files(tmp_path / "run")
     del here["lock"]
     assert files(tmp_path / "mirror") == here
+
+
+@pytest.mark.parametrize("is_folder_lost", [False, True])
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_first_transfer_that_is_cut_off_is_gone_on_with(mirrored, tmp_path, monkeypatch, number, is_folder_lost):
+    """Before each of its five files; without its folder the run begins anew, as nothing is lost by that."""
+    sent = []
+    send_file = Mirror._send_file
+
+    def failing(mirror, name):
+        if len(set(sent) | {name}) >= number:
+            raise ConnectionError("cut off")
+        sent.append(name)
+        send_file(mirror, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_send_file", failing)
+        mirrored(100).close()
+    assert len(sent) == number - 1 and (not sent or sent[0] == "config.yaml")
+    if is_folder_lost:
+        shutil.rmtree(tmp_path / "run")
+    step = 200 - 100 * is_folder_lost
+    mirrored(step).close()
+    here = files(tmp_path / "run")
+    del here["lock"]
+    assert files(tmp_path / "mirror") == here and f"checkpoints/step-{step:08d}.json" in here
+
+
+@pytest.mark.parametrize("others", [(), ("checkpoints/step-00000100.pt",)])
+def test_files_of_a_run_without_its_recipe_are_a_first_transfer_that_was_cut_off(mirrored, tmp_path, others):
+    """Older versions sent the recipe in any order. Files of others beside them are refused as ever."""
+    folder = mirrored(100)
+    place = tmp_path / "mirror"
+    (place / "checkpoints").mkdir(parents=True)
+    for name in ("environment.json", "metrics.jsonl", *others):
+        shutil.copy(folder.path / name, place / name)
+    (place / "checkpoints" / "best.pt").touch()
+    folder.mirror = None
+    folder.close()
+    with pytest.raises(ConfigError, match=r"holds files that are no run \(checkpoints/best.pt\)"):
+        mirrored()
+    (place / "checkpoints" / "best.pt").unlink()
+    mirrored().close()
+    assert {"config.yaml", "checkpoints/step-00000100.json"} <= files(place).keys()
+
+
+def test_several_checkpoints_without_manifests_are_no_first_transfer_of_a_new_run(mirrored, tmp_path):
+    """An older run was mirrored for the first time, or its manifests were removed."""
+    mirrored(100, 200).close()
+    for manifest in (tmp_path / "mirror" / "checkpoints").glob("*.json"):
+        manifest.unlink()
+    before = files(tmp_path / "mirror")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ConfigError, match="mirror has 2 checkpoints, all without their manifests; restore these, or"):
+        mirrored()
+    assert files(tmp_path / "mirror") == before
 
 
 def test_a_transfer_that_is_cut_off_is_begun_once_more_at_once(mirrored, tmp_path, monkeypatch, capsys):
@@ -186,6 +268,28 @@ def test_urls_that_cannot_be_used_are_refused(session, url, said):
     assert "secret" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("run", "is the run folder itself"),
+        ("file://{}/run/mirror", "lies in the run folder .*run, and would be copied into itself"),
+        ("link/mirror", "lies in the run folder .*run, and would be copied into itself"),
+        ("simplecache::file://{}/run/mirror", "lies in the run folder .*run, and would be copied into itself"),
+        ("", "has the run folder .*run in it, and would be copied into that"),
+    ],
+)
+def test_a_mirror_in_the_run_folder_or_around_it_is_refused(tiny, tmp_path, place, said):
+    """Each checkpoint would copy the copies; links count as what they lead to."""
+    (tmp_path / "link").symlink_to("run")
+    url = place.format(tmp_path) if "{}" in place else str(tmp_path / place)
+    recipe = tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={url}")
+    for refused in (preflight.check, RunFolder):
+        with pytest.raises(ConfigError, match=f"^checkpoint.mirror: .* {said}; name a place of its own$"):
+            refused(recipe)
+    # Beside it, with a name that begins alike.
+    RunFolder(tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={tmp_path / 'run-mirror'}")).close()
+
+
 def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path):
     store = fsspec.filesystem("memory")
     store.pipe_file("/bucket/run/config.yaml", b"")
@@ -227,6 +331,77 @@ def fill(folder, *steps):
     for step in steps:
         (folder / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
         checkpoints.save(step, {"engine": {"w": torch.full([99], float(step))}}, None)
+
+
+def fill_branch(run, *steps):
+    """Write checkpoints as a branch of a run would; returns the name of the last one's manifest."""
+    (run / "branches" / "lr").mkdir(parents=True)
+    fill(run / "branches" / "lr", *steps)
+    return f"branches/lr/checkpoints/step-{steps[-1]:08d}.json"
+
+
+def test_a_later_checkpoint_of_a_branch_here_costs_the_mirror_none_of_its_own(mirrored, tmp_path):
+    """A stale folder whose branch is ahead is behind its mirror all the same."""
+    folder = mirrored(100, 200)
+    fill_branch(folder.path, 600)
+    folder.close()
+    shutil.copytree(folder.path, tmp_path / "stale")
+    mirrored(300).close()
+    before = files(tmp_path / "mirror")
+    shutil.rmtree(folder.path)
+    (tmp_path / "stale").rename(folder.path)
+    with pytest.raises(ConfigError, match=r"is ahead of .*run \(checkpoints/step-00000300.json\)"):
+        mirrored()
+    assert files(tmp_path / "mirror") == before
+
+
+def test_a_later_checkpoint_of_a_branch_there_is_no_reason_to_refuse_and_is_kept(mirrored, tmp_path):
+    folder = mirrored(100)
+    branch = fill_branch(folder.path, 600)
+    folder.close()
+    shutil.rmtree(folder.path / "branches")
+    mirrored(200).close()
+    mirrored(700).close()
+    there = files(tmp_path / "mirror")
+    assert "checkpoints/step-00000700.json" in there and branch in there
+
+
+def test_checkpoints_of_branches_are_sent_like_the_runs_own(mirrored, monkeypatch):
+    """A manifest comes after the weights that it tells of, and what is there whole is not sent again."""
+    folder = mirrored(100)
+    fill_branch(folder.path, 50, 100)
+    sent = []
+    send_file = Mirror._send_file
+    monkeypatch.setattr(Mirror, "_send_file", lambda mirror, name: (sent.append(name), send_file(mirror, name)))
+    folder.close()
+    kinds = [name.rpartition(".")[2] for name in sent if "step-" in name]
+    assert kinds == ["pt"] * 3 + ["json"] * 3
+    del sent[:]
+    mirrored().close()
+    assert not [name for name in sent if "step-" in name]
+
+
+def test_folders_that_are_links_are_sent_and_links_in_a_circle_are_not_followed(mirrored, tmp_path):
+    """The checkpoints may lie on a larger disk."""
+    disk = tmp_path / "disk" / "of" / "checkpoints"
+    disk.mkdir(parents=True)
+    (tmp_path / "other_run").mkdir()
+    (tmp_path / "other_run" / "config.yaml").touch()
+    folder = mirrored()
+    (folder.path / "checkpoints").symlink_to(disk)
+    fill(folder.path, 100)
+    (folder.path / "trace").mkdir()
+    (folder.path / "trace" / "run").symlink_to(folder.path)
+    (folder.path / "runs").symlink_to(tmp_path)
+    (disk / "up").symlink_to(disk.parent)
+    (tmp_path / "mirror").mkdir()
+    (folder.path / "copy").symlink_to(tmp_path / "mirror")
+    folder.close()
+    there = files(tmp_path / "mirror").keys()
+    names = {"config.yaml", "environment.json", "metrics.jsonl"}
+    assert there == names | {f"checkpoints/step-00000100.{kind}" for kind in ("json", "pt")}
+    shutil.rmtree(folder.path)
+    assert files(mirrored().path).keys() == there | {"lock"}
 
 
 def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_nothing(mirrored, tmp_path, capsys):
