@@ -7,11 +7,14 @@ batch of B does 1 / (1 + N / B) of what an update with all images would do, and 
 
 from __future__ import annotations
 
+import math
 from typing import List, NamedTuple, Optional, Sequence
 
 from common.errors import ConfigError
 from recipe.config import Recipe
 from recipe.course import is_known
+from tools import log_updates
+from tools.log_updates import LogLine
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 
@@ -27,14 +30,14 @@ class Interval(NamedTuple):
     """Updates between two lines of a log.
 
     epoch: at their end.
-    updates: with `batch` images each.
+    updates: with `batch` images each, in the mean.
     noise: the noise scale in images.
     error: its standard error.
     """
 
     epoch: float
     updates: float
-    batch: int
+    batch: float
     noise: float
     error: float
 
@@ -65,12 +68,12 @@ class Cost(NamedTuple):
     seconds: Optional[float] = None
 
 
-def intervals(train: Sequence[dict], size: int) -> List[Interval]:
+def intervals(train: Sequence[dict], recipe: Recipe) -> List[Interval]:
     """Return the intervals of a run. Those before the first noise scale take that one.
 
     Args:
         train: the run's `train` events.
-        size: images of a step.
+        recipe: of the run.
 
     Raises:
         ConfigError: no event has a noise scale.
@@ -83,22 +86,33 @@ def intervals(train: Sequence[dict], size: int) -> List[Interval]:
         )
     parts = []
     before = 0
-    for event in train:
+    counts = log_updates.between([_line(event) for event in train], recipe)
+    for event, count in zip(train, counts):
         # Not all updates are measured: a line without a measurement keeps the newest.
         if isinstance(event.get("noise_scale"), dict):
             scale = event["noise_scale"]
-        # Steps count images of the recipe's batch; a batch that grows is noted with the line.
-        batch = event.get("batch", size)
+        # Steps count images of the recipe's batch.
+        size = recipe.batch.global_
+        images = (event["step"] - before) * size
         interval = Interval(
             epoch=event["epoch"],
-            updates=(event["step"] - before) * size / batch,
-            batch=batch,
+            updates=count,
+            batch=images / count if count else size,
             noise=scale["images"],
             error=scale["error"],
         )
         parts.append(interval)
         before = event["step"]
     return parts
+
+
+def _line(event: dict) -> LogLine:
+    """Return what a `train` event says about updates."""
+    numbers = {}
+    for name in LogLine._fields:
+        number = event.get(name)
+        numbers[name] = math.nan if number is None else number
+    return LogLine(**numbers)
 
 
 def is_predictable(run: Sequence[Interval]) -> bool:
