@@ -15,6 +15,8 @@ from common.errors import ConfigError, UserError
 from common.text import count
 from recipe import batch, loading
 from recipe.config import Recipe
+from tools import log_updates
+from tools.log_updates import LogLine
 from training import run_folder
 from training.metrics import MOST_STEPS, NAME, TOP, is_number, lines
 
@@ -224,12 +226,13 @@ def state(run: Run) -> State:
     if not done:
         return State("not begun", "no update is logged yet")
     # Without an end event and a process, the log shows one reason only.
-    skipped = _skipped_at_last(run.metrics.train)
-    if run.recipe and skipped > run.recipe.precision.max_skipped_steps:
-        return State(
-            "failed",
-            f"at {where}: the last {skipped:.0f} updates had gradients that are not finite",
-        )
+    if run.recipe is not None:
+        skipped = _skipped_at_last(run.metrics.train, run.recipe)
+        if skipped > run.recipe.precision.max_skipped_steps:
+            return State(
+                "failed",
+                f"at {where}: the last {skipped:.0f} updates had gradients that are not finite",
+            )
     return State(
         "cut off",
         f"at {where}: stopped, killed or failed; the command that began it resumes it",
@@ -249,19 +252,25 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def _skipped_at_last(train: Events) -> float:
-    """Count the updates at the end of the log that were skipped for non-finite gradients."""
+def _skipped_at_last(train: Events, recipe: Recipe) -> float:
+    """Count the updates at the end of the log that were skipped for non-finite gradients.
+
+    Args:
+        train: the run's events.
+        recipe: of the run.
+    """
+    columns = [train[name] for name in LogLine._fields]
+    log = [LogLine(*numbers) for numbers in zip(*columns)]
     in_row = 0.0
-    step = 0.0
     skipped = 0.0
-    for next_step, next_skipped in zip(train["step"], train["skipped_steps"]):
+    # Updates, not steps: with batch.schedule an update may be several.
+    for updates, next_skipped in zip(log_updates.between(log, recipe), train["skipped_steps"]):
         # An update that was not skipped since the line before starts the count anew.
-        if next_skipped - skipped < next_step - step:
+        if next_skipped - skipped < updates:
             in_row = 0.0
         # Fewer are skipped where a session went on from an older checkpoint.
         if next_skipped >= skipped:
             in_row += next_skipped - skipped
-        step = next_step
         skipped = next_skipped
     return in_row
 

@@ -71,6 +71,19 @@ def test_a_run_of_skipped_updates_failed(tmp_path, skipped, in_row):
     assert in_row is None or f": the last {in_row} updates had gradients" in found.text
 
 
+@pytest.mark.parametrize("noted", [True, False])
+def test_skipped_updates_of_several_steps_failed_a_run_too(tmp_path, noted):
+    """Of two steps each, 15 from line to line. Older logs leave it to the recipe how many there were."""
+    keys = ("batch.schedule=[[0, 48]]",)
+    for skipped, kind in (([0, 15, 30], "failed"), ([0, 15, 29], "cut off")):
+        events = []
+        for step, count in zip((60, 90, 120), skipped):
+            events.append(train_event(step, skipped_steps=count, batch=48, **({"updates": 15} if noted else {})))
+        events[0].update({"updates": 30} if noted else {})
+        found = state(written(tmp_path / kind, events, keys))
+        assert found.kind == kind and (kind == "cut off" or ": the last 30 updates had" in found.text)
+
+
 def test_the_batch_is_that_of_the_recipe(tmp_path):
     alone = written(tmp_path / "a")
     assert run.division(run.read(alone)) == (
