@@ -71,6 +71,28 @@ def test_updates_that_an_epoch_cuts_short_are_counted_as_they_were(noted):
     assert [each.updates * each.batch for each in found] == pytest.approx([44 * 32] * 6)
 
 
+def test_a_noise_scale_that_was_lost_is_unknown():
+    """It may be anything from none, at which updates alone count, to one at which images alone count."""
+    events = [event(10), event(40, 300.0), event(60), event(65, 300.0)]
+    found = batches.intervals(events, loading.load(QUICKSTART, []))
+    assert [each.known for each in found] == [True, True, False, True]
+    (lost,) = (each for each in found if not each.known)
+    assert [batches.updates([lost], 4 * OWN, errors) for errors in (-1.0, 1.0)] == [20, 5]
+    assert batches.is_predictable(found) and not batches.is_predictable(found[1:3] + [lost] * 2)
+
+
+def test_a_cost_on_a_machine_has_the_sizes_of_the_images_of_its_epochs():
+    """A quarter of four epochs with small images, in one line or in four. Each update has its size's seconds."""
+    recipe = loading.load(QUICKSTART, ["data.image_sizes=[[0, 16], [1, 32], [9, 64]]"])
+    place = machine.load("two_cores")
+    small, large = (scaling.predict(recipe, place, 2, workload.of(recipe, size)).seconds for size in (16, 32))
+    whole = [Interval(4.0, 100, OWN, 300.0, 1.0)]
+    by_epoch = [Interval(epoch, 25, OWN, 300.0, 1.0) for epoch in (1.0, 2.0, 3.0, 4.0)]
+    for run in (whole, by_epoch):
+        found = batches.cost(run, recipe, OWN, place, 2)
+        assert found.seconds == pytest.approx(25 * small + 75 * large) and small < large
+
+
 def test_a_cost_has_the_range_of_the_standard_error_and_on_a_machine_seconds():
     run, place = [Interval(1.0, 100, OWN, 300.0, 60.0)], machine.load("two_cores")
     found = batches.cost(run, loading.load(QUICKSTART, []), 640, place, 2)
