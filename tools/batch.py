@@ -92,7 +92,7 @@ def _predict(options: argparse.Namespace) -> int:
     batch = recipe.batch.global_
     place = machine.load(options.machine) if options.machine else None
     events = read_events(options.run).get("train", [])
-    run = naming(options.run, lambda train: batches.intervals(train, batch), events)
+    run = naming(options.run, lambda train: batches.intervals(train, recipe), events)
     replicas = options.replicas or noted_replicas(starts_in(options.run))
     if replicas is None:
         replicas = planned(recipe).replicas

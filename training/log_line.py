@@ -20,7 +20,7 @@ class Window(NamedTuple):
 
     epoch: done.
     loss: sum over steps of their mean losses. correct: top-1 hits.
-    steps, images: how many; images that could not be read are not counted.
+    steps, updates, images: how many; images that could not be read are not counted.
     global_batch: images of a step.
     lr: of the last update.
     batch: its images, where the batch has a schedule.
@@ -32,6 +32,7 @@ class Window(NamedTuple):
     loss: float
     correct: int
     steps: int
+    updates: int
     images: int
     global_batch: int
     lr: float
@@ -58,7 +59,9 @@ def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float
         "lr": window.lr,
     }
     if window.batch is not None:
+        # The last update may be cut short, so that the number of all does not follow from it.
         values["batch"] = window.batch
+        values["updates"] = window.updates
     # The first number that is read waits for the device; those after it are there already.
     values.update(_norms(result.norms))
     values.update(

@@ -106,6 +106,10 @@ class Trainer:
         if progression.updates is None:
             progression.updates = len(self._course.done(progression.step))
         self._updates = 0  # of this session
+        # A checkpoint has the steps since the last log line, from which their updates follow.
+        begin = progression.step - progression.steps_in_window
+        done = self._course.done(progression.step)
+        self._updates_in_window = sum(update.step >= begin for update in done)
         self._signal: Optional[int] = self.continuation.signal
         self._last_unreadable = ""
         self._activity = "training"
@@ -223,6 +227,7 @@ class Trainer:
         progression.step = update.end
         progression.updates = update.index + 1
         self._updates += 1
+        self._updates_in_window += 1
 
     def _lost_patience(self) -> bool:
         """Return whether so many evaluations found nothing better that the run ends."""
@@ -395,6 +400,7 @@ class Trainer:
             loss=self._loss.item(),
             correct=int(self._correct.item()),
             steps=progression.steps_in_window,
+            updates=self._updates_in_window,
             images=progression.images,
             global_batch=self.recipe.batch.global_,
             lr=self._rate_of(update),
@@ -409,6 +415,7 @@ class Trainer:
         self._correct.zero_()
         self.progression.images = 0
         self.progression.steps_in_window = 0
+        self._updates_in_window = 0
 
     def _check_loss(self, loss: float, done: int) -> None:
         """Raise TrainingError where the loss was above run.loss_limit in some lines in a row."""

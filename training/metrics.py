@@ -35,6 +35,8 @@ _NUMBERS = (
     "top5",
     "best_top1",
     "lr",
+    "batch",
+    "updates",
     "seconds",
     "images",
     "images_per_second",

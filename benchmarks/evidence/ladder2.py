@@ -13,6 +13,7 @@ from benchmarks.evidence.runs import Run, curve, events_of
 from benchmarks.evidence.tuning import FourRates, rounded
 from optim import schedule
 from recipe.batch import lengths, peak_learning_rate, steps_per_epoch
+from recipe.config import Recipe
 from recipe.course import Course
 from tools.planning import batches
 
@@ -157,8 +158,8 @@ Updates of {NESTEROV} to the target, and those that the noise scale of one run a
     def _predictions(self, rows: Sequence[dict]) -> List[Tuple[int, Optional[int], float]]:
         """Batches, and the updates to the target as trained and as predicted from one run at the smallest."""
         run = self.metered(self.peak(NESTEROV, SMALLEST))
-        until = until_target(events_of(run)["train"], to_target(run), SMALLEST)
         recipe = run.recipe()
+        until = until_target(events_of(run)["train"], to_target(run), recipe)
         whole = lengths(recipe, IMAGES)
         rate, peak = schedule.create(recipe, whole), peak_learning_rate(recipe)
 
@@ -230,10 +231,10 @@ def to_target(run: Run) -> float:
     return math.inf
 
 
-def until_target(train: Sequence[dict], left: float, batch: int) -> List[batches.Interval]:
+def until_target(train: Sequence[dict], left: float, recipe: Recipe) -> List[batches.Interval]:
     """The noise scales of a run's log over the `left` updates that it takes to the target."""
     kept = []
-    for each in batches.intervals(train, batch):
+    for each in batches.intervals(train, recipe):
         kept.append(each._replace(updates=max(0.0, min(left, each.updates))))
         left -= each.updates
     return kept

@@ -7,6 +7,8 @@ import pytest
 from benchmarks.evidence import ladder2, tuning
 from benchmarks.evidence.ladder2 import EPOCHS_EQUAL, GROWING, LARS, LOCAL, NESTEROV, RULES, SMALLEST, Ladder2, Trials
 from benchmarks.evidence.runs import Outcome
+from recipe import loading
+from tests.conftest import QUICKSTART
 from tools.planning import batches
 
 
@@ -92,7 +94,8 @@ def test_losses_have_students_interval(tuned, monkeypatch):
 def test_noise_scales_are_taken_up_to_the_target():
     """A log line each 100 updates; the target is reached after 250."""
     log = [{"step": step, "epoch": 1.0, "noise_scale": {"images": step, "error": 1.0}} for step in (100, 200, 300, 400)]
-    found = [(each.noise, each.updates) for each in ladder2.until_target(log, 250.0, 96)]
+    recipe = loading.load(QUICKSTART, ["batch.global=96"])
+    found = [(each.noise, each.updates) for each in ladder2.until_target(log, 250.0, recipe)]
     assert found == [(100, 100), (200, 100), (300, 50), (400, 0)]
 
 

@@ -48,11 +48,49 @@ def test_a_steady_noise_scale_gives_the_published_curve():
 
 def test_intervals_are_between_lines_and_those_of_a_batch_that_grows_have_fewer_updates():
     """Lines before the first noise scale take that one."""
-    events = [event(10), event(30, 50.0), event(35), {**event(55, 80.0), "batch": 2 * OWN}]
-    found = batches.intervals(events, OWN)
+    events = [event(10), event(30, 50.0), event(35, 50.0), {**event(55, 80.0), "batch": 2 * OWN}]
+    found = batches.intervals(events, loading.load(QUICKSTART, []))
     assert [each[1:4] for each in found] == [(10, 64, 50.0), (20, 64, 50.0), (5, 64, 50.0), (10, 128, 80.0)]
     expected = 35 + 10 * (1 + 80 / OWN) / (1 + 80 / (2 * OWN))
     assert batches.updates(found, OWN) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_updates_that_an_epoch_cuts_short_are_counted_as_they_were(noted):
+    """Epochs of 44 steps of 32 images; from step 125 on an update has 8 steps, and the last of an epoch 4 (or 7, first,
+    as the schedule begins within the epoch). Lines at the ends of epochs have the batch of that last update."""
+    recipe = loading.load(QUICKSTART, ["batch.global=32", "batch.schedule=[[0, 32], [4000, 256]]"])
+    counts = [44, 44, 38, 6, 6, 6]
+    events = []
+    for epoch, count in enumerate(counts, start=1):
+        line = {"event": "train", "step": 44 * epoch, "epoch": float(epoch), "batch": 128 if epoch > 2 else 32}
+        line["noise_scale"] = {"images": 300.0, "error": 1.0}
+        events.append({**line, "updates": count} if noted else line)
+    found = batches.intervals(events, recipe)
+    assert [each.updates for each in found] == counts and sum(counts) == 144
+    assert [each.updates * each.batch for each in found] == pytest.approx([44 * 32] * 6)
+
+
+def test_a_noise_scale_that_was_lost_is_unknown():
+    """It may be anything from none, at which updates alone count, to one at which images alone count."""
+    events = [event(10), event(40, 300.0), event(60), event(65, 300.0)]
+    found = batches.intervals(events, loading.load(QUICKSTART, []))
+    assert [each.known for each in found] == [True, True, False, True]
+    (lost,) = (each for each in found if not each.known)
+    assert [batches.updates([lost], 4 * OWN, errors) for errors in (-1.0, 1.0)] == [20, 5]
+    assert batches.is_predictable(found) and not batches.is_predictable(found[1:3] + [lost] * 2)
+
+
+def test_a_cost_on_a_machine_has_the_sizes_of_the_images_of_its_epochs():
+    """A quarter of four epochs with small images, in one line or in four. Each update has its size's seconds."""
+    recipe = loading.load(QUICKSTART, ["data.image_sizes=[[0, 16], [1, 32], [9, 64]]"])
+    place = machine.load("two_cores")
+    small, large = (scaling.predict(recipe, place, 2, workload.of(recipe, size)).seconds for size in (16, 32))
+    whole = [Interval(4.0, 100, OWN, 300.0, 1.0)]
+    by_epoch = [Interval(epoch, 25, OWN, 300.0, 1.0) for epoch in (1.0, 2.0, 3.0, 4.0)]
+    for run in (whole, by_epoch):
+        found = batches.cost(run, recipe, OWN, place, 2)
+        assert found.seconds == pytest.approx(25 * small + 75 * large) and small < large
 
 
 def test_a_cost_has_the_range_of_the_standard_error_and_on_a_machine_seconds():

@@ -50,6 +50,27 @@ def test_the_rate_follows_a_batch_that_grows_by_its_rule(start, rule):
     assert [event["lr"] for event in events if event["event"] == "train"] == engine.rates
 
 
+@pytest.mark.parametrize("stopped", [None, 0, 1, 2, 3, 5, 6, 7])
+def test_a_line_has_the_number_of_updates_of_a_batch_that_grows(start, stopped):
+    """Updates of 1, 1, 1, 2 and 1 steps, then, in an epoch of its own, 1, 3 and 2. Stopped after that of a step."""
+    keys = ("batch.schedule=[[0, 24], [72, 48], [168, 72]]", "checkpoint.every_epochs=9")
+    progression = Progression()
+    if stopped is not None:
+        with pytest.raises(Stopped):
+            start(ScriptedEngine(before=raising(signal.SIGTERM, stopped)), *keys)
+        progression = Progression(**start.content()["progression"])
+    begin = progression.step
+    start(ScriptedEngine(), *keys, progression=progression)
+    lines = [(event["step"], event["batch"], event["updates"]) for event in start.events("train")]
+    whole = [(5, 48, 4), (10, 72, 3), (12, 48, 1)]
+    assert lines == [line for line in whole if line[0] > begin]
+
+
+def test_a_line_of_a_batch_that_stays_has_no_number_of_updates(start):
+    """Which is that of its steps."""
+    assert not any("updates" in event or "batch" in event for event in start(ScriptedEngine()))
+
+
 @pytest.mark.parametrize(
     ("overrides", "logged", "evaluated", "saved"),
     [

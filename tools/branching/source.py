@@ -102,8 +102,11 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
         raise UserError(
             f"{folder}: its log has no lines of training yet; let it train for an epoch or more"
         )
-    # Sessions that lost work trained more images than the log shows: the pace is of those kept.
-    logged = int(max(run.metrics.train["step"]))
+    # Sessions that lost work trained more images than the log shows: the pace is of those kept. A
+    # run that evaluation.patience ended has made steps since its last line, whose time counts, too.
+    logged = max(run.metrics.train["step"])
+    if run.metrics.end:
+        logged = run.metrics.end["step"]
     # The processes of the newest session that trained train the branches, too.
     newest = reading.newest_noted(run.starts)
     return Source(

@@ -7,11 +7,16 @@ batch of B does 1 / (1 + N / B) of what an update with all images would do, and 
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Sequence
+import math
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from common.errors import ConfigError
+from recipe.batch import training_image_sizes
 from recipe.config import Recipe
 from recipe.course import is_known
+from recipe.settled import image_size
+from tools import log_updates
+from tools.log_updates import LogLine
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 
@@ -27,14 +32,14 @@ class Interval(NamedTuple):
     """Updates between two lines of a log.
 
     epoch: at their end.
-    updates: with `batch` images each.
+    updates: with `batch` images each, in the mean.
     noise: the noise scale in images.
-    error: its standard error.
+    error: its standard error; infinite where the gradient was lost in its noise.
     """
 
     epoch: float
     updates: float
-    batch: int
+    batch: float
     noise: float
     error: float
 
@@ -65,12 +70,15 @@ class Cost(NamedTuple):
     seconds: Optional[float] = None
 
 
-def intervals(train: Sequence[dict], size: int) -> List[Interval]:
+def intervals(train: Sequence[dict], recipe: Recipe) -> List[Interval]:
     """Return the intervals of a run. Those before the first noise scale take that one.
+
+    A later line without one says that the gradient is lost in its noise: its interval has the one
+    before, with an error that makes it unknown.
 
     Args:
         train: the run's `train` events.
-        size: images of a step.
+        recipe: of the run.
 
     Raises:
         ConfigError: no event has a noise scale.
@@ -83,22 +91,36 @@ def intervals(train: Sequence[dict], size: int) -> List[Interval]:
         )
     parts = []
     before = 0
-    for event in train:
-        # Not all updates are measured: a line without a measurement keeps the newest.
+    measured = False
+    counts = log_updates.between([_line(event) for event in train], recipe)
+    for event, count in zip(train, counts):
+        lost = measured
         if isinstance(event.get("noise_scale"), dict):
             scale = event["noise_scale"]
-        # Steps count images of the recipe's batch; a batch that grows is noted with the line.
-        batch = event.get("batch", size)
+            measured = True
+            lost = False
+        # Steps count images of the recipe's batch.
+        size = recipe.batch.global_
+        images = (event["step"] - before) * size
         interval = Interval(
             epoch=event["epoch"],
-            updates=(event["step"] - before) * size / batch,
-            batch=batch,
+            updates=count,
+            batch=images / count if count else size,
             noise=scale["images"],
-            error=scale["error"],
+            error=math.inf if lost else scale["error"],
         )
         parts.append(interval)
         before = event["step"]
     return parts
+
+
+def _line(event: dict) -> LogLine:
+    """Return what a `train` event says about updates."""
+    numbers = {}
+    for name in LogLine._fields:
+        number = event.get(name)
+        numbers[name] = math.nan if number is None else number
+    return LogLine(**numbers)
 
 
 def is_predictable(run: Sequence[Interval]) -> bool:
@@ -127,11 +149,25 @@ def updates(run: Sequence[Interval], other: int, errors: float = 0.0) -> float:
     """
     needed = []
     for part in run:
+        noise = part.noise
+        if errors:  # none of an infinite error would be no number
+            noise += errors * part.error
         # Estimates of a noise scale near zero may be negative.
-        noise = max(0.0, part.noise + errors * part.error)
-        slower = (1 + noise / other) / (1 + noise / part.batch)
-        needed.append(part.updates * slower)
+        needed.append(part.updates * _slower(max(0.0, noise), part.batch, other))
     return sum(needed)
+
+
+def _slower(noise: float, batch: float, other: int) -> float:
+    """Return how many updates with another batch do as much as one with a batch.
+
+    Args:
+        noise: noise scale, in images; may be infinite.
+        batch: in images.
+        other: the other one.
+    """
+    if noise == math.inf:
+        return batch / other  # each image does as much as any
+    return (1 + noise / other) / (1 + noise / batch)
 
 
 def cost(
@@ -166,5 +202,40 @@ def cost(
     # A batch that so many replicas cannot share is computed as the next larger one that they can.
     # The model is cut as for the run's own batch: another one need not be a multiple of its micro
     # batch.
-    row = scaling.predict(plan, machine, replicas, workload.of(recipe))
-    return prediction._replace(replicas=replicas, seconds=needed * row.seconds)
+    by_size = {}
+    for size in training_image_sizes(recipe):
+        row = scaling.predict(plan, machine, replicas, workload.of(recipe, size))
+        by_size[size] = row.seconds
+    seconds = _seconds(run, recipe, other, by_size)
+    return prediction._replace(replicas=replicas, seconds=seconds)
+
+
+def _seconds(
+    run: Sequence[Interval],
+    recipe: Recipe,
+    other: int,
+    by_size: Dict[int, float],
+) -> float:
+    """Return the seconds of all updates with another batch.
+
+    Args:
+        run: its intervals.
+        recipe: of the run.
+        other: the batch, in images.
+        by_size: seconds of an update, by the size of its images.
+    """
+    # Each size is shown from its first epoch on, until the next one is.
+    sizes = recipe.data.image_sizes or [[0, image_size(recipe.model)]]
+    ends = [*(epoch for epoch, _ in sizes[1:]), math.inf]
+    seconds = 0.0
+    before = 0.0
+    for part in run:
+        length = part.epoch - before
+        needed = updates([part], other)
+        for (first, pixels), end in zip(sizes, ends):
+            epochs = min(end, part.epoch) - max(first, before)
+            # A log that was put together by hand may have two lines of an epoch.
+            if epochs > 0:
+                seconds += needed * epochs / length * by_size[pixels]
+        before = part.epoch
+    return seconds

@@ -45,9 +45,9 @@ def lines(prediction: Prediction) -> Iterator[str]:
     if prediction.critical is None:
         yield f"critical   unknown; noise scale {scales}"
         yield from textwrap.wrap(
-            "For most updates zero is within two standard errors of the noise scale, so nothing is "
-            "predicted from it. A longer run measures it better, and so does one with more micro "
-            "batches in an update.",
+            "For most updates the gradient is lost in its noise, or zero is within two standard "
+            "errors of the noise scale, so nothing is predicted from it. A longer run measures it "
+            "better, and so does one with more micro batches in an update.",
             _WIDTH,
         )
         return

@@ -15,6 +15,8 @@ from common.errors import ConfigError, UserError
 from common.text import count
 from recipe import batch, loading
 from recipe.config import Recipe
+from tools import log_updates
+from tools.log_updates import LogLine
 from training import run_folder
 from training.metrics import MOST_STEPS, NAME, TOP, is_number, lines
 
@@ -224,12 +226,13 @@ def state(run: Run) -> State:
     if not done:
         return State("not begun", "no update is logged yet")
     # Without an end event and a process, the log shows one reason only.
-    skipped = _skipped_at_last(run.metrics.train)
-    if run.recipe and skipped > run.recipe.precision.max_skipped_steps:
-        return State(
-            "failed",
-            f"at {where}: the last {skipped:.0f} updates had gradients that are not finite",
-        )
+    if run.recipe is not None:
+        skipped = _skipped_at_last(run.metrics.train, run.recipe)
+        if skipped > run.recipe.precision.max_skipped_steps:
+            return State(
+                "failed",
+                f"at {where}: the last {skipped:.0f} updates had gradients that are not finite",
+            )
     return State(
         "cut off",
         f"at {where}: stopped, killed or failed; the command that began it resumes it",
@@ -249,19 +252,25 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def _skipped_at_last(train: Events) -> float:
-    """Count the updates at the end of the log that were skipped for non-finite gradients."""
+def _skipped_at_last(train: Events, recipe: Recipe) -> float:
+    """Count the updates at the end of the log that were skipped for non-finite gradients.
+
+    Args:
+        train: the run's events.
+        recipe: of the run.
+    """
+    columns = [train[name] for name in LogLine._fields]
+    log = [LogLine(*numbers) for numbers in zip(*columns)]
     in_row = 0.0
-    step = 0.0
     skipped = 0.0
-    for next_step, next_skipped in zip(train["step"], train["skipped_steps"]):
+    # Updates, not steps: with batch.schedule an update may be several.
+    for updates, next_skipped in zip(log_updates.between(log, recipe), train["skipped_steps"]):
         # An update that was not skipped since the line before starts the count anew.
-        if next_skipped - skipped < next_step - step:
+        if next_skipped - skipped < updates:
             in_row = 0.0
         # Fewer are skipped where a session went on from an older checkpoint.
         if next_skipped >= skipped:
             in_row += next_skipped - skipped
-        step = next_step
         skipped = next_skipped
     return in_row
 
@@ -459,9 +468,10 @@ def session_times(
     """Divide the time of each session whose work was kept, as far as the log shows it.
 
     A log line has the images a second and the share of waiting since the line before it (or the
-    session's start), and the seconds of the whole run. What the two do not account for went to
-    evaluation and checkpoints. Those between the last log line of a session and its end count to
-    the next session. Loading torch and the model is in neither.
+    session's start), and the seconds of the whole run. No line tells of the steps between the last
+    one of a session and its end: they count at the pace of that line. What all this does not
+    account for went to evaluation and checkpoints. Those between the last log line of a session and
+    its end count to the next session. Loading torch and the model is in neither.
 
     Args:
         metrics: of the run.
@@ -500,25 +510,47 @@ def _seconds_by_session(
         global_batch: images of an update.
     """
     times = [_Seconds() for _ in bounds]
-    # The newest log line: its step, and the seconds of the run that are accounted for.
+    # The newest log line: its step, its pace, and the seconds of the run that are accounted for.
     last = 0.0
+    pace: Optional[_Pace] = None
     counted = 0.0
-    session = 0
     train = metrics.train
     log_lines = zip(train["step"], train["images_per_second"], train["data_wait"], train["seconds"])
-    for step, pace, wait, seconds in log_lines:
-        session = max(0, bisect.bisect_left(bounds, step) - 1)
-        # The first line of a session counts from where the session went on.
-        updates = step - max(last, bounds[session])
-        last = step
-        if not (pace > 0 and seconds >= counted):
+    for step, rate, wait, seconds in log_lines:
+        if not (rate > 0 and seconds >= counted):
             continue  # not finite, or a file that was put together by hand
-        times[session].add(seconds - counted, updates * global_batch / pace, wait)
+        session = _session_of(step, bounds)
+        own = _Pace(global_batch / rate, wait)
+        # The first line of a session counts from where the session went on.
+        begin = max(last, bounds[session])
+        left = _count(times, bounds, begin, last=step, pace=own, seconds=seconds - counted)
+        # Before the first line this one's pace is the nearest that is known.
+        nearest = own if pace is None else pace
+        left = _count(times, bounds, last, last=begin, pace=nearest, seconds=left)
+        times[session].rest += left
+        last = step
+        pace = own
         counted = seconds
-    # The end comes after the last line's evaluation and checkpoint.
+    # The end comes after the last line's evaluation and checkpoint. Where it came early, by
+    # evaluation.patience, no line tells of the last steps.
     if metrics.end and isinstance(metrics.end.get("seconds"), (int, float)):
-        times[session].rest += max(0.0, metrics.end["seconds"] - counted)
+        step = metrics.end["step"]
+        left = max(0.0, metrics.end["seconds"] - counted)
+        if pace is not None:
+            left = _count(times, bounds, last, last=step, pace=pace, seconds=left)
+        times[_session_of(step, bounds)].rest += left
     return times
+
+
+class _Pace(NamedTuple):
+    """Pace of training between two log lines.
+
+    seconds: of a step.
+    wait: share of them; not from 0 to 1 where it is unknown.
+    """
+
+    seconds: float
+    wait: float
 
 
 @dataclass
@@ -529,17 +561,47 @@ class _Seconds:
     waiting: float = 0.0
     rest: float = 0.0
 
-    def add(self, total: float, by_pace: float, wait: float) -> None:
-        """Add the time between two log lines.
 
-        Args:
-            total: seconds.
-            by_pace: seconds of training that follow from the images a second.
-            wait: share of them; not from 0 to 1 where it is unknown.
-        """
+def _session_of(step: float, bounds: Sequence[int]) -> int:
+    """Return the number of the session, from 0, that made the last of so many steps.
+
+    Args:
+        step: steps done.
+        bounds: steps at which sessions begin, ascending.
+    """
+    return max(0, bisect.bisect_left(bounds, step) - 1)
+
+
+def _count(
+    times: Sequence[_Seconds],
+    bounds: Sequence[int],
+    first: float,
+    *,
+    last: float,
+    pace: _Pace,
+    seconds: float,
+) -> float:
+    """Count the training from one step to another to the sessions that made it.
+
+    Args:
+        times: of the sessions.
+        bounds: steps at which they begin, ascending.
+        first: steps done before.
+        last: steps done after.
+        pace: of the steps.
+        seconds: that are there for them.
+
+    Returns:
+        The seconds that are left over.
+    """
+    for session in range(_session_of(first + 1, bounds), _session_of(last, bounds) + 1):
+        is_newest = session + 1 == len(bounds)
+        end = last if is_newest else min(last, bounds[session + 1])
+        steps = max(0.0, end - max(first, bounds[session]))
         # In a log that was put together by hand training may take more than all of the time.
-        training = min(total, by_pace)
-        waited = training * wait if 0 <= wait <= 1 else 0.0
-        self.computing += training - waited
-        self.waiting += waited
-        self.rest += total - training
+        training = min(seconds, steps * pace.seconds)
+        waited = training * pace.wait if 0 <= pace.wait <= 1 else 0.0
+        times[session].computing += training - waited
+        times[session].waiting += waited
+        seconds -= training
+    return seconds

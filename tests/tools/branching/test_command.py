@@ -288,6 +288,20 @@ def test_a_run_without_a_log_is_refused(make_run, branched):
     assert code == WRONG_INPUT and "its log has no lines of training yet" in error
 
 
+def test_the_pace_is_that_of_all_steps_also_where_no_line_tells_of_them(make_run):
+    """Stopped 31 steps after a line; and ended early, 30 steps after the last."""
+    run = make_run()
+    (run / "environment.json").write_text(json.dumps({"starts": [{"step": 0}, {"step": PER_EPOCH + 31}]}))
+    stopped = read(run, [])
+    assert (stopped.images_per_second, stopped.pause) == pytest.approx((RATE, PAUSE))
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
+    end = {"event": "end", "step": TOTAL + 30, "seconds": last["seconds"] + 30 * BATCH / RATE}
+    with open(run / "metrics.jsonl", "a") as stream:
+        stream.write(f"{json.dumps(end)}\n")
+    ended = read(run, [])
+    assert (ended.images_per_second, ended.pause) == pytest.approx((RATE, PAUSE))
+
+
 def test_branches_start_as_the_run_was_started(make_run):
     """By the launcher with its stages and replicas, whatever the recipe says. A start that trained nothing has none."""
     origin = read(make_run(repeated=1, replicas=2, stages=3), [])

@@ -71,6 +71,19 @@ def test_a_run_of_skipped_updates_failed(tmp_path, skipped, in_row):
     assert in_row is None or f": the last {in_row} updates had gradients" in found.text
 
 
+@pytest.mark.parametrize("noted", [True, False])
+def test_skipped_updates_of_several_steps_failed_a_run_too(tmp_path, noted):
+    """Of two steps each, 15 from line to line. Older logs leave it to the recipe how many there were."""
+    keys = ("batch.schedule=[[0, 48]]",)
+    for skipped, kind in (([0, 15, 30], "failed"), ([0, 15, 29], "cut off")):
+        events = []
+        for step, count in zip((60, 90, 120), skipped):
+            events.append(train_event(step, skipped_steps=count, batch=48, **({"updates": 15} if noted else {})))
+        events[0].update({"updates": 30} if noted else {})
+        found = state(written(tmp_path / kind, events, keys))
+        assert found.kind == kind and (kind == "cut off" or ": the last 30 updates had" in found.text)
+
+
 def test_the_batch_is_that_of_the_recipe(tmp_path):
     alone = written(tmp_path / "a")
     assert run.division(run.read(alone)) == (
@@ -127,13 +140,34 @@ def test_training_waiting_and_the_rest_are_the_whole_time(tmp_path):
     assert times(tmp_path) == []
 
 
-def test_a_session_that_begins_within_a_window_of_the_log_trained_only_its_part_of_it(tmp_path):
-    """Saved by a signal at step 9: the line of step 12 tells of 3 updates of this session, which took 1.5 s."""
-    lines = [train_event(6, seconds=3.0), train_event(12, seconds=6.0)]
-    first, second = times(tmp_path, *lines, starts=[{"step": 0}, {"step": 9}])
-    assert (first.first, first.last, second.first, second.last) == (0, 9, 9, 12)
-    assert first.computing + first.waiting == pytest.approx(3.0)
-    assert second.computing + second.waiting == pytest.approx(1.5)
+def parts_of(sessions):
+    return [(each.first, each.last, round(each.computing + each.waiting, 9), round(each.rest, 9)) for each in sessions]
+
+
+def test_the_steps_between_the_last_line_of_a_session_and_its_end_are_training_of_that_session(tmp_path):
+    """Half a second each, and no evaluation: saved by a signal at step 9, and once more at 10 and 11."""
+    lines = [train_event(6), train_event(12)]
+    whole = [(0, 9, 4.5, 0.0), (9, 12, 1.5, 0.0)]
+    assert parts_of(times(tmp_path, *lines, starts=[{"step": 0}, {"step": 9}])) == whole
+    short = [(0, 9, 4.5, 0.0), (9, 10, 0.5, 0.0), (10, 11, 0.5, 0.0), (11, 12, 0.5, 0.0)]
+    assert parts_of(times(tmp_path, *lines, starts=[{"step": step} for step in (0, 9, 10, 11)])) == short
+    first = [(0, 4, 2.0, 0.0), (4, 6, 1.0, 0.0)]  # before there was a line
+    assert parts_of(times(tmp_path, train_event(6), starts=[{"step": 0}, {"step": 4}])) == first
+
+
+def test_each_session_has_the_pace_of_its_own_lines(tmp_path):
+    """The second is twice as fast. 2 s of evaluation follow the first line."""
+    lines = [train_event(6), train_event(12, seconds=7.25, images_per_second=96.0)]
+    found = parts_of(times(tmp_path, *lines, starts=[{"step": 0}, {"step": 9}]))
+    assert found == [(0, 9, 4.5, 0.0), (9, 12, 0.75, 2.0)]
+
+
+def test_the_steps_between_the_last_line_and_an_early_end_are_training(tmp_path):
+    """evaluation.patience: 2 steps after the last line, of 0.5 s each, and an evaluation of 3 s; resumed in between."""
+    events = [train_event(6), end_event(8, 7.0)]
+    assert parts_of(times(tmp_path, *events)) == [(0, 8, 4.0, 3.0)]
+    found = parts_of(times(tmp_path, *events, starts=[{"step": 0}, {"step": 7}]))
+    assert found == [(0, 7, 3.5, 0.0), (7, 8, 0.5, 3.0)]
 
 
 def test_a_clock_that_is_not_finite_or_runs_back_is_passed_over(tmp_path):
