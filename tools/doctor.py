@@ -38,6 +38,7 @@ from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.idle import PREDICTED
 from tools import output as outputs
+from tools import packages
 from tools.arguments import within
 
 _OF_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")  # names by which a run's folder is known
@@ -126,17 +127,24 @@ def _examine(options: argparse.Namespace, recipe: Recipe) -> None:
     if findings is None:
         return
     print("\n".join(rendering.lines(findings, options.config)))
-    # The picture is drawn in any case; the machine only where the figures are not in doubt.
-    files = [options.output / "step.png"]
+    files = []
+    without_picture = packages.lacking("matplotlib")
     with writing(options.output):
         options.output.mkdir(parents=True, exist_ok=True)
-        rendering.draw(findings, options.config, files[0])
+        # Only where the figures are not in doubt.
         if findings.machine is not None:
             machine = options.output / "machine.yaml"
             write_text(machine, dump(findings.machine))
             files.append(machine)
+        if not without_picture:
+            picture = options.output / "step.png"
+            rendering.draw(findings, options.config, picture)
+            files.append(picture)
+    if without_picture:
+        print(f"picture    none: {without_picture}")
     names = [str(file) for file in files]
-    print(f"files      {', '.join(names)}")
+    if names:
+        print(f"files      {', '.join(names)}")
     if options.json:
         data = rendering.as_data(findings, options.config)
         data["files"] = names

@@ -19,13 +19,12 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import importlib.util
 from pathlib import Path
 from typing import Sequence
 
 from common.command import Parser, add_choice_of_weights, one_line
 from common.errors import ConfigError
-from tools import output
+from tools import output, packages
 
 _SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -53,19 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.check(path)
     # Without them the model would be loaded and built in vain.
     if options.format == "onnx":
-        _check_packages()
+        packages.check("--format onnx", *_ONNX_PACKAGES)
     from tools import exporting  # loads torch
 
     return exporting.export(options, path, suffix)
-
-
-def _check_packages() -> None:
-    """Check that all packages for ONNX are installed. Raises ConfigError."""
-    for package in _ONNX_PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"--format onnx: the package {package} is not installed; pip install {' '.join(_ONNX_PACKAGES)}"
-            )
 
 
 def _parser() -> Parser:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple
 
 from common.errors import ConfigError
 from common.files import replacing
+from tools import packages
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -56,7 +57,8 @@ def check_picture(path: Path, made: Optional[Path] = None) -> None:
         made: folder that the command makes before it draws, if any.
 
     Raises:
-        ConfigError: it cannot, or the name is that of no kind of picture.
+        ConfigError: it cannot, the name is that of no kind of picture, or matplotlib is not
+            installed.
         OSError: the disk is full, which blames no input.
     """
     option = "--picture"
@@ -76,8 +78,9 @@ def figure(path: Path, size: Tuple[float, float]) -> Figure:
         size: width and height in inches.
 
     Raises:
-        ConfigError: the name is that of no kind of picture.
+        ConfigError: the name is that of no kind of picture, or matplotlib is not installed.
     """
+    packages.check(str(path), "matplotlib")
     # Imported late: it takes half a second, in commands that may draw nothing.
     from matplotlib.figure import Figure
 

@@ -27,6 +27,7 @@ from common.errors import DONE, UserError
 from common.files import write_text
 from common.json_io import json_text
 from tools import output as outputs
+from tools import packages
 from tools.arguments import within
 from tools.reporting import page, sections
 from tools.reporting.run import Run, headline, read
@@ -56,6 +57,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         The exit code.
     """
     options = _parser().parse_args(arguments)
+    packages.check("tools.report", "plotly")
     runs = _read(options.folders)
     output = options.output
     if output is None:

@@ -27,6 +27,7 @@ from typing import Optional, Sequence
 from common.command import Parser, fail, one_line
 from common.errors import DONE, FAILED, STOPPED, first_line
 from common.json_io import json_text
+from tools import packages
 from tools.arguments import whole
 from tools.sweeping.candidates import Candidates, load_candidates, survey
 from tools.sweeping.definition import read
@@ -50,6 +51,7 @@ def main(arguments: Optional[Sequence[str]] = None, trainer: Sequence[str] = _TR
         The exit code.
     """
     options = _parser().parse_intermixed_args(arguments)
+    packages.check("tools.sweep", "optuna")
     stop = StopRequest()
     with stop:
         candidates = load_candidates(read(Path(options.config), options.overrides, options.trials))

@@ -66,6 +66,22 @@ class Setup(NamedTuple):
         """Return the setup with other values of some keys of a `section` of its recipe."""
         return self._replace(recipe=workload.changed(self.recipe, section, **keys))
 
+    def settled(self) -> Setup:
+        """Return the setup as it trains after its first epochs.
+
+        That is at the full image size, with the last density, and at most one step late. The batch
+        stays as it begins, and each replica has as much of it.
+        """
+        section = self.recipe.exchange
+        setup = self.changed("exchange", delay=min(1, section.delay))
+        if section.sparse:
+            setup = setup.changed("exchange", density_warmup=[], dense_steps=0)
+        # These say how steps change in a run, not what one costs. Beside them a recipe refuses steps
+        # without an exchange, or of a few micro batches.
+        setup = setup.changed("batch", schedule=None, largest=None, rate_rule="none")
+        setup = setup.changed("parallel", elastic=False, shares="even")
+        return setup.changed("data", image_sizes=None)
+
     def silent(self) -> Setup:
         """Return the setup without an exchange."""
         section = Exchange(method="none")
@@ -203,7 +219,7 @@ def measure(setup: Setup, seconds: float, say: Callable[[str], None]) -> Measure
         seconds: for measuring, about.
         say: prints a line, if large steps take longer.
     """
-    setup = _settled(setup)
+    setup = setup.settled()
     exchanges = _exchanges(setup)
     accumulation, step = _size_of_step(setup, exchanges, seconds, say)
     shrunk = setup.shrunk(accumulation)
@@ -260,18 +276,6 @@ def _passes(bench: _Bench, processes: Processes) -> Passes:
     stages = processes.topology.stages
     # Only the main rank has the spans of all.
     return processes.from_main(lambda: splitting.passes(spans, stages))
-
-
-def _settled(setup: Setup) -> Setup:
-    """Return the setup as it trains after its first epochs.
-
-    That is at the full image size, with the last density, and at most one step late.
-    """
-    section = setup.recipe.exchange
-    setup = setup.changed("exchange", delay=min(1, section.delay))
-    if section.sparse:
-        setup = setup.changed("exchange", density_warmup=[], dense_steps=0)
-    return setup.changed("data", image_sizes=None)
 
 
 def _exchanges(setup: Setup) -> bool:

@@ -27,6 +27,7 @@ from recipe import loading
 from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from recipe.settled import image_size, micro_batch
+from tools import packages
 from tools.reporting.run import Run
 from tools.reporting.sections import share
 from training import classes, scoring, weights
@@ -250,11 +251,15 @@ def find_mistakes(folder: Path, count: int, seconds: float = _SECONDS) -> Tuple[
     report, mistakes = _score(stored, recipe, source, data, seconds)
     # The most confident ones first: `share` is the first field.
     shown = sorted(mistakes, reverse=True)[:count]
+    text = _scores_text(report, len(mistakes), source, stored.path.name)
+    without_confusion = packages.lacking("matplotlib")
+    if without_confusion:
+        text += f" No picture of the confusion: {without_confusion}."
     section = {
         "reason": "",
-        "text": _scores_text(report, len(mistakes), source, stored.path.name),
+        "text": text,
         "worst": _worst_classes(report, source.classes),
-        "confusion": _confusion_uri(report, source),
+        "confusion": "" if without_confusion else _confusion_uri(report, source),
         "pictures": _mistaken_pictures(shown, recipe, source),
     }
     figures = {

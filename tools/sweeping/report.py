@@ -25,6 +25,7 @@ from common.text import printable
 from recipe import loading
 from recipe.config import Recipe
 from recipe.section import Section
+from tools import packages
 from tools.planning import text
 from tools.sweeping.candidates import Candidates, as_text
 from tools.sweeping.definition import Definition, SweepFile
@@ -73,8 +74,12 @@ class Report:
         files = {
             "study": str(folder.study),
             "leaderboard": str(folder.leaderboard),
-            "picture": str(folder.picture),
         }
+        without_picture = packages.lacking("matplotlib")
+        if without_picture:
+            print(f"no picture of the sweep: {without_picture}")
+        else:
+            files["picture"] = str(folder.picture)
         # There is no best recipe until a trial is complete.
         if self._best is not None:
             files["best"] = str(folder.best)
@@ -108,10 +113,11 @@ class Report:
         return rows
 
     def _draw(self) -> Optional[Dict[str, float]]:
-        """Draw the picture; return the importances of the parameters."""
+        """Draw the picture if that can be done; return the importances of the parameters."""
         importances = self._study.importances()
         sweep = self._candidates.sweep
-        draw_picture(self._folder.picture, sweep, self._study.records(), importances)
+        if not packages.lacking("matplotlib"):
+            draw_picture(self._folder.picture, sweep, self._study.records(), importances)
         self._drawn = time.monotonic()
         return importances
 

@@ -48,14 +48,14 @@ class Trial:
     number: in the study.
     recipe: that it trains.
     process: that trains it.
-    reported: evaluations that the study has.
+    reported: evaluations that the study has, and by which it was decided whether to prune.
     pruned: it was asked to end early.
     """
 
     number: int
     recipe: Recipe
     process: TrainingProcess
-    reported: int = 0
+    reported: int
     pruned: bool = False
     _metrics_status: Optional[Tuple[int, int]] = None
 
@@ -210,7 +210,9 @@ class Scheduler:
             return
         # Its process starts once no other one holds the run folder: see `_watch`.
         process = TrainingProcess(self._command(overrides), self.folder.log(number))
-        self._running.append(Trial(number, recipe, process))
+        # By the newest evaluation it is decided once more: what came of it may be lost.
+        reported = self.study.newest(number)
+        self._running.append(Trial(number, recipe, process, reported))
         text = " ".join(f"{key}={as_text(value)}" for key, value in parameters.items())
         self.changed(f"trial {number} {verb}: {text}", None)
 

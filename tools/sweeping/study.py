@@ -120,19 +120,23 @@ class Study:
         self._study.add_trial(trial)
         return self._trials()[-1].number
 
+    def newest(self, number: int) -> int:
+        """Return the newest evaluation that a trial has reported; 0 if there is none."""
+        return self._trials()[number].last_step or 0
+
     def report(self, number: int, evaluation: int, value: float) -> bool:
         """Store the metric of a running trial at an evaluation.
 
         Args:
             number: of the trial.
-            evaluation: its number, from 0.
+            evaluation: its number, from 0; none before the newest one, by which Optuna decides.
             value: of the metric.
 
         Returns:
             Whether to prune the trial.
         """
         trial = self._running(number)
-        # A sweep that was cut off reports what its trials had reached once more.
+        # A sweep that was cut off reports the newest evaluation of its trials once more.
         if evaluation not in self._trials()[number].intermediate_values:
             trial.report(value, evaluation)
         return trial.should_prune()

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -100,6 +101,14 @@ def test_of_more_images_than_there_is_time_for_a_random_part_is_classified(digit
     assert len(labels) > 5, "of all classes, though the images lie by class"
     assert "A random sample of the validation images, 180 of 360, as step-" in shown["text"]
     assert "The score of the run is the one at the top, of all images" in shown["text"]
+
+
+def test_without_matplotlib_the_mistakes_are_shown_without_the_matrix(digits_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    shown, _ = pictures.find_mistakes(digits_run, 1, seconds=0)
+    assert shown["confusion"] == "" and len(shown["pictures"]) == 1
+    fault = "the package matplotlib is not installed; pip install matplotlib"
+    assert f" No picture of the confusion: {fault}." in shown["text"]
 
 
 def test_what_cannot_be_shown_has_a_reason(tmp_path):

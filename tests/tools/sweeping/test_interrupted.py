@@ -1,9 +1,11 @@
 """A sweep loses and repeats nothing when it or its trials are killed, stopped or fail."""
 
+import contextlib
 import json
 import os
 import shlex
 import signal
+import sqlite3
 import subprocess
 import time
 
@@ -128,6 +130,22 @@ def test_a_study_that_was_lost_is_made_again_from_the_runs(some):
     assert some("--trials", "2")[0] == DONE
     assert some.stored() == before
     assert some.processes() == [1] * 2
+
+
+def test_a_trial_that_was_complete_when_the_sweep_was_killed_is_not_pruned(some):
+    """By its last evaluation it is worse than the median, but no trial is pruned by that."""
+    some.define("pruner: median\npruner_startup_trials: 1\npruner_warmup: 3")
+    assert some("--trials", "2")[0] == DONE
+    before = some.stored()
+    worse = min(before, key=lambda number: before[number][1])
+    with contextlib.closing(sqlite3.connect(some.folder / "study.db")) as study:
+        study.execute("UPDATE trials SET state = 'RUNNING', datetime_complete = NULL WHERE number = ?", (worse,))
+        study.execute(
+            "DELETE FROM trial_values WHERE trial_id IN (SELECT trial_id FROM trials WHERE number = ?)", (worse,)
+        )
+        study.commit()
+    assert some("--trials", "2")[0] == DONE
+    assert some.stored() == before and some.processes() == [1, 1]
 
 
 def test_a_full_disk_is_one_line_and_the_sweep_goes_on_later(some, small_disk):
