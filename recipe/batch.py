@@ -52,6 +52,17 @@ class Lengths:
         )
 
 
+class Description(NamedTuple):
+    """The plan that `--dry-run` prints.
+
+    text: of several lines.
+    train_images: in an epoch, by which the text gives the length; None where it is not known.
+    """
+
+    text: str
+    train_images: Optional[int]
+
+
 def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
     """Divide the images of a step into micro batches and over replicas.
 
@@ -354,8 +365,20 @@ def _image_sizes(recipe: Recipe) -> Sequence[Sequence[int]]:
 
 
 def describe(recipe: Recipe, here: bool = True) -> str:
-    """Return the plan that `--dry-run` prints: what follows from the recipe, and its keys that are
-    not defaults.
+    """Return the text of the plan that `--dry-run` prints.
+
+    Args:
+        recipe: of the run.
+        here: as for `described`.
+
+    Raises:
+        ConfigError, DataError: the run would be refused.
+    """
+    return described(recipe, here).text
+
+
+def described(recipe: Recipe, here: bool = True) -> Description:
+    """Describe what follows from the recipe, and its keys that are not defaults.
 
     Args:
         recipe: of the run.
@@ -368,7 +391,10 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     batch = planned(recipe)
     recipe.data.check_classes(recipe.model.classes)
     images = _images(recipe) if here else _Images("", None)
-    length = _described_length(recipe, images.training)
+    train_images = images.training
+    if train_images is None:
+        train_images = recipe.data.images("train")
+    length = _described_length(recipe, train_images)
     division = batch.describe()
     # What fits into a GPU is known only once it is tried, which a plan does not do.
     if recipe.batch.micro is None and recipe.run.device != "cpu":
@@ -387,7 +413,7 @@ def describe(recipe: Recipe, here: bool = True) -> str:
     plan = [f"{name:<10} {printable(text)}" for name, text in lines if text]
     if recipe.run.device == "ipu":
         plan += ipu_plan.lines(recipe, batch)
-    return "\n".join(plan)
+    return Description("\n".join(plan), train_images)
 
 
 def check_length(recipe: Recipe) -> None:
@@ -400,20 +426,19 @@ def check_length(recipe: Recipe) -> None:
         ConfigError, DataError: the run would be refused.
     """
     recipe.data.check_classes(recipe.model.classes)
-    _described_length(recipe, None)
+    _described_length(recipe, recipe.data.images("train"))
 
 
-def _described_length(recipe: Recipe, counted: int | None) -> str:
+def _described_length(recipe: Recipe, train_images: int | None) -> str:
     """Return the plan's line about the length of the run.
 
     Args:
         recipe: of the run.
-        counted: training images on this machine; None takes as many as the recipe expects.
+        train_images: in an epoch; None where it is not known.
 
     Raises:
         ConfigError, DataError: the lengths do not go together.
     """
-    train_images = recipe.data.images("train") if counted is None else counted
     if train_images is None:
         _check_warmup(recipe)
     if not train_images:

@@ -53,10 +53,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     recipe = loading.load(config, options.overrides, used=PREDICTED)
     # On IPUs `parallel.replicas: auto` fills the pod.
     recipe = naming(config, batch.whole_pod, recipe)
-    print(naming(config, batch.describe, recipe))
+    described = naming(config, batch.described, recipe)
+    print(described.text)
     # Errors of the machine's file name that file, those of planning the recipe.
     named = machine.load(options.machine) if options.machine else None
-    plan, note = naming(config, functools.partial(_plan, named=named), recipe)
+    planned = functools.partial(_plan, named=named, train_images=described.train_images)
+    plan, note = naming(config, planned, recipe)
     print("\n".join(text.lines(plan, note)))
     if options.picture:
         from tools.planning import picture  # loads matplotlib
@@ -68,21 +70,36 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return DONE
 
 
-def _plan(recipe: Recipe, named: Optional[Machine]) -> Tuple[Summary, str]:
-    """Return the plan, and a note on a machine that had to be guessed."""
+def _plan(
+    recipe: Recipe,
+    named: Optional[Machine],
+    train_images: Optional[int],
+) -> Tuple[Summary, str]:
+    """Return the plan, and a note on a machine that had to be guessed.
+
+    Args:
+        recipe: that is planned.
+        named: machine that was named, if one was.
+        train_images: in an epoch; None where it is not known.
+    """
+
+    def on(place: Machine) -> Summary:
+        """Return the plan on a machine."""
+        return summary.make(recipe, place, train_images)
+
     device = recipe.run.device
     if named:
-        return summary.make(recipe, named), ""
+        return on(named), ""
     if device != "auto":
-        return summary.make(recipe, machine.load(_MACHINES[device])), ""
+        return on(machine.load(_MACHINES[device])), ""
     # Two cores, unless they would train for more than a month.
-    plan = summary.make(recipe, machine.load(_MACHINES["cpu"]))
+    plan = on(machine.load(_MACHINES["cpu"]))
     known = ", ".join(machine.names())
     note = f"others by --machine {known}, or a file that tools.doctor has written"
     if plan.step.hours is not None and plan.step.hours > _MOST_HOURS:
         days = f"{plan.step.hours / 24:,.0f} days"
         note = f"assumed, as two cores would train for {days}; {note}"
-        plan = summary.make(recipe, machine.load(_MACHINES["cuda"]))
+        plan = on(machine.load(_MACHINES["cuda"]))
     return plan, note
 
 

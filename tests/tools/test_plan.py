@@ -102,6 +102,20 @@ def test_notes_are_printed_where_they_apply(arguments, words, others, planned):
     assert [word for word in words if word not in text] == [] == [word for word in others if word in text]
 
 
+def test_images_that_are_found_here_give_the_time(planned, tmp_path):
+    for split, number_of in (("train", 8), ("val", 2)):
+        for name in range(number_of):
+            image = tmp_path / split / "ab"[name % 2] / f"{name}.jpg"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            image.touch()
+    folder = ("data.source=folder", f"data.root={tmp_path}", "model.classes=2", "schedule.warmup_epochs=0")
+    steps = 10**11  # too many for two cores
+    text = planned(QUICKSTART, "--json", *folder, "batch.global=4", "batch.micro=2", f"run.steps={steps}")
+    assert "8 training images" in text and "assumed, as two cores would train for" in text
+    step = json.loads(text.splitlines()[-1])["step"]
+    assert step["hours"] == pytest.approx(steps * step["seconds"] / 3600)
+
+
 def test_a_picture_is_drawn_and_no_torch_is_loaded(tmp_path):
     path = tmp_path / "scaling.png"
     path.write_text("old")

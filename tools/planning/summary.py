@@ -96,12 +96,13 @@ class Summary(NamedTuple):
         return getattr(self.recipe.model, "width", None)
 
 
-def make(recipe: Recipe, machine: Machine) -> Summary:
+def make(recipe: Recipe, machine: Machine, train_images: Optional[int] = None) -> Summary:
     """Plan a recipe. Takes well below a second.
 
     Args:
         recipe: that is trained.
         machine: that trains it.
+        train_images: that were counted; None takes as many as the recipe expects.
 
     Raises:
         ConfigError: the recipe is impossible.
@@ -112,8 +113,14 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
     # Images may grow during training: the largest decide on memory and on the step.
     by_size = {size: workload.of(recipe, size) for size in training_image_sizes(recipe)}
     largest = by_size[max(by_size)]
-    step = _row(recipe, machine, batch.replicas, by_size)
-    rows = [_row(recipe, machine, replicas, by_size) for replicas in scaling.REPLICAS]
+    if train_images is None:
+        train_images = recipe.data.images("train")
+
+    def row(replicas: int) -> Row:
+        """Return the step on so many replicas."""
+        return _row(recipe, machine, replicas, by_size=by_size, train_images=train_images)
+
+    step = row(batch.replicas)
     widest, widest_1f1b = _widest(recipe, machine, batch)
     return Summary(
         recipe=recipe,
@@ -127,7 +134,7 @@ def make(recipe: Recipe, machine: Machine) -> Summary:
         exchange=_exchange(recipe, machine, batch, largest),
         input=_input(recipe.data.encoded, machine, step, largest.image_size),
         step=step,
-        scaling=rows,
+        scaling=[row(replicas) for replicas in scaling.REPLICAS],
     )
 
 
@@ -221,7 +228,13 @@ def _input(
     )
 
 
-def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Workload]) -> Row:
+def _row(
+    recipe: Recipe,
+    machine: Machine,
+    replicas: int,
+    by_size: Dict[int, Workload],
+    train_images: Optional[int],
+) -> Row:
     """Predict a step at the largest size of the images, and the hours of training at all sizes.
 
     Hours are left out where they are not known.
@@ -231,18 +244,18 @@ def _row(recipe: Recipe, machine: Machine, replicas: int, by_size: Dict[int, Wor
         machine: that trains it.
         replicas: of the model.
         by_size: workload by pixels a side.
+        train_images: in an epoch; None where it is not known.
     """
     steps = {}
     for size, work in by_size.items():
         steps[size] = scaling.predict(recipe, machine, replicas, work)
     row = steps[max(steps)]
-    images = recipe.data.images("train")
-    if images is None:
+    if train_images is None:
         return row
     # Many replicas may need a larger batch, and then the run has fewer steps.
     grown = workload.changed(recipe, "batch", global_=row.global_batch)
     try:
-        length = lengths(grown, images)
+        length = lengths(grown, train_images)
     except UserError:  # the batch is too large for them
         return row
     seconds_by_size = {size: step.seconds for size, step in steps.items()}
