@@ -36,9 +36,9 @@ AVERAGES = ("step_average", "epoch_average")
 
 
 class ClosableIterator(Iterator[Any], Protocol):
-    """An iterator over what processes load; `close` ends them."""
+    """An iterator over what processes load; `close` ends them, and may say whether they have ended."""
 
-    def close(self) -> None: ...
+    def close(self) -> object: ...
 
 
 class EvaluatedBatches(Protocol):

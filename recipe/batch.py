@@ -365,7 +365,15 @@ def _image_sizes(recipe: Recipe) -> Sequence[Sequence[int]]:
 
 
 def describe(recipe: Recipe, here: bool = True) -> str:
-    """Return the plan that `--dry-run` prints, as `described` does."""
+    """Return the text of the plan that `--dry-run` prints.
+
+    Args:
+        recipe: of the run.
+        here: as for `described`.
+
+    Raises:
+        ConfigError, DataError: the run would be refused.
+    """
     return described(recipe, here).text
 
 

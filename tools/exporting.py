@@ -6,17 +6,18 @@ See docs/export.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from safetensors.torch import load, save
 
 from common import progress
 from common.command import fail
-from common.errors import DONE, FAILED, ConfigError, DataError
+from common.errors import DONE, FAILED, ConfigError, DataError, first_line
 from common.files import write
 from common.json_io import json_text
 from data.loader import EvaluationBatches
@@ -257,21 +258,40 @@ def _dynamic_batch() -> tuple[dict[int, Any], ...]:
     return ({0: torch.export.Dim("batch")},)
 
 
+@contextlib.contextmanager
+def _one_line(format: str) -> Iterator[None]:
+    """Make a ConfigError of whatever torch's exporters raise, which do not take every model.
+
+    Args:
+        format: of the command line.
+    """
+    try:
+        yield
+    except Exception as error:  # of any kind: they run the model on stand-ins of tensors
+        # The exporter for ONNX wraps what is wrong in general advice.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        fault = f"torch does not export this model ({first_line(cause)})"
+        raise ConfigError(f"--format {format}: {fault}; use --format safetensors") from error
+
+
 def _onnx(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
-    """Return the model as an ONNX program."""
+    """Return the model as an ONNX program. Raises ConfigError for one that torch does not take."""
     import onnx
 
-    program = torch.onnx.export(
-        model,
-        (_example(section),),
-        dynamic_shapes=_dynamic_batch(),
-        input_names=[exported.INPUT],
-        output_names=[exported.OUTPUT],
-        dynamo=True,
-        verbose=False,
-        # One file: evaluate.py refuses a program whose numbers are in others.
-        external_data=False,
-    )
+    with _one_line("onnx"):
+        program = torch.onnx.export(
+            model,
+            (_example(section),),
+            dynamic_shapes=_dynamic_batch(),
+            input_names=[exported.INPUT],
+            output_names=[exported.OUTPUT],
+            dynamo=True,
+            verbose=False,
+            # One file: evaluate.py refuses a program whose numbers are in others.
+            external_data=False,
+        )
     assert program is not None  # only the older exporter returns none
     proto = program.model_proto
     onnx.helper.set_model_props(proto, metadata)
@@ -282,12 +302,13 @@ def _onnx(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
 
 
 def _program(model: BlockList, section: Model, metadata: dict[str, str]) -> bytes:
-    """Return the model as a program of torch.export."""
-    program = torch.export.export(
-        model,
-        (_example(section),),
-        dynamic_shapes=_dynamic_batch(),
-    )
+    """Return the model as a program of torch.export. Raises ConfigError as `_onnx` does."""
+    with _one_line("torch"):
+        program = torch.export.export(
+            model,
+            (_example(section),),
+            dynamic_shapes=_dynamic_batch(),
+        )
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files=metadata)
     return buffer.getvalue()

@@ -79,7 +79,7 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
         folder: of the run.
 
     Raises:
-        UserError: the file is missing, or a line is damaged.
+        UserError: the file is missing or cannot be read, or a line is damaged.
     """
     path = folder / NAME
     # A damaged line is an error here: a report without it would be another run's.
@@ -89,9 +89,11 @@ def read_events(folder: Path) -> Dict[str, List[dict]]:
             if line.event is None:
                 raise UserError(f"{path}:{line.number}: not a line of metrics; remove it")
             events.setdefault(line.event["event"], []).append(line.event)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         remedy = "name a run folder, e.g. runs/quickstart"
         raise UserError(f"{path}: no such file; {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; make it a readable file") from None
     return events
 
 

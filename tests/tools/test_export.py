@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import evaluate
+from common.errors import ConfigError
 from data.digits import DigitsSource
 from engines import state
 from models.efficientnet import build, timm_name
@@ -311,6 +312,24 @@ def test_a_model_whose_operators_are_not_run_here_is_no_program_of_torch(command
     code, _, (error,) = command(weights, "--format", "torch", "--output", path, *keys)
     assert code == WRONG_INPUT and not path.exists()
     assert "(operator 'torch.ops.aten.relu.default' is none that is run here); use --format onnx or safe" in error
+
+
+@pytest.mark.parametrize("format", ["onnx", "torch"])
+def test_a_model_that_torch_does_not_export_is_refused_in_one_line(tiny, monkeypatch, format):
+    class Branching(torch.nn.Module):
+        def forward(self, images):
+            return images if images.sum() > 0 else images + 1
+
+    def refuse(*arguments, **keywords):
+        """What torch.onnx.export does after ten seconds."""
+        raise RuntimeError("Failed to export the model.\nNext steps: ...") from ValueError("data-dependent")
+
+    monkeypatch.setattr(torch.onnx, "export", refuse)
+    with pytest.raises(ConfigError) as caught:
+        exporting._WRITERS[format](Branching().eval(), tiny().model, {})
+    line = str(caught.value)
+    assert line.startswith(f"--format {format}: torch does not export this model (")
+    assert line.endswith("); use --format safetensors") and "data-dependent" in line
 
 
 DEPTHWISE = "model.norm=batch model.group_size=1 model.expansion=6 model.padding=torch"

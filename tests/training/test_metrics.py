@@ -72,3 +72,9 @@ def test_a_missing_file_has_no_events_and_is_refused_where_a_run_must_be(path):
         read_events(path.parent)
     path.touch()
     assert last_events(path) == read_events(path.parent) == {}
+
+
+def test_a_file_that_is_there_and_cannot_be_read_is_not_called_missing(path):
+    path.mkdir()
+    with pytest.raises(UserError, match=r"metrics.jsonl: Is a directory; make it a readable file$"):
+        read_events(path.parent)
