@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Container, Dict, List, NamedTuple, Sequence, Tuple
 
+from common.errors import first_line
 from common.files import replacing, write_text
 from common.json_io import json_text
 from engines.timeline import Span
@@ -94,7 +95,7 @@ def write(
     stages: int,
     virtual: int = 1,
 ) -> str:
-    """Write trace.json and timeline.png.
+    """Write trace.json and, where matplotlib is installed, timeline.png.
 
     trace.json holds all spans, a process per replica and a thread per rank. timeline.png shows the
     first step, a row per rank; of replica 0 alone where the rows of all would be too many.
@@ -122,12 +123,16 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "trace.json", json_text(_trace(spans)))
     title = f"step {first}: pipeline efficiency {efficiencies[first]:.2f}, {bound}"
-    _draw(by_step[first], title, folder / "timeline.png")
+    picture = ", timeline.png"
+    try:
+        _draw(by_step[first], title, folder / "timeline.png")
+    except ImportError as error:  # no reason to end a training
+        picture = f" (no picture: {first_line(error)}; pip install matplotlib)"
     # The line.
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     mean = statistics.mean(efficiencies.values())
     summary = f"pipeline efficiency {mean:.2f} of 1, {bound}"
-    return f"timeline of {steps}: {folder / 'trace.json'}, timeline.png; {summary}"
+    return f"timeline of {steps}: {folder / 'trace.json'}{picture}; {summary}"
 
 
 def _trace(spans: Sequence[Span]) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 from matplotlib.image import imread
@@ -65,3 +66,10 @@ def test_the_trace_holds_every_span_and_the_picture_the_first_step_in_few_rows(t
     assert abs(len(picture) / 140 - (1.3 + 0.52 * rows)) < 0.02  # inches
     blue, orange = ((abs(picture - ink).max(2) < 0.5).sum() for ink in ((0, 114, 178), (240, 163, 10)))
     assert orange > 1.8 * blue > 0.1 * picture.shape[1]  # backward passes take twice the time
+
+
+def test_without_matplotlib_there_is_a_trace_and_a_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    line = write(tmp_path, [*gpipe(2, 2)], stages=2)
+    assert "trace.json (no picture: " in line and "; pip install matplotlib); pipeline efficiency" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
