@@ -172,7 +172,7 @@ def test_the_later_layer_wins_key_by_key_and_null_takes_back(write, tmp_path, mo
         ("base.yaml", "base.yaml: extends none.yaml: No such file or directory; correct the name or make the file"),
         ("5", "mine.yaml: extends: 5 is not the name of a file"),
         ('""', "mine.yaml: extends FOLDER: Is a directory; "),
-        ('"a\\0b"', "mine.yaml: extends a\\x00b: not a text file; "),
+        ('"a\\0b"', "mine.yaml: extends: holds the character NUL, which no path can have; remove it"),
         ("x" * 5000, "mine.yaml: extends "),
         ("circle.yaml", "circle.yaml: extends itself through mine.yaml; break the circle"),
         ("alias.yaml", "mine.yaml: extends itself through alias.yaml; break the circle"),
@@ -263,7 +263,9 @@ def test_other_keys_are_yaml_of_which_nothing_is_dropped(write):
     assert "would be dropped" in refusal(path, "run.seed=#1")
     for value in ("\0", "1\x07", "[\ud800]"):  # which YAML has no place for
         assert "command line: run.seed: not valid YAML: " in refusal(path, f"run.seed={value}")
+    for value in ("1\x07", "[\ud800]"):
         assert load(path, [f"run.output='{value}'"]).run.output == f"'{value}'"
+    assert "run.output: holds the character NUL, which no path" in refusal(path, "run.output=a\0b")
     assert "would be dropped" in refusal(path, "run.seed=| #1")
     assert "found 'a: 1'" not in refusal(path, "run.seed=a: 1")
     blocks = ["1e3", "on", "null", "a #b"]
