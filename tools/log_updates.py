@@ -10,7 +10,7 @@ from recipe.course import Course
 
 
 class LogLine(NamedTuple):
-    """What a log line says about updates; NaN for what it lacks.
+    """A log line, as far as it tells of updates; NaN for what it lacks.
 
     step: steps done.
     epoch: done.

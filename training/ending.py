@@ -33,31 +33,31 @@ class Ending(NamedTuple):
 
     @property
     def images(self) -> int:
-        """Images trained on."""
+        """Return how many images were trained on."""
         return self.progression.step * self.recipe.batch.global_
 
     @property
     def pace(self) -> float:
-        """Images a second, with evaluation and checkpoints."""
+        """Return images a second, with evaluation and checkpoints."""
         return self.images / self.progression.seconds
 
     @property
     def waited(self) -> float:
-        """Share of the training time that went to waiting for images."""
+        """Return the share of the training time that went to waiting for images."""
         # Evaluations also wait for images, but more workers for training would not shorten them.
         training_seconds = max(self.progression.seconds - self.progression.paused, 1e-9)
         return self.progression.waited / training_seconds
 
     @property
     def workers_needed(self) -> Optional[int]:
-        """Worker processes that would keep up; None where waiting was short."""
+        """Return how many workers would keep up; None where waiting was short."""
         if self.waited <= _INPUT_BOUND:
             return None
         return workers_needed(self.recipe.data.workers, self.waited)
 
     @property
     def is_early(self) -> bool:
-        """Whether evaluations found nothing better for so long that the run ended."""
+        """Tell whether evaluations found nothing better for so long that the run ended."""
         return self.progression.has_lost_patience(self.recipe.evaluation.patience)
 
 
