@@ -18,9 +18,8 @@ import re
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
-from common import machine_faults
-from common.command import AGAIN, Parser, add_choice_of_weights, fail, one_line
-from common.errors import DONE, FAILED, DataError, first_line
+from common.command import Parser, add_choice_of_weights, one_line
+from common.errors import DONE, DataError, first_line
 from common.files import replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
@@ -81,13 +80,7 @@ def main(arguments=None) -> int:
             images.append(text)
     if options.table and not images:
         parser.error("--table goes with --images: the table has a row for each of them")
-    try:
-        return _classify(options, images) if images else _score(options)
-    except RuntimeError as error:
-        fault = machine_faults.in_words(error)
-        if fault is None:
-            raise
-        return fail(f"{fault}, then {AGAIN}", FAILED)
+    return _classify(options, images) if images else _score(options)
 
 
 def _parser() -> Parser:

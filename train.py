@@ -16,7 +16,6 @@ import os
 import sys
 from pathlib import Path
 
-from common import machine_faults
 from common.command import AGAIN, Parser, fail, naming, one_line
 from common.errors import DONE, FAILED, STOPPED, UserError
 from parallel import launchers, topology
@@ -130,11 +129,6 @@ def _train(config, recipe) -> int:
         return fail(error, STOPPED)
     except TrainingError as error:
         return fail(error, FAILED)
-    except RuntimeError as error:
-        fault = machine_faults.in_words(error)
-        if fault is None:
-            raise
-        return fail(f"{fault}, then {_again(recipe)}", FAILED)
     return DONE
 
 

@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import Any, Dict
 
-from common import additions, cores
+from common import additions, cores, machine_faults
 from common.credentials import masked
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, OneLineError
 from common.files import expanded
@@ -172,11 +172,14 @@ def one_line(again=AGAIN):
                 interrupted = isinstance(error, KeyboardInterrupt) or _interrupted is not None
                 if not interrupted and isinstance(error, OneLineError):
                     return fail(error, error.code)
-                if not interrupted and not isinstance(error, OSError):
+                fault = machine_faults.in_words(error) if isinstance(error, RuntimeError) else None
+                if not interrupted and not isinstance(error, OSError) and fault is None:
                     raise
                 then = again() if callable(again) else again
                 if interrupted:
                     return fail(f"interrupted; {then}", FAILED)
+                if fault is not None:
+                    return fail(f"{fault}, then {then}", FAILED)
                 return fail(_of_system(error, then), FAILED)
 
         return guarded
