@@ -1,9 +1,11 @@
 """Photographs at the batches of configs/ablation: six optimizers with equal tuning, and what closes the gap."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks import claims
 from benchmarks.evidence import page
@@ -40,6 +42,8 @@ FINAL = "final part at 768"
 LONGER = "longer warm-up"
 ROOT_RATE = "rate by square root"
 NESTEROV = "Nesterov momentum"
+FEW = "as few updates, 768"
+TWICE = "twice the epochs"
 
 LARS = "LARS"
 RMSPROP = "RMSprop"
@@ -108,6 +112,10 @@ class Photographs(Experiment):
     that as many images lie between two exchanges as in an update of 6144. At the rate of 6144: "longer warm-up", of 20
     epochs; "Nesterov momentum"; "final part at 768", after 80 % of the images. "rate by square root": the rate of 768
     times √8, without tuning at 6144.
+
+    Two ask whether the batch costs accuracy, or that there are fewer updates of it. "as few updates, 768": the rate of
+    768 and as many updates as the whole run at 6144 has, so an eighth of the images. "twice the epochs": 134 of them
+    at 6144, 14 of warm-up.
     """
 
     name = "photographs"
@@ -130,14 +138,10 @@ class Photographs(Experiment):
         return runs
 
     def series(self) -> List[Series]:
-        found = list(self._equal_epochs())
-        found += self._beside(GROWING, (LARS, LAMB, MUON))
-        found += self._beside(LOCAL, (LARS,))
-        found += self._beside(FINAL, (LARS,))
-        found += self._beside(LONGER, (LARS,))
-        found += self._beside(ROOT_RATE, (LARS,))
-        found += self._beside(NESTEROV, (LARS,))
-        return found
+        series = list(self._equal_epochs())
+        for kind, way in WAYS.items():
+            series += _beside(kind, way)
+        return series
 
     def _equal_epochs(self) -> Iterator[Series]:
         for optimizer, rule in RULES.items():
@@ -145,22 +149,6 @@ class Photographs(Experiment):
                 peak = peak_of(optimizer, batch)
                 if peak is not None:
                     yield _series(EQUAL, optimizer, batch, peak, _batch(batch, optimizer))
-
-    def _beside(self, kind: str, optimizers: Sequence[str]) -> List[Series]:
-        """Return the series of a kind for those optimizers whose rates are known by now."""
-        found = []
-        for optimizer in optimizers:
-            tuned_at = LARGEST if kind in (FINAL, LONGER, NESTEROV) else SMALLEST
-            peak = peak_of(optimizer, tuned_at)
-            if peak is None:
-                continue
-            replicas = LOCAL_REPLICAS if kind == LOCAL else 1
-            batch = SMALLEST if kind == LOCAL else LARGEST
-            if kind == ROOT_RATE:
-                peak = rounded(peak * (LARGEST / SMALLEST) ** 0.5)
-            own = _KINDS[kind](optimizer)
-            found.append(_series(kind, optimizer, batch, peak, own, replicas=replicas))
-        return found
 
     def rows(self) -> List[dict]:
         """Return rows with points lost against 768 and the 95 % interval, updates, and minutes by the plan."""
@@ -192,11 +180,10 @@ class Photographs(Experiment):
 
     def draw(self, rows: Sequence[dict], path: Path) -> None:
         equal = [row for row in rows if row["kind"] == EQUAL]
-        others = [{**row, "updates": row["updates"]} for row in rows if row["optimizer"] == LARS]
-        panels = {
-            "top-1 by batch, equal epochs": page.lines(equal, "optimizer", "batch"),
-            "LARS: top-1 by updates": page.lines(others, "kind", "updates"),
-        }
+        panels = {"top-1 by batch, equal epochs": page.lines(equal, "optimizer", "batch")}
+        for optimizer in (LARS, MUON):
+            own = [row for row in rows if row["optimizer"] == optimizer]
+            panels[f"{optimizer}: top-1 by updates"] = page.lines(own, "kind", "updates")
         page.draw(panels, path, x="global batch; updates", y="validation top-1 (%)")
 
     def verdict(self, rows: Sequence[dict]) -> str:
@@ -251,14 +238,24 @@ def peak_of(optimizer: str, batch: int) -> Optional[float]:
 
 
 def best_recipe(rows: Sequence[dict]) -> dict:
-    """Return the row that loses least of those whose updates have 6144 images from the beginning on."""
-    candidates = [row for row in rows if row["batch"] == LARGEST and row["kind"] not in (GROWING, LOCAL)]
+    """Return the row that loses least of those whose updates have 6144 images from the beginning on, in 67 epochs."""
+    candidates = [row for row in rows if row["batch"] == LARGEST and row["kind"] not in (GROWING, TWICE)]
     return min(candidates, key=lambda row: row["lost"])
 
 
 def best_growing(rows: Sequence[dict]) -> dict:
     """Return the row that loses least of those whose batch grows."""
     return min(_at_largest(rows, GROWING), key=lambda row: row["lost"])
+
+
+def _beside(kind: str, way: Way) -> Iterator[Series]:
+    """Yield the series of a way for those of its optimizers whose rates are known by now."""
+    for optimizer in way.optimizers:
+        peak = peak_of(optimizer, way.tuned_at)
+        if peak is not None:
+            peak = rounded(peak * way.rate)
+            series = _series(kind, optimizer, way.batch, peak, way.overrides(optimizer), replicas=way.replicas)
+            yield series.shortened(*way.length, seeds=len(SEEDS)) if way.length else series
 
 
 def _series(kind: str, optimizer: str, batch: int, peak: float, own: Sequence[str], *, replicas: int = 1) -> Series:
@@ -302,11 +299,51 @@ def _nesterov(optimizer: str) -> Tuple[str, ...]:
     return (*_batch(LARGEST, optimizer), "optimizer.nesterov=true")
 
 
-def _root_rate(optimizer: str) -> Tuple[str, ...]:
+def _smallest(optimizer: str) -> Tuple[str, ...]:
+    return _batch(SMALLEST, optimizer)
+
+
+def _largest(optimizer: str) -> Tuple[str, ...]:
     return _batch(LARGEST, optimizer)
 
 
-_KINDS = {GROWING: _growing, LOCAL: _local, FINAL: _final, LONGER: _longer, ROOT_RATE: _root_rate, NESTEROV: _nesterov}
+class Way(NamedTuple):
+    """Another way than equal epochs with one batch.
+
+    overrides: the keys of an optimizer. tuned_at: the batch whose best peak rate is taken, times `rate`. batch: of the
+    row, on each replica. length: keys in the place of 67 epochs with 7 of warm-up.
+    """
+
+    overrides: Callable[[str], Tuple[str, ...]]
+    optimizers: Tuple[str, ...] = (LARS,)
+    tuned_at: int = LARGEST
+    rate: float = 1.0
+    batch: int = LARGEST
+    replicas: int = 1
+    length: Tuple[str, ...] = ()
+
+
+_STEPS_OF_LARGEST = IMAGES // LARGEST  # in an epoch
+WAYS: Dict[str, Way] = {
+    GROWING: Way(_growing, (LARS, LAMB, MUON), tuned_at=SMALLEST),
+    LOCAL: Way(_local, tuned_at=SMALLEST, batch=SMALLEST, replicas=LOCAL_REPLICAS),
+    FINAL: Way(_final, (LARS, MUON)),
+    LONGER: Way(_longer),
+    ROOT_RATE: Way(_largest, tuned_at=SMALLEST, rate=(LARGEST / SMALLEST) ** 0.5),
+    NESTEROV: Way(_nesterov),
+    FEW: Way(
+        _smallest,
+        (LARS, MUON),
+        tuned_at=SMALLEST,
+        batch=SMALLEST,
+        length=(f"run.steps={EPOCHS * _STEPS_OF_LARGEST}", f"schedule.warmup_steps={WARMUP * _STEPS_OF_LARGEST}"),
+    ),
+    TWICE: Way(
+        _largest,
+        (MUON,),
+        length=(f"run.epochs={2 * EPOCHS}", f"schedule.warmup_epochs={2 * WARMUP}"),
+    ),
+}
 
 
 def _schedule(parts: Sequence[Tuple[float, int]]) -> str:
