@@ -43,7 +43,6 @@ LONGER = "longer warm-up"
 ROOT_RATE = "rate by square root"
 NESTEROV = "Nesterov momentum"
 FEW = "as few updates, 768"
-TWICE = "twice the epochs"
 
 LARS = "LARS"
 RMSPROP = "RMSprop"
@@ -113,9 +112,8 @@ class Photographs(Experiment):
     epochs; "Nesterov momentum"; "final part at 768", after 80 % of the images. "rate by square root": the rate of 768
     times √8, without tuning at 6144.
 
-    Two ask whether the batch costs accuracy, or that there are fewer updates of it. "as few updates, 768": the rate of
-    768 and as many updates as the whole run at 6144 has, so an eighth of the images. "twice the epochs": 134 of them
-    at 6144, 14 of warm-up.
+    "as few updates, 768" asks whether the batch costs accuracy, or that there are fewer updates of it: the rate of 768
+    and as many updates as the whole run at 6144 has, so an eighth of the images.
     """
 
     name = "photographs"
@@ -238,8 +236,8 @@ def peak_of(optimizer: str, batch: int) -> Optional[float]:
 
 
 def best_recipe(rows: Sequence[dict]) -> dict:
-    """Return the row that loses least of those whose updates have 6144 images from the beginning on, in 67 epochs."""
-    candidates = [row for row in rows if row["batch"] == LARGEST and row["kind"] not in (GROWING, TWICE)]
+    """Return the row that loses least of those whose updates have 6144 images from the beginning on."""
+    candidates = [row for row in rows if row["batch"] == LARGEST and row["kind"] != GROWING]
     return min(candidates, key=lambda row: row["lost"])
 
 
@@ -337,11 +335,6 @@ WAYS: Dict[str, Way] = {
         tuned_at=SMALLEST,
         batch=SMALLEST,
         length=(f"run.steps={EPOCHS * _STEPS_OF_LARGEST}", f"schedule.warmup_steps={WARMUP * _STEPS_OF_LARGEST}"),
-    ),
-    TWICE: Way(
-        _largest,
-        (MUON,),
-        length=(f"run.epochs={2 * EPOCHS}", f"schedule.warmup_epochs={2 * WARMUP}"),
     ),
 }
 
