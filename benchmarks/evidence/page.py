@@ -120,14 +120,16 @@ def draw(panels: Mapping[str, Mapping[str, Points]], path: Path, *, x: str, y: s
 
     figure = Figure(figsize=(max(5.0, 4.2 * len(panels)), 4.2), layout="constrained")
     for axis, (title, found) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items()):
+        ticks = set()
         for name, points in found.items():
             places, means, deviations = zip(*sorted(points, key=lambda point: point[0]))
             errors = [each or 0.0 for each in deviations]
             axis.errorbar(places, means, errors, marker="o", ms=4, lw=1.3, capsize=3, label=name)
+            ticks.update(places)
         axis.set(title=title, xlabel=x, ylabel=y)
         if log_x:
             axis.set_xscale("log", base=2)
-        axis.set_xticks(places, [f"{value:g}" for value in places])
+        axis.set_xticks(sorted(ticks), [f"{value:g}" for value in sorted(ticks)], rotation=45)
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(path, dpi=110)

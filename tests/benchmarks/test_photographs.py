@@ -1,4 +1,4 @@
-"""Photographs at large batches: the declared runs, the rates between, losses, and the plan's minutes."""
+"""Photographs at large batches: the declared runs, the rates between, losses, and the plan's seconds."""
 
 import pytest
 
@@ -115,7 +115,7 @@ def test_losses_are_against_the_same_optimizer_with_students_interval(rows):
     assert at(rows, EQUAL, LARS, SMALLEST)["lost"] is None
     assert at(rows, EQUAL, LAMB, LARGEST)["lost"] == pytest.approx(2)
     assert at(rows, EQUAL, ADAMW, LARGEST)["lost"] == pytest.approx(1.5)
-    assert at(rows, EQUAL, LARS, LARGEST)["interval"] == pytest.approx(2.776 * (2 / 3) ** 0.5, abs=1e-3)
+    assert at(rows, EQUAL, LARS, LARGEST)["interval"] == pytest.approx(2.776 * (2 / 3) ** 0.5, abs=5e-3)  # two digits
 
 
 def test_the_best_recipe_begins_at_the_largest_batch_and_the_growing_one_is_counted_apart(rows, monkeypatch):
@@ -135,6 +135,6 @@ def test_the_best_recipe_begins_at_the_largest_batch_and_the_growing_one_is_coun
 
 
 def test_a_larger_batch_takes_less_time_on_64_replicas(rows):
-    minutes = [at(rows, EQUAL, LARS, batch)["minutes"] for batch in BATCHES]
-    assert minutes == sorted(minutes, reverse=True)
-    assert at(rows, LOCAL, LARS, SMALLEST)["minutes"] is None  # its replicas have a batch each
+    seconds = [at(rows, EQUAL, LARS, batch)["seconds"] for batch in BATCHES]
+    assert seconds == sorted(seconds, reverse=True)
+    assert at(rows, LOCAL, LARS, SMALLEST)["seconds"] is None  # its replicas have a batch each
