@@ -84,6 +84,10 @@ class Passes:
         if (size, count) not in self._pipelines:
             from parallel.pipeline import Pipeline  # needs a newer torch than the IPU's
 
+            # Each has memory for the messages of all its micro batches, and images of the sizes
+            # before do not come again.
+            if any(other != size for other, _ in self._pipelines):
+                self._pipelines.clear()
             self._pipelines[size, count] = Pipeline(
                 self._training,
                 self.boundaries(self._rows.training, size, images),

@@ -78,7 +78,11 @@ class Stage(nn.Module):
                 self._sequences.append(nn.Sequential(*waiting))
                 self._recomputed.append(name in recompute)
                 waiting = []
-        assert not waiting, "the last block has parameters"
+        # Behind the last block with parameters, as the pooling before a classifier that opens the
+        # next stage: nothing follows in whose memory they could be computed again.
+        if waiting:
+            self._sequences.append(nn.Sequential(*waiting))
+            self._recomputed.append(False)
         # Modules of a plain list would not be found: neither their parameters nor their buffers.
         self._segments = nn.ModuleList(self._sequences)
         self._takes_images = isinstance(blocks.block(blocks.names[0]), Preprocess)
@@ -106,8 +110,12 @@ class Stage(nn.Module):
         # Beyond its limit torch computes a block uncompiled, and says so only in a log.
         torch._dynamo.config.recompile_limit = _PROGRAMS
         programs: Dict[str, Callable] = {}
-        compiled = []
+        compiled: List[Callable] = []
         for segment in self._sequences:
+            # As with the casts of images: blocks without parameters are not worth a program.
+            if not any(True for _ in segment.parameters()):
+                compiled.append(segment)
+                continue
             structure = repr(segment[-1])
             if structure not in programs:
                 programs[structure] = _program(f"block_{len(programs)}", mode, backend)

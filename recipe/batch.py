@@ -333,6 +333,23 @@ def unusual_peak(recipe: Recipe) -> str:
     )
 
 
+def empty_average(recipe: Recipe, lengths: Lengths) -> str:
+    """Return a line about an average over epochs of which a run ends none, or nothing.
+
+    Args:
+        recipe: of the run.
+        lengths: of the run.
+    """
+    # No fault: a recipe with this average is to be tried in a few steps, too.
+    if recipe.average.epoch_decay is None or lengths.total >= lengths.steps_per_epoch:
+        return ""
+    steps = f"{count(lengths.total, 'step')} of {lengths.steps_per_epoch}"
+    return (
+        f"average.epoch_decay: the run ends within its first epoch ({steps}), so there will be no "
+        "average over epochs; average.step_decay averages over updates"
+    )
+
+
 def rate_factor(rule: str, ratio: float) -> float:
     """Return the factor on a learning rate for a batch that is `ratio` times the one which the rate
     is meant for.
@@ -395,6 +412,9 @@ def described(recipe: Recipe, here: bool = True) -> Description:
     if train_images is None:
         train_images = recipe.data.images("train")
     length = _described_length(recipe, train_images)
+    average = ""
+    if train_images:
+        average = empty_average(recipe, lengths(recipe, train_images))
     division = batch.describe()
     # What fits into a GPU is known only once it is tried, which a plan does not do.
     if recipe.batch.micro is None and recipe.run.device != "cpu":
@@ -406,6 +426,7 @@ def described(recipe: Recipe, here: bool = True) -> Description:
         ("peak", f"learning rate {peak_learning_rate(recipe):.6g}"),
         ("", unusual_peak(recipe)),
         ("length", length),
+        ("", average),
         ("images", images.line),
     ]
     for name, section in recipe:

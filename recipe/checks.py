@@ -132,8 +132,13 @@ def _growing_batch(recipe: Recipe, batch: Batch) -> Iterator[str]:
         return
     if not recipe.log.noise_scale:
         yield "batch.schedule noise follows log.noise_scale, which is false; use log.noise_scale=auto"
-    if batch.micro == batch.global_:
-        several = f"several micro batches in batch.global {batch.global_}"
+    # Without a sum of all gradients a replica compares with its own share.
+    images = batch.global_ if exchange.sums else batch.micro * batch.accumulation
+    if batch.micro == images:
+        place = f"batch.global {images}"
+        if not exchange.sums:
+            place = f"the {count(images, 'image')} of a replica"
+        several = f"several micro batches in {place}"
         yield f"batch.schedule noise measures the noise scale by {several}; lower batch.micro {batch.micro}"
 
 

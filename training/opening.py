@@ -12,7 +12,7 @@ from data.balance import parts_of
 from data.epochs import places_of
 from models import shapes
 from recipe import timm_weights
-from recipe.batch import Lengths, output_folder, unusual_peak
+from recipe.batch import Lengths, empty_average, output_folder, unusual_peak
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.images import Data
@@ -55,8 +55,8 @@ def lines(
         batch.describe(),
         lengths.describe(),
     ]
-    unusual = unusual_peak(recipe)
-    return [*described, unusual] if unusual else described
+    unusual = (unusual_peak(recipe), empty_average(recipe, lengths))
+    return [*described, *filter(None, unusual)]
 
 
 def _balanced(data: Data, images: Images, rows: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from common.errors import ConfigError
 from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from models import timm_model
+from models.base import BlockList
 from models.efficientnet import build
 from models.native import library, patching
 from models.normalization import BatchNormAct
@@ -85,6 +86,20 @@ def test_recomputation_repeats_the_mask_of_each_call_of_one_layer():
             output.square().sum().backward()
         results.append([*outputs, x.grad, *(parameter.grad for parameter in stage.parameters())])
     assert_same(*results)
+
+
+@pytest.mark.parametrize("recompute", [(), ("stem", "pooling")])
+def test_a_stage_may_end_with_a_block_without_parameters(recompute):
+    """As a ConvNeXt's that is cut before its classifier, behind the pooling."""
+    whole = model_of()
+    blocks = BlockList([("preprocess", whole.preprocess), ("stem", whole.stem), ("pooling", torch.nn.AvgPool2d(2))])
+    stage = Stage(blocks, whole.draws, recompute)
+    stage.compile(backend="eager")
+    stage.dry_pass(torch.zeros(IMAGES.shape, dtype=IMAGES.dtype))
+    stage.uncompile()
+    found = three_steps(stage, whole.draws)
+    whole.zero_grad()
+    assert_same(found, three_steps(blocks, whole.draws))
 
 
 def mixer_stage(recompute=frozenset()):

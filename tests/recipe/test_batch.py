@@ -1,5 +1,7 @@
 """The arithmetic of a run against the published tables, and against division done by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from common.errors import ConfigError, DataError
@@ -13,6 +15,7 @@ from recipe.division import Batch
 from recipe.ipu import plan as ipu_plan
 from recipe.loading import load
 from tests.conftest import QUICKSTART, ROOT
+from training import opening
 
 IMAGENET = 1_281_167
 
@@ -359,6 +362,18 @@ def test_a_peak_of_lars_under_another_optimizer_is_said(optimizer):
     recipe = load(QUICKSTART, [f"optimizer.name={optimizer}", "schedule.peak=8.49"])
     assert f"a peak rate of 8.49 is unusual for {optimizer} (" in batch.describe(recipe)
     assert "schedule.peak sets it" in batch.describe(recipe)
+
+
+@pytest.mark.parametrize(("steps", "decay", "is_said"), [(21, 0.9, True), (22, 0.9, False), (21, "null", False)])
+def test_an_average_over_epochs_of_which_a_run_ends_none_is_said(steps, decay, is_said):
+    """An epoch of the quickstart has 22 steps."""
+    warmup = ("schedule.warmup_epochs=null", "schedule.warmup_steps=1")
+    recipe = load(QUICKSTART, [f"average.epoch_decay={decay}", "run.epochs=null", f"run.steps={steps}", *warmup])
+    line = f"average.epoch_decay: the run ends within its first epoch ({steps} steps of 22)"
+    assert (line in batch.describe(recipe)) == is_said
+    images = SimpleNamespace(training_images=1437, validation_images=360, images_of_class=[1437], class_weights=[])
+    said = opening.lines(recipe, images, batch=batch.divide(recipe), lengths=lengths(recipe, 1437), device="cpu")
+    assert any(line in each for each in said) == is_said
 
 
 @pytest.mark.parametrize(
