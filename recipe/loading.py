@@ -19,6 +19,7 @@ from recipe import idle, suggestions, timm_models, timm_weights
 from recipe.config import ALTERNATIVES, SECTIONS, Recipe
 from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
+from recipe.network import Model
 from recipe.overrides import COMMAND_LINE, parse
 from recipe.section import first_fault
 
@@ -129,7 +130,7 @@ class _Layering:
     def _lay(self, layer: _Layer, level: int) -> None:
         """Lay a layer over all before it. Raises ConfigError with its place."""
         try:
-            _merge(self._merged, layer.content)
+            _merge(self._merged, _without_implied(layer.content))
         except ConfigError as error:
             raise ConfigError(f"{layer.place}: {error}") from None
         for section, content in layer.content.items():
@@ -310,6 +311,22 @@ def _with_images_of_weights(layer: Dict[str, Any]) -> Dict[str, Any]:
             keys = {**keys, "image_sizes": None}  # one size for all: the given one
         laid[section] = {**keys, **given}
     return laid
+
+
+def _without_implied(layer: Dict[str, Any]) -> Dict[str, Any]:
+    """Return a run's config.yaml without the keys of the model that follow from its name anyway.
+
+    Otherwise they would outlive another name that is laid over it: B4 would get the width of B0.
+    """
+    model = layer.get("model")
+    if not isinstance(model, dict) or not idle.is_resolved(layer):
+        return layer
+    family = Model.kinds.get(str(model.get("name")), Model)
+    implied = family.implied(model)
+    given = {
+        key: value for key, value in model.items() if key not in implied or value != implied[key]
+    }
+    return {**layer, "model": given}
 
 
 def _unset_training_sizes(lower: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:

@@ -166,6 +166,21 @@ def test_the_later_layer_wins_key_by_key_and_null_takes_back(write, tmp_path, mo
     assert (recipe.data.root, recipe.model.width) == (None, 1.4)
 
 
+def test_another_name_over_the_recipe_of_a_run_brings_its_own_size(write):
+    """config.yaml has the numbers of the old name; those that were given by hand stay."""
+    for text, override, expected in (
+        ("{name: efficientnet_b0}", "model.name=efficientnet_b4", {"width": 1.4, "image_size": 380, "dropout": 0.4}),
+        ("{name: efficientnet_b0, width: 0.5}", "model.name=efficientnet_b4", {"width": 0.5, "depth": 1.8}),
+        ("{name: timm, architecture: vit_tiny_patch16_224}", "model.architecture=resnet10t",
+         {"image_size": 176, "mean": (0.485, 0.456, 0.406)}),
+    ):  # fmt: skip
+        begun = load(write(f"{SMALLEST}model: {text}\n"))
+        config = write(dump(begun), "config.yaml")
+        model = load(config, [override]).model
+        assert {key: getattr(model, key) for key in expected} == expected
+        assert load(config) == begun == loads(dump(begun), "stored")
+
+
 @pytest.mark.parametrize(
     ("base", "fault"),
     [
