@@ -16,6 +16,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, Tuple
 from common.text import either
 from recipe.config import SECTIONS, Recipe
 from recipe.kinds import Kind
+from recipe.network import Timm
 from recipe.section import as_yaml
 
 # Read by predictions of other methods than the recipe's, in plans and by the doctor.
@@ -64,8 +65,9 @@ def faults(
         level = levels.get(idle.key, -1)
         if level < max(first, levels.get(idle.cause, -1)):
             continue
-        # Writing down what is so anyway misleads nobody.
-        field = SECTIONS[section].fields()[key]
+        # Writing down what is so anyway misleads nobody. Kinds may have other defaults of a key.
+        fields = {**SECTIONS[section].fields(), **getattr(recipe, section).fields()}
+        field = fields[key]
         if value == field.get_default(call_default_factory=True):
             continue
         section, _, key = idle.cause.partition(".")
@@ -111,6 +113,9 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
     if data.mixing != "timm":
         for key in ("mixing_switch", "mixing_probability"):
             yield Idle(f"data.{key}", "data.mixing", "give data.mixing=timm")
+    elif not data.mixes:
+        yield Idle("data.mixing_probability", "data.mixup", "give data.mixup or data.cutmix")
+        yield Idle("data.mixing_switch", "data.mixup", "give data.mixup and data.cutmix")
     elif not (data.mixup and data.cutmix):
         missing = "cutmix" if data.mixup else "mixup"
         yield Idle("data.mixing_switch", f"data.{missing}", f"give data.{missing}, too")
@@ -133,6 +138,9 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
     norm = getattr(model, "norm", None)
     if norm in ("group", "layer"):
         yield Idle("model.norm_momentum", "model.norm", "give model.norm=batch")
+    if isinstance(model, Timm) and not model.batch_statistics:
+        remedy = "give one with batch normalisation"
+        yield Idle("model.norm_momentum", "model.architecture", remedy)
     if norm in ("batch", "layer"):
         yield Idle("model.norm_groups", "model.norm", "give model.norm=group")
     if getattr(model, "proxy_norm", None) is False:
@@ -148,6 +156,9 @@ def _of_exchange(recipe: Recipe) -> Iterator[Idle]:
         yield Idle("exchange.density", "exchange.method", "give exchange.method=topk or gtopk")
     if getattr(exchange, "compress", None) == "gradient":
         yield Idle("exchange.sketch", "exchange.compress", "give exchange.compress=update")
+    # Dense gradients have one of the two keys only.
+    if exchange.sent_bits:
+        yield Idle("exchange.wire", "exchange.bits", "give exchange.bits=null")
     if getattr(exchange, "outer", None) == "mean":
         for key in ("outer_lr", "outer_momentum"):
             yield Idle(f"exchange.{key}", "exchange.outer", "give exchange.outer=nesterov")
