@@ -20,7 +20,7 @@ from recipe.config import ALTERNATIVES, SECTIONS, Recipe
 from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
 from recipe.network import Model
-from recipe.overrides import COMMAND_LINE, parse
+from recipe.overrides import COMMAND_LINE, parse, read_value
 from recipe.section import first_fault
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -214,7 +214,7 @@ def _chain(path: Path) -> List[_Layer]:
         read.append(os.path.realpath(path))
         base = layer.pop("extends", None)
         # What a run stored has no variables any more: a text that looks like one was typed so.
-        content = layer if idle.is_resolved(layer) else _with_variables(layer)
+        content = layer if idle.is_resolved(layer) else _with_variables(layer, str(path))
         layers.insert(0, _Layer(str(path), content))
         if base is None:
             return layers
@@ -234,19 +234,40 @@ def _extended(child: Path, base: Any) -> Path:
         raise ConfigError(f"{child}: extends: {error}") from None
 
 
-def _with_variables(value: Any) -> Any:
+def _with_variables(layer: Dict[str, Any], place: str) -> Dict[str, Any]:
     """Replace `${NAME:-DEFAULT}` by the environment's NAME, or by DEFAULT where NAME is not set or
     empty.
 
     So do shells. What a run stores has the outcome, so that it does not change with the
-    environment.
+    environment. A value that is a variable and nothing else is read as on a command line: of a key
+    that is no text as YAML, and null or nothing unsets the key.
+
+    Args:
+        layer: sections of a file.
+        place: of the file.
+
+    Raises:
+        ConfigError: an outcome is no YAML.
     """
+    content = _replaced(layer)
+    for section, keys in layer.items():
+        if not isinstance(keys, dict):
+            continue
+        for key, value in keys.items():
+            if isinstance(value, str) and _VARIABLE.fullmatch(value):
+                outcome = content[section][key]
+                content[section][key] = read_value(section, key, outcome or "null", place)
+    return content
+
+
+def _replaced(value: Any) -> Any:
+    """Return a value of a file with its variables replaced: see `_with_variables`."""
     if isinstance(value, str):
         return _VARIABLE.sub(lambda match: os.environ.get(match["name"]) or match["default"], value)
     if isinstance(value, list):
-        return [_with_variables(item) for item in value]
+        return [_replaced(item) for item in value]
     if isinstance(value, dict):
-        return {key: _with_variables(item) for key, item in value.items()}
+        return {key: _replaced(item) for key, item in value.items()}
     return value
 
 

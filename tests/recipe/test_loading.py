@@ -402,6 +402,23 @@ def test_recipes_for_imagenet_take_its_folder_from_the_environment(value, expect
     assert load(ROOT / "configs" / "gpu.yaml", ["data.root=/mine"]).data.root == "/mine"
 
 
+def test_a_variable_alone_is_read_as_on_a_command_line(write, monkeypatch):
+    """A number is one, and null or nothing is no folder of that name."""
+    own = "run: {epochs: '${EPOCHS:-3}'}\ncheckpoint: {mirror: '${MIRROR:-null}'}\nbatch: {micro: '${MICRO:-auto}'}\n"
+    path = write(f"extends: {QUICKSTART}\n{own}data: {{source: folder, root: '${{FOLDER:-}}'}}")
+    for name in ("EPOCHS", "MIRROR", "MICRO", "FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = load(path)
+    assert (recipe.run.epochs, recipe.checkpoint.mirror, recipe.batch.micro, recipe.data.root) == (3, None, None, None)
+    for name, value in (("EPOCHS", "1e1"), ("MIRROR", "1e1"), ("MICRO", "8"), ("FOLDER", "/photos #1")):
+        monkeypatch.setenv(name, value)
+    recipe = load(path)
+    assert (recipe.run.epochs, recipe.checkpoint.mirror) == (10, "1e1")
+    assert (recipe.batch.micro, recipe.data.root) == (8, "/photos #1")
+    monkeypatch.setenv("EPOCHS", "[")
+    assert refusal(path).startswith("mine.yaml: run.epochs: not valid YAML: ")
+
+
 def test_variables_are_replaced_in_files_only_and_only_where_they_have_a_default(write, monkeypatch):
     monkeypatch.setenv("FOLDER", "/there")
     content = "{source: folder, root: '${FOLDER:-/here}/images', train_folder: '$FOLDER ${FOLDER}'}"
