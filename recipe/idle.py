@@ -16,7 +16,6 @@ from typing import Any, Iterator, Mapping, NamedTuple, Tuple
 from common.text import either
 from recipe.config import SECTIONS, Recipe
 from recipe.kinds import Kind
-from recipe.network import Timm
 from recipe.section import as_yaml
 
 # Read by predictions of other methods than the recipe's, in plans and by the doctor.
@@ -138,9 +137,6 @@ def _of_model(recipe: Recipe) -> Iterator[Idle]:
     norm = getattr(model, "norm", None)
     if norm in ("group", "layer"):
         yield Idle("model.norm_momentum", "model.norm", "give model.norm=batch")
-    if isinstance(model, Timm) and not model.batch_statistics:
-        remedy = "give one with batch normalisation"
-        yield Idle("model.norm_momentum", "model.architecture", remedy)
     if norm in ("batch", "layer"):
         yield Idle("model.norm_groups", "model.norm", "give model.norm=group")
     if getattr(model, "proxy_norm", None) is False:

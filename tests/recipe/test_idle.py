@@ -54,18 +54,13 @@ def test_a_named_key_without_effect_is_refused_with_the_remedy(overrides, words,
         load(own)
 
 
-def test_keys_of_mixing_and_of_models_of_timm_that_nothing_reads_are_refused(tmp_path):
+def test_keys_of_mixing_that_nothing_reads_are_refused(tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text(f"extends: {QUICKSTART}\ndata: {{mixing: timm, mixup: 0.2}}\n")
     with pytest.raises(
         ConfigError, match=r"data\.mixing_probability has no effect with data\.mixup=0; give data.mixup"
     ):
         load(own, ["data.mixup=0", "data.mixing_probability=0.5"])
-    with pytest.raises(
-        ConfigError, match=r"model\.norm_momentum has no effect with model\.architecture=vit_tiny_patch16"
-    ):
-        names = "model.name=timm model.architecture=vit_tiny_patch16_224 model.width=null model.depth=null"
-        load(QUICKSTART, [*names.split(), "model.norm_momentum=0.2"])
 
 
 def test_what_is_so_anyway_may_be_written_down():
