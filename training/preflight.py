@@ -85,7 +85,9 @@ def _may_name_a_part(name: str, blocks: Sequence[str]) -> bool:
 
     What is within a block is known only once the model is built (models/trained_parts.py).
     """
-    return any(f"{block}.".startswith(f"{name}.") or name.startswith(f"{block}.") for block in blocks)
+    return any(
+        f"{block}.".startswith(f"{name}.") or name.startswith(f"{block}.") for block in blocks
+    )
 
 
 def _unknown_block(key: str, name: str, known: Sequence[str]) -> str:

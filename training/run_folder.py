@@ -271,7 +271,6 @@ class RunFolder:
             fault = f"cannot be locked, {reason}; {remedy}, or {other}"
             raise ConfigError(f"{self.path} {fault}") from None
 
-
     def _lock_soon(self) -> None:
         """Lock the folder's file. Raises OSError where another process keeps it locked."""
         # Reports look whether the folder is in use by locking it for an instant.

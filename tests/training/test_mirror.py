@@ -414,7 +414,10 @@ def test_checkpoints_behind_a_link_in_the_mirror_are_gone_on_with(mirrored, tmp_
     (tmp_path / "disk" / "up").symlink_to(tmp_path / "mirror")
     shutil.rmtree(folder.path)
     again = mirrored()
-    assert sorted(path.name for path in (again.path / "checkpoints").glob("*.pt")) == ["step-00000100.pt", "step-00000200.pt"]
+    assert sorted(path.name for path in (again.path / "checkpoints").glob("*.pt")) == [
+        "step-00000100.pt",
+        "step-00000200.pt",
+    ]
     fill(again.path, 300)
     (again.path / "checkpoints" / "step-00000100.pt").unlink()
     again.close()
