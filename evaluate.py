@@ -80,6 +80,8 @@ def main(arguments=None) -> int:
             images.append(text)
     if options.table and not images:
         parser.error("--table goes with --images: the table has a row for each of them")
+    if options.output and images:
+        parser.error("--output goes with scores; the classes of --images go into --table FILE.csv")
     return _classify(options, images) if images else _score(options)
 
 

@@ -118,7 +118,7 @@ def _differences(labels: np.ndarray, names: Sequence[str], unknown: Sequence[str
     images_of_class = np.bincount(labels[~is_left_out], minlength=len(names)).tolist()
     absent = [name for name, images in zip(names, images_of_class) if not images]
     if absent:
-        notes.append(f"has no images of {_classes(absent)}: {listed(absent)}")
+        notes.append(f"has no validation images of {_classes(absent)}: {listed(absent)}")
     return notes
 
 

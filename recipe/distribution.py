@@ -75,9 +75,9 @@ class Parallel(Section):
         except ValidationError:
             # One line in the place of pydantic's, which has one for each type of the union.
             assert info.field_name is not None, "validators of fields know their field"
-            raise ValueError(
-                f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}"
-            ) from None
+            example = value if isinstance(value, str) else "head"
+            fault = f"must be {_WORDS[info.field_name]} or a list of blocks, found {value!r}"
+            raise ValueError(f"{fault}; write a list as [{example}]") from None
 
     @field_serializer("replicas", "split")
     def _say_auto(self, value: Any) -> Any:

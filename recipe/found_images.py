@@ -70,8 +70,8 @@ def check(recipe: Recipe, images: Found, split: str) -> None:
         split: "train" or "validation".
 
     Raises:
-        DataError: a run would refuse them: their number is another than the recipe's, or for
-            training that of their classes, or a class folder is empty or holds the validation
+        DataError: a run would refuse them: there are none, or another number than the recipe's, or
+            for training that of their classes, or a class folder is empty or holds the validation
             images.
     """
     if split == "train":
@@ -79,6 +79,8 @@ def check(recipe: Recipe, images: Found, split: str) -> None:
         _check_training_classes(images, recipe.model.classes)
     expected = recipe.data.images(split)
     counted = images.images
+    if not counted:
+        raise DataError(_without_images(recipe.data, images.place, split))
     if expected is None or expected == counted:
         return
     # The length of an epoch, and so all rates, follow from the number of training images.
@@ -89,6 +91,14 @@ def check(recipe: Recipe, images: Found, split: str) -> None:
     key = f"data.{split}_images"
     remedy = f"complete the images or set {key}={counted}"
     raise DataError(f"{images.place}: {counted} images, but {key} is {expected}{steps}; {remedy}")
+
+
+def _without_images(data: Data, place: str, split: str) -> str:
+    """Return the fault of a place without images of a split, and the remedy."""
+    share = getattr(data, "validation_share", 0)
+    if share:
+        return validation_share.no_images(place, share)
+    return f"{place}: holds no {split} images; fill it"
 
 
 def _check_training_classes(images: Found, classes: int) -> None:

@@ -64,8 +64,9 @@ def faults(
         level = levels.get(idle.key, -1)
         if level < max(first, levels.get(idle.cause, -1)):
             continue
-        # Writing down what is so anyway misleads nobody.
-        field = SECTIONS[section].fields()[key]
+        # Writing down what is so anyway misleads nobody. Kinds may have other defaults of a key.
+        fields = {**SECTIONS[section].fields(), **getattr(recipe, section).fields()}
+        field = fields[key]
         if value == field.get_default(call_default_factory=True):
             continue
         section, _, key = idle.cause.partition(".")
@@ -111,6 +112,9 @@ def _beside_others(recipe: Recipe) -> Iterator[Idle]:
     if data.mixing != "timm":
         for key in ("mixing_switch", "mixing_probability"):
             yield Idle(f"data.{key}", "data.mixing", "give data.mixing=timm")
+    elif not data.mixes:
+        yield Idle("data.mixing_probability", "data.mixup", "give data.mixup or data.cutmix")
+        yield Idle("data.mixing_switch", "data.mixup", "give data.mixup and data.cutmix")
     elif not (data.mixup and data.cutmix):
         missing = "cutmix" if data.mixup else "mixup"
         yield Idle("data.mixing_switch", f"data.{missing}", f"give data.{missing}, too")
@@ -148,6 +152,9 @@ def _of_exchange(recipe: Recipe) -> Iterator[Idle]:
         yield Idle("exchange.density", "exchange.method", "give exchange.method=topk or gtopk")
     if getattr(exchange, "compress", None) == "gradient":
         yield Idle("exchange.sketch", "exchange.compress", "give exchange.compress=update")
+    # Dense gradients have one of the two keys only.
+    if exchange.sent_bits:
+        yield Idle("exchange.wire", "exchange.bits", "give exchange.bits=null")
     if getattr(exchange, "outer", None) == "mean":
         for key in ("outer_lr", "outer_momentum"):
             yield Idle(f"exchange.{key}", "exchange.outer", "give exchange.outer=nesterov")

@@ -191,6 +191,18 @@ class Kind(OpenSection):
         return cls.kinds.get(str(new)) is not cls.kinds.get(str(old))
 
     @classmethod
+    def implied(cls, values: Dict[str, Any]) -> Dict[str, Any]:
+        """Return the keys that the kind fills in by names among its keys, as files have them.
+
+        Args:
+            values: the section's keys, with those names.
+
+        Raises:
+            ConfigError: there is nothing of such a name.
+        """
+        return {}
+
+    @classmethod
     def class_for(cls, values: Any) -> Type["Kind"]:
         """Return the kind that `values` name, or the default. Raises ValidationError for an unknown
         name.

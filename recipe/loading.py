@@ -19,7 +19,8 @@ from recipe import idle, suggestions, timm_models, timm_weights
 from recipe.config import ALTERNATIVES, SECTIONS, Recipe
 from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
-from recipe.overrides import COMMAND_LINE, parse
+from recipe.network import Model
+from recipe.overrides import COMMAND_LINE, parse, read_value
 from recipe.section import first_fault
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +130,7 @@ class _Layering:
     def _lay(self, layer: _Layer, level: int) -> None:
         """Lay a layer over all before it. Raises ConfigError with its place."""
         try:
-            _merge(self._merged, layer.content)
+            _merge(self._merged, _without_implied(layer.content))
         except ConfigError as error:
             raise ConfigError(f"{layer.place}: {error}") from None
         for section, content in layer.content.items():
@@ -213,7 +214,7 @@ def _chain(path: Path) -> List[_Layer]:
         read.append(os.path.realpath(path))
         base = layer.pop("extends", None)
         # What a run stored has no variables any more: a text that looks like one was typed so.
-        content = layer if idle.is_resolved(layer) else _with_variables(layer)
+        content = layer if idle.is_resolved(layer) else _with_variables(layer, str(path))
         layers.insert(0, _Layer(str(path), content))
         if base is None:
             return layers
@@ -233,19 +234,40 @@ def _extended(child: Path, base: Any) -> Path:
         raise ConfigError(f"{child}: extends: {error}") from None
 
 
-def _with_variables(value: Any) -> Any:
+def _with_variables(layer: Dict[str, Any], place: str) -> Dict[str, Any]:
     """Replace `${NAME:-DEFAULT}` by the environment's NAME, or by DEFAULT where NAME is not set or
     empty.
 
     So do shells. What a run stores has the outcome, so that it does not change with the
-    environment.
+    environment. A value that is a variable and nothing else is read as on a command line: of a key
+    that is no text as YAML, and null or nothing unsets the key.
+
+    Args:
+        layer: sections of a file.
+        place: of the file.
+
+    Raises:
+        ConfigError: an outcome is no YAML.
     """
+    content = _replaced(layer)
+    for section, keys in layer.items():
+        if not isinstance(keys, dict):
+            continue
+        for key, value in keys.items():
+            if isinstance(value, str) and _VARIABLE.fullmatch(value):
+                outcome = content[section][key]
+                content[section][key] = read_value(section, key, outcome or "null", place)
+    return content
+
+
+def _replaced(value: Any) -> Any:
+    """Return a value of a file with its variables replaced: see `_with_variables`."""
     if isinstance(value, str):
         return _VARIABLE.sub(lambda match: os.environ.get(match["name"]) or match["default"], value)
     if isinstance(value, list):
-        return [_with_variables(item) for item in value]
+        return [_replaced(item) for item in value]
     if isinstance(value, dict):
-        return {key: _with_variables(item) for key, item in value.items()}
+        return {key: _replaced(item) for key, item in value.items()}
     return value
 
 
@@ -310,6 +332,22 @@ def _with_images_of_weights(layer: Dict[str, Any]) -> Dict[str, Any]:
             keys = {**keys, "image_sizes": None}  # one size for all: the given one
         laid[section] = {**keys, **given}
     return laid
+
+
+def _without_implied(layer: Dict[str, Any]) -> Dict[str, Any]:
+    """Return a run's config.yaml without the keys of the model that follow from its name anyway.
+
+    Otherwise they would outlive another name that is laid over it: B4 would get the width of B0.
+    """
+    model = layer.get("model")
+    if not isinstance(model, dict) or not idle.is_resolved(layer):
+        return layer
+    family = Model.kinds.get(str(model.get("name")), Model)
+    implied = family.implied(model)
+    given = {
+        key: value for key, value in model.items() if key not in implied or value != implied[key]
+    }
+    return {**layer, "model": given}
 
 
 def _unset_training_sizes(lower: Dict[str, Dict[str, Any]], layer: Dict[str, Any]) -> None:

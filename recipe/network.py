@@ -89,9 +89,9 @@ class Model(Kind):
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(
-                f"must be all, classifier or a list of blocks such as [head], found {value!r}"
-            ) from None
+            example = value if isinstance(value, str) else "head"
+            fault = f"must be all, classifier or a list of blocks, found {value!r}"
+            raise ValueError(f"{fault}; write a list as [{example}]") from None
 
     @field_validator("std")
     @classmethod
@@ -151,6 +151,11 @@ class EfficientNet(Model):
         sizes = {key: size for key, size in scale.items() if values.get(key) is None}
         return {**values, **sizes}
 
+    @classmethod
+    def implied(cls, values: Dict[str, Any]) -> Dict[str, Any]:
+        """Return the width, depth, resolution and dropout of the name: see `Kind.implied`."""
+        return SCALES.get(str(values.get("name")), {})
+
     def faults(self) -> Iterator[str]:
         """Yield faults of norms that do not go together."""
         yield from super().faults()
@@ -197,6 +202,17 @@ class Timm(Model):
         # Null is as good as not given: the architecture's own value takes its place.
         given = {key: value for key, value in values.items() if value is not None}
         return {**values, **known, **given}
+
+    @classmethod
+    def implied(cls, values: Dict[str, Any]) -> Dict[str, Any]:
+        """Return the values of the architecture: see `Kind.implied`."""
+        architecture = values.get("architecture")
+        if not architecture or not isinstance(architecture, str):
+            return {}
+        known = timm_models.keys(architecture)
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in known.items()
+        }
 
     @property
     def batch_statistics(self) -> bool:

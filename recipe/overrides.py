@@ -53,12 +53,27 @@ def parse(text: str) -> Override:
         raise ConfigError(
             f"{COMMAND_LINE}: {name}: the value is empty; write {name}=null to unset it"
         )
+    return Override(section, key, read_value(section, key, value, COMMAND_LINE))
+
+
+def read_value(section: str, key: str, text: str, place: str) -> Any:
+    """Return the value that a text gives a key.
+
+    Args:
+        section: of the key.
+        key: known or not.
+        text: as it is typed.
+        place: what errors call the layer.
+
+    Raises:
+        ConfigError: the key takes no text, and this is no whole YAML.
+    """
     options = _options_of(section, key)
-    place = f"{COMMAND_LINE}: {name}"
+    where = f"{place}: {section}.{key}"
     # YAML would cut a text at " #", and read 1e3 as a number.
     if options - {_NONE} == {str}:
-        return Override(section, key, _text(value, place, nullable=_NONE in options))
-    return Override(section, key, parse_value(value, place, plain_items=List[str] in options))
+        return _text(text, where, nullable=_NONE in options)
+    return parse_value(text, where, plain_items=List[str] in options)
 
 
 def _text(value: str, place: str, nullable: bool) -> str | None:

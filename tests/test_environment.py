@@ -77,6 +77,26 @@ def test_modules_are_compiled_at_once_where_they_cannot_be_later(install):
     assert "--compile-bytecode" in install("works", PYTHONDONTWRITEBYTECODE="1")[1][0]
 
 
+def test_an_environment_whose_python_was_removed_is_made_anew(tmp_path):
+    """As by an update of the system, which would leave a link to nothing."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/log\n')
+    python.chmod(0o755)
+    (tmp_path / "needed.txt").write_text("torch\n")
+    script = (
+        f". {ROOT}/tools/environment.sh; ROOT={tmp_path}; install() {{ :; }}; find() {{ echo {python}; }}; "
+        "environment_from env needed.txt find size"
+    )
+    for link, called in ((python, 1), (python, 1), (tmp_path / "gone", 2)):
+        (tmp_path / "env" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "env" / "bin" / "python").unlink(missing_ok=True)
+        (tmp_path / "env" / "bin" / "python").symlink_to(link)
+        subprocess.run(["bash", "-euc", script], check=True, capture_output=True)
+        calls = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("-m venv")]
+        assert len(calls) == called
+    assert calls == [f"-m venv {tmp_path}/env", f"-m venv --clear {tmp_path}/env"]
+
+
 def test_uv_is_named_with_hashes():
     lines = (ROOT / "tools" / "uv.txt").read_text().splitlines()
     assert sum("--hash=sha256:" in line for line in lines) == 2  # x86-64 and aarch64

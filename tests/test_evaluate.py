@@ -217,6 +217,12 @@ def test_a_table_without_images_is_refused(run, command, tmp_path):
     assert exit.value.code == WRONG_INPUT
 
 
+def test_a_folder_for_scores_beside_images_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        evaluate.main(["--checkpoint", "runs/none", "--images", "a.jpg", "--output", str(tmp_path)])
+    assert exit.value.code == WRONG_INPUT and "go into --table FILE.csv" in capsys.readouterr().err
+
+
 def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, tmp_path):
     folder, end = run
     content = load(folder / "checkpoints" / "step-00000008.pt")

@@ -69,7 +69,7 @@ def test_classes_are_scored_under_their_names(own, command, tmp_path, source, th
     assert {name: int(row["images"]) for name, row in rows.items()} == {name: 2 * (name in known) for name in CLASSES}
     assert {rows[name]["top1"] for name in known} == {"1.0"}
     notes = [line for line in said.splitlines() if line.startswith(f"{place}: ")]
-    assert (f"{place}: has no images of " in said) is (absent is not None)
+    assert (f"{place}: has no validation images of " in said) is (absent is not None)
     assert absent is None or notes[-1].endswith(f": {absent.partition(': ')[2] or absent}")
     left_out = f"{place}: left out 2 images of 1 class that the model does not know: {unknown}"
     assert (left_out in notes) is (unknown is not None)
@@ -80,7 +80,7 @@ def test_a_class_without_images_is_an_empty_folder_or_none(own, command, tmp_pat
     write_classes(tmp_path / "images/val", ("green", "red"))
     (tmp_path / "images/val/blue").mkdir()
     code, said, _, rows = command("--checkpoint", own, f"data.root={tmp_path / 'images'}")
-    assert code == DONE and "has no images of 1 class: blue" in said and rows["blue"]["images"] == "0"
+    assert code == DONE and "has no validation images of 1 class: blue" in said and rows["blue"]["images"] == "0"
 
 
 def test_other_classes_only_are_refused(own, command, tmp_path):

@@ -41,13 +41,15 @@ make_ipu_environment() {
 
 # environment_from FOLDER REQUIREMENTS FINDER SIZE [PIP OPTIONS]: FINDER prints the Python that makes it, and is asked only then.
 environment_from() {
-  local venv="$ROOT/$1" requirements="$ROOT/$2" wanted options=("${@:5}")
+  local venv="$ROOT/$1" requirements="$ROOT/$2" wanted options=("${@:5}") clear=()
   wanted=$(cksum < "$requirements")
-  if [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" != "$wanted" ]; then
+  # A link to a Python that was removed, as by an update of the system: venv itself would leave it as it is.
+  if [ -L "$venv/bin/python" ] && ! [ -e "$venv/bin/python" ]; then clear=(--clear); fi
+  if [ "$(cat "$venv/requirements.cksum" 2>/dev/null)" != "$wanted" ] || [ ${#clear[@]} -gt 0 ]; then
     local python
     python=$("$3") || exit 2
     echo "making $1 with $("$python" --version) from $2 (a minute or a few, $4)" >&2
-    "$python" -m venv "$venv" || { echo "$python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
+    "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || { echo "$python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
     install "$venv" "$requirements" ${options[@]+"${options[@]}"} || exit 1
     printf '%s\n' "$wanted" > "$venv/requirements.cksum"
   fi

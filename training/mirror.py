@@ -247,7 +247,7 @@ class Mirror:
         self._system.makedirs(str(PurePosixPath(remote).parent), exist_ok=True)
         # An object is there once it is whole; a file shows from its first byte on, and the one
         # before it would be lost.
-        is_disk = getattr(self._system, "local_file", False)
+        is_disk = self._is_disk()
         target = f"{remote}{_UNFINISHED}" if is_disk else remote
         if PurePosixPath(name).match(_WEIGHTS):
             self._system.put_file(str(place), target)
@@ -260,30 +260,11 @@ class Mirror:
     def _local_files(self) -> Dict[str, _Version]:
         """Return the versions of the files of the run folder by their names relative to it."""
         found = {}
-        # The folder of the checkpoints may be a link to a larger disk.
-        for place, folders, names in os.walk(self._folder, followlinks=True):
-            folders[:] = [name for name in folders if self._is_entered(Path(place, name))]
-            for name in names:
-                path = Path(place, name)
-                relative = path.relative_to(self._folder).as_posix()
-                if relative not in _KEPT_HERE and not name.endswith(_UNFINISHED) and path.is_file():
-                    found[relative] = _version(path)
-        return found
-
-    def _is_entered(self, path: Path) -> bool:
-        """Return whether the files of a folder in the run folder are sent."""
-        real = Path(os.path.realpath(path))
         # A link may lead to where the mirror is: that is not copied into itself.
-        if real == self._place:
-            return False
-        if not path.is_symlink():
-            return True
-        # A link to a folder around it leads in a circle, or to what is no part of the run.
-        for outer in path.relative_to(self._folder).parents:
-            around = Path(os.path.realpath(self._folder / outer))
-            if real == around or real in around.parents:
-                return False
-        return True
+        for relative in _names_below(self._folder, left_out=self._place):
+            if relative not in _KEPT_HERE and not relative.endswith(_UNFINISHED):
+                found[relative] = _version(self._folder / relative)
+        return found
 
     def _remote_names(self) -> Set[str]:
         """Return the names of the mirror's files, relative to it, without those half sent."""
@@ -291,14 +272,22 @@ class Mirror:
         self._system.invalidate_cache()
         if not self._system.exists(self._root):
             return set()
-        root = self._root.rstrip("/") + "/"
-        paths: List[str] = self._system.find(self._root)
-        names = {path[len(root) :] for path in paths if path.startswith(root)}
+        if self._is_disk():
+            # fsspec takes a link to a folder for a file: the checkpoints behind it would be missed.
+            names = set(_names_below(Path(self._root)))
+        else:
+            root = self._root.rstrip("/") + "/"
+            paths: List[str] = self._system.find(self._root)
+            names = {path[len(root) :] for path in paths if path.startswith(root)}
         for name in names:
             # A store takes any text as a name; as a path it must not lead out of the run folder.
             if ".." in PurePosixPath(name).parts:
                 raise ValueError(f"a file is named {name!r}")
         return {name for name in names if not name.endswith(_UNFINISHED)}
+
+    def _is_disk(self) -> bool:
+        """Return whether the mirror is a folder of this machine."""
+        return getattr(self._system, "local_file", False)
 
     def _path(self, name: str) -> str:
         """Return the path of a file in the mirror."""
@@ -378,6 +367,41 @@ def _refusal(url: str, error: Exception) -> ConfigError:
     fault = first_line(error)
     remedy = "pip install what it names, or correct the URL"
     return ConfigError(f"checkpoint.mirror: {url}: {fault}; {remedy}")
+
+
+def _names_below(folder: Path, left_out: Optional[Path] = None) -> Iterator[str]:
+    """Yield the names of the files in a folder, at any depth, relative to it.
+
+    Args:
+        folder: with links to folders, too, as that of the checkpoints to a larger disk.
+        left_out: real path of a folder that is not entered.
+    """
+    for place, folders, names in os.walk(folder, followlinks=True):
+        entered = []
+        for name in folders:
+            path = Path(place, name)
+            if Path(os.path.realpath(path)) != left_out and not _leads_back(path, folder):
+                entered.append(name)
+        folders[:] = entered
+        for name in names:
+            path = Path(place, name)
+            if path.is_file():
+                yield path.relative_to(folder).as_posix()
+
+
+def _leads_back(path: Path, folder: Path) -> bool:
+    """Return whether a folder within another is a link to one around it, or around the other.
+
+    Such a link leads in a circle, or to what is no part of the run.
+    """
+    if not path.is_symlink():
+        return False
+    real = Path(os.path.realpath(path))
+    for outer in path.relative_to(folder).parents:
+        around = Path(os.path.realpath(folder / outer))
+        if real == around or real in around.parents:
+            return True
+    return False
 
 
 def _is_checkpoint(name: str) -> bool:

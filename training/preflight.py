@@ -6,12 +6,14 @@ They need no torch, and come before there is a folder.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Sequence
 
 from common.errors import CheckpointError, ConfigError
 from models import balance, shapes
 from recipe import timm_weights
 from recipe.batch import output_folder, training_image_sizes
 from recipe.config import Recipe
+from recipe.network import CLASSIFIER
 from training import loggers, mirror, services  # noqa: F401  services register themselves
 from training.run_folder import has_begun
 
@@ -27,7 +29,7 @@ def check(recipe: Recipe) -> None:
 
     Raises:
         ConfigError: the package of a logger or of the mirror's store is missing, the mirror lies in
-            the run folder or around it, or the model cannot be cut as the recipe says.
+            the run folder or around it, or the model lacks a block that the recipe names.
         CheckpointError: the weights to start from are not there, and no mirror can have a
             checkpoint in their place.
     """
@@ -36,7 +38,7 @@ def check(recipe: Recipe) -> None:
     if recipe.checkpoint.mirror is not None:
         mirror.check_package(recipe.checkpoint.mirror)
         mirror.check_place(recipe.checkpoint.mirror, Path(output_folder(recipe)))
-    _check_cut(recipe)
+    _check_blocks(recipe)
     if recipe.model.init_from and not _may_be_resumed(recipe):
         _check_weights(recipe.model.init_from)
 
@@ -51,16 +53,46 @@ def _may_be_resumed(recipe: Recipe) -> bool:
     return recipe.checkpoint.mirror is not None and not has_begun(folder)
 
 
-def _check_cut(recipe: Recipe) -> None:
-    """Raise ConfigError for cut points that the model does not have."""
+def _check_blocks(recipe: Recipe) -> None:
+    """Raise ConfigError for cut points, or blocks to recompute or to train, that the model lacks."""
     split = recipe.parallel.split
-    if not isinstance(split, list) or not split:
+    recompute = recipe.parallel.recompute
+    train = recipe.model.train
+    # Of a model of timm the blocks are known only once it is traced: where no key names one, a plan
+    # needs no torch.
+    if not any(isinstance(value, list) and value for value in (split, recompute, train)):
         return
-    names = list(shapes.blocks(recipe.model, max(training_image_sizes(recipe))))
-    try:
-        balance.split_names(names, split)
-    except ValueError as error:
-        raise ConfigError(f"parallel.split: {error}") from None
+    blocks = shapes.blocks(recipe.model, max(training_image_sizes(recipe)))
+    names = list(blocks)
+    if isinstance(split, list):
+        try:
+            balance.split_names(names, split)
+        except ValueError as error:
+            raise ConfigError(f"parallel.split: {error}") from None
+    if isinstance(recompute, list):
+        for name in recompute:
+            if name not in names:
+                raise ConfigError(_unknown_block("parallel.recompute", name, names))
+    if isinstance(train, list):
+        trainable = [name for name in names if blocks[name].parameters]
+        for name in train:
+            if name != CLASSIFIER and not _may_name_a_part(name, trainable):
+                raise ConfigError(_unknown_block("model.train", name, [CLASSIFIER, *trainable]))
+
+
+def _may_name_a_part(name: str, blocks: Sequence[str]) -> bool:
+    """Return whether a name may stand for blocks, or for something within one.
+
+    What is within a block is known only once the model is built (models/trained_parts.py).
+    """
+    return any(
+        f"{block}.".startswith(f"{name}.") or name.startswith(f"{block}.") for block in blocks
+    )
+
+
+def _unknown_block(key: str, name: str, known: Sequence[str]) -> str:
+    """Return the fault of a key that names a block which the model does not have."""
+    return f"{key}: {name} is not a block; the blocks are {', '.join(known)}"
 
 
 def _check_weights(init_from: str) -> None:

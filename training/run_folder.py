@@ -12,6 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO, Callable, Dict, List, Mapping, Optional, Sequence, Set
 
@@ -29,6 +30,9 @@ from training.mirror import CONFIG, RESTORING, Mirror
 
 DECISIONS = "decisions.json"
 _LOCK = "lock"
+_IS_LOCKED = (errno.EAGAIN, errno.EACCES)  # by another process: POSIX allows either
+_LOCK_TRIALS = 4
+_LOCK_SECONDS = 0.02  # between two of them
 _ENVIRONMENT = "environment.json"
 _ANOTHER_FOLDER = "choose another folder by run.output=FOLDER"
 # The remedy where images are not those that a run was trained on.
@@ -255,12 +259,10 @@ class RunFolder:
     def _acquire(self) -> None:
         """Lock the folder; raise ConfigError where that is not possible."""
         try:
-            # Not flock: workers would inherit that, and keep it for seconds after the training
-            # process was killed.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_soon()
         except OSError as error:
             self._lock.close()
-            if error.errno in (errno.EAGAIN, errno.EACCES):
+            if error.errno in _IS_LOCKED:
                 fault = "is in use by another process; wait for it or give run.output=FOLDER"
                 raise InUse(f"{self.path} {fault}") from None
             reason = f"as its file system has no locks or does not reach them ({error.strerror})"
@@ -268,6 +270,24 @@ class RunFolder:
             other = "run.lock=false if no other process writes this folder"
             fault = f"cannot be locked, {reason}; {remedy}, or {other}"
             raise ConfigError(f"{self.path} {fault}") from None
+
+    def _lock_soon(self) -> None:
+        """Lock the folder's file. Raises OSError where another process keeps it locked."""
+        # Reports look whether the folder is in use by locking it for an instant.
+        for _ in range(_LOCK_TRIALS - 1):
+            try:
+                return self._lock_now()
+            except OSError as error:
+                if error.errno not in _IS_LOCKED:
+                    raise
+            time.sleep(_LOCK_SECONDS)
+        self._lock_now()
+
+    def _lock_now(self) -> None:
+        """Lock the folder's file, or raise OSError."""
+        # Not flock: workers would inherit that, and keep it for seconds after the training process
+        # was killed.
+        fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check_owner(recipe: Recipe) -> None:

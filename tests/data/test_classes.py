@@ -62,7 +62,7 @@ def test_images_keep_their_names_pixels_and_order_under_other_labels(tmp_path):
     assert known.classes == ("e", "x", "c", "a", "b") and known.digest == source.digest
     left_out, absent = known.notes
     assert left_out == f"{tmp_path}/val: left out 2 images of 1 class that the model does not know: d"
-    assert absent == f"{tmp_path}/val: has no images of 1 class: x"
+    assert absent == f"{tmp_path}/val: has no validation images of 1 class: x"
     for one in (known, pickle.loads(pickle.dumps(known))):
         opened = one.open_all([7, 0, 6])
         for index, image in zip((9, 0, 8), opened):
@@ -95,12 +95,12 @@ def test_a_class_may_lack_validation_images(tmp_path):
     for source in (empty, missing):
         assert source.classes == ("b", "c", "d") and source.labels.tolist() == [0, 2]
         assert [source.name(index) for index in (0, 1)] == [f"{root}/val/{name}/0.png" for name in "bd"]
-        assert source.notes == (f"{root}/val: has no images of 1 class: c",)
+        assert source.notes == (f"{root}/val: has no validation images of 1 class: c",)
     assert empty.digest == missing.digest
     pack(root, tmp_path / "shards")
     packed = open_source(Data(source="shards", root=str(tmp_path / "shards")), 3, "validation")
     assert packed.classes == ("b", "c", "d") and sorted(packed.labels.tolist()) == [0, 2]
-    assert packed.notes == (f"{tmp_path}/shards/val: has no images of 1 class: c",)
+    assert packed.notes == (f"{tmp_path}/shards/val: has no validation images of 1 class: c",)
 
 
 def test_validation_shards_in_another_order_of_classes_are_relabelled(tmp_path):

@@ -132,7 +132,7 @@ def test_labels_that_a_split_lacks_are_known_from_training(tmp_path):
         root = write_parquet(tmp_path / str(names is None), names, train=TRAIN, validation=few)
         source = opened(root, "validation")
         assert source.labels.tolist() == [3] and len(source.classes) == CLASSES
-        assert "has no images of 9 classes" in source.notes[0]
+        assert "has no validation images of 9 classes" in source.notes[0]
         assert torch.equal(source.read(0)[0], torch.from_numpy(few.images[0]))
 
 

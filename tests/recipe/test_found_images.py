@@ -105,6 +105,18 @@ def test_a_plan_refuses_what_the_run_would_refuse(photos, override, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("number", ["null", "4"])
+def test_a_plan_refuses_what_has_no_validation_images(photos, number):
+    """The remedy is not a number of 0, which the key does not take."""
+    expected = f"data.validation_images={number}"
+    with pytest.raises(DataError, match=r"train: none of its images falls into the share 1e-09 that validates; raise"):
+        batch.describe(recipe(photos, expected, "data.validation_share=1e-9"))
+    for path in (photos / "val").glob("*/*.jpg"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"val: holds no validation images; fill it$"):
+        batch.describe(recipe(photos, expected))
+
+
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [

@@ -29,6 +29,7 @@ CASES = [
     ("exchange.local_steps=4", "with exchange.method=dense; give exchange.method=local, or remove it"),
     ("exchange.method=topk exchange.compress=gradient exchange.sketch=7", "with exchange.compress=gradient; give"),
     ("exchange.method=local exchange.outer_lr=0.5", "with exchange.outer=mean; give exchange.outer=nesterov, or"),
+    ("exchange.method=topk exchange.bits=8 exchange.wire=float16", "with exchange.bits=8; give exchange.bits=null, or"),
 ]
 
 
@@ -51,6 +52,15 @@ def test_a_named_key_without_effect_is_refused_with_the_remedy(overrides, words,
     assert loads(dump(inherited), "again") == inherited
     with pytest.raises(ConfigError, match=r"own\.yaml: .* has no effect with"):
         load(own)
+
+
+def test_keys_of_mixing_that_nothing_reads_are_refused(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text(f"extends: {QUICKSTART}\ndata: {{mixing: timm, mixup: 0.2}}\n")
+    with pytest.raises(
+        ConfigError, match=r"data\.mixing_probability has no effect with data\.mixup=0; give data.mixup"
+    ):
+        load(own, ["data.mixup=0", "data.mixing_probability=0.5"])
 
 
 def test_what_is_so_anyway_may_be_written_down():

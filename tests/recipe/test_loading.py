@@ -166,6 +166,21 @@ def test_the_later_layer_wins_key_by_key_and_null_takes_back(write, tmp_path, mo
     assert (recipe.data.root, recipe.model.width) == (None, 1.4)
 
 
+def test_another_name_over_the_recipe_of_a_run_brings_its_own_size(write):
+    """config.yaml has the numbers of the old name; those that were given by hand stay."""
+    for text, override, expected in (
+        ("{name: efficientnet_b0}", "model.name=efficientnet_b4", {"width": 1.4, "image_size": 380, "dropout": 0.4}),
+        ("{name: efficientnet_b0, width: 0.5}", "model.name=efficientnet_b4", {"width": 0.5, "depth": 1.8}),
+        ("{name: timm, architecture: vit_tiny_patch16_224}", "model.architecture=resnet10t",
+         {"image_size": 176, "mean": (0.485, 0.456, 0.406)}),
+    ):  # fmt: skip
+        begun = load(write(f"{SMALLEST}model: {text}\n"))
+        config = write(dump(begun), "config.yaml")
+        model = load(config, [override]).model
+        assert {key: getattr(model, key) for key in expected} == expected
+        assert load(config) == begun == loads(dump(begun), "stored")
+
+
 @pytest.mark.parametrize(
     ("base", "fault"),
     [
@@ -385,6 +400,23 @@ def test_recipes_for_imagenet_take_its_folder_from_the_environment(value, expect
         assert recipe.data.root == expected
         assert loads(dump(recipe), "stored").data.root == expected
     assert load(ROOT / "configs" / "gpu.yaml", ["data.root=/mine"]).data.root == "/mine"
+
+
+def test_a_variable_alone_is_read_as_on_a_command_line(write, monkeypatch):
+    """A number is one, and null or nothing is no folder of that name."""
+    own = "run: {epochs: '${EPOCHS:-3}'}\ncheckpoint: {mirror: '${MIRROR:-null}'}\nbatch: {micro: '${MICRO:-auto}'}\n"
+    path = write(f"extends: {QUICKSTART}\n{own}data: {{source: folder, root: '${{FOLDER:-}}'}}")
+    for name in ("EPOCHS", "MIRROR", "MICRO", "FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = load(path)
+    assert (recipe.run.epochs, recipe.checkpoint.mirror, recipe.batch.micro, recipe.data.root) == (3, None, None, None)
+    for name, value in (("EPOCHS", "1e1"), ("MIRROR", "1e1"), ("MICRO", "8"), ("FOLDER", "/photos #1")):
+        monkeypatch.setenv(name, value)
+    recipe = load(path)
+    assert (recipe.run.epochs, recipe.checkpoint.mirror) == (10, "1e1")
+    assert (recipe.batch.micro, recipe.data.root) == (8, "/photos #1")
+    monkeypatch.setenv("EPOCHS", "[")
+    assert refusal(path).startswith("mine.yaml: run.epochs: not valid YAML: ")
 
 
 def test_variables_are_replaced_in_files_only_and_only_where_they_have_a_default(write, monkeypatch):

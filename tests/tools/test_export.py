@@ -152,7 +152,7 @@ def test_an_export_scores_images_by_the_names_of_their_classes(run, files, tmp_p
     for path in (run[0], *files[0].values()):
         code, lines, _ = call(evaluate.main, "--checkpoint", path, *place)
         assert code == DONE and lines[0].endswith("left out 5 images of 1 class that the model does not know: x")
-        assert lines[1].endswith("has no images of 8 classes: 0, 1, 2, 4, 5 and 3 more")
+        assert lines[1].endswith("has no validation images of 8 classes: 0, 1, 2, 4, 5 and 3 more")
         tables.append((tmp_path / "out/classes.csv").read_text())
     assert tables == [tables[0]] * 4
     images = {line.split(",")[0]: line.split(",")[1] for line in tables[0].splitlines()[1:]}

@@ -404,6 +404,27 @@ def test_folders_that_are_links_are_sent_and_links_in_a_circle_are_not_followed(
     assert files(mirrored().path).keys() == there | {"lock"}
 
 
+def test_checkpoints_behind_a_link_in_the_mirror_are_gone_on_with(mirrored, tmp_path):
+    """To a larger disk there; a run that missed them would begin anew."""
+    folder = mirrored(100, 200)
+    folder.close()
+    there = tmp_path / "mirror" / "checkpoints"
+    there.rename(tmp_path / "disk")
+    there.symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "up").symlink_to(tmp_path / "mirror")
+    shutil.rmtree(folder.path)
+    again = mirrored()
+    assert sorted(path.name for path in (again.path / "checkpoints").glob("*.pt")) == [
+        "step-00000100.pt",
+        "step-00000200.pt",
+    ]
+    fill(again.path, 300)
+    (again.path / "checkpoints" / "step-00000100.pt").unlink()
+    again.close()
+    assert there.is_symlink()
+    assert sorted(path.name for path in there.glob("*.pt")) == ["step-00000200.pt", "step-00000300.pt"]
+
+
 def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_nothing(mirrored, tmp_path, capsys):
     """Neither is it once that is opened as the run's own: the mirror has later checkpoints."""
     place = tmp_path / "mirror"

@@ -59,8 +59,18 @@ def test_what_else_cannot_begin(monkeypatch):
             "parallel.stages=2 parallel.split=[blocks.9.9] log.tensorboard=false",
             "parallel.split: blocks.9.9 is not a block; the blocks are ",
         ),
+        (
+            "parallel.recompute=[blocks.9] log.tensorboard=false",
+            "parallel.recompute: blocks.9 is not a block; the blocks are preprocess, stem, ",
+        ),
+        (
+            "model.train=[head,preprocess] log.tensorboard=false",
+            "model.train: preprocess is not a block; the blocks are classifier, stem, blocks.0.0, ",
+        ),
         ("log.wandb=true log.tensorboard=false", "log.wandb: the package wandb is not installed; "),
     ):
         with pytest.raises(preflight.ConfigError) as caught:
             preflight.check(load(QUICKSTART, override.split()))
         assert str(caught.value).startswith(words)
+    named = ["parallel.recompute=[head]", "model.train=[classifier,stem,blocks.6,blocks.6.0,head.classifier]"]
+    preflight.check(load(QUICKSTART, [*named, "log.tensorboard=false"]))

@@ -129,6 +129,19 @@ def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gon
         worker.kill()
 
 
+def test_a_report_that_looks_at_the_lock_for_an_instant_keeps_no_run_out(opened, begun, monkeypatch):
+    lock, refused = run_folder.fcntl.lockf, [errno.EAGAIN, errno.EACCES]
+
+    def lockf(*arguments):
+        if refused:
+            raise OSError(refused.pop(), "locked")
+        lock(*arguments)
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
+    opened()
+    assert not refused
+
+
 def test_a_file_system_without_locks_is_called_that_and_may_be_used(opened, begun, monkeypatch):
     """As Lustre without flock, or NFS without its lock server, answers."""
 

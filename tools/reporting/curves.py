@@ -421,15 +421,17 @@ def _with_sessions(figure: Figure, comparison: _Comparison) -> Figure:
     figure.layout["hovermode"] = "x unified"
     train = run.metrics.train
     steps = resumed_at(run.starts)
-    per_epoch = steps_per_epoch(run)
     # Too many to read, or no place to draw them at.
-    if len(steps) > _MOST_MARKS or not per_epoch or not len(train):
+    if len(steps) > _MOST_MARKS or not steps_per_epoch(run) or not len(train):
         return figure
     marks = []
     for step in steps:
         # The newest log line up to that step has the time at which the session went on.
         newest = max(0, bisect.bisect_right(train["step"], step) - 1)
         seconds = train["seconds"][newest]
+        # A session may have gone on with other images, in epochs of another length.
+        per_epoch = steps_per_epoch(run, done=step)
+        assert per_epoch is not None
         mark = {
             "epoch": number(step / per_epoch),
             "step": step,

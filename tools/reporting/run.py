@@ -275,13 +275,28 @@ def _skipped_at_last(train: Events, recipe: Recipe) -> float:
     return in_row
 
 
-def steps_per_epoch(run: Run) -> Optional[float]:
-    """Return the steps of an epoch by the events of a `run`; None without any."""
+def steps_per_epoch(run: Run, done: float = math.inf) -> Optional[float]:
+    """Return the steps of an epoch by the events of a run; None without any.
+
+    Other images that a session has accepted may have changed them (data.changed_images).
+
+    Args:
+        run: with its events.
+        done: steps, of whose session the epochs are: that of the first event behind them, of the
+            newest event where none is.
+    """
+    newest = None
+    first_behind = None
     for events in (run.metrics.evaluation, run.metrics.train):
-        for step, epoch in zip(reversed(events["step"]), reversed(events["epoch"])):
-            if epoch > 0:
-                return step / epoch
-    return None
+        for step, epoch in zip(events["step"], events["epoch"]):
+            if not epoch > 0:
+                continue
+            if newest is None or step >= newest[0]:
+                newest = (step, epoch)
+            if step > done and (first_behind is None or step < first_behind[0]):
+                first_behind = (step, epoch)
+    told = first_behind or newest
+    return None if told is None else told[0] / told[1]
 
 
 def total_steps(run: Run) -> Optional[int]:

@@ -116,6 +116,17 @@ def test_gaps_stay_gaps_and_later_sessions_are_marked(read):
     assert found["loss"].marks == [{"epoch": 1.6, "step": 96, "time": 48.0}]
 
 
+def test_a_session_with_other_images_is_marked_in_epochs_of_its_own_length(read):
+    """data.changed_images=accept: 60 steps an epoch until step 96, 48 from there on."""
+    events = [train_event(24 * n, **({"epoch": n / 2} if n > 4 else {})) for n in range(1, 7)]
+    of_run = read([*events[:4], eval_event(96), *events[4:]])._replace(
+        starts=[start(step=0), start(step=48), start(step=96)]
+    )
+    marks = checked(curves.draw([of_run], ["run"]).figures)["loss"].marks
+    assert [mark["epoch"] for mark in marks] == [0.8, 2.0]
+    assert run.steps_per_epoch(of_run) == 48
+
+
 def trust_ratios(*runs):
     return curves.draw(runs, ["a", "b"][: len(runs)]).layers
 
