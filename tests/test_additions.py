@@ -1,36 +1,18 @@
 """Each kind is added by one schema class and one file, in tests/additions, and trains; no other file knows of it."""
 
+import contextlib
+import importlib
+import io
 import json
 import subprocess
 import sys
 
 import pytest
 
+from recipe import batch, checks, loading
+from tests import world
 from tests.conftest import QUICKSTART, ROOT, TINY
-
-# Runs the overrides of each line of standard input, and prints the losses of each run.
-PROGRAM = """
-import importlib, json, sys
-from pathlib import Path
-import train
-from engines.torch_engine import TorchEngine
-
-TorchEngine.peak_flops = lambda engine: 1e12  # measuring takes a second, and enters the utilisation alone
-for line in sys.stdin:
-    name, *overrides = json.loads(line)
-    if name:
-        importlib.import_module(f"tests.additions.{name}")
-    assert train.main(["--config", *overrides]) == 0
-    if name == "model":
-        from tools import plan
-        assert plan.main(["--json", "--config", *overrides]) == 0
-    if name == "exchange":
-        from recipe import batch, checks, loading
-        growing = loading.load(overrides[0], [*overrides[1:], "batch.schedule=[[0,24],[48,48]]"])
-        batch.divide(growing)  # refuses what does not go together
-        assert checks.bound_to_cut(growing, 3) == "part adds 3 replicas' gradients as they lie in a stage"
-        assert checks.bound_to_cut(growing, 2) == ""
-"""
+from tools import plan
 
 ADDITIONS = {
     "optimizer": ("optimizer.name=sign", "optimizer.share=0.5", "schedule.peak=0.01"),
@@ -48,17 +30,43 @@ def tiny(name):
     return [*(key for key in TINY if not key.startswith(foreign)), "run.steps=4", "log.every_steps=1"]
 
 
+def train_all(rank, size, folder):
+    """Train the plain run and one with each addition, which this process imports; return the plan of another family."""
+    import train
+    from engines.torch_engine import TorchEngine
+
+    TorchEngine.peak_flops = lambda engine: 1e12  # measuring takes a second, and enters the utilisation alone
+    for name, overrides in {"plain": (), **ADDITIONS}.items():
+        if name != "plain":
+            importlib.import_module(f"tests.additions.{name}")
+        keys = [*tiny(name), *overrides, f"run.output={folder / name}"]
+        assert train.main(["--config", str(QUICKSTART), *keys]) == 0
+        if name == "exchange":
+            check_the_exchange(keys)
+    return plan_of(keys)  # of the model, which comes last
+
+
+def check_the_exchange(keys):
+    """A batch that grows goes with it, and a cut into stages binds it."""
+    growing = loading.load(QUICKSTART, [*keys, "batch.schedule=[[0,24],[48,48]]"])
+    batch.divide(growing)  # refuses what does not go together
+    assert checks.bound_to_cut(growing, 3) == "part adds 3 replicas' gradients as they lie in a stage"
+    assert checks.bound_to_cut(growing, 2) == ""
+
+
+def plan_of(keys):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert plan.main(["--json", "--config", str(QUICKSTART), *keys]) == 0
+    return json.loads(printed.getvalue().splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Folder of a run by what was added to it, "plain" without; the family without width is planned, too."""
     folder = tmp_path_factory.mktemp("runs")
-    names = {"": (), **ADDITIONS}
-    lines = [[name, QUICKSTART, *tiny(name), *names[name], f"run.output={folder}/{name or 'plain'}"] for name in names]
-    text = "\n".join(json.dumps(list(map(str, line))) for line in lines)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=text, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout.splitlines()[-1])
-    assert plan["widest"] == [] and plan["model"]["parameters"] > 0
+    (planned,) = world.run(1, train_all, folder, connect=False)
+    assert planned["widest"] == [] and planned["model"]["parameters"] > 0
     return folder
 
 

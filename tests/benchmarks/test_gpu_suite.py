@@ -52,7 +52,10 @@ ROWS = {
     "first step": 2, "B4, micro batch auto": 1, "evaluation and export": 4, "selection": 3, "accuracy beside a CPU": 2,
 }  # fmt: skip
 # The others of their kind run always; layers of "kernels" are in "checks".
-SLOW = ("memory", "B4, eager", "JPEG to update", "kernels", "evaluation and export", "accuracy beside a CPU")
+SLOW = (
+    "memory", "B4, bfloat16", "B4, eager", "JPEG to update", "kernels", "evaluation and export",
+    "accuracy beside a CPU",
+)  # fmt: skip
 
 
 @pytest.fixture

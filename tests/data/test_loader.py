@@ -23,6 +23,7 @@ from recipe.batch import training_image_size
 from recipe.config import Data, Recipe
 from recipe.randomness import bits32, key
 from tests.waiting import wait_until
+from tests.world import fork_server
 
 SIZE, GLOBAL, MICRO = 16, 12, 3
 
@@ -272,7 +273,11 @@ def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(monkey
 
 
 def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
-    """A copy would have locks that CUDA's threads hold. Its workers come from a server that has loaded torch."""
+    """A copy would have locks that CUDA's threads hold. Its workers come from a server that has loaded torch.
+
+    The loader would start one with signals withheld, and later tests would have processes of it: there is one already.
+    """
+    fork_server()
     reader, requests = Reader(Tinted(), MICRO, Training(Data(source="digits"), 7)), [Request(0, 0, 0, SIZE, [4, 5, 6])]
     data = Data(source="digits", workers=1)
     for device, way in (("cpu", multiprocessing.get_start_method()), ("cuda", "forkserver")):
@@ -280,6 +285,4 @@ def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
         assert made.multiprocessing_context.get_start_method() == way
         (batch,) = made
         assert torch.equal(batch.images, reader[requests[0]].images)
-    del made
-    # It was started with signals withheld, so later tests would have them withheld from their processes.
-    forkserver._forkserver._stop()
+    assert forkserver._forkserver._preload_modules == [Loader.__module__]

@@ -203,10 +203,19 @@ def test_vectors_may_be_longer_than_the_table_of_signs(monkeypatch):
     assert (norms(drawn(20, 400_000)) - 1).abs().max() < 0.4
 
 
+FULL = {"lars": 9, "sgd": 9, "sgd, Nesterov": 8.1, "lars, Nesterov": 8.1}
+WAITS = {1.0: 0, 0.25: 3, 0.1: 9, 0.001: 999}
+
+
 @pytest.mark.parametrize(
-    ("kind", "full"), [("lars", 9), ("sgd", 9), ("lars, Nesterov", 8.1), ("sgd, Nesterov", 8.1)], ids=str
+    ("kind", "full", "density", "waits"),
+    [
+        # Two densities of each kind are fast: with Nesterov momentum the others.
+        pytest.param(kind, full, density, waits, marks=pytest.mark.slow if (row + column) % 2 else ())
+        for row, (kind, full) in enumerate(FULL.items())
+        for column, (density, waits) in enumerate(WAITS.items())
+    ],
 )
-@pytest.mark.parametrize(("density", "waits"), [(1.0, 0), (0.25, 3), (0.1, 9), (0.001, 999)])
 def test_momentum_makes_up_for_what_waiting_lacks(kind, full, density, waits):
     """One gradient, then none: in all it moves as far as at density 1, by 1 / (1 - 0.9), and on average 9 updates after
     it came, less what values wait, or at once; with Nesterov momentum, whose part of it k updates later is 0.9^(k + 1)

@@ -240,10 +240,20 @@ TYPED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("key", ["data.root", "data.train_folder", "run.output", "model.init_from", "ipu.profile"])
-def test_a_text_is_taken_as_it_is_typed(key):
+OTHERS = ("data.train_folder", "run.output", "model.init_from", "ipu.profile")
+
+
+@pytest.mark.parametrize(
+    ("key", "texts"),
+    [
+        pytest.param("data.root", TYPED, id="data.root"),
+        *(pytest.param(key, TYPED[::6], id=f"{key}, some") for key in OTHERS),
+        *(pytest.param(key, TYPED, id=key, marks=pytest.mark.slow) for key in OTHERS),
+    ],
+)
+def test_a_text_is_taken_as_it_is_typed(key, texts):
     section, _, name = key.partition(".")
-    for text in TYPED:
+    for text in texts:
         typed = text.replace("~x/", "x/")  # of which there is no home folder
         recipe = load(QUICKSTART, ["data.source=folder", "run.device=ipu", f"{key}={typed}"])
         assert getattr(getattr(recipe, section), name) == typed

@@ -325,7 +325,7 @@ def run_and_strike(folder, topology, strikes, overrides=ELASTIC):
 def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, monkeypatch):
     """Its steps are small; this process trains the run that it is compared with. Later generations find the folder that
     the first one began, which run.resume=never does not forbid, and go on with its mirror."""
-    small = (*ranks.SMALL, "run.epochs=12")
+    small = (*ranks.SMALL, "run.epochs=4")
     site = Site(tmp_path / "alone", Topology(1, 1))
     monkeypatch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
     assert train.main(["--config", str(QUICKSTART), *RECIPE, *small, f"run.output={site.run}"]) == DONE
@@ -338,7 +338,7 @@ def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, 
     for path in (*here.glob("*.json*"), *here.glob("checkpoints/*")):
         assert (there / path.relative_to(here)).read_bytes() == path.read_bytes()
     assert len(list(there.glob("checkpoints/*"))) == len(list(here.glob("checkpoints/*")))
-    assert "of 60 with replicas 1, 2" in said and "resuming" not in said
+    assert "of 20 with replicas 1, 2" in said and "resuming" not in said
     # For a report. On a busy machine a slow replica may be missed before the strike, and come back in a generation of
     # its own; after the strike two go on.
     started = [(each["generation"], each["replicas"]) for each in starts(struck / "run")]
@@ -381,7 +381,7 @@ def test_a_replica_comes_back_with_all_others_told_to_stop_then(tmp_path):
 @pytest.mark.multiprocess
 def test_a_run_is_saved_though_it_is_told_to_stop_while_a_replacement_starts(tmp_path):
     """All generations and signals are real here; tests/parallel/test_elastic_signals.py has the other moments."""
-    site = Site(tmp_path, Topology(2, 1), (*ELASTIC[:2], "run.epochs=160"))
+    site = Site(tmp_path, Topology(2, 1), (*ELASTIC[:2], *ranks.SMALL, "run.epochs=160"))
     session = site.start()
     session.reach(5, 0.0)
     os.kill(session.ranks()[1], signal.SIGKILL)

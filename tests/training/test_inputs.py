@@ -11,6 +11,7 @@ from tests.training.test_several_ranks import STOPPED, in_this_process, train_to
 pytestmark = pytest.mark.multiprocess
 
 IMAGES = {"common": 90, "rare": 12, "single": 3}
+SCORED = 4  # images of each class
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +19,8 @@ def photos(tmp_path_factory):
     """Folder of noise, of which one class is much rarer than another."""
     root = tmp_path_factory.mktemp("photos")
     random = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name, images in IMAGES.items():
+    for split, counts in (("train", IMAGES), ("val", dict.fromkeys(IMAGES, SCORED))):
+        for name, images in counts.items():
             (root / split / name).mkdir(parents=True)
             for number in range(images):
                 pixels = random.integers(0, 256, (10, 10, 3), dtype=np.uint8)

@@ -4,13 +4,13 @@ The recipe draws in every way a run can draw, keeps both averages, and its secon
 steps in 2 epochs of 5, a log line every 4, an evaluation every 5, a checkpoint every 3.
 """
 
+import functools
 import itertools
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -22,11 +22,10 @@ from common.errors import CheckpointError
 from engines.base import NoiseScale
 from engines.torch_engine import TorchEngine
 from optim import schedule
-from parallel.parent_death import bound_to_parent
 from recipe import loading
 from recipe.batch import lengths
 from tests import ranks
-from tests.conftest import QUICKSTART, ROOT
+from tests.conftest import QUICKSTART
 from tests.tensors import flat
 from tests.training.conftest import states
 from training import loop, monitor
@@ -244,13 +243,21 @@ def test_a_run_without_the_files_of_its_replicas_is_scored_and_not_resumed(sessi
         session(*OVERRIDES)
 
 
+def dies_amid_the_run(rank, folder):
+    """This process kills itself once its run has written two events."""
+
+    def watch():
+        while lines_of(folder) < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def test_kill_nine_of_the_command_leaves_no_trace(undisturbed, folder):
-    command = [sys.executable, "train.py", "--config", QUICKSTART, *OVERRIDES, f"run.output={folder}"]
-    process = subprocess.Popen(bound_to_parent(command), cwd=ROOT, stdout=subprocess.DEVNULL)
-    while lines_of(folder) < 2:
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    """A real one: of a process, in the midst of whatever it does."""
+    overrides = (*OVERRIDES[len(ranks.RECIPE) :], f"run.output={folder}")
+    (killed,) = ranks.train(1, *overrides, sabotage=functools.partial(dies_amid_the_run, folder=folder))
+    assert killed.code == -signal.SIGKILL
     train(folder)
     Outcome(folder).assert_same(undisturbed)

@@ -94,7 +94,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(name, size, layout, tile
 def test_half_precision_is_rounded_once(layout, tiles):
     """Arithmetic is float32: half an eps, or a hair more. timm's rounds what it pools and every layer."""
     pair = Pair("blocks.1.0", torch.float16)
-    x, dy = (drawn((2, pair.channels, 7, 5), torch.float16, layout, seed) for seed in (1, 2))
+    x, dy = (drawn((2, pair.channels, 5, 4), torch.float16, layout, seed) for seed in (1, 2))
     actual = results(pair.fused(), x, dy)
     assert all(tensor.dtype == torch.float16 for tensor in actual)
     assert_close(actual, exact(pair, x, dy), 0.51 * torch.finfo(torch.float16).eps)
