@@ -29,7 +29,9 @@ def command(capsys, tmp_path):
 
     def call(*arguments):
         capsys.readouterr()
-        code = evaluate.main([*map(str, arguments), "--output", str(tmp_path / "out")])
+        # Scores have a folder, images that are classified have none.
+        output = () if "--images" in arguments else ("--output", str(tmp_path / "out"))
+        code = evaluate.main([*map(str, arguments), *output])
         table = tmp_path / "out/classes.csv"
         lines = table.read_text().splitlines() if table.exists() else []
         return code, *capsys.readouterr(), {row["class"]: row for row in csv.DictReader(lines)}

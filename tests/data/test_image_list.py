@@ -112,7 +112,7 @@ def test_every_class_keeps_an_image_to_train(photos):
     validation = open_source(data, 4, "validation")
     assert set(train.labels.tolist()) == {0, 1, 2, 3}
     assert len(train) + len(validation) == 121
-    assert any("no images of 1 class: dog" in note for note in validation.notes)
+    assert any("no validation images of 1 class: dog" in note for note in validation.notes)
 
 
 def test_a_path_that_is_listed_twice_is_two_images_of_one_split(photos):

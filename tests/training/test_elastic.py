@@ -272,6 +272,7 @@ def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_
     monkeypatch.setattr(elastic_module, "_HANDED_OVER_SECONDS", 0.2)
     lockf = Mock(side_effect=BlockingIOError(errno.EAGAIN, "locked"))
     monkeypatch.setattr("training.run_folder.fcntl.lockf", lockf)
+    monkeypatch.setattr("training.run_folder._LOCK_TRIALS", 1)  # each call opens the folder once
     memory, alone = Memory([]), Processes(topology.Topology(), torch.device("cpu"))
     memory.begin(0)
     with pytest.raises(ConfigError, match="is in use by another process"):
@@ -291,6 +292,7 @@ def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_
 def test_the_folder_is_not_waited_for_once_its_generation_is_over(mirrored, monkeypatch):
     lockf = Mock(side_effect=BlockingIOError(errno.EAGAIN, "locked"))
     monkeypatch.setattr("training.run_folder.fcntl.lockf", lockf)
+    monkeypatch.setattr("training.run_folder._LOCK_TRIALS", 1)  # each call opens the folder once
     memory, processes = Memory([]), Mock(spec=Processes)
     processes.check.side_effect = [None, Regroup]
     memory.begin(1)
