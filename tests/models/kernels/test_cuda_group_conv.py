@@ -211,7 +211,9 @@ def programs(tmp_path_factory):
         for file in (group_conv.SOURCE, *SIMULATOR.iterdir()):
             shutil.copy(file, folder)
         macros = [f"-D{name}={value}" for name, value in variant.macros.items()]
-        options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+        options = ["-std=c++17", "-Og", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+        # Else the loader gives all variants in a process the first one's constants, where they are taken by reference.
+        options.append("-fno-gnu-unique")
         file = folder / "simulated.so"
         done = subprocess.run(
             ["g++", *options, *macros, folder / "simulator.cpp", "-o", file], capture_output=True, text=True
