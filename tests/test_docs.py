@@ -88,5 +88,8 @@ def test_the_first_commands_do_what_the_page_shows(tmp_path):
         done = subprocess.run(shlex.split(command), **options)
         assert done.returncode == 0, (command, done.stderr)
         lines = (done.stdout + done.stderr).splitlines()
+        # Beside other work the doctor writes no machine for plans: its figures are in doubt.
+        if any(line.endswith("as the figures are in doubt") for line in lines):
+            shown = [line.replace("doctor/machine.yaml, ", "") for line in shown]
         for line in shown:
             assert any(as_pattern(line).fullmatch(each) for each in lines), (command, line, lines)
