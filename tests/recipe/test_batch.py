@@ -81,6 +81,12 @@ def test_an_automatic_micro_batch_is_the_largest_up_to_32_that_the_recipe_allows
     assert found == numbers
 
 
+def test_where_no_automatic_micro_batch_is_possible_the_fault_is_that_of_the_first():
+    made = recipe(stages=1, run={"epochs": 350}, batch={"global": 100, "micro": "auto"})
+    with pytest.raises(ConfigError, match="100 is not a multiple of 1 micro x 3 replicas = 3; nearest: 99 or 102"):
+        divide(made, 3)
+
+
 def accepted(made, replicas):
     try:
         return bool(divide(made, replicas))
