@@ -183,6 +183,21 @@ def test_no_two_places_of_a_row_or_of_a_buffer_correlate():
         assert_uncorrelated(at_lags(noise[:, None]), 12)
 
 
+def test_updates_and_slots_round_with_words_of_their_own():
+    """The same values round up in other places: those of the weights and of the momentum come from the halves of a word."""
+    source = np.full(4 * ROW, 1.0 + 2.0**-12, np.float32)
+    assert np.array_equal(rounded(source, step=3), rounded(source, step=3))
+    results = [
+        rounded(source, step=step, slot=slot) for step in (3, 4) for slot in ("weight", "momentum_buffer", "mean")
+    ]
+    for number, result in enumerate(results):
+        assert all(np.any(result != other) for other in results[:number])
+
+
+def test_a_draw_is_a_signed_number_of_32_bits():
+    assert [rounding._signed(word) for word in (0, 2**31 - 1, 2**31, 2**32 - 1)] == [0, 2**31 - 1, -(2**31), -1]
+
+
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_compiled_it_rounds_to_the_same_bits(monkeypatch, instructions):
