@@ -184,7 +184,7 @@ def test_no_two_places_of_a_row_or_of_a_buffer_correlate():
 
 
 def test_updates_and_slots_round_with_words_of_their_own():
-    """The same values round up in other places: those of the weights and of the momentum come from the halves of a word."""
+    """The same values round up in other places: weights and their momentum take the two halves of a word."""
     source = np.full(4 * ROW, 1.0 + 2.0**-12, np.float32)
     assert np.array_equal(rounded(source, step=3), rounded(source, step=3))
     results = [
