@@ -36,6 +36,7 @@ from engines.ipu_input import (
 )
 from engines.ipu_instances import Instances
 from engines.ipu_model import EvaluationModule, Marks, TrainingModule, device_model
+from models import balance
 from models.base import BlockList
 from models.normalization import norm_parameters
 from optim import factory
@@ -139,12 +140,7 @@ class IpuEngine(Engine):
         parts, note = cuts.counted(blocks)
         names = models[0].names
         # Refused now, not after the minutes that a program takes to compile.
-        for name in recipe.ipu.keep_activations:
-            if name not in names:
-                listed = ", ".join(names)
-                raise ConfigError(
-                    f"ipu.keep_activations: {name} is not a block; the blocks are {listed}"
-                )
+        balance.check_blocks("ipu.keep_activations", recipe.ipu.keep_activations, names)
         for number, part in enumerate(parts):
             for model in models:
                 first = model.get_submodule(part[0])

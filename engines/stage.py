@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.errors import ConfigError, first_line
+from common.errors import first_line
+from models import balance
 from models.base import BlockList
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
@@ -299,10 +300,7 @@ def blocks_to_recompute(names: Sequence[str], recompute: Recompute) -> FrozenSet
     """
     if isinstance(recompute, bool):
         return frozenset(names if recompute else ())
-    for name in recompute:
-        if name not in names:
-            blocks = ", ".join(names)
-            raise ConfigError(f"parallel.recompute: {name} is not a block; the blocks are {blocks}")
+    balance.check_blocks("parallel.recompute", recompute, names)
     return frozenset(recompute)
 
 

@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import Container, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from common.errors import ConfigError
+
 
 class BlockCost(NamedTuple):
     """Costs of one block for one micro batch.
@@ -156,6 +158,22 @@ def balance(
         bytes=[cost.bytes for cost in chosen],
         memory=memory,
     )
+
+
+def check_blocks(key: str, given: Sequence[str], blocks: Sequence[str]) -> None:
+    """Refuse a key of the recipe that names a block which the model does not have.
+
+    Args:
+        key: of the recipe.
+        given: the names that it has.
+        blocks: names of the model's blocks.
+
+    Raises:
+        ConfigError: one of them is no block.
+    """
+    for name in given:
+        if name not in blocks:
+            raise ConfigError(f"{key}: {name} is not a block; the blocks are {', '.join(blocks)}")
 
 
 def split_names(names: Sequence[str], cuts: Sequence[str]) -> List[List[str]]:

@@ -70,14 +70,11 @@ def _check_blocks(recipe: Recipe) -> None:
         except ValueError as error:
             raise ConfigError(f"parallel.split: {error}") from None
     if isinstance(recompute, list):
-        for name in recompute:
-            if name not in names:
-                raise ConfigError(_unknown_block("parallel.recompute", name, names))
+        balance.check_blocks("parallel.recompute", recompute, names)
     if isinstance(train, list):
         trainable = [name for name in names if blocks[name].parameters]
-        for name in train:
-            if name != CLASSIFIER and not _may_name_a_part(name, trainable):
-                raise ConfigError(_unknown_block("model.train", name, [CLASSIFIER, *trainable]))
+        outside = [name for name in train if not _may_name_a_part(name, trainable)]
+        balance.check_blocks("model.train", outside, [CLASSIFIER, *trainable])
 
 
 def _may_name_a_part(name: str, blocks: Sequence[str]) -> bool:
@@ -88,11 +85,6 @@ def _may_name_a_part(name: str, blocks: Sequence[str]) -> bool:
     return any(
         f"{block}.".startswith(f"{name}.") or name.startswith(f"{block}.") for block in blocks
     )
-
-
-def _unknown_block(key: str, name: str, known: Sequence[str]) -> str:
-    """Return the fault of a key that names a block which the model does not have."""
-    return f"{key}: {name} is not a block; the blocks are {', '.join(known)}"
 
 
 def _check_weights(init_from: str) -> None:
