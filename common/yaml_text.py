@@ -4,6 +4,8 @@ faults in one line.
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -138,10 +140,19 @@ def parse_yaml(text: str, place: str) -> Any:
     and the line.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        # Callers change what they are given, so that each gets a copy of its own.
+        return copy.deepcopy(_content(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ConfigError(_fault(error, f"{place}:{mark.line + 1}" if mark else place)) from None
+
+
+# A sweep, or a plan for several machines, reads the files that its recipes extend again and again,
+# and PyYAML needs ten milliseconds for one.
+@functools.lru_cache(maxsize=16)
+def _content(text: str) -> Any:
+    """Return `text` as scalars, lists and mappings, which are remembered. Raises YAMLError."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def parse_value(text: str, place: str, plain_items: bool = False) -> Any:

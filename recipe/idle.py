@@ -82,10 +82,11 @@ def _of_other_kinds(recipe: Recipe, merged: Mapping[str, dict]) -> Iterator[Idle
             continue
         known = part.fields()
         tag = f"{section}.{part.tag}"
-        # Keys of no kind at all are unknown, which the schema refuses.
-        for key in content:
+        others = [key for key in content if key not in known]
+        for key in others:
             owners = [name for name, kind in part.kinds.items() if key in kind.fields()]
-            if key in known or not owners:
+            # Keys of no kind at all are unknown, which the schema refuses.
+            if not owners:
                 continue
             choices = either([f"{tag}={name}" for name in owners])
             yield Idle(f"{section}.{key}", tag, f"give {choices}")

@@ -1,6 +1,7 @@
 """Shared by all tests: a small recipe, and one thread: threads that share busy cores wait for each other."""
 
 import contextlib
+import gc
 import os
 import subprocess
 from pathlib import Path
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items):
     """Files that start ranks begin first: they take longest, and none of them is left alone at the end."""
     several = {item.path for item in items if item.get_closest_marker("multiprocess")}
     items.sort(key=lambda item: item.path not in several)
+
+
+def pytest_collection_finish():
+    """Collections of garbage pass over what stays until the end: modules, and 6,000 tests. Each took 0.1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

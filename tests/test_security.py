@@ -40,6 +40,7 @@ def listening(processes):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_of_one_host_listen_at_the_loopback_only(tmp_path):

@@ -64,6 +64,7 @@ def test_a_second_interrupt_exits_at_once_without_saving(command, before_step):
     assert newest(command.folder).name == "step-00000002.pt"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_pipeline_saves_though_nobody_reads_its_output_any_more(tmp_path):
     """As in `train.py | tee log`: the interrupt reaches both, and tee does not wait. Exit code 75 and one line."""
     command = [sys.executable, "train.py", "--config", QUICKSTART, *SHORT, f"run.output={tmp_path / 'run'}"]

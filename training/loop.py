@@ -90,6 +90,7 @@ class Trainer:
         recipe = self.recipe
         progression = self.progression
         per_epoch = self.lengths.steps_per_epoch
+        self._recipe_text = loading.dump(recipe)  # for checkpoints
         self._rate = schedule.create(recipe, self.lengths)
         self._evaluate_every = self._interval(recipe.evaluation.every_epochs)
         self._save_every = self._interval(recipe.checkpoint.every_epochs)
@@ -582,7 +583,7 @@ class Trainer:
         self._note_sums()
         # Every rank takes part: states of other stages are sent to the main one, which writes.
         content = {
-            "recipe": loading.dump(self.recipe),
+            "recipe": self._recipe_text,
             "engine": self.engine.state_dict(),
             "progression": asdict(progression),
             "classes": list(self.classes),

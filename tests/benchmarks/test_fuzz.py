@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "studies" else []) for name in TARGETS]
 )
 def test_damaged_input_is_taken_or_refused(name):
-    inputs = {"run folders": 20, "studies": 20, ".pt2": 40, ".onnx": 60}.get(name, 100)  # these are slow
+    inputs = {"run folders": 20, "studies": 20, ".pt2": 20, ".onnx": 30}.get(name, 50)  # these are slow
     row, faults = trial.run(name, seed=5, inputs=inputs)
     assert faults == [] and row["taken"] + row["refused"] == inputs
 

@@ -4,7 +4,6 @@ import ctypes
 import functools
 import io
 import itertools
-import multiprocessing
 import re
 import struct
 import sys
@@ -20,6 +19,7 @@ from data import jpeg
 from data.base import Box, Pixels, UnreadableImage
 from data.decode import MAX_PIXELS, decode, read_header
 from data.encoded import EncodedImage
+from tests.world import fork_server
 
 
 def picture(height=37, width=52, mode="RGB", number=0):
@@ -306,7 +306,7 @@ def _memory(answers):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_decoding_takes_no_more_memory_than_was_foreseen():
     """At the peak, of a process of its own; 4 MB for what does not grow with the image."""
-    context = multiprocessing.get_context("spawn")  # a fork would reuse what earlier tests have freed
+    context = fork_server()  # a fork of this process would reuse what earlier tests have freed
     answers = context.Queue()
     process = context.Process(target=_memory, args=(answers,))
     process.start()

@@ -73,6 +73,7 @@ def test_the_interpreter_launches_the_same_from_the_memory_of_a_cpu(tmp_path):
     assert len(step) > 100 and described(step) == described(dry)
 
 
+@pytest.mark.slow
 def test_a_launch_finds_in_the_cache_what_a_worker_has_compiled(tmp_path):
     """Triton says so itself, for compute capability 9.0: its listener tells hits from compilations."""
     found = launches(tmp_path, "hits", "3", *_TINY, "engine.memory_format=channels_last")

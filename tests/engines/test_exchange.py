@@ -104,6 +104,11 @@ def resumed(processes, overrides):
     return common, () if LOCAL[0] in overrides else own, (whole, again)
 
 
+def resumed_slowly(*overrides):
+    """A case of two replicas whose test is slow."""
+    return case(1, 2, resumed, overrides, slow=True).values[0]
+
+
 DGC = ("compress=update", "density_warmup=[0.25, 0.05]", "dense_steps=1")
 LATE = ("local_steps=3", "bits=8", "delay=2", "fragments=2")
 OUTER = ("outer=nesterov", "fragments=2", "dense_steps=1")
@@ -114,10 +119,10 @@ OUTER = ("outer=nesterov", "fragments=2", "dense_steps=1")
     [
         (case(2, 2, resumed, (*GTOPK, *section(*DGC))), 2),
         (case(1, 2, resumed, (*GTOPK, *section("pattern=butterfly", "delay=2", "wire=float16"))), 2),
-        (case(1, 2, resumed, ("exchange.bits=4", *FLOAT32)), 2),
-        (case(1, 2, resumed, ("exchange.delay=2",)), 0),
         (case(1, 2, resumed, (*LOCAL, *section(*LATE))), 2),
-        (case(1, 2, resumed, (*LOCAL, *section(*OUTER))), 2),
+        pytest.param(resumed_slowly("exchange.bits=4", *FLOAT32), 2, marks=pytest.mark.slow),
+        pytest.param(resumed_slowly("exchange.delay=2"), 0, marks=pytest.mark.slow),
+        pytest.param(resumed_slowly(*LOCAL, *section(*OUTER)), 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_saved_and_resumed_has_the_same_bits(run, replicas):

@@ -207,7 +207,7 @@ def test_without_an_exchange_the_large_batch_has_as_many_images_of_an_update_of_
         assert torch.equal(found[0][name], moments)
 
 
-@pytest.mark.parametrize("noise", ["true", "layers"])
+@pytest.mark.parametrize("noise", [pytest.param("true", marks=pytest.mark.slow), "layers"])
 def test_it_is_measured_where_passes_are_recorded(noise):
     """To the bit, with a first update that is measured as the passes are recorded."""
     found = []

@@ -41,6 +41,7 @@ def test_instances_have_the_methods_of_processes_under_their_names():
     assert own <= set(dir(Processes))
 
 
+@pytest.mark.slow
 def test_two_instances_of_the_launcher_learn_what_one_learns(tiny, double, tmp_path):
     """With twice the replicas: gradients, losses, scores and averages go over both processes, one of them writes."""
     start = (ROOT / "run_pod.sh", "--replicas", 4, "--instances", 2, "--config", QUICKSTART)
