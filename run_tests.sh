@@ -9,8 +9,8 @@ cd "$ROOT"
 # The same files are imported by hundreds of processes; containers often forbid to keep them compiled.
 unset PYTHONDONTWRITEBYTECODE
 
-# Most tests run side by side, two processes a core, as many of them wait for processes of their own; each more would collect all tests
-# once more, for 15 seconds of a core. Those that measure time run afterwards, alone.
+# Most tests run side by side, in one process more than there are cores, as many of them wait for processes of their own. Each more would
+# collect all tests and load torch for its ranks once more, for 25 seconds of a core. Those that measure time run afterwards, alone.
 ALONE="clock or netns"
 
 # run_selected MARKERS PYTEST_ARGUMENTS...: both turns, or one where ALONE is empty; fails if one of them does. A turn may have no
@@ -19,7 +19,7 @@ ALONE="clock or netns"
 run_selected() {
   local markers=$1 worst=0 empty=0 named=0 argument status
   shift
-  local side_by_side=(-n "$((2 * $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
+  local side_by_side=(-n "$((1 + $("$PYTHON" -c 'from common import cores; print(cores.available())')))" --dist loadfile)
   if "$PYTHON" -c 'import sys, xdist; sys.exit(tuple(map(int, xdist.__version__.split(".")[:2])) < (3, 7))'; then
     side_by_side+=(--no-loadscope-reorder)
   fi

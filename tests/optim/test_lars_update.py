@@ -269,9 +269,12 @@ def triton_update(monkeypatch):
 @pytest.mark.parametrize(
     ("compute", "dtype", "rounding", "form"),
     [
-        *((SINGLE, HALF, "stochastic", "momentum"), (HALF, HALF, "stochastic", "gradient")),
-        *((BRAIN, HALF, "nearest", "momentum"), (SINGLE, SINGLE, "nearest", "gradient")),
-        *((SINGLE, HALF, "stochastic", "nesterov"), (SINGLE, SINGLE, "nearest", "nesterov")),
+        (SINGLE, HALF, "stochastic", "momentum"),
+        (HALF, HALF, "stochastic", "gradient"),
+        (SINGLE, SINGLE, "nearest", "nesterov"),
+        pytest.param(BRAIN, HALF, "nearest", "momentum", marks=pytest.mark.slow),
+        pytest.param(SINGLE, SINGLE, "nearest", "gradient", marks=pytest.mark.slow),
+        pytest.param(SINGLE, HALF, "stochastic", "nesterov", marks=pytest.mark.slow),
         pytest.param(SINGLE, HALF, "stochastic", "gradient", marks=pytest.mark.slow),
         pytest.param(HALF, HALF, "stochastic", "momentum", marks=pytest.mark.slow),
         pytest.param(BRAIN, HALF, "nearest", "gradient", marks=pytest.mark.slow),

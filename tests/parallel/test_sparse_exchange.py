@@ -121,7 +121,7 @@ def is_fast(size, pattern, keys, kind):
     if size == 12 and keys in SENT:
         return (place + list(KINDS).index(kind)) % 2 == SENT.index(keys)
     if keys in KEPT and size != 12:
-        return (place + KEPT.index(keys) + SIZES.index(size)) % 2 == 0
+        return (place + KEPT.index(keys) + SIZES.index(size)) % 3 == 0
     if keys in BLOCKS:
         return (place + BLOCKS.index(keys) + size) % 2 == 0
     return True

@@ -106,7 +106,7 @@ def test_a_longer_step_is_measured_by_few_micro_batches_and_without_a_link_there
     assert any("from steps of" in line for line in lines)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_slow_images_are_waited_for_and_are_the_advice(examined, monkeypatch, workers):
     draw_key = Training.draw_key
     monkeypatch.setattr(Training, "draw_key", lambda *arguments: time.sleep(PAUSE) or draw_key(*arguments))
@@ -175,6 +175,7 @@ def test_a_recipe_that_ranks_cannot_share_is_refused_once(tmp_path):
     assert "rank 1 has another recipe than rank 0; give all hosts the same files" in ends[0].errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_of_this_host_are_a_link(monkeypatch):
     context = fork_server()  # which has loaded torch, as a new process has not

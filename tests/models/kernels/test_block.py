@@ -51,8 +51,8 @@ def pair(name, drop_path=0.0, kernels=("group_norm", "block")):
 @pytest.mark.parametrize(
     ("name", "drop_path", "layout"),
     [
-        (BLOCKS[0], 0.0, FORMATS[0]),
         (BLOCKS[1], 0.5, FORMATS[1]),
+        pytest.param(BLOCKS[0], 0.0, FORMATS[0], marks=pytest.mark.slow),
         *(pytest.param(BLOCKS[0], 0.5, layout, marks=pytest.mark.slow) for layout in FORMATS),
         *(pytest.param(BLOCKS[1], 0.0, layout, marks=pytest.mark.slow) for layout in FORMATS),
     ],
@@ -92,6 +92,7 @@ def test_all_kernels_together_are_timms_block(name, monkeypatch):
     assert len(merged) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str)
 def test_gradients_that_others_hold_stay_as_they_are(layout):
     """dy, and those of a gradient that flows on: the expansion writes to a copy, also where its input wants none."""

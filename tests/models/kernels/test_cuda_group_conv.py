@@ -243,7 +243,7 @@ def check(conv, x):
     return found
 
 
-SETTINGS = [(3, 1, "torch"), (5, 2, "torch"), (3, 2, "same"), (5, 1, "same")]
+SETTINGS = [(5, 1, "torch"), (3, 2, "same")]
 
 
 @simulates
@@ -276,7 +276,7 @@ def test_output_and_gradients_are_the_convolutions(simulated, monkeypatch, kerne
     ("channels", "kernel", "dtype"),
     [
         (80, 3, torch.float16),
-        (48, 3, torch.bfloat16),
+        pytest.param(48, 3, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(64, 5, torch.float16, marks=pytest.mark.slow),
         pytest.param(128, 3, torch.float16, marks=pytest.mark.slow),
     ],

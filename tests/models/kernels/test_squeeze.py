@@ -75,7 +75,8 @@ def exact(pair, x, dy):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *((name, (7, 5)) for name in BLOCKS),
+        pytest.param("blocks.0.0", (7, 5), marks=pytest.mark.slow),
+        ("blocks.1.0", (7, 5)),
         ("blocks.1.0", (1, 1)),
         pytest.param("blocks.1.0", (8, 8), marks=pytest.mark.slow),
     ],
