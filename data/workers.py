@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import Queue
@@ -49,7 +50,7 @@ class Loader(DataLoader):
         context = None
         prefetch_factor = None
         if data.workers:
-            context = _quiet_context(None if forks else "forkserver")
+            context = _quiet_context(_start_method(forks))
             prefetch_factor = data.prefetch
         # Without batch_size: a request is a whole micro batch, and nothing is left to collate.
         super().__init__(
@@ -103,6 +104,15 @@ class Loader(DataLoader):
             if error.errno == errno.ENOSPC:
                 raise shared_memory_is_full() from None
             raise error from None
+
+
+def _start_method(forks: bool) -> Optional[str]:
+    """Return how worker processes start: see `Loader`; None for the platform's default."""
+    if not forks:
+        return "forkserver"
+    # By name: from Python 3.14 on, and in processes that a fork server has started, the default is
+    # a fork server. Elsewhere the default is right: macOS has forks, but its libraries forbid them.
+    return "fork" if sys.platform == "linux" else None
 
 
 def _quiet_context(method: Optional[str] = None) -> BaseContext:

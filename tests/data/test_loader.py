@@ -4,6 +4,7 @@ import functools
 import itertools
 import multiprocessing
 import subprocess
+import sys
 import threading
 import zlib
 from multiprocessing import forkserver
@@ -270,6 +271,19 @@ def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(monkey
     assert (raised.value is fault) == (type(fault) is expected)
     said = "--shm-size" if expected is OSError else "exited unexpectedly"
     assert raised.value is fault or said in str(raised.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
+def test_workers_are_copies_of_this_process_whatever_the_default_is():
+    """Python 3.14 has another default, and so have processes of a fork server: there each worker would load torch."""
+    default = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        reader = Reader(Tinted(), MICRO, Training(Data(source="digits"), 7))
+        made = loader._loader(reader, [], Data(source="digits", workers=1), torch.device("cpu"))
+        assert made.multiprocessing_context.get_start_method() == "fork"
+    finally:
+        multiprocessing.set_start_method(default, force=True)
 
 
 def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
