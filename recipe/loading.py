@@ -20,7 +20,7 @@ from recipe.config import ALTERNATIVES, SECTIONS, Recipe
 from recipe.ipu.poprun import stages_of_launcher
 from recipe.kinds import Kind
 from recipe.network import Model
-from recipe.overrides import COMMAND_LINE, parse, read_value
+from recipe.overrides import COMMAND_LINE, parse, read_value, takes_text
 from recipe.section import first_fault
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -153,6 +153,8 @@ class _Layering:
             return Recipe.model_validate(self._merged)
         except ValidationError as error:
             location, words = first_fault(error, suggestions.for_unknown)
+        except UnicodeEncodeError:
+            raise self._no_character(default) from None
         # section, key, and positions within a list; the fault of a whole section ends with it
         section = str(location[0])
         name = ".".join(map(str, location[:2]))
@@ -160,6 +162,22 @@ class _Layering:
         indices = "".join(f"[{part}]" for part in location[2:])
         where = f"{name}: {indices}".rstrip()
         raise ConfigError(f"{origin}: {where} {words}")
+
+    def _no_character(self, default: str) -> ConfigError:
+        """Return the error of a value for which pydantic has none: it cannot repeat what it found
+        where that has half a surrogate pair, which an escape within quotes gives, as "\\ud800".
+        """
+        for section, content in self._merged.items():
+            for key, value in content.items():
+                # Texts may have it: in a path it stands for a byte that is no UTF-8.
+                if takes_text(section, key) or not _has_surrogate(value):
+                    continue
+                name = f"{section}.{key}"
+                origin = self._origins.get(name, default)
+                return ConfigError(
+                    f"{origin}: {name}: {value!r} has half a surrogate pair; remove it"
+                )
+        return ConfigError(f"{default}: half a surrogate pair (\\ud800 to \\udfff); remove it")
 
     def check_effects(self, recipe: Recipe, named: int, used: Container[str] = ()) -> None:
         """Raise ConfigError for a key without effect that the user has named.
@@ -172,6 +190,14 @@ class _Layering:
         for key, fault in idle.faults(recipe, self._merged, self._levels, first=named):
             if key not in used:
                 raise ConfigError(f"{self._origins[key]}: {key} {fault}")
+
+
+def _has_surrogate(value: Any) -> bool:
+    """Return whether a value is a text that UTF-8 has no bytes for."""
+    try:
+        return isinstance(value, str) and not value.encode()
+    except UnicodeEncodeError:
+        return True
 
 
 def _is_name(override: str) -> bool:

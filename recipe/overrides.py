@@ -71,9 +71,14 @@ def read_value(section: str, key: str, text: str, place: str) -> Any:
     options = _options_of(section, key)
     where = f"{place}: {section}.{key}"
     # YAML would cut a text at " #", and read 1e3 as a number.
-    if options - {_NONE} == {str}:
+    if takes_text(section, key):
         return _text(text, where, nullable=_NONE in options)
     return parse_value(text, where, plain_items=List[str] in options)
+
+
+def takes_text(section: str, key: str) -> bool:
+    """Return whether the values of a key are texts: beside null it takes nothing else."""
+    return _options_of(section, key) - {_NONE} == {str}
 
 
 def _text(value: str, place: str, nullable: bool) -> str | None:

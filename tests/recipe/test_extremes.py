@@ -1,4 +1,4 @@
-"""Numbers beyond all reason: a recipe with one has a plan, or is refused in one line."""
+"""Numbers beyond all reason, and texts that are none: a recipe with one has a plan, or is refused in one line."""
 
 import json
 from contextlib import suppress
@@ -29,15 +29,20 @@ def kinds_of(node):
             yield from kinds_of(option)
 
 
-def numbers():
-    """All keys that may be numbers, as section.key."""
+def keys(takes=lambda types: True):
+    """All keys, as section.key, whose types fulfil a condition."""
     found = set()
     for section, content in SCHEMA["properties"].items():
         for kind in kinds_of(content):
             for key, value in kind.get("properties", {}).items():
-                if {"number", "integer"} & {option.get("type") for option in kinds_of(value)}:
+                if takes({option.get("type") for option in kinds_of(value)}):
                     found.add(f"{section}.{key}")
     return sorted(found)
+
+
+def numbers():
+    """All keys that may be numbers, as section.key."""
+    return keys(lambda types: {"number", "integer"} & types)
 
 
 def test_keys_of_all_sections_are_tried():
@@ -61,3 +66,20 @@ def test_epochs_of_an_exponential_decay_are_bounded(number):
     """Its keys are those of another kind of schedule than the quickstart's."""
     with pytest.raises(OneLineError, match="decay_epochs"):
         loading.load(QUICKSTART, ["schedule.name=exponential", f"schedule.decay_epochs={number}"])
+
+
+def test_half_a_surrogate_pair_is_a_text_or_has_one_line():
+    """An escape within quotes gives it, for which UTF-8 has no bytes: pydantic cannot say what it found there."""
+    refused = {}
+    for key in keys():
+        try:
+            loading.load(QUICKSTART, [f'{key}="\\ud800"'])
+        except OneLineError as error:
+            refused[key] = str(error)
+    assert refused["parallel.recompute"].endswith("parallel.recompute: '\\ud800' has half a surrogate pair; remove it")
+    assert {"batch.micro", "run.name", "optimizer.name"} <= set(refused) and "run.output" not in refused
+
+
+def test_a_path_may_have_bytes_that_are_no_utf_8():
+    recipe = loading.load(QUICKSTART, ["data.source=folder", "data.root=/photos\udcff"])
+    assert loading.loads(loading.dump(recipe), "config.yaml").data.root == "/photos\udcff"
