@@ -71,14 +71,19 @@ def read_value(section: str, key: str, text: str, place: str) -> Any:
     options = _options_of(section, key)
     where = f"{place}: {section}.{key}"
     # YAML would cut a text at " #", and read 1e3 as a number.
-    if takes_text(section, key):
+    if _are_texts(options):
         return _text(text, where, nullable=_NONE in options)
     return parse_value(text, where, plain_items=List[str] in options)
 
 
 def takes_text(section: str, key: str) -> bool:
     """Return whether the values of a key are texts: beside null it takes nothing else."""
-    return _options_of(section, key) - {_NONE} == {str}
+    return _are_texts(_options_of(section, key))
+
+
+def _are_texts(options: Set[Any]) -> bool:
+    """Return whether values of these types, see `_options_of`, are texts or null."""
+    return options - {_NONE} == {str}
 
 
 def _text(value: str, place: str, nullable: bool) -> str | None:
