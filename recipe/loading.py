@@ -194,10 +194,7 @@ class _Layering:
 
 def _has_surrogate(value: Any) -> bool:
     """Return whether a value is a text that UTF-8 has no bytes for."""
-    try:
-        return isinstance(value, str) and not value.encode()
-    except UnicodeEncodeError:
-        return True
+    return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_name(override: str) -> bool:

@@ -80,6 +80,11 @@ def test_half_a_surrogate_pair_is_a_text_or_has_one_line():
     assert {"batch.micro", "run.name", "optimizer.name"} <= set(refused) and "run.output" not in refused
 
 
+def test_the_key_with_half_a_surrogate_pair_is_named_not_one_with_an_empty_text():
+    with pytest.raises(OneLineError, match=r"parallel\.recompute: '.ud800' has half"):
+        loading.load(QUICKSTART, ['batch.micro=""', 'parallel.recompute="\\ud800"'])
+
+
 def test_a_path_may_have_bytes_that_are_no_utf_8():
     recipe = loading.load(QUICKSTART, ["data.source=folder", "data.root=/photos\udcff"])
     assert loading.loads(loading.dump(recipe), "config.yaml").data.root == "/photos\udcff"
