@@ -11,7 +11,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 # Most tests run side by side, in one process more than there are cores, as many of them wait for processes of their own. Each more would
 # collect all tests and load torch for its ranks once more, for 25 seconds of a core. Those that measure time run afterwards, alone.
-ALONE="clock or netns"
+ALONE="clock"
 
 # run_selected MARKERS PYTEST_ARGUMENTS...: both turns, or one where ALONE is empty; fails if one of them does. A turn may have no
 # tests, not both.
@@ -27,7 +27,7 @@ run_selected() {
     "$PYTHON" -m pytest "${side_by_side[@]}" -m "$markers" "$@"
     return
   fi
-  "$PYTHON" -m pytest "${side_by_side[@]}" -m "($markers) and not ($ALONE)" "$@" || worst=$?
+  "$PYTHON" -m pytest "${side_by_side[@]}" -m "($markers) and not $ALONE" "$@" || worst=$?
   [ "$worst" != 2 ] || return 2  # interrupted
   [ "$worst" != 5 ] || { worst=0; empty=1; }
   status=0
@@ -35,8 +35,8 @@ run_selected() {
   for argument in "$@"; do
     [ ! -e "${argument%%::*}" ] || named=1
   done
-  [ $named = 1 ] || set -- "$@" $(grep -rlE "mark\.(${ALONE// or /|})\b" tests)
-  "$PYTHON" -m pytest -m "($markers) and ($ALONE)" "$@" || status=$?
+  [ $named = 1 ] || set -- "$@" $(grep -rl "mark\.$ALONE\b" tests)
+  "$PYTHON" -m pytest -m "($markers) and $ALONE" "$@" || status=$?
   [ "$status" != 5 ] || status=$((empty * 5))
   return $((worst > status ? worst : status))
 }

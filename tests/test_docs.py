@@ -45,7 +45,7 @@ def trains(rank, size, sparse):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_loop_of_the_page_learns_on_two_ranks(sparse):
     for losses in world.run(2, trains, sparse):
         assert len(losses) == 6 and losses[-1] < losses[0]

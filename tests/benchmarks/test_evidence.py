@@ -303,7 +303,13 @@ def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
 # The experiments --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", command.EXPERIMENTS)
+LARGE = ("exchange_learning", "ladder2")  # of hundreds of runs
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in command.EXPERIMENTS],
+)
 def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, monkeypatch):
     """With losses that are least at a peak that is none of the first guesses."""
     monkeypatch.setattr("benchmarks.evidence.ladder2.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))

@@ -31,7 +31,10 @@ def bench(tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("kind", "topology", "number"),
-    [pytest.param(*each, marks=[pytest.mark.netns] * KINDS[each.kind].hosts) for each in ONE_OF_EACH.values()],
+    [
+        pytest.param(*each, marks=[pytest.mark.netns, pytest.mark.clock] if KINDS[each.kind].hosts else ())
+        for each in ONE_OF_EACH.values()
+    ],
 )
 def test_a_run_survives(bench, kind, topology, number):
     if (KINDS[kind].disk or KINDS[kind].hosts) and os.geteuid():

@@ -57,6 +57,7 @@ def fail(rank, meet):
 
 
 @pytest.mark.netns
+@pytest.mark.clock
 @pytest.mark.multiprocess
 def test_cables_are_as_slow_as_they_say_and_full_duplex_and_a_failed_rank_ends_the_others(root):
     """Frames take 250 ms x 1514 / 1448; the least is what a full bucket lets through, the most what processors add."""
@@ -76,6 +77,7 @@ def test_cables_are_as_slow_as_they_say_and_full_duplex_and_a_failed_rank_ends_t
     assert f"hosts{os.getpid()}" not in names()
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_nothing_is_left_after_a_signal(root):
     code = (

@@ -138,6 +138,7 @@ def test_claims_about_normalisation_are_those_of_the_worst_shape():
 # ---- Parts.
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_have_all_its_work_and_all_its_time(native):
     """Multiply-adds are those of models/shapes.py, three times forward's, without the gradient of the images."""
     plan = small(*step.NATIVE)

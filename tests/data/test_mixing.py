@@ -156,8 +156,8 @@ def timms(count, **keys):
     [
         ({}, {}),
         ({"mixing_switch": 0.2, "mixing_probability": 0.7}, {"switch_prob": 0.2, "prob": 0.7}),
-        ({"mixup": 0.0, "cutmix": 0.5}, {"mixup_alpha": 0.0, "cutmix_alpha": 0.5}),
-        ({"cutmix": None}, {"cutmix_alpha": 0.0}),
+        pytest.param({"mixup": 0.0, "cutmix": 0.5}, {"mixup_alpha": 0.0, "cutmix_alpha": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"cutmix": None}, {"cutmix_alpha": 0.0}, marks=pytest.mark.slow),
     ],
     ids=["both", "rarer", "cutmix", "mixup"],
 )

@@ -62,7 +62,10 @@ def images(keys, count=2):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=pytest.mark.slow if SIZES.get(name, 32) > 32 else ()) for name in ARCHITECTURES],
+)
 def test_logits_and_gradients_are_timms_to_the_bit(pairs, architecture):
     """The same operations in the same order, in training and in evaluation; so are running statistics."""
     keys, model, theirs = pairs(architecture)
@@ -138,9 +141,17 @@ def test_stochastic_depth_and_dropout_draw_by_key(architecture):
         assert torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("architecture", ["swin_tiny_patch4_window7_224", "nest_tiny", "tiny_vit_11m_224", "dla34"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.slow),
+        pytest.param("nest_tiny", marks=pytest.mark.slow),
+        "tiny_vit_11m_224",
+        "dla34",
+    ],
+)
 def test_a_rate_of_zero_is_also_that_of_a_model_with_another_by_default(architecture):
-    """0.1, 0.5 and 0.1; the last one has no option for it."""
+    """0.1, 0.5 and 0.1; DLA has no option for it."""
     keys = section(architecture, image_size=224, drop_path=0)
     with torch.device("meta"):
         model = build(keys, seed=3)

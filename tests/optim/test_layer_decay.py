@@ -24,11 +24,15 @@ def of_timm(architecture):
     ("section", "theirs"),
     [
         ({"name": "efficientnet_b0", "norm": "batch", "group_size": 1, "expansion": 6}, "tf_efficientnet_b0"),
-        ({"name": "efficientnet_b2", "norm": "batch", "group_size": 1, "expansion": 6}, "efficientnet_b2"),
+        pytest.param(
+            {"name": "efficientnet_b2", "norm": "batch", "group_size": 1, "expansion": 6},
+            "efficientnet_b2",
+            marks=pytest.mark.slow,
+        ),
         (of_timm("vit_tiny_patch16_224"), "vit_tiny_patch16_224"),
         (of_timm("convnext_atto"), "convnext_atto"),
         (of_timm("resnet18"), "resnet18"),
-        (of_timm("tf_efficientnetv2_b0"), "tf_efficientnetv2_b0"),
+        pytest.param(of_timm("tf_efficientnetv2_b0"), "tf_efficientnetv2_b0", marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -109,17 +109,17 @@ SENT = ({}, {"wire": "float16"})
 KEPT = ({}, {"momentum": True, "wire": "float16"}, {"bits": 4})
 EXTREMES = [{**sent, "density": count / LENGTH} for sent in SENT for count in (1, 299)]
 BLOCKS = [{"bits": bits, "density": 270 / LENGTH} for bits in (8, 4)]  # more than the 256 values that share a scale
-# Each pattern once and each way to send it, as so many threads take long; and butterflies have their own way to round.
-THIRTY_TWO = [("gather", KEPT[1]), ("tree", KEPT[2]), ("butterfly", KEPT[2]), ("owners", KEPT[0])]
+# So many threads take long; butterflies have their own way to round.
+THIRTY_TWO = [("butterfly", KEPT[2]), ("owners", KEPT[0])]
 
 
 def is_fast(size, pattern, keys, kind):
-    """Whether a case is among those that have each pair of a size, a pattern, a way to send and a kind."""
+    """Whether a case is among those that have each pair of a size, a pattern and a way to send, and each kind twice."""
     if size == 32:
         return (pattern, keys) in THIRTY_TWO
     place = PATTERNS.index(pattern)
     if size == 12 and keys in SENT:
-        return (place + list(KINDS).index(kind)) % 2 == SENT.index(keys)
+        return (place + list(KINDS).index(kind)) % 4 == 2 * SENT.index(keys)
     if keys in KEPT and size != 12:
         return (place + KEPT.index(keys) + SIZES.index(size)) % 3 == 0
     if keys in BLOCKS:

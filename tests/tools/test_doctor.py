@@ -158,6 +158,7 @@ def test_two_ranks_give_one_report_which_names_the_slow_one(tmp_path):
     assert data["advice"]["limit"] == "straggling" and "rank 1 on host" in data["advice"]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_pipeline_has_a_bubble(tmp_path):
     ends = examined_in_ranks(tmp_path, "parallel.stages=2")

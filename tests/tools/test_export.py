@@ -245,7 +245,7 @@ def test_what_has_no_images_is_checked_on_random_ones_and_says_why(command, tmp_
     assert f"no validation images: {about['no_validation_images']}" in lines
 
 
-@pytest.mark.parametrize("format", ["safetensors", "torch"])
+@pytest.mark.parametrize("format", ["safetensors", pytest.param("torch", marks=pytest.mark.slow)])
 def test_an_export_without_names_has_the_order_of_the_weights_it_was_made_of(command, tmp_path, format):
     """Another program's order is timm's; its images are elsewhere as it is exported."""
     path, root = tmp_path / f"m{FORMATS[format]}", tmp_path / "images"

@@ -81,6 +81,7 @@ def start(two_hosts, tmp_path):
         yield started
 
 
+@pytest.mark.slow
 def test_ranks_on_two_hosts_add_up(start, tmp_path):
     program = tmp_path / "sum.py"
     program.write_text(SUM)
@@ -92,6 +93,7 @@ def test_ranks_on_two_hosts_add_up(start, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_no_launcher_stays_when_the_link_between_hosts_is_cut(start, two_hosts, tmp_path, restarts):
     """Four hosts, two on each side: packets vanish, and nobody is told. All end."""
@@ -111,6 +113,7 @@ def test_no_launcher_stays_when_the_link_between_hosts_is_cut(start, two_hosts, 
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 def test_two_hosts_train_what_one_process_trains_also_if_a_cable_is_pulled_for_twenty_seconds(
     start, two_hosts, tmp_path
 ):
@@ -139,6 +142,7 @@ def test_two_hosts_train_what_one_process_trains_also_if_a_cable_is_pulled_for_t
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 def test_a_host_that_is_cut_off_for_twenty_seconds_comes_back_into_an_elastic_run(start, two_hosts, tmp_path):
     """For longer than `parallel.silence`: the first host goes on alone; the bits are those of one process."""
     recipe = ("run.epochs=60", "log.noise_scale=false", "log.every_steps=1")

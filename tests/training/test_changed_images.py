@@ -146,7 +146,9 @@ def test_a_growing_batch_goes_on_from_its_own_step(session, more, tmp_path, monk
     assert_bitwise_equal(trained(run)[1], state)
 
 
-@pytest.mark.parametrize("every", ["evaluation.every_epochs=9", "evaluation.every_epochs=0.01"])
+@pytest.mark.parametrize(
+    "every", [pytest.param("evaluation.every_epochs=9", marks=pytest.mark.slow), "evaluation.every_epochs=0.01"]
+)
 def test_a_run_that_fewer_images_make_complete_is_scored_with_them_and_ends(session, more, tmp_path, every):
     """Step 17 of 18 is done, and 15 are all now: whether it was scored before or not."""
     place = (*OVERRIDES, f"data.root={more}", "run.steps=null", "run.epochs=3", every)
@@ -264,7 +266,7 @@ def test_a_run_of_an_older_version_without_a_digest_is_resumed(session, images, 
     assert "resuming at step 1 of 4" in session(*place, stop_at=2)
 
 
-@pytest.mark.parametrize("kind", ["stochastic", "nearest"])
+@pytest.mark.parametrize("kind", ["stochastic", pytest.param("nearest", marks=pytest.mark.slow)])
 def test_other_threads_and_other_random_bits_that_round_get_a_line(session, monkeypatch, kind):
     keys = (*TINY, f"precision.rounding={kind}")
     try:

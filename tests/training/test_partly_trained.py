@@ -28,7 +28,7 @@ def test_a_stopped_run_goes_on_to_equal_bits(one, tmp_path):
     Outcome(tmp_path / "run").assert_same(Outcome(one))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_are_one_process(one, tmp_path, stages):
     """Each of two stages has something to train: the stem, and the head."""
     train_to_the_end(2, *PART, f"parallel.stages={stages}", f"run.output={tmp_path / 'run'}")

@@ -126,6 +126,7 @@ def give_times(rank):
     Speeds.follow = given
 
 
+@pytest.mark.slow
 def test_shares_that_follow_the_speeds_of_replicas_change_no_bit(tmp_path):
     """12 micro batches of 2 images; lines of the log after steps 2, 4, 6 and 8. The noise scale, too, has the bits of
     one process. What worker processes have loaded ahead is given up."""

@@ -119,7 +119,10 @@ def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift
 
 @pytest.mark.parametrize(
     ("dtype", "layout", "active"),
-    [(torch.float16, torch.channels_last, True), (torch.bfloat16, torch.contiguous_format, False)],
+    [
+        (torch.float16, torch.channels_last, True),
+        pytest.param(torch.bfloat16, torch.contiguous_format, False, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_half_precision_is_rounded_once(layout, active, dtype, tiles):

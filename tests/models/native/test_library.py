@@ -263,7 +263,14 @@ def all_results(shape, channels, setting, around):
 
 
 @pytest.mark.parametrize(
-    ("shape", "channels"), [((3, 70, 45), 16), ((9, 7, 5), 112), ((40, 3, 3), 48), ((1, 1, 1), 16)], ids=str
+    ("shape", "channels"),
+    [
+        pytest.param((3, 70, 45), 16, marks=pytest.mark.slow),
+        ((9, 7, 5), 112),
+        pytest.param((40, 3, 3), 48, marks=pytest.mark.slow),
+        ((1, 1, 1), 16),
+    ],
+    ids=str,
 )
 def test_results_do_not_depend_on_the_number_of_threads(with_threads, shape, channels):
     """Both ways of convolving. More threads than there are tasks, too."""

@@ -93,7 +93,9 @@ def test_the_cost_is_announced_exactly_and_the_critical_batch_is_that_of_the_tas
     assert any("4 x recovered; --share" in line for line in out)
 
 
-@pytest.mark.parametrize("output", [(), ("--output", "elsewhere/of mine")], ids=str)
+@pytest.mark.parametrize(
+    "output", [pytest.param((), marks=pytest.mark.slow), ("--output", "elsewhere/of mine")], ids=str
+)
 def test_a_picture_may_lie_in_the_folder_that_the_branches_make(make_run, branched, tmp_path, monkeypatch, output):
     """The same command finds its branches there afterwards."""
     monkeypatch.chdir(tmp_path)
@@ -185,7 +187,7 @@ def started(make_run, tmp_path):
         process.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM])
 def test_killed_or_stopped_it_goes_on_and_gives_the_same_answer_to_the_bit(
     make_run, branched, started, number, tmp_path
 ):

@@ -46,7 +46,7 @@ def carry_on(study, trials):
     return [(each.parameters, each.value) for each in study.records()]
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe"])
+@pytest.mark.parametrize("sampler", [pytest.param("random", marks=pytest.mark.slow), "tpe"])
 def test_draws_are_a_function_of_the_seed_and_survive_cuts(study, sampler):
     """Beyond TPE's first ten trials, which are random."""
     more = f"trials: 50\nsampler: {sampler}"
