@@ -147,6 +147,32 @@ def test_where_a_norm_is_zero_the_ratio_is_the_documented_one(trust, otherwise):
     assert rules.ratios(weight, direction).tolist() == pytest.approx([otherwise, 1.0, otherwise, 1.0], rel=1e-7)
 
 
+@pytest.mark.parametrize("weight", [2.0**-20, 0.5, 1.0, 1000.0])
+@pytest.mark.parametrize("direction", [2.0**-20, 0.5, 1.0, 1000.0])
+@pytest.mark.parametrize("trust", ["gradient", "momentum"])
+def test_ratios_of_long_and_short_vectors_are_those_of_the_formula(trust, weight, direction):
+    """Given as sums of squares; norms are powers of two or small integers, whose squares float64 holds."""
+    parameters = parameters_of(SINGLE)
+    rules = Rules(create_lars(trust)(parameters), parameters, torch.device("cpu"))
+    squares = (torch.full((4,), norm**2, dtype=torch.float64) for norm in (weight, direction))
+    below = direction + EPS + (DECAY * weight if trust == "gradient" else 0.0)
+    ratio = COEFFICIENT * weight / below
+    assert rules.ratios(*squares).tolist() == pytest.approx([ratio, 1.0, ratio, 1.0], rel=1e-7)
+
+
+@every_form
+def test_the_largest_gradients_of_float32_are_finite(form):
+    """Twice as much would not be, nor their squares."""
+    state, parameters = state_of(form)
+    before = {name: each.detach().clone() for name, each in parameters.items()}
+    fill(state, 1)
+    state.gradients.views[0][3, 4, 1] = 3e38
+    finite, norms = state.update(0, 0.5, torch.ones(()), True)
+    assert finite and norms.gradient.item() == pytest.approx(3e38, rel=1e-6)
+    for name, parameter in parameters.items():
+        assert parameter.isfinite().all() and not torch.equal(parameter, before[name])
+
+
 def test_weights_of_the_compute_dtype_are_the_parameters_themselves():
     """No copy of them: float16 weights, momentum and float32 gradients are all that a model needs, 8 bytes each."""
     state, parameters = state_of(compute=HALF, dtype=HALF)

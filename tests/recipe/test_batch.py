@@ -49,7 +49,7 @@ def test_a_batch_is_one_line_and_one_that_does_not_divide_names_the_nearest(glob
     except ConfigError as error:
         found = str(error)
     assert found == line
-    assert divide(recipe(replicas=64), 8) == divide(recipe(replicas=8)) == Batch(6144, 3, 256, 8, 2)
+    assert repr(divide(recipe(replicas=64), 8)) == repr(divide(recipe(replicas=8))) == repr(Batch(6144, 3, 256, 8, 2))
 
 
 TREE = {"method": "dense", "order": "tree"}
@@ -97,7 +97,9 @@ def accepted(made, replicas):
 def test_a_plan_says_that_a_gpu_takes_another_micro_batch():
     words = "; batch.micro auto: a GPU takes the largest that fits"
     for overrides, said in ((["batch.micro=auto"], True), (["batch.micro=auto", "run.device=cpu"], False), ([], False)):
-        assert (words in batch.describe(load(QUICKSTART, overrides))) == said
+        made = load(QUICKSTART, overrides)
+        line = f"batch      {divide(made).describe()}{words if said else ''}"
+        assert line in batch.describe(made).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,7 @@ def test_a_plan_says_that_a_gpu_takes_another_micro_batch():
         (24, 4, "24 = 2 micro x 3 accumulation x 4 replicas (2 stages each: 8 devices)"),
         (25, 5, "batch.global 25 is not a multiple of 2 micro; nearest: 24 or 26"),
         (8, 5, "batch.global 8 is 4 micro batches of 2, too few for 5 replicas; lower batch.micro or start fewer"),
+        (2, 5, "batch.global 2 is 1 micro batch of 2, too few for 5 replicas; lower batch.micro or start fewer"),
     ],
 )
 def test_in_tree_order_any_number_of_replicas_shares_the_micro_batches(global_, replicas, line):
@@ -158,8 +161,34 @@ def test_a_warm_up_ends_and_gradients_are_applied_before_the_run_ends():
     with pytest.raises(ConfigError, match=r"^exchange\.delay 3 is not shorter than the run of 3 steps: .*; lower it "):
         lengths(recipe(run={"steps": 3}, **late), IMAGENET)
     lengths(recipe(run={"steps": 11}, schedule={"warmup_steps": 10}), IMAGENET)
-    with pytest.raises(ConfigError, match="the warm-up of 10 steps is not shorter than the run of 10; lower "):
+    fault = (
+        "^the warm-up of 10 steps is not shorter than the run of 10; lower schedule.warmup_steps or raise run.steps$"
+    )
+    with pytest.raises(ConfigError, match=fault):
         lengths(recipe(run={"steps": 10}, schedule={"warmup_steps": 10}), IMAGENET)
+
+
+@pytest.mark.parametrize("unit", ["epochs", "steps", "images"])
+def test_a_plan_without_images_refuses_a_warm_up_as_long_as_the_run(unit):
+    """In the same unit, that is; others compare once the images are counted."""
+    for length, warmup in ((11, 10), (10, 0), (10, None)):
+        made = recipe(run={unit: length}, schedule={f"warmup_{unit}": warmup})
+        assert "length     known once data.root is read" in batch.describe(made)
+    remedy = f"lower schedule.warmup_{unit} or raise run.{unit}"
+    fault = f"^the warm-up of 10 {unit} is not shorter than the run of 10; {remedy}$"
+    with pytest.raises(ConfigError, match=fault):
+        batch.describe(recipe(run={unit: 10}, schedule={f"warmup_{unit}": 10}))
+    other = "steps" if unit == "epochs" else "epochs"
+    batch.describe(recipe(run={unit: 10}, schedule={f"warmup_{other}": 20}))
+
+
+def test_classes_and_lengths_that_no_number_of_replicas_could_train_are_refused():
+    batch.check_length(recipe(6, **DIGITS))
+    batch.check_length(recipe())  # a folder, whose images are not counted
+    with pytest.raises(ConfigError, match="10 classes"):
+        batch.check_length(recipe(6, model={"classes": 9}, data={"source": "digits"}))
+    with pytest.raises(DataError, match=r"^batch\.global 6144 is more than the 1437 training images"):
+        batch.check_length(recipe(**DIGITS))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +210,11 @@ def test_an_epoch_holds_a_whole_batch(replicas, images, remedy):
     values = dict(part.split("=") for part in remedy.split())
     mended = recipe(int(values["batch.global"]), int(values.get("batch.micro", 3)), replicas=replicas)
     assert divide(mended).global_ <= images and lengths(mended, images).steps_per_epoch == 1
+
+
+def test_too_few_images_for_a_batch_whose_micro_batch_is_chosen_ask_for_one_that_they_fill():
+    with pytest.raises(DataError, match=r"47 training images; give more images or batch\.global=46$"):
+        lengths(recipe(48, "auto", replicas=2), 47)
 
 
 def test_fewer_images_than_replicas_ask_for_fewer_replicas():
@@ -269,7 +303,7 @@ def test_a_pod_is_filled_with_replicas_unless_poprun_or_the_recipe_says_how_many
     run = {"epochs": 100, "device": "ipu"}
     pod = {"ipu": {"pod": 16}, "optimizer": {"trust": "momentum"}, **DIGITS}
     on_ipus = recipe(96, run=run, **pod)
-    assert batch.whole_pod(on_ipus).parallel.replicas == 8 and batch.planned(on_ipus).replicas == 1
+    assert repr(batch.whole_pod(on_ipus).parallel.replicas) == "8" and batch.planned(on_ipus).replicas == 1
     for other in (recipe(96, **pod), recipe(96, run=run, **DIGITS), recipe(96, replicas=2, run=run, **pod)):
         assert batch.whole_pod(other) is other
     with pytest.raises(ConfigError, match=r"^ipu\.pod 16 is not a multiple of parallel\.stages 3; "):
@@ -366,8 +400,12 @@ def test_a_model_whose_name_has_no_size_needs_one_in_the_recipe():
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 def test_a_peak_of_lars_under_another_optimizer_is_said(optimizer):
     recipe = load(QUICKSTART, [f"optimizer.name={optimizer}", "schedule.peak=8.49"])
-    assert f"a peak rate of 8.49 is unusual for {optimizer} (" in batch.describe(recipe)
-    assert "schedule.peak sets it" in batch.describe(recipe)
+    lowest, highest = recipe.optimizer.usual_peaks
+    fault = f"a peak rate of 8.49 is unusual for {optimizer} ({lowest:g} to {highest:g})"
+    question = "was it meant for another optimizer?"
+    assert f"{'':<10} {fault}; {question} schedule.peak sets it" in batch.describe(recipe).splitlines()
+    for peak in (lowest, highest):
+        assert batch.unusual_peak(load(QUICKSTART, [f"optimizer.name={optimizer}", f"schedule.peak={peak}"])) == ""
 
 
 @pytest.mark.parametrize(("steps", "decay", "is_said"), [(21, 0.9, True), (22, 0.9, False), (21, "null", False)])
@@ -375,8 +413,11 @@ def test_an_average_over_epochs_of_which_a_run_ends_none_is_said(steps, decay, i
     """An epoch of the quickstart has 22 steps."""
     warmup = ("schedule.warmup_epochs=null", "schedule.warmup_steps=1")
     recipe = load(QUICKSTART, [f"average.epoch_decay={decay}", "run.epochs=null", f"run.steps={steps}", *warmup])
-    line = f"average.epoch_decay: the run ends within its first epoch ({steps} steps of 22)"
-    assert (line in batch.describe(recipe)) == is_said
+    line = (
+        f"average.epoch_decay: the run ends within its first epoch ({steps} steps of 22), so there will be no average "
+        "over epochs; average.step_decay averages over updates"
+    )
+    assert (f"{'':<10} {line}" in batch.describe(recipe).splitlines()) == is_said
     images = SimpleNamespace(training_images=1437, validation_images=360, images_of_class=[1437], class_weights=[])
     said = opening.lines(recipe, images, batch=batch.divide(recipe), lengths=lengths(recipe, 1437), device="cpu")
     assert any(line in each for each in said) == is_said

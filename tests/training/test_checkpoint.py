@@ -106,6 +106,65 @@ def test_a_checkpoint_with_a_damaged_file_is_passed_over_and_the_file_named(save
     assert files(checkpoints.folder) == before
 
 
+def test_a_first_checkpoint_that_was_cut_off_is_none_and_a_second_one_is_a_fault(save, folder):
+    """The first of a run, which begins again; but a run of days must not."""
+    checkpoints = save(1, 2)
+    manifest(checkpoints, 2).unlink()
+    checkpoints.path(1).unlink()
+    manifest(checkpoints, 1).unlink()
+    said = []
+    assert folder().load_newest(said.append) is None
+    assert len(said) == 1 and said[0].endswith("it does not count")
+    save(3, checkpoints=checkpoints)
+    manifest(checkpoints, 3).unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"{checkpoints.path(3)}: has no manifest.*; no older checkpoint is whole"
+    ):
+        folder().load_newest(said.append)
+
+
+def test_weights_can_be_had_without_the_files_of_replicas(folder):
+    checkpoints = folder()
+    checkpoints.save(1, content(1), None, states(1, 2))
+    bit_flipped(checkpoints.replica_path(1, 1))
+    assert checkpoints.load_newest(pytest.fail)["progression"]["step"] == 1
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_a_file_of_another_length_is_named_with_it(folder, monkeypatch, chunk):
+    """However many pieces it is read in."""
+    monkeypatch.setattr(checkpoint, "_CHUNK", chunk)
+    checkpoints = folder()
+    path = checkpoints.save(1, content(1), None)
+    size = path.stat().st_size - 100
+    os.truncate(path, size)
+    line = f"^{path}: damaged: {size} bytes do not match the manifest's checksum$"
+    with pytest.raises(CheckpointError, match=line):
+        checkpoint.load(path, checkpoints.manifest(1))
+
+
+def test_a_named_file_is_compared_with_the_manifest_that_lies_beside_it(folder, tmp_path):
+    """Under another name there is none; where it cannot be read, a line says that nothing was compared."""
+    checkpoints = folder()
+    path = checkpoints.save(1, content(1), None)
+    assert checkpoint.load_named(path, pytest.fail)["progression"]["step"] == 1
+    other = path.rename(tmp_path / "mine.pt")
+    assert checkpoint.load_named(other, pytest.fail)["progression"]["step"] == 1
+    other.rename(path)
+    beside = manifest(checkpoints, 1)
+    whole = beside.read_bytes()
+    beside.write_text("{}")
+    said = []
+    assert checkpoint.load_named(path, said.append)["progression"]["step"] == 1
+    (line,) = said
+    assert line.startswith(f"{beside}: damaged: ") and line.endswith(f"; {path.name} is not compared with its checksum")
+    # torch would load the file with these bytes at its end: only the checksum tells.
+    beside.write_bytes(whole)
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(CheckpointError, match="do not match the manifest's checksum"):
+        checkpoint.load_named(path, pytest.fail)
+
+
 def test_the_best_is_that_of_the_highest_score_and_of_equal_ones_the_newest(save):
     """Where it is damaged the next best one is; without a score none is the best."""
     checkpoints, said = save(1, 2, 3, 4, scores={1: 0.7, 2: 0.9, 3: 0.9}), []
@@ -157,6 +216,35 @@ def test_saving_names_a_damaged_manifest_once_and_keeps_its_checkpoint(save, fol
     assert said == [f"{path}: damaged: it does not match its own checksum; its score is unknown, and it is passed over"]
     path.write_bytes(whole)
     assert [each.step for each in resumed.manifests(pytest.fail)] == [1, 2, 4, 5]
+
+
+def test_each_damaged_checkpoint_is_reported_once_and_again_if_it_was_written_anew(folder):
+    checkpoints = folder(keep_last=3)
+    for step in (1, 2):
+        checkpoints.save(step, content(step), None)
+    path = manifest(checkpoints, 2)
+    path.write_text("{}")
+    said = []
+    assert checkpoints.load_newest(said.append)["progression"]["step"] == 1
+    checkpoints.save(3, content(3), None, warn=said.append)
+    assert len(said) == 1 and said[0].startswith(f"{path}: damaged: ")
+    checkpoints.save(2, content(2), None, warn=pytest.fail)
+    path.write_text("{}")
+    checkpoints.save(4, content(4), None, warn=said.append)
+    assert len(said) == 2 and said[1].startswith(f"{path}: damaged: ")
+
+
+def test_files_of_replicas_whose_manifest_is_damaged_are_kept_and_a_removed_file_stops_nothing(folder):
+    checkpoints = folder(keep_last=1)
+    for step in (1, 2):
+        checkpoints.save(step, content(step), None, states(step, 2))
+    manifest(checkpoints, 2).write_text("{}")
+    said = []
+    checkpoints.save(3, content(3), None, warn=said.append)
+    assert len(said) == 1 and checkpoints.replica_path(2, 1).exists()
+    checkpoints.path(3).unlink()  # by hand; its manifest is there
+    checkpoints.save(4, content(4), None)
+    assert not manifest(checkpoints, 3).exists()
 
 
 def test_every_wrong_bit_of_a_manifest_is_reported():
