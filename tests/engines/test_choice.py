@@ -45,7 +45,9 @@ def resolved(tiny, monkeypatch):
             lines = []
             return choice.settle(recipe, divide(recipe, replicas), processes, lines.append, begun), lines
 
-        found = threads.run(replicas * stages, stages, choose)
+        # Ranks that find the same links compute the same: two of them are enough to agree.
+        size = replicas * stages
+        found = threads.run(size, stages, choose, present=size if callable(link) else min(2, size))
         assert found == [found[0]] * len(found)
         chosen, lines = found[0]
         assert loading.loads(loading.dump(chosen), "what was written") == chosen

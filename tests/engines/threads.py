@@ -28,9 +28,13 @@ class Member(Processes):
         return self.gather(value)[0]
 
 
-def run(size, stages, function):
-    """What function(processes) returns on each of so many ranks, in their order. Threads are named by their rank."""
-    values, barrier = [None] * size, threading.Barrier(size)
+def run(size, stages, function, present=None):
+    """What function(processes) returns on each of so many ranks, in their order. Threads are named by their rank.
+
+    present: how many of the ranks, from the first on, there are; those that do not differ need not all compute.
+    """
+    present = present or size
+    values, barrier = [None] * present, threading.Barrier(present)
 
     def on_rank(rank):
         threading.current_thread().name = str(rank)
@@ -40,8 +44,8 @@ def run(size, stages, function):
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(on_rank, range(size)))
+    with ThreadPoolExecutor(present) as pool:
+        return list(pool.map(on_rank, range(present)))
 
 
 def rank():

@@ -29,7 +29,8 @@ def make_run(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         recipe = loading.load(QUICKSTART, [*RECIPE, f"run.output={folder}", *overrides])
-        (folder / "config.yaml").write_text(loading.dump(recipe))
+        text = loading.dump(recipe)
+        (folder / "config.yaml").write_text(text)
         lines = []
         seconds = 0.0
         for epoch in range(1, EPOCHS + 1):
@@ -44,7 +45,7 @@ def make_run(tmp_path):
         for epoch in saved:
             step = epoch * PER_EPOCH
             content = {
-                "recipe": loading.dump(recipe),
+                "recipe": text,
                 "engine": {"weights": {"w": torch.full((3,), float(step))}},
                 "progression": {"step": step, **PROGRESSION},
                 "classes": list("0123456789"),
