@@ -463,9 +463,11 @@ def has_begun(path: Path) -> bool:
     return has_events or (path / "checkpoints").exists()
 
 
+@functools.lru_cache(maxsize=None)
 def _revision() -> Optional[str]:
     """Return git's name of this repository's state; None outside a checkout."""
-    # A result without it is still one: no git, no checkout and a slow disk are no errors.
+    # Asked once: a process goes on with the code that it has loaded. A result without it is still
+    # one: no git, no checkout and a slow disk are no errors.
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
