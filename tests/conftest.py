@@ -85,6 +85,26 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture
+def undrawn_confusion(monkeypatch):
+    """evaluate.py writes an empty file in the place of its picture, which takes longer than the scores.
+
+    Returns what draws it.
+    """
+    from training import scoring  # late, as it loads the engines
+
+    draw = scoring.draw_confusion
+
+    def draw_nothing(path, *arguments):
+        if isinstance(path, Path):
+            path.touch()
+        else:  # a report's own picture
+            draw(path, *arguments)
+
+    monkeypatch.setattr(scoring, "draw_confusion", draw_nothing)
+    return draw
+
+
+@pytest.fixture
 def tiny():
     """tiny(*overrides): the quickstart recipe shrunk to milliseconds a step, with overrides."""
     return lambda *overrides: loading.load(QUICKSTART, [*TINY, *overrides])

@@ -48,7 +48,7 @@ def scores_in(folder):
 
 
 @pytest.fixture
-def command(capsys):
+def command(capsys, undrawn_confusion):
     """command(*arguments): exit code, lines of stdout, lines of stderr."""
 
     def call(*arguments):
@@ -107,8 +107,11 @@ def test_it_finds_the_scores_of_training(run, command, weights):
     assert losses[0] == pytest.approx(scores["loss"], 1e-6) and losses[1] != losses[0]
 
 
-def test_table_and_picture_are_written_beside_the_run_or_elsewhere(run, command, tmp_path):
+def test_table_and_picture_are_written_beside_the_run_or_elsewhere(
+    run, command, tmp_path, undrawn_confusion, monkeypatch
+):
     folder, end = run
+    monkeypatch.setattr(scoring, "draw_confusion", undrawn_confusion)
     command("--checkpoint", folder)
     # Whoever has the old files open keeps them: new ones take their names.
     for name in ("classes.csv", "confusion.png", "scores.json"):
@@ -145,12 +148,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(ru
 
 
 @pytest.mark.parametrize("reason", ["without matplotlib", "with too many classes"])
-def test_scores_are_written_where_no_picture_can_be(run, command, tmp_path, monkeypatch, reason):
+def test_scores_are_written_where_no_picture_can_be(run, command, tmp_path, undrawn_confusion, monkeypatch, reason):
     """That of an earlier evaluation, in the same folder, goes."""
     arguments = ("--checkpoint", run[0], "--output", tmp_path)
     assert command(*arguments)[0] == DONE
     before = (tmp_path / "scores.json").read_text()
     if reason == "without matplotlib":
+        monkeypatch.setattr(scoring, "draw_confusion", undrawn_confusion)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         said = "no picture of the confusion: import of matplotlib.figure halted; None in sys.modules; pip install matpl"
     else:

@@ -24,7 +24,7 @@ def overrides(root, classes, source="folder"):
 
 
 @pytest.fixture
-def command(capsys, tmp_path):
+def command(capsys, tmp_path, undrawn_confusion):
     """command(*arguments): exit code, stdout, stderr, rows of classes.csv by class."""
 
     def call(*arguments):

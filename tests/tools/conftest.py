@@ -6,7 +6,7 @@ from common import progress
 
 
 @pytest.fixture
-def call(capsys):
+def call(capsys, undrawn_confusion):
     """call(main, *arguments): exit code, lines of stdout, lines of stderr."""
 
     def called(main, *arguments):

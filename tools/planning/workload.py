@@ -442,18 +442,23 @@ def _smallest(
     @functools.lru_cache(maxsize=None)
     def fullest(stage: int, start: int) -> int:
         """Return the least bytes of the fullest stage from `stage` on, which begins at `start`."""
-        totals = []
-        for held in spans[start]:
-            totals.append(sizes.state(held) + sizes.activations(held, counts[stage]))
+        totals = (
+            sizes.state(held) + sizes.activations(held, counts[stage]) for held in spans[start]
+        )
         later = stages - stage - 1
         if later == 0:
-            return totals[-1]
+            return max(totals)
         # Each later stage has a block at least.
         ends = range(start + 1, len(names) - later + 1)
-        candidates = []
-        for total, end in zip(totals, ends):
-            candidates.append(max(total, fullest(stage + 1, end)))
-        return min(candidates)
+        least = None
+        for end, total in zip(ends, totals):
+            # With every further block this stage is as full at least: no later end is better.
+            if least is not None and total >= least:
+                break
+            bytes_of_fullest = max(total, fullest(stage + 1, end))
+            least = bytes_of_fullest if least is None else min(least, bytes_of_fullest)
+        assert least is not None, "there are fewer blocks than stages"
+        return least
 
     return fullest(0, 0), parameters
 
