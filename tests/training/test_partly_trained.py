@@ -5,7 +5,7 @@ import torch
 
 from tests import ranks
 from tests.training.test_resume import Outcome
-from tests.training.test_several_ranks import STOPPED, in_this_process, train_to_the_end
+from tests.training.test_several_ranks import STOPPED, TWO_STAGES, in_this_process, train_to_the_end
 from training.weights import read
 
 pytestmark = pytest.mark.multiprocess
@@ -28,10 +28,10 @@ def test_a_stopped_run_goes_on_to_equal_bits(one, tmp_path):
     Outcome(tmp_path / "run").assert_same(Outcome(one))
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stages", [pytest.param((), marks=pytest.mark.slow), TWO_STAGES], ids=len)
 def test_two_ranks_are_one_process(one, tmp_path, stages):
     """Each of two stages has something to train: the stem, and the head."""
-    train_to_the_end(2, *PART, f"parallel.stages={stages}", f"run.output={tmp_path / 'run'}")
+    train_to_the_end(2, *PART, *stages, f"run.output={tmp_path / 'run'}")
     two, whole = Outcome(tmp_path / "run"), Outcome(one)
     assert two.of("train") == whole.of("train")
     assert two.tensors() == whole.tensors()

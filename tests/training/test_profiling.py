@@ -12,6 +12,7 @@ from engines.torch_engine import TorchEngine
 from parallel.topology import Topology
 from tests import ranks
 from tests.training.scripted import ScriptedEngine
+from tests.training.test_several_ranks import TWO_STAGES
 from training.monitor import Monitor
 from training.profiling import MemoryHistory, Recordings, profile_file, snapshot_file
 
@@ -157,7 +158,7 @@ def test_a_run_records_from_before_its_engine_is_built(session, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_every_rank_writes_its_own_profile(tmp_path):
-    ended = ranks.train(2, *ranks.SMALL, "parallel.stages=2", "log.profile=1", f"run.output={tmp_path / 'run'}")
+    ended = ranks.train(2, *ranks.SMALL, *TWO_STAGES, "log.profile=1", f"run.output={tmp_path / 'run'}")
     assert {rank.code for rank in ended} == {0}, ended
     found = [annotations(tmp_path / "run" / "profile" / f"rank-{rank:04d}.json.gz") for rank in range(2)]
     assert all(each["step 1"] == each["forward 3"] == each["backward 3"] == 1 for each in found)
