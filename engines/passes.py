@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from engines.model_part import ModelPart
 from engines.stage import boundaries
+from models.base import BlockList
 from models.families import build
 from parallel.processes import Processes
 from parallel.work import Boundary, WholeModel
@@ -135,9 +137,14 @@ class Passes:
             size: pixels a side.
             images: their dtype, as they enter the model.
         """
-        # Without memory: of all parts only the shapes are needed, in whichever process they are.
-        with torch.device("meta"):
-            model = build(self._section, 0)
         entering = Boundary((rows, 3, size, size), images)
         memory_format = self._part.memory_format
-        return boundaries(self._part.part_names, model, entering, self._dtype, memory_format)
+        return boundaries(
+            self._part.part_names, self._shapes_alone, entering, self._dtype, memory_format
+        )
+
+    @functools.cached_property
+    def _shapes_alone(self) -> BlockList:
+        """The whole model without memory, from which shapes between parts follow for any size."""
+        with torch.device("meta"):
+            return build(self._section, 0)

@@ -51,7 +51,9 @@ def opened(path, more=""):
     return found, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["run", "comparison"])
+@pytest.mark.parametrize(
+    "several", [pytest.param(False, id="run"), pytest.param(True, id="comparison", marks=pytest.mark.slow)]
+)
 def test_the_page_is_drawn_in_silence_and_names_are_text(tmp_path, several):
     events = [train_event(6 * n, trust={HOSTILE: 0.1, "b": n}, **{HOSTILE: HOSTILE}) for n in range(1, 9)]
     events += [eval_event(24), eval_event(48, file=HOSTILE), end_event(48, 30.0)]
