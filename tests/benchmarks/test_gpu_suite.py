@@ -51,10 +51,10 @@ ROWS = {
     "JPEG to update": 3, "memory": 4, "B4, eager": 5, "B4, engine.compile": 4,
     "first step": 2, "B4, micro batch auto": 1, "evaluation and export": 4, "selection": 3, "accuracy beside a CPU": 2,
 }  # fmt: skip
-# The others of their kind run always; layers of "kernels" are in "checks".
+# The others of their kind run always; tests/models/kernels has the kernels of "kernels" and "checks".
 SLOW = (
     "memory", "B4, bfloat16", "B4, eager", "JPEG to update", "kernels", "evaluation and export",
-    "accuracy beside a CPU",
+    "accuracy beside a CPU", "checks",
 )  # fmt: skip
 
 

@@ -186,8 +186,8 @@ def graphed_trains(processes, overrides, options=None):
         (),
         ("parallel.recompute=true", "model.norm=batch"),
         (TREE,),
-        ("model.train=classifier", "model.depth=0.3"),
-        ("model.train=[blocks.6]", "parallel.recompute=true"),
+        pytest.param(("model.train=classifier", "model.depth=0.3"), marks=pytest.mark.slow),
+        pytest.param(("model.train=[blocks.6]", "parallel.recompute=true"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

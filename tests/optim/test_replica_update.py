@@ -104,7 +104,7 @@ def test_a_replica_alone_makes_the_optimizers_steps(kind):
 
 
 @every_optimizer
-@pytest.mark.parametrize("replicas", [2, 5])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_the_parts_of_all_replicas_add_up_to_the_update_of_one(kind, replicas):
     """With so many buckets norms are exact to 1 % each; without a norm to rounding. Without the others' part, and with
     its own norms, a replica alone would be half off and more."""

@@ -123,7 +123,7 @@ def is_fast(size, pattern, keys, kind):
     if keys in KEPT and size != 12:
         return (place + KEPT.index(keys) + SIZES.index(size)) % 3 == 0
     if keys in BLOCKS:
-        return (place + BLOCKS.index(keys) + size) % 2 == 0
+        return size in (3, 8) and (place + BLOCKS.index(keys) + size) % 2 == 0
     return True
 
 

@@ -47,7 +47,7 @@ def files(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["folder", "memory"])
+@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "memory"])
 def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(session, tmp_path, kind):
     run = tmp_path / "run"
     mirror = str(tmp_path / "far" / "away") if kind == "folder" else MEMORY
