@@ -160,6 +160,29 @@ def test_ratios_of_long_and_short_vectors_are_those_of_the_formula(trust, weight
     assert rules.ratios(*squares).tolist() == pytest.approx([ratio, 1.0, ratio, 1.0], rel=1e-7)
 
 
+def test_of_sgd_no_parameter_has_a_ratio_and_each_decays_as_its_group():
+    parameters = parameters_of(SINGLE)
+    first, *others = parameters.values()
+    groups = [{"params": [first]}, {"params": others, "weight_decay": 0.0}]
+    sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.25)
+    rules = Rules(sgd, parameters, torch.device("cpu"))
+    assert not rules.by_momentum and rules.adapted == {} and rules.adapt.tolist() == [False] * 4
+    assert rules.decay.dtype == SINGLE and rules.decay.tolist() == [0.25, 0.0, 0.0, 0.0]
+    expected = {"coefficient": 0.0, "eps": 0.0, "lr_scale": 1.0}
+    for name, value in expected.items():
+        assert getattr(rules, name).dtype == torch.float64 and getattr(rules, name).tolist() == [value] * 4
+    assert rules.ratios(torch.full((4,), 9.0), torch.full((4,), 4.0)).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("keys", [{"momentum": 0.5}, {"nesterov": True}], ids=str)
+def test_groups_with_another_momentum_are_refused(keys):
+    parameters = parameters_of(SINGLE)
+    first, *others = parameters.values()
+    optimizer = LARS([{"params": [first]}, {"params": others, **keys}], lr=0.1, momentum=0.9)
+    with pytest.raises(AssertionError, match="one momentum for all parameters"):
+        Rules(optimizer, parameters, torch.device("cpu"))
+
+
 @every_form
 def test_the_largest_gradients_of_float32_are_finite(form):
     """Twice as much would not be, nor their squares."""
