@@ -323,6 +323,7 @@ def run_and_strike(folder, topology, strikes, overrides=ELASTIC):
     return site.result(), ending.said
 
 
+@pytest.mark.slow  # continuous integration runs it nonetheless
 @pytest.mark.multiprocess
 def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, monkeypatch):
     """Its steps are small; this process trains the run that it is compared with. Later generations find the folder that

@@ -26,6 +26,7 @@ def annotations(path):
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
 
 
+@pytest.mark.slow
 def test_a_profile_holds_the_updates_from_the_second_on_with_the_spans_of_the_timeline(session, tmp_path):
     """Four updates of two micro batches; also a session's last update ends a profile."""
     recipe = ("batch.micro=32", "run.steps=4", "schedule.warmup_steps=1", "log.tensorboard=false", "log.every_steps=1")
