@@ -140,10 +140,12 @@ def test_two_ranks_give_one_report_which_names_the_slow_one(tmp_path):
     data = json.loads(ends[0].out[-1])
     assert [line for line in ends[0].out if line != line.rstrip()] == []  # tables of ranks and exchanges are in it
     assert [(row["rank"], row["replica"]) for row in data["ranks"]] == [(0, 0), (1, 1)]
-    # The recipe's own keys come first in each form; those with others are only predicted, and so are local steps.
-    first = {method["name"]: method["label"] for method in reversed(data["methods"]) if method["name"] != "local"}
+    # The recipe's own keys come first in each form; those with others are only predicted, and so are local steps, and
+    # what would take longer than all measurements together, as on a link that other tests make slow.
+    first = {method["name"]: method for method in reversed(data["methods"]) if method["name"] != "local"}
     timed = {method["label"]: method["measured"] for method in data["methods"] if method["measured"]}
-    assert len(first) == 6 and set(timed) == set(first.values())
+    assert len(first) == 6 and timed
+    assert set(timed) == {method["label"] for method in first.values() if method["predicted"] < float(SHORT[-1])}
     assert all(measured["median"] > 0 for measured in timed.values())
     assert data["links"]["between"] == "replicas" and data["links"]["latency"]["high"] > 0
     assert sum(data["parts"].values()) == pytest.approx(data["step_seconds"])
