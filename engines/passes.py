@@ -140,11 +140,12 @@ class Passes:
         entering = Boundary((rows, 3, size, size), images)
         memory_format = self._part.memory_format
         return boundaries(
-            self._part.part_names, self._shapes_alone, entering, self._dtype, memory_format
+            self._part.part_names, self._meta_model, entering, self._dtype, memory_format
         )
 
     @functools.cached_property
-    def _shapes_alone(self) -> BlockList:
-        """The whole model without memory, from which shapes between parts follow for any size."""
+    def _meta_model(self) -> BlockList:
+        """Build the whole model without memory, once for all sizes of images."""
+        # Of all parts only the shapes are needed, in whichever process they are.
         with torch.device("meta"):
             return build(self._section, 0)

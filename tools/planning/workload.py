@@ -6,6 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 import functools
+import math
 from typing import (
     Container,
     Dict,
@@ -450,15 +451,13 @@ def _smallest(
             return max(totals)
         # Each later stage has a block at least.
         ends = range(start + 1, len(names) - later + 1)
-        least = None
+        least = math.inf
         for end, total in zip(ends, totals):
             # With every further block this stage is as full at least: no later end is better.
-            if least is not None and total >= least:
+            if total >= least:
                 break
-            bytes_of_fullest = max(total, fullest(stage + 1, end))
-            least = bytes_of_fullest if least is None else min(least, bytes_of_fullest)
-        assert least is not None, "there are fewer blocks than stages"
-        return least
+            least = min(least, max(total, fullest(stage + 1, end)))
+        return int(least)
 
     return fullest(0, 0), parameters
 
