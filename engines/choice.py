@@ -14,6 +14,7 @@ from engines import cuts
 from engines.devices import device_of, timed
 from models.base import BlockList
 from models.families import build
+from models.meta import without_memory
 from parallel import evidence, exchange
 from parallel.costs import Link
 from parallel.evidence import PAGE, Evidence
@@ -262,7 +263,7 @@ def _gradient(recipe: Recipe, batch: Batch, stages: int) -> Gradient:
     Measured cuts are taken as if they balanced multiply-adds.
     """
     # Without memory: only the sizes of the parameters count.
-    with torch.device("meta"):
+    with without_memory():
         model = build(recipe.model, 0)
     parts = [model.names]
     if stages > 1:

@@ -12,6 +12,7 @@ from engines.model_part import ModelPart
 from engines.stage import boundaries
 from models.base import BlockList
 from models.families import build
+from models.meta import without_memory
 from parallel.processes import Processes
 from parallel.work import Boundary, WholeModel
 from recipe.distribution import Parallel
@@ -147,5 +148,5 @@ class Passes:
     def _meta_model(self) -> BlockList:
         """Build the whole model without memory, once for all sizes of images."""
         # Of all parts only the shapes are needed, in whichever process they are.
-        with torch.device("meta"):
+        with without_memory():
             return build(self._section, 0)

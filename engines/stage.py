@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import first_line
 from models import balance
 from models.base import BlockList
+from models.meta import without_memory
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.stochastic import Draws, dropping
@@ -280,8 +281,8 @@ def boundaries(
         memory_format: in which stages compute; with channels_last activations are [N, H, W, C].
     """
     shapes = [images]
-    x = torch.empty(tuple(images.shape), dtype=images.dtype, device="meta")
-    with torch.no_grad():
+    with torch.no_grad(), without_memory():
+        x = torch.empty(tuple(images.shape), dtype=images.dtype)
         for names in parts:
             x = model.part(names)(x)
             shapes.append(Boundary(tuple(as_sent_between_stages(x, memory_format).shape), dtype))

@@ -24,6 +24,7 @@ from models.base import BlockList
 from models.families import build
 from models.kernels import patching
 from models.kernels.cuda import compiler
+from models.meta import without_memory
 from models.native import library
 from models.native import patching as native
 from models.preprocess import Preprocess
@@ -376,7 +377,7 @@ def _largest_part(recipe: Recipe, batch: Batch, device: torch.device) -> _Part:
     size = max(training_image_sizes(recipe))
     dtype = compute_dtype(recipe.precision.compute, device)
     # Without memory: the whole model may not fit where a part of it is computed.
-    with torch.device("meta"):
+    with without_memory():
         model = build(recipe.model, 0)
     parts = cuts.counted(cuts.Blocks(model, recipe.model, recipe.parallel, batch)).names
     images = Boundary((batch.micro, 3, size, size), torch.uint8)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Dict, Iterable, List, Sequence, Tuple, Type
 import torch
 from torch import nn
 
+from models.meta import without_memory
 from models.stochastic import Draws
 from recipe.kinds import Registry
 
@@ -111,7 +112,7 @@ class Family:
             By parameter, 0 for the first layer; here the number of its block.
         """
         # Without memory: only names are needed.
-        with torch.device("meta"):
+        with without_memory():
             model = cls.build(section, seed=0)
         depths: Dict[str, int] = {}
         depth = 0

@@ -12,6 +12,7 @@ from timm.layers import drop as timm_drop
 from torch import nn
 
 from models import timm_creation
+from models.meta import without_memory
 from models.stochastic import Draws, DropPath, DropPaths
 from recipe import network
 from recipe.settled import image_size
@@ -54,7 +55,7 @@ def _calls(text: str) -> Dict[str, int]:
         found[name] += 1
 
     # Some models draw from torch's generator on the way, which nobody else shall notice.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), without_memory():
         model = timm_creation.create(section)
         for name, module in model.named_modules():
             if isinstance(module, timm_drop.DropPath):

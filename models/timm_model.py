@@ -22,6 +22,7 @@ from torch import fx, nn
 from common.errors import ConfigError
 from models import timm_creation, timm_depth
 from models.base import FAMILIES, BlockList, Family
+from models.meta import without_memory
 from models.normalization import BatchNormAct
 from models.preprocess import Preprocess
 from models.shapes import BlockShape
@@ -80,10 +81,9 @@ class TimmFamily(Family):
         """Return the numbers of timm's groups of parameters, by which timm decays rates."""
         from timm.models import group_parameters
 
-        with torch.device("meta"):
-            model: Any = _exact_model(
-                section, Draws(0)
-            )  # `group_matcher` is of timm's models alone
+        with without_memory():
+            # `group_matcher` is of timm's models alone.
+            model: Any = _exact_model(section, Draws(0))
         groups = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
         return {name: groups[cls.timm_name(name)] for name in super().depths(section)}
 
@@ -113,7 +113,7 @@ def shapes(section: network.Timm, pixels: int) -> Dict[str, BlockShape]:
 def _shapes(text: str, pixels: int) -> Dict[str, BlockShape]:
     """Return `shapes` of the section that is this JSON: a start asks for them several times."""
     section = network.Timm.model_validate_json(text)
-    with torch.device("meta"):
+    with without_memory():
         model = TimmFamily.build(section, seed=0)
     x = torch.empty(timm_creation.TRACED_IMAGES, 3, pixels, pixels, device="meta")
     numbers = {"preprocess": BlockShape(0, 0, 0, 0, output=3 * pixels**2)}
