@@ -38,9 +38,10 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Files that start ranks begin first: they take longest, and none of them is left alone at the end."""
+    """Files that start ranks begin first, and of all others the longest, so that short ones are left for the end."""
     several = {item.path for item in items if item.get_closest_marker("multiprocess")}
-    items.sort(key=lambda item: item.path not in several)
+    lengths = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: (item.path not in several, -lengths[item.path]))
 
 
 def pytest_collection_finish():
