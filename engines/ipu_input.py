@@ -7,7 +7,6 @@ step arrives as one block of memory, which PopTorch takes without a copy.
 from __future__ import annotations
 
 import multiprocessing
-import threading
 import time
 from multiprocessing import resource_tracker
 from typing import Callable, Iterator, List, NamedTuple, Optional, Protocol, Sequence, Tuple
@@ -15,6 +14,7 @@ from typing import Callable, Iterator, List, NamedTuple, Optional, Protocol, Seq
 import torch
 from torch.utils.data import Dataset
 
+from common import timers
 from data import mixing
 from data.augmentation import IMAGENET, Colours
 from data.base import Source, UnreadableImage
@@ -255,11 +255,8 @@ class TrainingFeed:
 
     def close(self) -> None:
         """End the worker processes, by force where a read hangs."""
-        force = threading.Timer(_PATIENCE, self._kill_readers)
-        force.daemon = True
-        force.start()
-        self._loader.terminate()
-        force.cancel()
+        with timers.after(_PATIENCE, self._kill_readers):
+            self._loader.terminate()
 
     def _kill_readers(self) -> None:
         for process in self._readers:

@@ -15,6 +15,7 @@ from typing import Callable, Iterator, Mapping, Tuple
 
 import torch.distributed as dist
 
+from common import timers
 from common.errors import FAILED, LEFT_OUT, ConfigError
 from parallel import cutting, ending, joining
 from parallel.generations import LIFE, LeftOut, Member, Membership, Regroup, TooFew
@@ -125,14 +126,8 @@ class Elastic:
         soon one of them has stopped since, and the generation is over.
         """
         limit = _MEET_SECONDS + _MEET_SECONDS_EACH * self.topology.world
-        timer = threading.Timer(limit, self.lost)
-        timer.daemon = True
-        if self.number:
-            timer.start()
-        try:
+        with timers.after(limit, self.lost) if self.number else contextlib.nullcontext():
             yield
-        finally:
-            timer.cancel()
 
     def engine_is_built(self) -> None:
         """Take note that the engine is there: later connections are others'."""

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
 from typing import List, NamedTuple, Tuple
@@ -14,6 +13,7 @@ from typing import List, NamedTuple, Tuple
 import torch
 import torch.distributed as dist
 
+from common import timers
 from common.errors import ConfigError, MachineError
 from parallel import launchers
 from parallel.generations import Store
@@ -142,10 +142,7 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
 
     end = time.monotonic() + RENDEZVOUS_SECONDS
     # While this rank waits a thread says for whom.
-    timer = threading.Timer(_SILENT_SECONDS, _say_who_is_missing, (topology, place, end))
-    timer.daemon = True
-    timer.start()
-    try:
+    with timers.after(_SILENT_SECONDS, _say_who_is_missing, topology, place, end):
         # Every rank writes its number of stages, and reads those of all.
         store = dist.PrefixStore(place.prefix, _shared_store(topology, place, end))
         texts = synchronize(
@@ -156,8 +153,6 @@ def _meet(topology: Topology, place: _Place) -> Tuple[dist.Store, List[int]]:
             key_prefix=_STAGES,
             timeout=RENDEZVOUS_SECONDS,
         )
-    finally:
-        timer.cancel()
     return store, [int(text) for text in texts]
 
 

@@ -18,7 +18,9 @@ def forms(tensors):
     return [(tuple(each.shape), each.dtype, each.stride()) for each in tensors]
 
 
-@pytest.mark.parametrize("keys", [(), ("model.norm=batch",), ("model.norm=layer",), ("model.proxy_norm=true",)], ids=str)
+@pytest.mark.parametrize(
+    "keys", [(), ("model.norm=batch",), ("model.norm=layer",), ("model.proxy_norm=true",)], ids=str
+)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_names_shapes_and_layouts_are_those_of_a_model_with_memory(keys, layout):
     expected = model_of(*keys)

@@ -1,0 +1,46 @@
+"""What is called if something takes too long, and its thread, which is gone afterwards."""
+
+import threading
+
+import pytest
+
+from common import timers
+
+
+def test_it_is_called_if_the_block_lasts_so_long_and_its_thread_has_ended_with_the_block():
+    called = threading.Event()
+    threads = threading.active_count()
+    with timers.after(0.01, called.set):
+        assert called.wait(10.0)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("fault", [None, KeyError("of the block")], ids=str)
+def test_it_is_not_called_after_the_block_and_no_thread_is_left(fault):
+    """However the block is left."""
+    called = threading.Event()
+    threads = threading.active_count()
+    try:
+        with timers.after(60.0, called.set):
+            assert threading.active_count() == threads + 1
+            if fault is not None:
+                raise fault
+    except KeyError as error:
+        assert error is fault
+    assert not called.is_set()
+    assert threading.active_count() == threads
+
+
+def test_a_call_that_has_begun_is_waited_for():
+    """It may be within a library when the interpreter ends."""
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def call(word):
+        begun.set()
+        go_on.wait(10.0)
+        done.append(word)
+
+    with timers.after(0.0, call, "word"):
+        assert begun.wait(10.0)
+        threading.Timer(0.05, go_on.set).start()
+    assert done == ["word"]
