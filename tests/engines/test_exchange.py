@@ -1,5 +1,6 @@
 """Sparse, rounded, local and late exchanges in the engine: with stages, replicas, half weights and resumes."""
 
+import copy
 import functools
 
 import pytest
@@ -21,6 +22,7 @@ from tests.engines.worlds import (
     goes_on,
     micro_batches,
     outcome,
+    saved_after,
     single,
     trains,
 )
@@ -97,9 +99,11 @@ def test_as_many_weights_move_as_are_sent(run, vectors_whole):
 
 
 def resumed(processes, overrides):
-    """All that 5 steps save, and what 3 more save after 2. Replicas of local steps may end apart."""
-    whole = goes_on(processes, overrides, 0, 5)[2]
-    saved = goes_on(processes, overrides, 0, 2)[2]
+    """All that 5 steps save, and 3 in an engine that takes over after 2. Replicas of local steps may end apart."""
+    engine = engine_of(processes, overrides, steps_per_epoch=2)
+    saved = copy.deepcopy(saved_after(engine, 0, 2))
+    whole = saved_after(engine, 2, 3)
+    engine._exchange.close()
     common, own, again = goes_on(processes, overrides, 2, 3, *processes.from_main(lambda: saved))
     return common, () if LOCAL[0] in overrides else own, (whole, again)
 

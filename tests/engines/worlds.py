@@ -175,11 +175,16 @@ def goes_on(processes, overrides, first, steps, saved=None, states=()):
     if saved is not None:
         engine.load_state_dict(saved)
         engine.load_replica_states(len(states), lambda number: states[number])
-    for step in range(first, first + steps):
-        engine.train_step(micro_batches(step, engine), one_step(step), 2.0, measure=True)
-    found = engine.state_dict(), [state for state in engine.replica_states() if engine.topology.is_main]
+    found = saved_after(engine, first, steps)
     engine._exchange.close()
     return (engine.cut, engine.notes), digest(engine.weights.state_dict()), found
+
+
+def saved_after(engine, first, steps):
+    """What is saved after some steps, of the model and of each replica."""
+    for step in range(first, first + steps):
+        engine.train_step(micro_batches(step, engine), one_step(step), 2.0, measure=True)
+    return engine.state_dict(), [state for state in engine.replica_states() if engine.topology.is_main]
 
 
 @functools.lru_cache(maxsize=None)
