@@ -24,11 +24,10 @@ from parallel.generations import Regroup
 from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import batch as arithmetic
-from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Recipe
 from recipe.division import Batch
-from training import choices, images, loggers, opening, profiling, resuming
+from training import agreement, choices, images, loggers, opening, profiling, resuming
 from training import services as _services  # noqa: F401  they register themselves
 from training.checkpoint import CheckpointFolder
 from training.continuation import Continuation
@@ -38,7 +37,7 @@ from training.metrics import Metrics, length_until
 from training.monitor import Monitor
 from training.profiling import MemoryHistory, Recordings
 from training.progression import Progression
-from training.run_folder import RunFolder, first_difference
+from training.run_folder import RunFolder
 from training.stopping import late_signals
 
 Say = Callable[[str], None]
@@ -112,7 +111,7 @@ def run(recipe: Recipe) -> None:
 
 def _run(recipe: Recipe, processes: Processes, continuation: Continuation) -> None:
     """Train by connected processes; in an elastic run, until these are no longer all of them."""
-    _check_one_recipe(recipe, processes)
+    agreement.check_one_recipe(recipe, processes)
     say = _printing(processes)
     # A later generation of an elastic run has nothing new to say about what has not changed.
     say_first = _silent if continuation.later else say
@@ -177,27 +176,6 @@ def _check_division(recipe: Recipe, place: Topology) -> None:
         )
         prints = launchers.prints(os.environ, place.rank)
         raise ConfigError(message if prints else "") from None
-
-
-def _check_one_recipe(recipe: Recipe, processes: Processes) -> None:
-    """Check that all ranks have the same recipe; only hosts' own files can be the cause.
-
-    Raises ConfigError.
-    """
-    if processes.topology.world == 1:
-        return
-    # The whole recipe: also a key that may change between sessions must not differ between ranks.
-    texts = processes.gather(loading.dump(recipe))
-    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-    if other is None:
-        return
-    one = loading.loads(texts[0], "rank 0")
-    two = loading.loads(texts[other], f"rank {other}")
-    difference = first_difference(one, two) or first_difference(one, two, free={})
-    difference = difference.replace(" there", " on rank 0")
-    message = f"rank {other} has another recipe than rank 0: {difference}; give all hosts the same files and overrides"
-    # All ranks find it, one prints it.
-    raise ConfigError(message if processes.topology.is_main else "")
 
 
 def _plan(

@@ -175,7 +175,7 @@ def test_a_pipeline_has_a_bubble(tmp_path):
 def test_a_recipe_that_ranks_cannot_share_is_refused_once(tmp_path):
     ends = examined_in_ranks(tmp_path, "run.seed={rank}")
     assert [(end.code, len(end.errors)) for end in ends] == [(2, 1), (2, 0)]
-    assert "rank 1 has another recipe than rank 0; give all hosts the same files" in ends[0].errors[0]
+    assert "rank 1 has another recipe than rank 0: run.seed is 0 on rank 0, 1 here; give all hosts" in ends[0].errors[0]
 
 
 @pytest.mark.slow

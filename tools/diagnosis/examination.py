@@ -22,7 +22,6 @@ from models import shapes
 from parallel import topology
 from parallel.processes import Processes
 from recipe import batch as arithmetic
-from recipe import loading
 from recipe.batch import Lengths
 from recipe.config import Recipe
 from recipe.distribution import Parallel
@@ -38,7 +37,7 @@ from tools.diagnosis.steps import Setup
 from tools.planning import scaling, workload
 from tools.planning.machine import Machine
 from tools.planning.scaling import Row
-from training import choices
+from training import agreement, choices
 
 # Shares of the time that is given; the rest goes to links and to preparing engines.
 _READING = 0.15
@@ -145,7 +144,7 @@ def examine(recipe: Recipe, seconds: float, say: Callable[[str], None]) -> Optio
     # One rank prints for all.
     if not is_main:
         say = _say_nothing
-    _check_same(recipe, processes)
+    agreement.check_one_recipe(recipe, processes)
     # Before the images are opened, as listing them may take minutes.
     batch = _divided(recipe, processes)
     source, lengths, training_images = _opened(recipe, processes)
@@ -195,17 +194,6 @@ def _connect(recipe: Recipe) -> Tuple[Processes, torch.device]:
         launcher = r"\./run_pod\.sh( --replicas \d+( or \d+)?)?"
         text = re.sub(launcher, "torchrun (docs/doctor.md)", str(error))
         raise ConfigError(text) from None
-
-
-def _check_same(recipe: Recipe, processes: Processes) -> None:
-    """Check that all ranks have the same recipe. Raises ConfigError."""
-    texts = processes.gather(loading.dump(recipe))
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            fault = f"rank {rank} has another recipe than rank 0"
-            # One rank prints why, the others end without a word.
-            message = f"{fault}; give all hosts the same files and overrides"
-            raise ConfigError(message if processes.topology.is_main else "")
 
 
 def _opened(recipe: Recipe, processes: Processes) -> Tuple[Optional[Source], Lengths, int]:
