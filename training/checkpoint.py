@@ -75,6 +75,7 @@ class CheckpointFolder:
         replica_states: Iterable[dict] = (),
         warn: Callable[[str], None] = functools.partial(print, flush=True),
         only_best: bool = False,
+        validation_set: int = 0,
     ) -> Path:
         """Write a checkpoint durably, then remove older ones that need not be kept.
 
@@ -89,6 +90,7 @@ class CheckpointFolder:
             warn: called for each checkpoint that turns out to be damaged; it is kept, and not
                 compared with others.
             only_best: whether it is saved for its score alone, and goes once another is better.
+            validation_set: see `Manifest`.
 
         Returns:
             The checkpoint's file.
@@ -116,6 +118,7 @@ class CheckpointFolder:
                 top1=top1,
                 replicas=tuple(replicas),
                 only_best=only_best,
+                validation_set=validation_set,
             )
             write(self._manifest_path(step), encode(manifest), durable=True)
             undo.pop_all()
@@ -359,10 +362,18 @@ def load_named(path: Path, warn: Callable[[str], None]) -> dict:
 
 
 def _best_first(manifests: List[Manifest]) -> List[Manifest]:
-    """Return the manifests that have a score, by falling top-1; of equals the newest first."""
-    # Of equals the newest: it has seen more.
+    """Return the manifests that have a score, by falling top-1; of equals the newest first.
+
+    Those with scores of other validation images, with which the run began, come behind.
+    """
+
+    def goodness(manifest: Manifest) -> Tuple[int, float, int]:
+        assert manifest.top1 is not None, "only scored ones are compared"
+        # Of equals the newest: it has seen more.
+        return manifest.validation_set, manifest.top1, manifest.step
+
     scored = [manifest for manifest in manifests if manifest.top1 is not None]
-    return sorted(scored, key=lambda manifest: (manifest.top1, manifest.step), reverse=True)
+    return sorted(scored, key=goodness, reverse=True)
 
 
 def _read_manifest(path: Path, step: int) -> Optional[Manifest]:

@@ -603,6 +603,7 @@ class Trainer:
             top1,
             replica_states,
             only_best=only_best,
+            validation_set=progression.validation_set,
         )
         if scheduled:
             note_checkpoint(self.monitor, progression)

@@ -30,6 +30,8 @@ class Manifest(NamedTuple):
     top1: share in [0, 1]; None if it was not scored.
     replicas: a file for each replica that has a state of its own.
     only_best: whether it was saved for its score alone, between the checkpoints that were due.
+    validation_set: how often the run had gone on with other validation images; only scores of one
+        set can be compared.
     """
 
     step: int
@@ -38,13 +40,14 @@ class Manifest(NamedTuple):
     top1: Optional[float]
     replicas: Tuple[File, ...] = ()
     only_best: bool = False
+    validation_set: int = 0
 
 
 def encode(manifest: Manifest) -> bytes:
     """Return the content of a manifest's file."""
     fields = manifest._asdict()
     # Fields that older programs do not know are left out where they say nothing.
-    for name in ("replicas", "only_best"):
+    for name in ("replicas", "only_best", "validation_set"):
         if not fields[name]:
             del fields[name]
     # Last: it covers all fields that are written.

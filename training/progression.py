@@ -28,6 +28,7 @@ class Progression:
     scores: of the last evaluation.
     growth: see recipe.course.Course.
     without_better: the last evaluations in a row whose best top-1 was not above best_of_all.
+    validation_set: how often the run has gone on with other validation images.
     updates: made or left out, from which the next one has its index; None where all of them were
         made by the recipe's course with the images of now.
     """
@@ -55,6 +56,7 @@ class Progression:
     scores: dict = field(default_factory=dict)
     growth: list = field(default_factory=list)
     without_better: int = 0
+    validation_set: int = 0
     updates: Optional[int] = None
 
     def has_lost_patience(self, patience: Optional[int]) -> bool:

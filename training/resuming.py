@@ -25,6 +25,7 @@ from training.images import Images
 from training.metrics import NAME, last_events
 from training.progression import Progression
 from training.run_folder import ACCEPT_IMAGES, differs_in_images, first_difference
+from training.weights import TRAINED
 
 _ELSEWHERE = "choose another folder by run.output=FOLDER"
 
@@ -102,6 +103,13 @@ def take_images(progression: Progression, images: Images, total: int) -> None:
     # of other validation images are none of this run. The loop scores what has no scores.
     if _has_other_images(progression.images_digest, images) and progression.step >= total:
         progression.scores = {}
+    # Neither is the best top-1 of others, with which patience compares.
+    if _has_other_validation_images(progression, images):
+        progression.best_top1 = 0.0
+        progression.best_of_all = 0.0
+        progression.best_weights = TRAINED
+        progression.without_better = 0
+        progression.validation_set += 1
     progression.images_digest = images.digest
 
 
@@ -125,6 +133,9 @@ def changes(
     lines = []
     if _has_other_images(progression.images_digest, images):
         lines.append("going on with other images than before (data.changed_images=accept)")
+    if progression.best_of_all and _has_other_validation_images(progression, images):
+        best = f"the best top1 so far, {progression.best_of_all:.2%}"
+        lines.append(f"{best}, is of other validation images and does not count any more")
     # IPUs have a generator of their own.
     stochastic = precision.weights == "float16" and precision.rounding == "stochastic"
     if stochastic and device != "ipu" and progression.rounding != rounding.VERSION:
@@ -227,6 +238,15 @@ def _is_dense_again(progression: Dict[str, Any], recipe: Recipe, images: Images)
         return False
     per_epoch = steps_per_epoch(images.training_images, recipe.batch.global_)
     return exchange.is_dense(progression["step"], per_epoch)
+
+
+def _has_other_validation_images(progression: Progression, images: Images) -> bool:
+    """Return whether a run was scored with other images before."""
+    if not _has_other_images(progression.images_digest, images):
+        return False
+    # Both end with the digest of the validation images.
+    before = progression.images_digest.rpartition("-")[2]
+    return before != images.digest.rpartition("-")[2]
 
 
 def _has_other_images(before: Optional[str], images: Images) -> bool:

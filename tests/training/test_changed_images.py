@@ -19,9 +19,10 @@ from tests.pictures import write_pictures
 from tests.tensors import assert_bitwise_equal, flat
 from tests.training.scripted import ScriptedEngine
 from tools import shards
-from training import resuming
+from training import loop, resuming
 from training.checkpoint import CheckpointFolder
 from training.progression import Progression
+from training.scoring import Scores
 
 OVERRIDES = (
     *(*TINY, "model.classes=2", "batch.global=4", "batch.micro=4", "run.steps=4", "checkpoint.every_epochs=1"),
@@ -174,6 +175,25 @@ def test_scores_stay_unless_other_images_end_the_run():
         progression = Progression(step=step, scores=scores, images_digest=digest)
         resuming.take_images(progression, now, total=9)
         assert (progression.scores, progression.images_digest) == (kept, "c-d")
+
+
+def test_scores_of_other_validation_images_are_not_compared(session, more, tmp_path, monkeypatch):
+    """Neither by the best top-1 and its line, nor by patience, nor by --best. Other training images change nothing."""
+    scored = iter([0.9, 0.8, 0.3, 0.2, 0.4, 0.3])
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Scores(next(scored), 1.0, 1.0, 2, 0))
+    place = (*OVERRIDES, f"data.root={more}", "run.steps=6", "evaluation.every_epochs=0.1", "evaluation.patience=3")
+    session(*place, stop_at=2)
+    (more / "train" / "b" / "0.png").rename(more / "train" / "b" / "99.png")
+    said = session(*place, "data.changed_images=accept", stop_at=3)
+    assert "other images than before" in said and "best top1" not in said
+
+    (more / "val" / "b" / "0.png").rename(more / "val" / "b" / "9.png")
+    said = session(*place, "data.changed_images=accept", stop_at=4)
+    assert "\nthe best top1 so far, 90.00%, is of other validation images and does not count any more\n" in said
+    said = session(*place)
+    assert "best top1 40.00%" in said
+    best = CheckpointFolder(tmp_path / "run" / "checkpoints", 3, True).load_best(pytest.fail)
+    assert (best["progression"]["step"], best["progression"]["best_of_all"]) == (5, 0.4)
 
 
 class Replicas(ScriptedEngine):

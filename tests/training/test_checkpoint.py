@@ -68,6 +68,19 @@ def test_one_that_is_saved_for_its_score_alone_pushes_out_none_of_the_newest(fol
     assert [each.get("only_best") for each in fields] == [None, True]
 
 
+def test_scores_of_other_validation_images_come_behind_those_of_the_newest(folder, replicas):
+    """The best one of before goes once there is a score of the new images. Older programs know no number of sets."""
+    checkpoints = folder(keep_last=1, keep_best=True)
+    kept = []
+    for step, (top1, number) in enumerate([(0.9, 0), (0.8, 0), (None, 1), (0.2, 1), (0.1, 1)], start=1):
+        checkpoints.save(step, content(step), top1, states(step, replicas), validation_set=number)
+        kept.append([manifest.step for manifest in checkpoints.manifests(warn=pytest.fail)])
+    assert kept == [[1], [1, 2], [1, 3], [4], [4, 5]]
+    assert checkpoints.load_best(pytest.fail)["progression"]["step"] == 4
+    assert [manifest.validation_set for manifest in checkpoints.manifests(warn=pytest.fail)] == [1, 1]
+    assert "validation_set" not in json.loads(encode(Manifest(1, 2, "3", 0.5)))
+
+
 def bit_flipped(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
