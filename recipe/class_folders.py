@@ -9,7 +9,7 @@ from common.errors import DataError
 
 # Folders that file systems, archives and storage servers make by themselves; some hold small copies
 # of the images.
-_NOT_OF_THE_USER = (
+NOT_OF_THE_USER = (
     b"lost+found",
     b"@eaDir",
     b"#recycle",
@@ -106,7 +106,7 @@ def why_left_out(entry: "os.DirEntry[bytes]", around: Sequence[bytes]) -> Option
         entry: of a folder.
         around: paths of the folders that the entry lies in.
     """
-    if entry.name in _NOT_OF_THE_USER and is_folder(entry):
+    if entry.name in NOT_OF_THE_USER and is_folder(entry):
         return "folders of file systems and storage servers"
     if not entry.is_symlink():
         return None

@@ -23,6 +23,7 @@ from common.json_io import json_text, read_json
 from common.text import count
 from recipe import loading
 from recipe.batch import output_folder, settled
+from recipe.class_folders import NOT_OF_THE_USER
 from recipe.config import Log, Parallel, Recipe
 from recipe.hardware import EngineSection, Ipu
 from training import metrics
@@ -441,6 +442,8 @@ def _is_occupied(path: Path) -> bool:
     if not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
+    # A new file system is not empty.
+    names -= set(map(os.fsdecode, NOT_OF_THE_USER))
     # What lies there comes from the mirror, and is fetched again.
     if RESTORING in names:
         return False

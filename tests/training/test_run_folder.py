@@ -1,5 +1,6 @@
 """A run folder holds one recipe's run and one process at a time."""
 
+import contextlib
 import errno
 import json
 import math
@@ -91,6 +92,14 @@ def test_a_recipe_that_failed_before_it_trained_may_be_corrected_in_place(opened
     opened("model.norm_groups=3").close()
     folder = opened("model.norm_groups=4")
     assert loading.load(folder.path / "config.yaml").model.norm_groups == 4
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_new_file_system_is_a_new_folder(opened, tmp_path, resume):
+    """It holds a folder of its own."""
+    (tmp_path / "disk" / "lost+found").mkdir(parents=True)
+    with contextlib.closing(opened(f"run.output={tmp_path}/disk", f"run.resume={resume}")) as folder:
+        assert (folder.path / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(
