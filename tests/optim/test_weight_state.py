@@ -27,7 +27,8 @@ some_pairs = pytest.mark.parametrize(
         if name in ("lars", "lamb") or number in (0, place % 5)
     ],
 )
-every_compute = pytest.mark.parametrize("compute", [SINGLE, HALF, states.BRAIN], ids=str)
+COMPUTE = (SINGLE, HALF, states.BRAIN)
+every_compute = pytest.mark.parametrize("compute", COMPUTE, ids=str)
 
 
 def plain(parameters):
@@ -120,8 +121,20 @@ def test_an_overflow_of_the_sum_counts_as_not_finite():
     assert finite.item() is False
 
 
-@every_compute
-@every_optimizer
+@pytest.mark.parametrize(
+    ("section", "compute"),
+    [
+        # LARS and LAMB, with and without OptimizerUpdate, in all dtypes; each other optimizer in one.
+        pytest.param(
+            section,
+            compute,
+            id=f"{name} {compute}",
+            marks=() if name in ("lars", "lamb") or number == place % 3 else pytest.mark.slow,
+        )
+        for place, (name, section) in enumerate(SECTIONS.items())
+        for number, compute in enumerate(COMPUTE)
+    ],
+)
 def test_nothing_waits_for_the_device(section, compute, monkeypatch):
     """On tensors without values, as those that a device has not computed yet, reading one raises. Without Triton,
     whose kernels need values."""
