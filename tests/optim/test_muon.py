@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from models.families import build
+from models.meta import without_memory
 from optim import factory, muon
 from optim.muon import COEFFICIENTS, Muon, orthogonalized
 from recipe.config import Model, Optimizer
@@ -302,7 +303,7 @@ def test_of_other_modules_matrices_are_not_known():
 
 @pytest.mark.parametrize("architecture", ["swin_tiny_patch4_window7_224", "beit_base_patch16_224", "tiny_vit_5m_224"])
 def test_hidden_layers_of_timms_models_are_weights_of_linear_layers_and_convolutions(architecture):
-    with torch.device("meta"):
+    with without_memory():
         model = timm.create_model(architecture)
     hidden = factory.hidden_layers(model)
     multiplied = {}
@@ -325,15 +326,21 @@ def test_a_hidden_layer_that_is_skipped_is_no_matrix():
     assert found == {id(named["bias"]): (0, 0.0), id(named["weight"]): (1, 0.1)}
 
 
+@functools.lru_cache(maxsize=None)
+def b4():
+    """Weights of a B4 by name, without memory, and its hidden layers."""
+    with without_memory():
+        model = build(Model(), 0)
+    return dict(model.named_parameters()), factory.hidden_layers(model)
+
+
 @pytest.mark.parametrize(("by_group", "expected"), [(True, 69), (False, 118)])
 def test_products_of_a_b4_cost_what_the_page_says(by_group, expected):
     """In GFLOP, as torch counts them."""
     flop_counter = pytest.importorskip("torch.utils.flop_counter", reason="newer than torch 2.0.1")
-    with torch.device("meta"):
-        model = build(Model(), 0)
-    weights = dict(model.named_parameters())
+    weights, hidden = b4()
     with flop_counter.FlopCounterMode(display=False) as counter:
-        for name, groups in factory.hidden_layers(model).items():
+        for name, groups in hidden.items():
             matrices = groups if by_group else 1
             orthogonalized(weights[name].detach().reshape(matrices, len(weights[name]) // matrices, -1), 5)
     assert counter.get_total_flops() / 1e9 == pytest.approx(expected, abs=0.5)
