@@ -84,7 +84,7 @@ def test_each_step_and_each_micro_batch_has_draws_of_its_own(create):
 
 
 OVERFLOW = ("precision.loss_scale=3e38", "precision.dynamic_loss_scale=true")
-FEW = ("batch.global=8", "batch.micro=4")
+FEW = ("batch.global=4", "batch.micro=2")
 STATES = (AVERAGES, ("precision.weights=float32",), ("precision.compute=bfloat16",), OVERFLOW)
 
 
@@ -116,13 +116,13 @@ def test_an_engine_goes_back_to_a_copy_of_its_live_state_and_another_one_goes_on
     train(first, range(2))
     first.end_epoch()
     copied, state = {name: tensor.clone() for name, tensor in first.live_state().items()}, first.state_dict()
-    train(first, range(2, 4))
+    train(first, [2])
     later = first.state_dict()
     assert any(not torch.equal(one, other) for one, other in zip(flat(later).values(), flat(state).values()))
     for engine in (first, second):
         engine.load_live_state(copied)
         assert_bitwise_equal(engine.state_dict(), state)
-        train(engine, range(2, 4))
+        train(engine, [2])
         assert_bitwise_equal(engine.state_dict(), later)
 
 

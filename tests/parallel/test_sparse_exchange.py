@@ -151,7 +151,8 @@ def test_nothing_is_lost(size, pattern, keys, kind):
     found = sum(each.double() for each in [*updates.values(), *(state["residual"] for state in states.values())])
     momentum = "momentum" in keys
     weights = [sum(0.9**later for later in range(STEPS - step)) if momentum else 1.0 for step in range(STEPS)]
-    given = sum(weights[step] * gradient(rank, step, kind, size).double() for rank in range(size) for step in range(STEPS))
+    places = product(range(size), range(STEPS))
+    given = sum(weights[step] * gradient(rank, step, kind, size).double() for rank, step in places)
     rounds = momentum or "bits" in keys
     torch.testing.assert_close(found, given, rtol=0, atol=max(34, 7 * size) * 2**-18 * UNIT if rounds else 0.0)
     counts = [int((update != 0).sum()) for update in updates.values()]
