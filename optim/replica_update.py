@@ -48,9 +48,15 @@ class Sketch:
         # whole parts, so that no part reaches beyond it.
         self._part = max(1, _PART // buckets) * buckets
         count = -(-_SIGNS // self._part) * self._part
-        numbers = torch.arange(count, device=device)
+        # No more than the longest vector asks for: to make a whole table takes longer than a step.
+        longest = max((self._signs_of(pieces) for pieces in vectors), default=0)
+        numbers = torch.arange(min(count, longest), device=device)
         bits = bits32(key("sketch"), numbers) & 1
         self._signs = bits.float().mul_(2).sub_(1)
+
+    def _signs_of(self, pieces: Sequence[Tuple[int, int]]) -> int:
+        """Return how many signs a vector of these pieces takes: each begins with the first bucket."""
+        return sum(-(-count // self.buckets) * self.buckets for _, count in pieces)
 
     def __call__(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the sketches of the vectors in a buffer, float32 [vectors, buckets].

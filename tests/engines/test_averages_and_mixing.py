@@ -54,7 +54,7 @@ def test_within_using_the_average_is_scored_and_afterwards_the_weights_again(cre
     """Predictions within are those of an engine that was given the average as its weights."""
     precision = ("precision.compute=bfloat16", *FLOAT32)
     engine, other = create(*BOTH, *BATCH_NORM, *precision), create(*BATCH_NORM, *precision)
-    train(engine, range(4), lr=3.0)
+    train(engine, range(2), lr=3.0)
     batch = next(micro_batches(99))
     before, state = engine.predict_step(batch), engine.state_dict()
     average = state["averages"]["step_average"]

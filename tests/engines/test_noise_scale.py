@@ -214,9 +214,9 @@ def test_it_is_measured_where_passes_are_recorded(noise):
     for recorded in (True, False):
         with on_cpus() if recorded else contextlib.nullcontext() as recorder:
             engine = engine_of(worlds.single(), (f"log.noise_scale={noise}",), steps_per_epoch=10)
-            for step in range(9):
+            for step in range(5):
                 engine.train_step(micro_batches(step, engine), one_step(step), 0.05)
-        assert not recorded or recorder.replays > 50
+        assert not recorded or recorder.replays > 40
         found.append(engine.state_dict()["noise_scale"])
     assert found[0].keys() == found[1].keys() and found[1][""].abs().min() > 0
     for name, moments in found[1].items():

@@ -1,4 +1,4 @@
-"""Six updates of our engine, some of two micro batches, against timm's model and timm's optimizers in a plain loop.
+"""Four updates of our engine, some of two micro batches, against timm's model and timm's optimizers in a plain loop.
 
 Weights in float32 on both sides drift apart by rounding. The yardstick is timm's own loop: in float64 it is the
 reference, and in float32 it shows what rounding alone does over these updates. Ours may be off by twice that.
@@ -19,7 +19,7 @@ from models.preprocess import Preprocess
 from recipe.batch import divide
 from tests.engines.noise import as_micro_batches, noise_images
 
-UPDATES, BATCH, SIZE, CLASSES = 6, 8, 48, 10
+UPDATES, BATCH, SIZE, CLASSES = 4, 8, 48, 10
 COMMON = (
     f"model.image_size={SIZE}", "model.dropout=0", "model.drop_path=0",
     f"batch.global={BATCH}", f"batch.micro={BATCH}", "precision.weights=float32", "data.label_smoothing=0.1",

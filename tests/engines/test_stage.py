@@ -4,6 +4,8 @@ Compiling is by Dynamo and AOTAutograd with the interpreter behind them: they de
 compiler.
 """
 
+import functools
+
 import pytest
 import torch
 import torch._dynamo
@@ -14,6 +16,7 @@ from engines.stage import Stage, blocks_to_recompute, boundaries, compile_stages
 from models import timm_model
 from models.base import BlockList
 from models.efficientnet import build
+from models.meta import without_memory
 from models.native import library, patching
 from models.normalization import BatchNormAct
 from models.stochastic import RANDOM_LAYERS, DropPaths
@@ -71,10 +74,11 @@ def test_recomputation_repeats_the_mask_of_each_call_of_one_layer():
     """Of a model of timm, whose blocks call their stochastic depth twice."""
     pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
     keys = {"name": "timm", "architecture": "edgenext_xx_small", "classes": 10, "image_size": 32, "drop_path": 0.5}
+    model = timm_model.TimmFamily.build(Model(**keys), 0)
     names = [f"stages.{number}" for number in range(1, 4)]
     results = []
     for recompute in (frozenset(), frozenset(names)):
-        model = timm_model.TimmFamily.build(Model(**keys), 0)
+        model.zero_grad()
         stage = Stage(model.part(names), model.draws, recompute)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(8, 24, 8, 8, generator=generator, requires_grad=True)
@@ -102,10 +106,17 @@ def test_a_stage_may_end_with_a_block_without_parameters(recompute):
     assert_same(found, three_steps(blocks, whole.draws))
 
 
-def mixer_stage(recompute=frozenset()):
-    """Two blocks of a Mixer of timm, which call their stochastic depth twice."""
+@functools.lru_cache(maxsize=None)
+def mixer():
+    """A Mixer of timm, which takes longer to draw than to train: no test changes its weights."""
     keys = {"name": "timm", "architecture": "mixer_s32_224", "classes": 10, "image_size": 64, "drop_path": 0.5}
-    model = timm_model.TimmFamily.build(Model(**keys), 0)
+    return timm_model.TimmFamily.build(Model(**keys), 0)
+
+
+def mixer_stage(recompute=frozenset()):
+    """Two blocks of a Mixer of timm, which call their stochastic depth twice; gradients of stages before are gone."""
+    model = mixer().train()
+    model.zero_grad()
     return Stage(model.part(MIXER), model.draws, recompute), model.draws
 
 
@@ -146,7 +157,7 @@ def saved_bytes(stage, model):
 
 def test_recomputation_keeps_the_inputs_of_blocks_only():
     model = model_of()
-    with torch.device("meta"):
+    with without_memory():
         meta = model_of()
     kept = saved_bytes(Stage(model, model.draws, frozenset()), model)
     inputs = boundaries([[name] for name in model.names], meta, Boundary((4, 3, 64, 64), torch.uint8), torch.bfloat16)
@@ -341,7 +352,7 @@ def test_channels_last_activations_travel_between_stages_without_a_copy():
     images = torch.randint(0, 256, tuple(IMAGES.shape), dtype=torch.uint8)
 
     sent = first(images)
-    with torch.device("meta"):
+    with without_memory():
         found = boundaries(parts, model_of(), IMAGES, torch.float32, torch.channels_last)
     assert [tuple(each.shape) for each in found] == [tuple(IMAGES.shape), tuple(sent.shape), (4, 10)]
     assert sent.is_contiguous() and sent.shape[-1] == 8

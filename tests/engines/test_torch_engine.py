@@ -25,7 +25,9 @@ AVERAGES = ("average.step_decay=0.6", "average.epoch_decay=0.9", "model.norm=bat
 
 def train(engine, steps, lr=1.0):
     """Steps on noise, other images in each; the results."""
-    return [engine.train_step(micro_batches(step), one_step(step), lr) for step in steps]
+    batch = engine.batch
+    images = [micro_batches(step, micro=batch.micro, count=batch.global_) for step in steps]
+    return [engine.train_step(each, one_step(step), lr) for step, each in zip(steps, images)]
 
 
 @pytest.mark.parametrize("valid", [9, 0])
@@ -82,6 +84,7 @@ def test_each_step_and_each_micro_batch_has_draws_of_its_own(create):
 
 
 OVERFLOW = ("precision.loss_scale=3e38", "precision.dynamic_loss_scale=true")
+FEW = ("batch.global=4", "batch.micro=2")
 STATES = (AVERAGES, ("precision.weights=float32",), ("precision.compute=bfloat16",), OVERFLOW)
 
 
@@ -89,7 +92,7 @@ STATES = (AVERAGES, ("precision.weights=float32",), ("precision.compute=bfloat16
 def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(create, overrides, tmp_path):
     """Also with weights of its own before, a working copy in another dtype than the state, and a first step that was
     skipped, which lowers the loss scale to the largest that a dynamic one may have."""
-    first, second = create(*RANDOM_LAYERS, *overrides), create(*RANDOM_LAYERS, *overrides)
+    first, second = (create(*RANDOM_LAYERS, *FEW, *overrides) for _ in range(2))
     train(first, range(2))
     first.end_epoch()
     train(second, range(1), lr=3.0)
@@ -109,17 +112,17 @@ def test_an_engine_goes_on_from_another_ones_state_bit_for_bit(create, overrides
 
 @pytest.mark.parametrize("overrides", STATES)
 def test_an_engine_goes_back_to_a_copy_of_its_live_state_and_another_one_goes_on_from_it(create, overrides):
-    first, second = create(*RANDOM_LAYERS, *overrides), create(*RANDOM_LAYERS, *overrides)
+    first, second = (create(*RANDOM_LAYERS, *FEW, *overrides) for _ in range(2))
     train(first, range(2))
     first.end_epoch()
     copied, state = {name: tensor.clone() for name, tensor in first.live_state().items()}, first.state_dict()
-    train(first, range(2, 4))
+    train(first, [2])
     later = first.state_dict()
     assert any(not torch.equal(one, other) for one, other in zip(flat(later).values(), flat(state).values()))
     for engine in (first, second):
         engine.load_live_state(copied)
         assert_bitwise_equal(engine.state_dict(), state)
-        train(engine, range(2, 4))
+        train(engine, [2])
         assert_bitwise_equal(engine.state_dict(), later)
 
 
@@ -210,9 +213,10 @@ def test_a_gpu_that_auto_leaves_out_is_named_in_one_line(create, backend, name):
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "muon"])
 def test_no_gradient_is_counted_twice_where_autograd_leaves_new_tensors(monkeypatch, name):
     """As on GPUs, with float16 weights of a model that computes in float32: the module's own parameters are stepped."""
-    keys = (f"optimizer.name={name}", "precision.compute=float32", "precision.weights=float16")
-    expected = worlds.trains(worlds.single(), keys, {"lr": 0.01})
+    keys = (f"optimizer.name={name}", "precision.compute=float32", "precision.weights=float16", "batch.global=4")
+    options = {"lr": 0.01, "steps": 2}
+    expected = worlds.trains(worlds.single(), keys, options)
     monkeypatch.setattr(gradients, "_ONE_BY_ONE", ())
-    results, digests, state = worlds.trains(worlds.single(), keys, {"lr": 0.01})
+    results, digests, state = worlds.trains(worlds.single(), keys, options)
     assert_bitwise_equal(state[2], expected[2][2])
     assert (results, digests) == expected[:2]

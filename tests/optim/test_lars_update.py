@@ -55,7 +55,7 @@ def fill(state, seed, factor=1.0):
     return gradients
 
 
-def updated(state, steps=3):
+def updated(state, steps=2):
     """The state and norms after some updates."""
     for step in range(steps):
         fill(state, 1 + step, 8.0)

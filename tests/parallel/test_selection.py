@@ -17,21 +17,24 @@ def in_order(values, numbers=None):
     return np.lexsort((numbers, -np.abs(values), ~np.isnan(values)))
 
 
-def assert_largest(values, k):
-    """By both ways, and the values are only read."""
-    expected, before = np.sort(in_order(values)[:k]), values.clone()
-    for found in (largest(values, k), selection._largest_by_keys(values, k)):
-        assert found.dtype == torch.int64 and found.device == values.device
-        assert np.array_equal(found.numpy(), expected), f"{k} of {len(values)}"
+def assert_largest(values, *counts):
+    """Of each count, by both ways, and the values are only read."""
+    order, before = in_order(values), values.clone()
+    for k in counts:
+        expected = np.sort(order[:k])
+        for found in (largest(values, k), selection._largest_by_keys(values, k)):
+            assert found.dtype == torch.int64 and found.device == values.device
+            assert np.array_equal(found.numpy(), expected), f"{k} of {len(values)}"
     assert torch.equal(values.view(torch.int32), before.view(torch.int32))
 
 
-def assert_ranked(values, numbers, k):
+def assert_ranked(values, numbers, *counts):
     order = in_order(values, numbers)
-    for kept, others in (ranked(values, numbers, k), selection._ranked_by_keys(values, numbers, k)):
-        assert kept.dtype == others.dtype == torch.int64
-        assert np.array_equal(kept.numpy(), np.sort(order[:k]))
-        assert np.array_equal(others.numpy(), np.sort(order[k:]))
+    for k in counts:
+        for kept, others in (ranked(values, numbers, k), selection._ranked_by_keys(values, numbers, k)):
+            assert kept.dtype == others.dtype == torch.int64
+            assert np.array_equal(kept.numpy(), np.sort(order[:k]))
+            assert np.array_equal(others.numpy(), np.sort(order[k:]))
 
 
 def normal(length, seed=0):
@@ -67,11 +70,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_few_values_and_a_share_of_many(kind):
     for length in (1, 2, 37, 300):
-        for k in range(1, length + 1):
-            assert_largest(KINDS[kind](length), k)
+        assert_largest(KINDS[kind](length), *range(1, length + 1))
     values = KINDS[kind](2 * CHUNK + 77)
-    for share in (1e-5, 0.001, 0.25, 0.9, 1.0):
-        assert_largest(values, int(share * len(values)))
+    assert_largest(values, *(int(share * len(values)) for share in (1e-5, 0.001, 0.25, 0.9, 1.0)))
 
 
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1])
@@ -80,12 +81,10 @@ def test_values_on_both_sides_of_a_chunk_s_border(length):
     values = normal(length) / 100
     at_borders = [0, CHUNK - 2, CHUNK - 1, CHUNK, CHUNK + 1, length - 1]
     values[[place for place in at_borders if place < length]] = 7.0
-    for k in (1, 3, 5, 100, length // 3):
-        assert_largest(values, k)
+    assert_largest(values, 1, 3, 5, 100, length // 3)
     equal = torch.ones(length)
     equal[-5:] = 2.0
-    for k in (3, 5, 6, length // 2 + 1, length - 4):
-        assert_largest(equal, k)
+    assert_largest(equal, 3, 5, 6, length // 2 + 1, length - 4)
 
 
 @pytest.fixture
@@ -134,11 +133,9 @@ def test_ranked_of_a_message(kind, dtype):
         return torch.randperm(below, generator=torch.Generator().manual_seed(3))[:length].to(dtype)
 
     for length in (1, 2, 40):
-        for k in range(1, length + 1):
-            assert_ranked(KINDS[kind](length), numbers_of(length, 1000), k)
+        assert_ranked(KINDS[kind](length), numbers_of(length, 1000), *range(1, length + 1))
     values, numbers = KINDS[kind](12_500), numbers_of(12_500, 1_000_000)
-    for k in (1, 6_250, 12_499, 12_500):
-        assert_ranked(values, numbers, k)
+    assert_ranked(values, numbers, 1, 6_250, 12_499, 12_500)
     assert_ranked(values, numbers.sort().values, 6_250)
 
 
