@@ -249,7 +249,7 @@ def test_weights_of_timm_are_scored_by_their_name_as_timm_scores_them(command, t
     theirs = timm.create_model("resnet10t", num_classes=5).eval()
     torch.save(theirs.state_dict(), tmp_path / "weights.pth")
     name = f"timm:{weights}:{tmp_path / 'weights.pth'}"
-    given = (f"data.root={folder}", "model.classes=5", "data.workers=0")
+    given = (f"data.root={folder}", "model.classes=5", "data.workers=0", "batch.evaluation=5")
     code, lines, errors = command("--checkpoint", name, "--output", tmp_path / "scores", *given)
     assert (code, errors) == (DONE, [])
     assert lines[0].startswith(f"images as timm's {weights}: model.image_size=224, model.mean=[0.485, ")

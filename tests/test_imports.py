@@ -1,5 +1,6 @@
 """Which rooms may import which: the contracts of .importlinter, and rules that it cannot express."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import world
 from tests.conftest import ROOT
 
 # Present on some machines only, or slow to load and seldom needed: imported in the functions that use them.
@@ -29,7 +31,26 @@ COMMANDS = (
 )
 
 
-@pytest.mark.parametrize(("absent", "names"), [(" ".join(OPTIONAL), NEEDED), ("torch", COMMANDS)])
+def _import_ours_without_the_others(rank, size):
+    """Import our files once more, in a process that has loaded what they need."""
+    ours = ("train", "evaluate", *(path.parent.name for path in ROOT.glob("*/__init__.py")))
+    for name in list(sys.modules):
+        if f"{name}.".startswith(tuple(f"{other}." for other in (*ours, *OPTIONAL))):
+            del sys.modules[name]
+    sys.modules.update(dict.fromkeys(OPTIONAL))  # importing one of these is an error
+    for name in NEEDED.split():
+        importlib.import_module(name)
+
+
+@pytest.mark.multiprocess
+def test_our_files_import_no_optional_package():
+    """Whether those that we need import one is seen in a process that has loaded none: most of it goes to torch."""
+    world.run(1, _import_ours_without_the_others, connect=False)
+
+
+@pytest.mark.parametrize(
+    ("absent", "names"), [pytest.param(" ".join(OPTIONAL), NEEDED, marks=pytest.mark.slow), ("torch", COMMANDS)]
+)
 def test_packages_are_imported_where_they_are_used(absent, names):
     command = [sys.executable, "-c", LOAD, absent, *names.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

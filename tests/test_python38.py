@@ -23,8 +23,10 @@ ON_IPU = (
 def vermin(*arguments):
     """(exit code, output) of vermin: 1 if something is newer than Python 3.8."""
     command = [Path(sys.executable).with_name("vermin"), "--no-config-file", "--target=3.8-", "--violations"]
-    # `long` was a type of Python 2; here it is a tensor's method.
-    ended = subprocess.run([*command, "--no-tips", "--exclude", "long", *arguments], capture_output=True, text=True)
+    # `long` was a type of Python 2; here it is a tensor's method. No comment exempts a line, and to look for them takes
+    # a fifth of the time.
+    command += ["--no-tips", "--exclude", "long", "--no-parse-comments"]
+    ended = subprocess.run([*command, *arguments], capture_output=True, text=True)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -47,7 +49,7 @@ def test_nothing_that_ipus_need_is_newer():
     product = [path for path in paths if path.relative_to(ROOT).as_posix().startswith(ON_IPU)]
     schema = [path for path in product if "(Section)" in path.read_text(encoding="utf-8")]
     assert ROOT / "engines" / "ipu_engine.py" in product and ROOT / "recipe" / "config.py" in schema
-    assert_not_newer(*product)
+    assert_not_newer(*(path for path in product if path not in schema))
     assert_not_newer("--eval-annotations", *schema)
 
 

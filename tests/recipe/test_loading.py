@@ -379,8 +379,9 @@ def test_awkward_values_survive_dumping(key):
         content = {"run": {"steps": 2}, "schedule": {"peak": 2}}
         content[section] = {**content.get(section, {}), name: value}
         recipe = Recipe.model_validate(content)
-        assert loads(dump(recipe), "again") == recipe, value
-        assert yaml.safe_load(dump(recipe)) == parse_yaml(dump(recipe), "here")
+        dumped = dump(recipe)
+        assert loads(dumped, "again") == recipe, value
+        assert yaml.safe_load(dumped) == parse_yaml(dumped, "here")
 
 
 def test_a_wrong_recipe_is_refused_before_torch_is_imported(write):

@@ -1,6 +1,7 @@
 """Whole blocks by our functions against timm's blocks of the same layers."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -38,12 +39,18 @@ def model_of(**keys):
     return model
 
 
-def pair(name, **keys):
-    """timm's block and ours, with the same parameters."""
+@functools.lru_cache(maxsize=None)
+def models(**keys):
+    """timm's model and ours, with the same parameters. For all tests: they copy what they take."""
     plain = model_of(**keys)
     ours = copy.deepcopy(plain)
     patch(ours)
-    plain, ours = plain.block(name), ours.block(name)
+    return plain, ours
+
+
+def pair(name, **keys):
+    """timm's block and ours, with the same parameters."""
+    plain, ours = (copy.deepcopy(model.block(name)) for model in models(**keys))
     for block in (plain, ours):
         if isinstance(block.drop_path, DropPath):
             block.drop_path.rate = keys["drop_path"]  # by depth it would be less
