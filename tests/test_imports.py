@@ -24,7 +24,10 @@ for name in sys.argv[2:]:
     importlib.import_module(name)
 """
 # They import with them the files of all rooms that runs need.
-NEEDED = "train evaluate training.run training.scoring training.exported tools.plan tools.exporting"
+NEEDED = (
+    "train evaluate training.run training.scoring training.exported tools.plan tools.exporting "
+    "engines.torch_engine parallel.pipeline parallel.topk"
+)
 # Their arguments are seen before torch is loaded.
 COMMANDS = (
     "train evaluate tools.batch tools.curves tools.doctor tools.export tools.launch tools.plan tools.report tools.sweep"
