@@ -61,17 +61,24 @@ class _Loader(yaml.SafeLoader):
         raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 
-class Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or `_Loader` would take for something else, as in `name:
     '1e5'`.
     """
+
+
+_Libyaml: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
+
+
+class _FastDumper(_Libyaml):
+    """Writes printable ASCII as `_Dumper` does, in a sixth of the time."""
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if pair[0] == "tag:yaml.org,2002:null"]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _class in (_Loader, Dumper):
+for _class in (_Loader, _Dumper, _FastDumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf")
     )
@@ -153,6 +160,15 @@ def parse_yaml(text: str, place: str) -> Any:
 def _content(text: str) -> Any:
     """Return `text` as scalars, lists and mappings, which are remembered. Raises YAMLError."""
     return yaml.load(text, Loader=_Loader)
+
+
+def as_yaml(content: Any) -> str:
+    """Return scalars, lists and mappings as YAML that `parse_yaml` reads back."""
+    # libyaml breaks lines with other characters elsewhere, and refuses bytes of a path that are no
+    # UTF-8.
+    is_plain = "\\" not in ascii(content)
+    dumper = _FastDumper if is_plain else _Dumper
+    return yaml.dump(content, Dumper=dumper, sort_keys=False, width=110)
 
 
 def parse_value(text: str, place: str, plain_items: bool = False) -> Any:

@@ -9,12 +9,11 @@ import re
 from pathlib import Path
 from typing import Any, Container, Dict, List, NamedTuple, Sequence
 
-import yaml
 from pydantic import ValidationError
 
 from common.errors import ConfigError
 from common.files import expanded
-from common.yaml_text import Dumper, parse_yaml, read_yaml
+from common.yaml_text import as_yaml, parse_yaml, read_yaml
 from recipe import idle, suggestions, timm_models, timm_weights
 from recipe.config import ALTERNATIVES, SECTIONS, Recipe
 from recipe.ipu.poprun import stages_of_launcher
@@ -219,8 +218,7 @@ def _settle_stages(parallel: Dict[str, Any]) -> None:
 
 def dump(recipe: Recipe) -> str:
     """Return `recipe` with all keys as YAML that `load` reads back to an equal recipe."""
-    content = recipe.model_dump(mode="json", by_alias=True)
-    return yaml.dump(content, Dumper=Dumper, sort_keys=False, width=110)
+    return as_yaml(recipe.model_dump(mode="json", by_alias=True))
 
 
 def _chain(path: Path) -> List[_Layer]:

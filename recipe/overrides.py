@@ -9,7 +9,19 @@ take the value as YAML.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, Literal, NamedTuple, Sequence, Set, Type, Union
+import functools
+from typing import (
+    AbstractSet,
+    Any,
+    Iterator,
+    List,
+    Literal,
+    NamedTuple,
+    Set,
+    Tuple,
+    Type,
+    Union,
+)
 
 from typing_extensions import Annotated, get_args, get_origin
 
@@ -81,7 +93,7 @@ def takes_text(section: str, key: str) -> bool:
     return _are_texts(_options_of(section, key))
 
 
-def _are_texts(options: Set[Any]) -> bool:
+def _are_texts(options: AbstractSet[Any]) -> bool:
     """Return whether values of these types, see `_options_of`, are texts or null."""
     return options - {_NONE} == {str}
 
@@ -99,7 +111,7 @@ def _text(value: str, place: str, nullable: bool) -> str | None:
     return value
 
 
-def _options_of(section: str, key: str) -> Set[Any]:
+def _options_of(section: str, key: str) -> AbstractSet[Any]:
     """Return the types that a key takes in any kind of its section; text for an unknown key, which
     others refuse.
     """
@@ -107,7 +119,13 @@ def _options_of(section: str, key: str) -> Set[Any]:
     if base is None:
         return {str}
     # The kind may be another than the recipe's: a later override can still name it.
-    kinds: Sequence[Type[Section]] = list(base.kinds.values()) if issubclass(base, Kind) else [base]
+    return _options_in(tuple(base.kinds.values()) if issubclass(base, Kind) else (base,), key)
+
+
+# Sweeps override the same keys for each trial. By the kinds, to which files of users add theirs.
+@functools.lru_cache(maxsize=1024)
+def _options_in(kinds: Tuple[Type[Section], ...], key: str) -> AbstractSet[Any]:
+    """Return the types that a key takes in any of these kinds; text if none has it."""
     options: Set[Any] = set()
     for kind in kinds:
         keys = kind.fields()

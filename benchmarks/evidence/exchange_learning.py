@@ -1,5 +1,6 @@
 """Exchanges for slow networks: what each learns beside a dense one, from the same weights and images."""
 
+import functools
 import itertools
 import statistics
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.evidence.staleness import DIGITS, MODEL, Staleness
 from models.families import build
 from parallel import exchange
 from parallel.exchange import Gradient
+from recipe.network import Model
 
 SEEDS = (0, 1, 2, 3, 4)
 REPLICAS = 4
@@ -146,10 +148,15 @@ def _lost(series: Series, dense: Series) -> List[float]:
 
 def _bytes_sent(series: Series) -> float:
     recipe = series.runs[0].recipe()
+    return exchange.of(recipe.exchange).bytes_sent(series.replicas, _gradient(recipe.model))
+
+
+@functools.lru_cache(maxsize=None)
+def _gradient(section: Model) -> Gradient:
+    """The gradient of a model, which all exchanges send."""
     with torch.device("meta"):
-        parameters = list(build(recipe.model, 0).parameters())
-    gradient = Gradient(sum(map(torch.numel, parameters)), layers=sum(each.dim() > 1 for each in parameters))
-    return exchange.of(recipe.exchange).bytes_sent(series.replicas, gradient)
+        parameters = list(build(section, 0).parameters())
+    return Gradient(sum(map(torch.numel, parameters)), layers=sum(each.dim() > 1 for each in parameters))
 
 
 def _error(values: Sequence[float]) -> float:

@@ -363,7 +363,8 @@ def test_what_is_dumped_loads_as_the_same_recipe(path, write):
 AWKWARD = {
     "schedule.peak": (1, 2**53 + 1, 10**299, 0.3, 1e-5, 5e-324, 1 / 3, 123456.789, 1.7976931348623157e308),
     "run.output": ("1e5", "08", "on", "true", "null", "~", "1.", "0x1F", "2026-01-31", "a: b", "# x", "'", '"\n', " x ",
-                   "", "=", "<<", "\ud7ff\U0001f600\x85", "x" * 300 + " " + "y" * 300),
+                   "", "=", "<<", "\ud7ff\U0001f600\x85", "x" * 300 + " " + "y" * 300,
+                   "é \x07" * 60),
     "run.seed": (0, 2**63 - 1),
     "parallel.recompute": (True, False, [], ["on", "", "1e5"]),
     "data.image_sizes": (None, [[0, 16], [3, 24]]),

@@ -17,7 +17,7 @@ from tests import ranks
 from tests.conftest import QUICKSTART, TINY
 from tests.world import fork_server
 from tools import doctor
-from tools.diagnosis import examination, loopback, splitting
+from tools.diagnosis import examination, loopback, rendering, splitting
 from tools.diagnosis.splitting import PARTS
 from tools.planning import machine, scaling, workload
 
@@ -47,6 +47,12 @@ def examined(tmp_path, monkeypatch, call):
         return code, json.loads(lines.pop()) if code == 0 else None, lines, errors
 
     return run
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """The picture is an empty file: to draw it takes as long as the measurements."""
+    monkeypatch.setattr(rendering, "draw", lambda findings, config, path: path.touch())
 
 
 def test_one_process_is_examined(examined, tmp_path):
@@ -92,7 +98,7 @@ def test_figures_in_doubt_give_no_advice_no_prediction_and_no_machine(examined, 
 
 
 def test_a_longer_step_is_measured_by_few_micro_batches_and_without_a_link_there_is_no_machine(
-    examined, tmp_path, monkeypatch
+    examined, undrawn, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(loopback, "measure", lambda: None)
     code, data, lines, _ = examined("batch.global=960", "batch.micro=12")
@@ -107,7 +113,7 @@ def test_a_longer_step_is_measured_by_few_micro_batches_and_without_a_link_there
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_slow_images_are_waited_for_and_are_the_advice(examined, monkeypatch, workers):
+def test_slow_images_are_waited_for_and_are_the_advice(examined, undrawn, monkeypatch, workers):
     draw_key = Training.draw_key
     monkeypatch.setattr(Training, "draw_key", lambda *arguments: time.sleep(PAUSE) or draw_key(*arguments))
     _, data, _, _ = examined(f"data.workers={workers}", "data.prefetch=1", *FEW)

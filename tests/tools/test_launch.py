@@ -210,8 +210,15 @@ def test_a_signal_lets_the_ranks_save(launch, number):
     assert saved == [True, True] and len(launch.starts(0)) == 1
 
 
-@pytest.mark.parametrize("replicas", ["1", "2"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "replicas"),
+    [
+        (signal.SIGTERM, "1"),
+        (signal.SIGUSR1, "2"),
+        pytest.param(signal.SIGTERM, "2", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "1", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_before_ranks_are_started_ends_the_launcher_as_stopped(tmp_path, number, replicas):
     """As the first process of a container it would not even have heard it."""
     (tmp_path / "signals.py").write_text(f"import signal\nsignal.raise_signal({int(number)})\n")

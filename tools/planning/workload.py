@@ -432,19 +432,19 @@ def _smallest(
     again = recomputed(recipe, names)
     sizes = _sizes(recipe, device, batch.micro)
     counts = in_flight(recipe.parallel, device, batch.accumulation, stages)
-    # Contents of a stage that begins with the block `start`, for each block that it may end with.
-    spans = []
-    for start in range(len(names)):
-        spans.append(list(elements(names[start:], blocks, again, device)))
-    # The whole model is the span from the first block to the last.
-    parameters = spans[0][-1].parameters
+
+    # Of most blocks no stage begins with them: one stage begins with the first block only.
+    @functools.lru_cache(maxsize=None)
+    def span(start: int) -> List[Held]:
+        """Return what a stage that begins with `start` holds, for each block that it may end with."""
+        return list(elements(names[start:], blocks, again, device))
 
     # Remembered: many cuts of the first stages leave the same blocks to the later ones.
     @functools.lru_cache(maxsize=None)
     def fullest(stage: int, start: int) -> int:
         """Return the least bytes of the fullest stage from `stage` on, which begins at `start`."""
         totals = (
-            sizes.state(held) + sizes.activations(held, counts[stage]) for held in spans[start]
+            sizes.state(held) + sizes.activations(held, counts[stage]) for held in span(start)
         )
         later = stages - stage - 1
         if later == 0:
@@ -459,7 +459,8 @@ def _smallest(
             least = min(least, max(total, fullest(stage + 1, end)))
         return int(least)
 
-    return fullest(0, 0), parameters
+    # The whole model is the span from the first block to the last.
+    return fullest(0, 0), span(0)[-1].parameters
 
 
 def elements(

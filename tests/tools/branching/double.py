@@ -17,6 +17,7 @@ import yaml
 
 from tests.tools.branching.quadratic import expected
 
+LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the latter takes longer than all else
 LINE = "step 7: the disk is full; make room"
 RATE = 0.1  # of the quadratic, at the run's own batch
 EARLY = 500  # steps
@@ -31,7 +32,7 @@ def loss_of(step, multiple, rule, order, steps):
 
 def main(arguments):
     folder = Path(arguments[2].removeprefix("run.output="))
-    recipe = yaml.safe_load(Path(arguments[1]).read_text())
+    recipe = yaml.load(Path(arguments[1]).read_text(), LOADER)
     with open(folder / "lock", "a+") as held:
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return train(folder, recipe["run"], recipe["batch"])

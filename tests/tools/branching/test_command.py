@@ -1,5 +1,7 @@
 """python -m tools.batch RUN --branch: announced, trained by a double of train.py, judged; killed, it goes on."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -13,7 +15,7 @@ from recipe import loading
 from recipe.batch import lengths, rate_factor
 from tests.conftest import ROOT
 from tests.tools.branching import double
-from tests.tools.branching.conftest import BATCH, PAUSE, PER_EPOCH, RATE, TOTAL
+from tests.tools.branching.conftest import BATCH, PAUSE, PER_EPOCH, RATE, TOTAL, run_in
 from tests.waiting import wait_until
 from tests.world import fork_server
 from tools import batch
@@ -46,16 +48,29 @@ def branched(call):
     return command
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with all twelve branches, the picture of them, and the lines that the command printed."""
+    place = tmp_path_factory.mktemp("whole")
+    run, picture = run_in(place), place / "branches.png"
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setattr(session, "_POLL_SECONDS", 0.01)
+        arguments = [str(run), "--branch", *WHOLE, "--json", "--picture", str(picture)]
+        assert batch.main(arguments, trainer=DOUBLE) == DONE
+    assert err.getvalue() == ""
+    return run, picture, out.getvalue().splitlines()
+
+
 def data(found):
     code, out, err = found
     assert (code, err) == (DONE, [])
     return json.loads(out[-1])
 
 
-def test_the_cost_is_announced_exactly_and_the_critical_batch_is_that_of_the_task(make_run, branched, tmp_path):
-    run, picture = make_run(), tmp_path / "branches.png"
-    code, out, err = branched(run, *WHOLE, "--json", "--picture", picture)
-    assert (code, err) == (DONE, [])
+def test_the_cost_is_announced_exactly_and_the_critical_batch_is_that_of_the_task(whole):
+    run, picture, out = whole
     found = json.loads(out[-1])
     # Announced before the first branch, and exactly what was trained.
     images = BRANCHES * STEPS * BATCH
@@ -106,11 +121,10 @@ def test_a_picture_may_lie_in_the_folder_that_the_branches_make(make_run, branch
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_schedule_can_be_pasted_and_has_the_rates_of_the_branches(make_run, branched, tmp_path):
-    run = make_run()
-    _, out, _ = branched(run, *WHOLE, "--json")
+def test_the_schedule_can_be_pasted_and_has_the_rates_of_the_branches(whole, tmp_path):
+    run, _, out = whole
     found = json.loads(out[-1])["schedule"]
-    pasted = out[out.index("batch:") : -1]
+    pasted = out[out.index("batch:") : -2]  # without the picture's name and the JSON
     assert len(pasted) == 3 and found["updates"] < TOTAL
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("\n".join([f"extends: {run / 'config.yaml'}", *pasted]) + "\n")
@@ -251,17 +265,16 @@ def test_a_branch_that_fails_ends_the_command_with_its_last_line(make_run, branc
         (("precision.weights=float32",), "precision.weights is float16 there, float32 here: branches begin in"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line_before_anything_is_written(make_run, branched, options, fault):
-    run = make_run()
-    code, out, (error,) = branched(run, *options)
+def test_what_cannot_be_done_is_refused_in_one_line_before_anything_is_written(untouched, branched, options, fault):
+    code, out, (error,) = branched(untouched, *options)
     assert (code, out) == (WRONG_INPUT, []) and fault in error
-    assert not (run / "branches").exists()
+    assert not (untouched / "branches").exists()
 
 
 @pytest.mark.parametrize("option", [("--share", "0.2"), ("--points", "2"), ("--output", "x"), ("run.threads=1",)])
-def test_options_of_branches_need_branch(make_run, call, option):
+def test_options_of_branches_need_branch(untouched, call, option):
     shown = option[0] if option[0].startswith("--") else "section.key=value"
-    code, _, (error,) = call(batch.main, make_run(), *option)
+    code, _, (error,) = call(batch.main, untouched, *option)
     assert code == WRONG_INPUT and f"{shown} goes with --branch" in error
 
 

@@ -68,10 +68,10 @@ def test_a_second_signal_ends_the_trials_at_once_and_a_second_sweep_is_refused(s
 
 def test_a_trial_that_fails_is_reported_by_its_last_line_and_the_others_go_on(some, monkeypatch):
     line = "step 7: the weights are lost; start a new run with a lower schedule.peak"
-    for above, state in (("0.88", DONE), ("0", FAILED)):
+    for above, state, trials in (("0.88", DONE, "4"), ("0", FAILED, "2")):
         monkeypatch.setenv("DOUBLE_FAILS_ABOVE", above)
         some.folder = some.folder.with_name(above)
-        code, out, err = some("--json")
+        code, out, err = some("--json", "--trials", trials)
         rows = json.loads(out[-1])["leaderboard"]
         failing = [row["trial"] for row in rows if row["parameters"]["optimizer.momentum"] > float(above)]
         assert code == state and 0 < len(failing) <= 4
