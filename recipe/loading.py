@@ -4,6 +4,8 @@ and remedy.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 from pathlib import Path
@@ -219,8 +221,15 @@ def _settle_stages(parallel: Dict[str, Any]) -> None:
 
 def dump(recipe: Recipe) -> str:
     """Return `recipe` with all keys as YAML that `load` reads back to an equal recipe."""
-    content = recipe.model_dump(mode="json", by_alias=True)
-    return yaml.dump(content, Dumper=Dumper, sort_keys=False, width=110)
+    return _as_yaml(json.dumps(recipe.model_dump(mode="json", by_alias=True)))
+
+
+# A run writes the same recipe into its folder and into its checkpoints, and PyYAML needs ten
+# milliseconds for it.
+@functools.lru_cache(maxsize=4)
+def _as_yaml(content: str) -> str:
+    """Return JSON as YAML, which is remembered."""
+    return yaml.dump(json.loads(content), Dumper=Dumper, sort_keys=False, width=110)
 
 
 def _chain(path: Path) -> List[_Layer]:
