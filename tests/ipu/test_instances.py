@@ -92,7 +92,7 @@ def test_the_line_with_popruns_defaults_starts_again_and_trains(tmp_path, option
 
 
 def test_only_the_first_instance_prints_what_is_wrong():
-    start = ("poprun", "--num-replicas", 4, "--num-instances", 4)
+    start = ("poprun", "--num-replicas", 2, "--num-instances", 2)
     for wrong in ("parallel.stages=2", "run.sed=1"):
         done = command(*start, *train(wrong))
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
