@@ -183,9 +183,19 @@ def parse_value(text: str, place: str, plain_items: bool = False) -> Any:
         ConfigError: the text is no YAML, or a comment is in it.
     """
     try:
-        loader = _ValueLoader(text)
-    except yaml.YAMLError as error:  # a character that YAML has no place for
+        # Callers change what they are given, so that each gets a copy of its own.
+        return copy.deepcopy(_value(text, plain_items))
+    except _Comment as error:
+        raise ConfigError(f"{place}: {error}") from None
+    except yaml.YAMLError as error:
         raise ConfigError(_fault(error, place)) from None
+
+
+# A sweep, or a plan for several machines, gives the same overrides again and again.
+@functools.lru_cache(maxsize=256)
+def _value(text: str, plain_items: bool) -> Any:
+    """Return one value, which is remembered. Raises YAMLError."""
+    loader = _ValueLoader(text)
     try:
         node = loader.get_single_node()
         if plain_items and isinstance(node, yaml.SequenceNode):
@@ -193,10 +203,6 @@ def parse_value(text: str, place: str, plain_items: bool = False) -> Any:
                 if isinstance(item, yaml.ScalarNode):
                     item.tag = _TEXT
         return None if node is None else loader.construct_document(node)
-    except _Comment as error:
-        raise ConfigError(f"{place}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(_fault(error, place)) from None
     finally:
         loader.dispose()
 

@@ -25,6 +25,7 @@ The implementation registers itself for the class, in a file of its own::
 Ask the object that `of` returns for whatever depends on the kind; do not compare names.
 """
 
+import functools
 from typing import (
     Any,
     Callable,
@@ -51,6 +52,16 @@ T = TypeVar("T")
 JsonSchema = Dict[str, Any]
 
 
+@functools.lru_cache(maxsize=None)  # each override asks for every kind of its section
+def _is_section(cls: type) -> bool:
+    """Return whether a class is a direct subclass of Kind or of Parts."""
+    # Kind and Parts are known by their grandparent, Section: pydantic asks as it makes
+    # OpenSection, which has no name yet.
+    families = [base for base in cls.__bases__ if issubclass(base, Section)]
+    parents = [parent for family in families for parent in family.__bases__]
+    return any(Section in parent.__bases__ for parent in parents)
+
+
 class OpenSection(Section):
     """Base of `Kind` and `Parts`: the class of such a section is chosen when a recipe is read.
 
@@ -63,11 +74,7 @@ class OpenSection(Section):
         """Return whether this is a section of a recipe, such as Optimizer: a direct subclass of
         Kind or of Parts.
         """
-        # Kind and Parts are known by their grandparent, Section: pydantic asks as it makes
-        # OpenSection, which has no name yet.
-        families = [base for base in cls.__bases__ if issubclass(base, Section)]
-        parents = [parent for family in families for parent in family.__bases__]
-        return any(Section in parent.__bases__ for parent in parents)
+        return _is_section(cls)
 
     @classmethod
     def class_for(cls, values: Any) -> Type["OpenSection"]:

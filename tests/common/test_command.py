@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import train
 from common import command, cores
 from common.command import one_line
 from common.errors import ConfigError, MachineError
@@ -173,10 +174,14 @@ def test_argparse_prints_one_line_too():
     assert (ended.returncode, ended.stderr.count("\n")) == (WRONG_INPUT, 1)
 
 
-def test_recipes_of_the_repository_are_found_from_elsewhere_and_those_that_are_there_come_first(tmp_path):
+def test_recipes_of_the_repository_are_found_from_elsewhere_and_those_that_are_there_come_first(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+
     def plan():
-        command = [sys.executable, ROOT / "train.py", "--config", "configs/quickstart.yaml", "--dry-run"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert train.main(["--config", "configs/quickstart.yaml", "--dry-run"]) == DONE
+        return capsys.readouterr().out
 
     assert "64 = " in plan()
     own = tmp_path / "configs" / "quickstart.yaml"

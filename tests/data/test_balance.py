@@ -117,8 +117,13 @@ def test_fewer_and_more_places_than_images_are_balanced(places):
     assert epoch.visits.max() < epoch.most_visits
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (0, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("workers", "replicas", "repeats"),
+    [
+        *((2, 1, 2), (0, 4, 1), (0, 4, 2), (1, 2, 1)),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, 1, 1), (1, 2, 2))),
+    ],
+)
 def test_workers_replicas_and_resumes_do_not_change_a_micro_batch(workers, replicas, repeats):
     expected = contents(train(repeats=repeats))
     shares = [range(replica * 4 // replicas, (replica + 1) * 4 // replicas) for replica in range(replicas)]

@@ -1,5 +1,6 @@
 """Mixup and cutmix against loops over single pixels in float64, and their draws against closed forms."""
 
+import functools
 import math
 import re
 
@@ -19,6 +20,13 @@ MANY = 4000
 
 def plan_of(data, step=0, number=0, rows=4, valid=None, height=9, width=7, seed=0):
     return draw(data, seed, step, number, rows, rows if valid is None else valid, height, width)
+
+
+@functools.lru_cache(maxsize=None)  # two tests look at each
+def plans_of_cutmix(cutmix):
+    """MANY plans of the published rule for images so large that rounding is nothing."""
+    data = Data(mixing="g16", cutmix=cutmix)
+    return [plan_of(data, step, height=100_000, width=100_000) for step in range(MANY)]
 
 
 def pictures(rows):
@@ -92,8 +100,7 @@ def test_cutmix_keeps_what_the_published_rule_keeps(cutmix):
     """With a = e^-4: P(none) = 1.55 c - 0.96, and else P(lambda <= x) = (e^(4 x - 4) - a) / (1 - a), of mean
     1 + (5 a - 1) / (1 - a) / 4. On 10^5 pixels a side rounding is nothing. Kolmogorov's distance exceeds 2.2 /
     sqrt(n) once in 8000 samples."""
-    plans = [plan_of(Data(mixing="g16", cutmix=cutmix), step, height=100_000, width=100_000) for step in range(MANY)]
-    kept = np.array([plan.kept for plan in plans])
+    kept = np.array([plan.kept for plan in plans_of_cutmix(cutmix)])
     none = 1.55 * cutmix - 0.96
     assert abs((kept == 1).mean() - none) < 5 * math.sqrt(none * (1 - none) / MANY) + 1e-9
     a = math.exp(-4)
@@ -154,7 +161,7 @@ def timms(count, **keys):
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.slow),
         ({"mixing_switch": 0.2, "mixing_probability": 0.7}, {"switch_prob": 0.2, "prob": 0.7}),
         pytest.param({"mixup": 0.0, "cutmix": 0.5}, {"mixup_alpha": 0.0, "cutmix_alpha": 0.5}, marks=pytest.mark.slow),
         pytest.param({"cutmix": None}, {"cutmix_alpha": 0.0}, marks=pytest.mark.slow),
@@ -233,9 +240,7 @@ def test_the_docs_give_the_share_of_pixels_that_cutmix_replaces():
     )
     described = Data.fields()["cutmix"].description
     for cutmix, percent in zip((0.62, 0.85, 1.0), map(int, said.groups())):
-        data = Data(mixing="g16", cutmix=cutmix)
-        plans = [plan_of(data, step, height=100_000, width=100_000) for step in range(MANY)]
-        replaced = np.mean([1 - plan.kept for plan in plans])
+        replaced = np.mean([1 - plan.kept for plan in plans_of_cutmix(cutmix)])
         assert abs(100 * replaced - percent) < 1
         assert f"{percent} %" in described
 

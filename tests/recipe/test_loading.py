@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from common.yaml_text import parse_yaml
+from common.yaml_text import parse_value, parse_yaml
 from recipe.config import Recipe
 from recipe.loading import dump, load, loads
 from tests.conftest import QUICKSTART, RECIPES, ROOT
@@ -101,6 +101,12 @@ def test_scalars_are_those_of_yaml_1_2():
     assert parse_yaml(str(whole * 10), "here") == 1e300
     assert parse_yaml("9" * 5000, "here") == float("inf")
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "here") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+
+
+def test_what_a_caller_changes_is_read_anew_the_next_time():
+    for read in (parse_yaml, parse_value):
+        read("[1, 2]", "here").append(3)
+        assert read("[1, 2]", "here") == [1, 2]
 
 
 # Nine of nine of nine: 387 million values. A text of 100 kB, 200 times.

@@ -74,7 +74,7 @@ def losses(folder):
     return {event["step"]: event["loss"] for event in read_events(folder)["train"]}
 
 
-@pytest.mark.parametrize("schedule", ["null", "[[0, 24]]"])
+@pytest.mark.parametrize("schedule", ["null", pytest.param("[[0, 24]]", marks=pytest.mark.slow)])
 def test_with_the_same_recipe_it_ends_with_the_bits_of_the_other_run(branch, other, schedule):
     """Its log begins at its first step, and its counters at none."""
     folder = branch(f"batch.schedule={schedule}")

@@ -67,9 +67,9 @@ def one(request, photos, tmp_path_factory, _one_thread):
 )
 def test_a_run_says_what_it_balances(photos, tmp_path, balance, line):
     keys = (*given(photos, f"data.balance={balance}"), "run.steps=3", "run.epochs=null")
-    ended = ranks.train(1, *keys, f"run.output={tmp_path / 'run'}")
-    said = [each for each in ended[0].out if each.startswith("data.balance")]
-    assert (ended[0].code, said) == (0, [line] if line else [])
+    ended = in_this_process(*keys, f"run.output={tmp_path / 'run'}")
+    said = [each for each in ended.out if each.startswith("data.balance")]
+    assert (ended.code, said) == (0, [line] if line else [])
 
 
 def test_a_stopped_run_goes_on_to_equal_bits(one, tmp_path):

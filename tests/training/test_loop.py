@@ -398,12 +398,13 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     step, as on other devices.
     """
     overrides = (
+        *("run.steps=6", "log.every_steps=2"),
         *("data.mixup=0.2", "data.cutmix=0.85", "average.step_decay=0.9", "average.epoch_decay=0.9"),
         *("precision.weights=float32", "precision.compute=bfloat16", "precision.dynamic_loss_scale=true"),
         "schedule.peak=0.1",
     )
     recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
-    engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=12)
+    engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=6)
     engine.weights._update.host_may_read = False
     monkeypatch.setattr(norms, "host_may_read", lambda device: False)
     waits, by_step, step = Waits(), {}, Trainer._step
@@ -424,8 +425,8 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     monkeypatch.setattr(Trainer, "_step", counted)
     monkeypatch.setattr(engine, "peak_flops", lambda: 1e12)
     evaluation = [EMPTY._replace(images=torch.zeros(1, 3, 16, 16, dtype=torch.uint8))]
-    loaded = list(engine.training_batches(open_source(recipe.data, 10, "train"), range(12)))  # the host's own
+    loaded = list(engine.training_batches(open_source(recipe.data, 10, "train"), range(6)))  # the host's own
     with waits:
-        start(engine, *overrides, batches=loaded, evaluation=evaluation, steps_per_epoch=12)
-    assert [number for number, seen in by_step.items() if seen] == [4, 8, 12]
-    assert "_local_scalar_dense" in by_step[4] and "tolist" in by_step[4]
+        start(engine, *overrides, batches=loaded, evaluation=evaluation, steps_per_epoch=6)
+    assert [number for number, seen in by_step.items() if seen] == [2, 4, 6]
+    assert "_local_scalar_dense" in by_step[2] and "tolist" in by_step[2]

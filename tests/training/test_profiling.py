@@ -11,6 +11,7 @@ import torch
 from engines.torch_engine import TorchEngine
 from parallel.topology import Topology
 from tests import ranks
+from tests.conftest import TINY
 from tests.training.scripted import ScriptedEngine
 from tests.training.test_several_ranks import TWO_STAGES
 from training.monitor import Monitor
@@ -42,7 +43,7 @@ def test_a_profile_holds_the_updates_from_the_second_on_with_the_spans_of_the_ti
 
 
 def test_it_does_not_change_what_is_learned_and_nothing_is_written_without(session, tmp_path):
-    recipe = ("run.steps=3", "schedule.warmup_steps=1", "log.tensorboard=false", "log.every_steps=1")
+    recipe = (*TINY, "run.steps=3", "schedule.warmup_steps=1", "log.every_steps=1")
     losses = []
     for folder, override in (("without", "log.profile=0"), ("with", "log.profile=1")):
         session(*recipe, override, f"run.output={tmp_path / folder}")
