@@ -80,9 +80,13 @@ class Launch:
         return self.started[-1]
 
     def end(self, launcher, timeout=120):
-        """Exit code, lines of stdout, lines of stderr; every rank must be gone."""
+        """Exit code, lines of stdout, lines of stderr; every rank must be gone.
+
+        What ranks have started is killed with them, but nobody waits for it: it may need a moment to die.
+        """
         ended = launcher.end(timeout)
-        assert [pid for pid in self.pids() if alive(pid)] == []
+        assert [pid for pid in self.pids("pid-[0-9]*") if alive(pid)] == []
+        wait_until(lambda: not any(alive(pid) for pid in self.pids()), seconds=5)
         return ended
 
     def __call__(self, behaviour, *arguments, **options):
@@ -102,8 +106,8 @@ class Launch:
             self.wait_for(*(f"ready-{rank}" for rank in range(4)))
         return started
 
-    def pids(self):
-        return [int(path.read_text() or 0) for path in self.folder.glob("pid-*")]
+    def pids(self, names="pid-*"):
+        return [int(path.read_text() or 0) for path in self.folder.glob(names)]
 
     def starts(self, rank):
         path = self.folder / f"starts-{rank}"
