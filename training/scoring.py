@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Iterable, List, NamedTuple, Optional, Sequence, Union
 
@@ -69,9 +70,12 @@ def quality(report: Scores) -> str:
     """
     assert report.confusion is not None
     means = class_scores.macro(report.confusion)
+    error = report.calibration_error
+    # Diverged weights give no probabilities.
+    calibration = f"{error:.1%}" if error is not None and math.isfinite(error) else "unknown"
     return (
         f"macro: precision {means.macro_precision:.1%}  recall {means.macro_recall:.1%}  "
-        f"F1 {means.macro_f1:.1%}; calibration error {report.calibration_error:.1%}"
+        f"F1 {means.macro_f1:.1%}; calibration error {calibration}"
     )
 
 

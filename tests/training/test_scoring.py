@@ -18,7 +18,7 @@ from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
 from tests.conftest import QUICKSTART, TINY
-from training.scoring import Scores, accuracy, class_rows, engine_with, evaluate, score, write_class_table
+from training.scoring import Scores, accuracy, class_rows, engine_with, evaluate, quality, score, write_class_table
 from training.weights import StoredWeights
 
 CLASSES = ("cat", "dog", "eel", "fox", "gnu", "hen", "ibex")
@@ -137,3 +137,11 @@ def test_weights_of_a_pipeline_that_one_replica_could_not_train_are_scored():
     with closing(engine_with(stored, recipe)) as engine:
         batch = MicroBatch(images, torch.zeros(2, dtype=torch.int64), None, 2, 0, 0, ())
         assert engine.predict_step(batch).shape == (2, recipe.model.classes)
+
+
+@pytest.mark.parametrize(("error", "words"), [(0.023, "2.3%"), (float("nan"), "unknown"), (None, "unknown")])
+def test_a_calibration_error_without_probabilities_is_unknown(error, words):
+    """As of weights that diverged."""
+    scores = Scores(1.0, 1.0, 0.1, 4, 0, calibration_error=error, confusion=torch.eye(2, dtype=torch.int64))
+    line = f"macro: precision 100.0%  recall 100.0%  F1 100.0%; calibration error {words}"
+    assert quality(scores) == line
