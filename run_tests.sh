@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the repository: lint, types, import rules, the fast tests (six to eight minutes on two cores).
-#   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (three quarters of an hour more) and those of one IPU process
+#   ./run_tests.sh [--full] [pytest arguments]             --full adds the slow tests (half an hour more) and those of one IPU process
 #   ./run_tests.sh --ipu-environment [pytest arguments]    what the IPU path imports, on Python 3.8 and torch 2.0.1
 set -eu
 . "$(dirname "$(readlink -f "$0")")/tools/environment.sh"  # wherever a link to this file lies
