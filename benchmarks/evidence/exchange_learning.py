@@ -14,6 +14,7 @@ from benchmarks.evidence.experiment import Experiment, Series
 from benchmarks.evidence.runs import Run, outcome
 from benchmarks.evidence.staleness import DIGITS, MODEL, Staleness
 from models.families import build
+from models.meta import without_memory
 from parallel import exchange
 from parallel.exchange import Gradient
 from recipe.network import Model
@@ -154,7 +155,7 @@ def _bytes_sent(series: Series) -> float:
 @functools.lru_cache(maxsize=None)
 def _gradient(section: Model) -> Gradient:
     """The gradient of a model, which all exchanges send."""
-    with torch.device("meta"):
+    with without_memory():
         parameters = list(build(section, 0).parameters())
     return Gradient(sum(map(torch.numel, parameters)), layers=sum(each.dim() > 1 for each in parameters))
 
