@@ -179,4 +179,4 @@ def _call(side: Callable[[int], object]) -> Side:
 
 
 def _our_update(parameters: Mapping[str, nn.Parameter]) -> Side:
-    return _call(optimizer.updating(optimizer.weight_state(parameters, torch.float16, torch.float16, compile=False)))
+    return _call(optimizer.updating(optimizer.weight_state(parameters, torch.float16, torch.float16)))

@@ -40,6 +40,7 @@ from benchmarks import CACHE, claims
 from benchmarks.drawn_photographs import CLASSES, FOLDER, photographs
 from data.batches import MicroBatch
 from data.encoded import EncodedSource
+from data.epochs import RunOrder
 from data.loader import TrainingBatches
 from data.sources import open_source
 from parallel.parent_death import bound_to_parent
@@ -114,10 +115,8 @@ def speed_claims(times: Dict[Key, List[float]]) -> List[dict]:
 
 def our_batches(data: Data, size: int, micro: int, batch: int) -> Iterator[MicroBatch]:
     """Micro batches of the photographs, without end for our purposes. Args: batch: images of an update."""
-    return TrainingBatches(
-        open_source(data, len(CLASSES), "train"), data=data, image_size=size, global_batch=batch, micro=micro, seed=0,
-        first_step=0, last_step=10**6,
-    )  # fmt: skip
+    order = RunOrder(open_source(data, len(CLASSES), "train"), data, 0, batch)
+    return TrainingBatches(order, range(10**6), image_size=size, micro=micro)
 
 
 def our_data(reader: str) -> Data:

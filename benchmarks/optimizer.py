@@ -71,21 +71,23 @@ def our_updates(parameters: Parameters) -> Tuple[Sides, WeightState]:
         "LARS, float32 state, compiled": (torch.float32, torch.float32, True),
         "LARS, float32 state, uncompiled": (torch.float32, torch.float32, False),
     }
-    states = {name: weight_state(parameters, *kind) for name, kind in kinds.items()}
-    for state in states.values():
-        if state.notes and "uncompiled" in state.notes[0]:
-            raise ConfigError(f"benchmarks.optimizer: {state.notes[0]}")
+    states = {}
+    for name, (compute, dtype, is_compiled) in kinds.items():
+        states[name] = weight_state(parameters, compute, dtype)
+        note = states[name].compile_update() if is_compiled else ""
+        if "uncompiled" in note:
+            raise ConfigError(f"benchmarks.optimizer: {note}")
     return {name: updating(state) for name, state in states.items()}, states[OURS]
 
 
-def weight_state(parameters: Parameters, compute: torch.dtype, dtype: torch.dtype, compile: bool) -> WeightState:
+def weight_state(parameters: Parameters, compute: torch.dtype, dtype: torch.dtype) -> WeightState:
     """LARS on copies of the parameters in `compute`, on their device; `dtype`: of weights and momentum."""
     section = Section(name="lars", momentum=_MOMENTUM, weight_decay=_DECAY)
     norms = norm_parameters(build(Model(), 0))
     own = {name: nn.Parameter(parameter.detach().to(compute, copy=True)) for name, parameter in parameters.items()}
     state = WeightState(
         own.items(), lambda named: factory.create(section, named, norms),
-        dtype=dtype, rounding="stochastic", seed=0, compile=compile,
+        dtype=dtype, rounding="stochastic", seed=0,
     )  # fmt: skip
     state.gradients.flat.normal_(0.0, 0.128)
     return state

@@ -108,7 +108,9 @@ def rank_trains(rank: int, given: List[str], compresses: bool) -> Outcome:
             device=torch.device("cpu"),
         )
         for step, micro in enumerate(micro_batches):
-            plan = mixing.draw(recipe.data, recipe.run.seed, step, rank, 16, 16, *micro.images.shape[2:])
+            plan = mixing.draw(
+                recipe.data, recipe.run.seed, (step, rank), rows=16, valid=16, size=micro.images.shape[2:]
+            )
             whole.draws.step, whole.draws.micro_batch = step, rank
             logits = model(micro.images if plan is None else mixing.mix_images(micro.images, plan))
             targets = mixing.mix_targets(micro.labels, plan, recipe.model.classes)

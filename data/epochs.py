@@ -1,4 +1,4 @@
-"""The order of an epoch: which image each row of a step shows, and which draws it gets."""
+"""The order of a run: which image each row of a step shows, and which draws it gets."""
 
 from typing import NamedTuple, Optional, Tuple
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from data import balance
 from data.base import Source
+from recipe.batch import steps_per_epoch
 from recipe.config import Data
 
 
@@ -65,6 +66,57 @@ class Epoch:
         # The same image never gets the same number twice, so that each showing has its own draws.
         showing = (self.number * self._most_visits + visit) * self._repeats + copy
         return Shown(int(self._images[place]), showing)
+
+
+class RunOrder:
+    """Which image each row of each step of a run shows.
+
+    Each step takes the next global batch of its epoch's order. Images left over at the end of an
+    order are in no step of the epoch.
+
+    source: of the images.
+    data: section of the recipe, by which epochs are ordered.
+    seed: of the run.
+    global_batch: images per step.
+    """
+
+    def __init__(self, source: Source, data: Data, seed: int, global_batch: int):
+        """
+        Args:
+            source: at least one global batch of training images.
+            data: whether classes are balanced, and how often images are repeated.
+            seed: of the run.
+            global_batch: images per step.
+        """
+        # recipe/batch.py refuses fewer images for a recipe, with the remedy.
+        assert len(source) >= global_batch, (len(source), global_batch)
+        self.source = source
+        self.data = data
+        self.seed = seed
+        self.global_batch = global_batch
+        self._steps_per_epoch = steps_per_epoch(len(source), global_batch)
+        self._newest: Optional[Epoch] = None
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a `step`; both are counted from 0."""
+        return step // self._steps_per_epoch
+
+    def shown(self, step: int, row: int) -> Shown:
+        """Return what a row of a step shows.
+
+        Args:
+            step: of the run, from 0.
+            row: within the step.
+        """
+        number, within = divmod(step, self._steps_per_epoch)
+        epoch = self._newest
+        # An order costs a sort of all images, and neighbours are mostly of one epoch. Threads may
+        # ask at the same time: each goes on with the epoch that it found or made.
+        if epoch is None or epoch.number != number:
+            rows = self._steps_per_epoch * self.global_batch
+            epoch = Epoch(self.source, self.data, self.seed, number, rows=rows)
+            self._newest = epoch
+        return epoch.shown(within * self.global_batch, self.global_batch, row)
 
 
 def places_of(rows: int, repeats: int) -> int:

@@ -15,12 +15,11 @@ from data import damage
 from data.augmentation import IMAGENET, Colours
 from data.base import Source, UnreadableImage
 from data.batches import MicroBatch, ReadBatch, Request
-from data.epochs import Epoch
+from data.epochs import RunOrder
 from data.prefetch import Prefetcher
 from data.reader import Reader
 from data.transforms import Evaluation, Training
 from data.workers import Loader, is_full, shared_memory_is_full
-from recipe.batch import steps_per_epoch
 from recipe.config import Data
 
 _CPU = torch.device("cpu")
@@ -36,7 +35,7 @@ class NotLeftOut(UnreadableImage):
 
 
 class TrainingBatches:
-    """One replica's micro batches of the steps first_step <= step < last_step, in order.
+    """One replica's micro batches of some steps, in order.
 
     An iterator. Steps are counted from the start of the run, so a resumed run gets the same
     batches. Workers load ahead over the ends of epochs. Iterating raises UnreadableImage where
@@ -45,54 +44,42 @@ class TrainingBatches:
 
     def __init__(
         self,
-        source: Source,
+        order: RunOrder,
+        steps: range,
         *,
-        data: Data,
         image_size: Union[int, Callable[[int], int]],
-        global_batch: int,
         micro: int,
-        seed: int,
-        first_step: int,
-        last_step: int,
         share: Optional[range] = None,
         device: torch.device = _CPU,
         colours: Colours = IMAGENET,
     ):
         """
         Args:
-            source: at least one global batch of training images.
-            data: how images are augmented and read.
+            order: of the images. Its section of the recipe says how they are augmented and read.
+            steps: numbers of the steps, counted from the start of the run.
             image_size: pixels a side, or a function from an epoch, counted from 0, to them, called
                 ahead of the training.
-            global_batch: images per step.
-            micro: images per micro batch; divides `global_batch`.
-            seed: of the run.
-            first_step: number of the first step.
-            last_step: number of the step behind the last.
+            micro: images per micro batch; divides the global batch.
             share: the replica's, of the micro batches of a step; None for all.
             device: where the images are wanted.
             colours: by which the model normalises images.
         """
-        # recipe/batch.py refuses both for a recipe, with the remedy.
-        sizes = (len(source), global_batch, micro)
-        assert global_batch % micro == 0 and len(source) >= global_batch, sizes
-        self._data = data
+        # recipe/batch.py refuses this for a recipe, with the remedy.
+        assert order.global_batch % micro == 0, (order.global_batch, micro)
+        self._data = order.data
         self._device = device
         self._waited = 0.0
         self._requests = _Requests(
-            source=source,
-            data=data,
+            order=order,
             image_size=image_size,
-            global_batch=global_batch,
             micro=micro,
-            seed=seed,
-            steps=range(first_step, last_step),
-            share=range(global_batch // micro) if share is None else share,
+            steps=steps,
+            share=range(order.global_batch // micro) if share is None else share,
         )
-        self._reader = Reader(source, micro, Training(data, seed, colours))
+        self._reader = Reader(order.source, micro, Training(order.data, order.seed, colours))
         self._loader: Optional[Iterable[ReadBatch]]  # None once it is closed
-        self._loader = _loader(self._reader, self._requests, data, device)
-        self._ahead = _prefetched(self._loader, data, device)
+        self._loader = _loader(self._reader, self._requests, self._data, device)
+        self._ahead = _prefetched(self._loader, self._data, device)
 
     def __iter__(self) -> "TrainingBatches":
         return self
@@ -138,32 +125,20 @@ class TrainingBatches:
 class _Requests:
     """The requests of TrainingBatches; each iteration begins anew."""
 
-    source: Source
-    data: Data
+    order: RunOrder
     image_size: Union[int, Callable[[int], int]]
-    global_batch: int
     micro: int
-    seed: int
     steps: range
     share: range
 
     def __iter__(self) -> Iterator[Request]:
-        per_epoch = steps_per_epoch(len(self.source), self.global_batch)
-        epoch_of_order = None
         for step in self.steps:
-            epoch, within = divmod(step, per_epoch)
-            # An order costs a sort of all images: it is made once an epoch.
-            if epoch != epoch_of_order:
-                all_rows = per_epoch * self.global_batch
-                order = Epoch(self.source, self.data, self.seed, epoch, rows=all_rows)
-                epoch_of_order = epoch
-                pixels = self._pixels(epoch)
-            # Images left over at the end of an order are in no step of the epoch.
-            first = within * self.global_batch
+            epoch = self.order.epoch(step)
+            pixels = self._pixels(epoch)
             for number in self.share:
                 start = number * self.micro
                 rows = range(start, start + self.micro)
-                shown = [order.shown(first, self.global_batch, row) for row in rows]
+                shown = [self.order.shown(step, row) for row in rows]
                 yield Request(
                     step,
                     epoch,

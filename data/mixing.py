@@ -43,12 +43,11 @@ class Mixing(NamedTuple):
 def draw(
     data: Data,
     seed: int,
-    step: int,
-    number: int,
+    place: Tuple[int, int],
+    *,
     rows: int,
     valid: int,
-    height: int,
-    width: int,
+    size: Tuple[int, int],
     device: torch.device = _CPU,
 ) -> Optional[Mixing]:
     """Draw how a micro batch is mixed. No GPU is waited for.
@@ -59,12 +58,11 @@ def draw(
     Args:
         data: with the strength of mixup and cutmix.
         seed: of the run.
-        step: of the micro batch (an update may have several).
-        number: of the micro batch within its step, over all replicas.
+        place: step of the micro batch (an update may have several), and its number within the step,
+            over all replicas.
         rows: of the micro batch.
         valid: rows that are images; they come first.
-        height: of the images in pixels.
-        width: of the images in pixels.
+        size: height and width of the images in pixels.
         device: of the micro batch, and of the tensors.
 
     Returns:
@@ -75,9 +73,10 @@ def draw(
     # A single image has no partner.
     share = np.ones(rows, np.float32)
     box = _NO_BOX
+    height, width = size
     if valid > 1:
         draw_by_rule = _by_timm if data.mixing == "timm" else _by_g16
-        drawn, box = draw_by_rule(data, (seed, step, number), rows, height, width)
+        drawn, box = draw_by_rule(data, (seed, *place), rows, height, width)
         share[:valid] = drawn[:valid]
     _, _, box_height, box_width = box
     # The same box for all rows, so that a single copy moves it, and labels have one share.

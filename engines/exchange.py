@@ -131,8 +131,7 @@ class GradientExchange:
         parameters: Mapping[str, nn.Parameter],
         sections: UpdateSections,
         *,
-        norms: Iterable[str],
-        depths: Mapping[str, int],
+        create_optimizer: Callable[[], HasSlots],
         batch: Batch,
         processes: Processes,
         steps_per_epoch: Optional[int],
@@ -141,7 +140,10 @@ class GradientExchange:
         """
         Args:
             weights: of `create_weights`.
-            parameters, sections, norms, depths: those with which the weights were created.
+            parameters: of this process, by name: those of the weights.
+            sections: of the recipe, with which the weights were created.
+            create_optimizer: creates the recipe's optimizer of these parameters, for replicas that
+                make updates before they are exchanged.
             batch: of a step.
             processes: of the run.
             steps_per_epoch: None for an engine that does not train.
@@ -155,15 +157,9 @@ class GradientExchange:
         # Where updates are compressed the recipe's optimizer runs here: the weights only subtract.
         self._replica_update: Optional[ReplicaUpdate] = None
         if section.compresses_update(sections.optimizer):
-            optimizer = factory.create(
-                sections.optimizer,
-                dict(parameters),
-                norms,
-                depths=depths,
-            )
             self._replica_update = _replica_update(
                 weights,
-                optimizer,
+                create_optimizer(),
                 parameters,
                 sections,
                 processes=processes,

@@ -23,6 +23,7 @@ from data import loader, mixing
 from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
+from data.epochs import RunOrder
 from data.prefetch import Prefetcher, to_device
 from parallel.groups import begun
 from parallel.processes import Processes
@@ -57,7 +58,7 @@ class ImageSettings(NamedTuple):
 class _Mixed(NamedTuple):
     """How a micro batch is mixed; None where nothing is. draw: what it was drawn for."""
 
-    draw: Tuple[int, ...]
+    draw: Optional[Tuple[Tuple[int, int], int, int, int]]
     plan: Optional[mixing.Mixing]
 
 
@@ -81,7 +82,7 @@ class Feed:
         self._device = device
         self._sent: Deque[Tuple[dist.Work, torch.Tensor]] = deque()
         # What was drawn last: a process with one stage asks for it twice.
-        self._mixed = _Mixed((), None)
+        self._mixed = _Mixed(None, None)
         # Labels, where this stage has them; else messages that are on their way from the first one.
         self._ready: Deque[Tuple[torch.Tensor, int]] = deque()
         self._coming: Deque[Tuple[dist.Work, torch.Tensor]] = deque()
@@ -221,10 +222,18 @@ class Feed:
 
     def _plan(self, number: int, rows: int, valid: int) -> Optional[mixing.Mixing]:
         """Draw how a micro batch is mixed: once for its images and targets, where both are here."""
-        draw = (*self.place(number), rows, valid, self._size, self._size)
+        place = self.place(number)
+        draw = (place, rows, valid, self._size)
         if self._mixed.draw != draw:
-            settings = self._settings
-            plan = mixing.draw(settings.data, settings.seed, *draw, self._device)
+            plan = mixing.draw(
+                self._settings.data,
+                self._settings.seed,
+                place,
+                rows=rows,
+                valid=valid,
+                size=(self._size, self._size),
+                device=self._device,
+            )
             self._mixed = _Mixed(draw, plan)
         return self._mixed.plan
 
@@ -280,14 +289,10 @@ def training_batches(
         # The loop closes its batches and asks how long it waited, also where there are none.
         return Prefetcher(_no_batches(), device, depth=0)
     return loader.TrainingBatches(
-        source,
-        data=settings.data,
+        RunOrder(source, settings.data, settings.seed, batch.global_),
+        steps,
         image_size=settings.size_of_epoch,
-        global_batch=batch.global_,
         micro=batch.micro,
-        seed=settings.seed,
-        first_step=steps.start,
-        last_step=steps.stop,
         share=batch.shares[replica],
         device=device,
         colours=settings.colours,

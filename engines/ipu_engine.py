@@ -21,6 +21,7 @@ from common.errors import ConfigError
 from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
+from data.epochs import RunOrder
 from data.workers import begin_work
 from engines import cuts, state
 from engines.averages import Averages
@@ -260,11 +261,9 @@ class IpuEngine(Engine):
         assert source is not None, _IMAGES_ENTER
         recipe = self._recipe
         positions = Positions(
-            source,
-            recipe.data,
-            self.batch,
+            RunOrder(source, recipe.data, recipe.run.seed, self.batch.global_),
             steps,
-            seed=recipe.run.seed,
+            micro=self.batch.micro,
             # A compiled program takes images of one size, as recipe/ipu/rules.py demands.
             size=training_image_size(recipe, 0),
             colours=Colours(recipe.model.mean, recipe.model.std),

@@ -19,13 +19,11 @@ from data import mixing
 from data.augmentation import IMAGENET, Colours
 from data.base import Source, UnreadableImage
 from data.batches import MicroBatch
-from data.epochs import Epoch
+from data.epochs import RunOrder
 from data.loader import EvaluationBatches, NotLeftOut, evaluation_share
 from data.transforms import Training
 from data.workers import signals_withheld
 from engines.ipu_model import mixing_rows
-from recipe.batch import steps_per_epoch
-from recipe.division import Batch
 from recipe.images import Data
 
 UNREADABLE = -2  # label of an image that could not be decoded
@@ -85,12 +83,10 @@ class Positions(Dataset):
 
     def __init__(
         self,
-        source: Source,
-        data: Data,
-        batch: Batch,
+        order: RunOrder,
         steps: range,
         *,
-        seed: int,
+        micro: int,
         size: int,
         colours: Colours = IMAGENET,
         instance: int = 0,
@@ -98,28 +94,24 @@ class Positions(Dataset):
     ):
         """
         Args:
-            source: of the images.
-            data: how they are cropped, augmented and mixed.
-            batch: of a step.
+            order: of the images. Its section of the recipe says how they are cropped, augmented and
+                mixed.
             steps: of the run, from 0, whose images are read.
-            seed: of the run.
+            micro: images per micro batch.
             size: of the images, pixels a side.
             colours: by which the model normalises images.
             instance: number of this process.
             instances: how many there are.
         """
-        self._source = source
-        self._data = data
-        self._batch = batch
+        self._order = order
+        self._source = order.source
         self._steps = steps
-        self._seed = seed
+        self._micro = micro
         self._size = size
-        self._share = batch.global_ // instances
+        self._share = order.global_batch // instances
         self._first = instance * self._share
-        self._per_epoch = steps_per_epoch(len(source), batch.global_)
-        self._transform = Training(data, seed, colours)
-        # The newest order of an epoch, and plan of a micro batch; neighbours in a run share them.
-        self._epoch: Optional[Epoch] = None
+        self._transform = Training(order.data, order.seed, colours)
+        # The newest plan of a micro batch; neighbours in a run share it.
         self._plan: Optional[_Plan] = None
 
     def __len__(self) -> int:
@@ -140,9 +132,9 @@ class Positions(Dataset):
             image = torch.zeros(3, self._size, self._size, dtype=torch.uint8)
             label = UNREADABLE
         labelled = (image, torch.tensor(label, dtype=torch.int32))
-        if not self._data.mixes:
+        if not self._order.data.mixes:
             return labelled
-        number, row = divmod(place.row, self._batch.micro)
+        number, row = divmod(place.row, self._micro)
         return (*labelled, self._mixing(place.step, number)[row])
 
     def complain(self, position: int) -> None:
@@ -159,29 +151,20 @@ class Positions(Dataset):
         number, row = divmod(position, self._share)
         step = self._steps[number]
         row += self._first
-        epoch, within = divmod(step, self._per_epoch)
-        # Neighbours are mostly of one epoch, whose order costs a sort of all images.
-        if self._epoch is None or self._epoch.number != epoch:
-            rows = self._per_epoch * self._batch.global_
-            self._epoch = Epoch(self._source, self._data, self._seed, epoch, rows=rows)
-        size = self._batch.global_
-        shown = self._epoch.shown(within * size, size, row)
+        shown = self._order.shown(step, row)
         return _Place(step, row, shown.showing, shown.image)
 
     def _mixing(self, step: int, number: int) -> torch.Tensor:
         """Return the plan of a step's micro batch, float32 [micro, 6]."""
         plan = self._plan
         if plan is None or plan.micro_batch != (step, number):
-            micro = self._batch.micro
             drawn = mixing.draw(
-                self._data,
-                self._seed,
-                step,
-                number,
-                rows=micro,
-                valid=micro,
-                height=self._size,
-                width=self._size,
+                self._order.data,
+                self._order.seed,
+                (step, number),
+                rows=self._micro,
+                valid=self._micro,
+                size=(self._size, self._size),
             )
             assert drawn is not None, "asked for only where images are mixed"
             plan = _Plan((step, number), mixing_rows(drawn))

@@ -6,6 +6,7 @@ See docs/library.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -162,8 +163,12 @@ class DistributedOptimizer:
             self.weights,
             parameters,
             update,
-            norms=norms,
-            depths={},
+            create_optimizer=functools.partial(
+                factory.create,
+                recipe.optimizer,
+                parameters,
+                norms,
+            ),
             batch=checked.batch,
             processes=self._processes,
             steps_per_epoch=steps_per_epoch,

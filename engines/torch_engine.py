@@ -12,7 +12,7 @@ from data import loader
 from data.augmentation import Colours
 from data.base import Source
 from data.batches import MicroBatch
-from engines import agreement, ahead, feed, graphs, model_part, noise_scale, state, tuning
+from engines import agreement, ahead, feed, graphs, losses, model_part, noise_scale, state, tuning
 from engines.agreement import Agreement
 from engines.averages import Averages
 from engines.base import Counts, Engine, EvaluatedBatches, NoiseScale, StepResult, scored
@@ -26,8 +26,10 @@ from engines.statistics import RunningStatistics
 from engines.timeline import Recorder
 from engines.training_work import TrainingWork
 from models.families import depths
+from optim import factory
+from optim.base import HasSlots
 from optim.loss_scale import LossScale
-from optim.norms import Norms
+from optim.norms import Norms, Stages
 from parallel import exchange
 from parallel.processes import Processes
 from parallel.work import Boundary
@@ -36,6 +38,7 @@ from recipe.checks import bound_to_cut
 from recipe.config import Recipe
 from recipe.course import Update
 from recipe.division import Batch
+from recipe.optimization import Optimizer
 from recipe.settled import image_size
 from recipe.shares import subtrees
 
@@ -126,7 +129,7 @@ class TorchEngine(Engine):
         """Create the weights that persist, and the factor on the loss of their gradients."""
         recipe = self._recipe
         # On a CPU only our C++ layers are channels-last (engines/tuning.py), and then the update is
-        # in C++, too. WeightState ignores this on a GPU.
+        # in C++, too.
         update_in_cpp = recipe.engine.compile or self._part.memory_format == torch.channels_last
         self.weights = create_weights(
             _update_sections(recipe),
@@ -135,16 +138,22 @@ class TorchEngine(Engine):
             hidden=self._part.hidden,
             depths=self._depths,
             seed=recipe.run.seed,
-            model=self._part.whole_names,
+            stages=Stages(self._part.whole_names, self.processes.sum_over_stages),
             tree=(self._leaves(), self._part.together) if recipe.exchange.in_tree else None,
-            sum_over_stages=self.processes.sum_over_stages,
-            compile=update_in_cpp and self._trains,
         )
-        if recipe.engine.compile:
-            self.notes += self.weights.notes
+        if update_in_cpp and self._trains and self.device.type == "cpu":
+            note = self.weights.compile_update()
+            # Who did not ask for it by name is told nothing.
+            if recipe.engine.compile:
+                self.notes += (note,)
         precision = recipe.precision
         dynamic = precision.dynamic_loss_scale
         self._loss_scale = LossScale(precision.loss_scale, dynamic, self.device)
+
+    def _create_optimizer(self, section: Optimizer) -> HasSlots:
+        """Create the optimizer of this process's parameters that a `section` describes."""
+        parameters = dict(self._part.parameters)
+        return factory.create(section, parameters, self._part.norms, depths=self._depths)
 
     def exchange_of(self, recipe: Recipe, steps_per_epoch: Optional[int]) -> GradientExchange:
         """Return the exchange of `recipe` for this engine's weights.
@@ -157,8 +166,7 @@ class TorchEngine(Engine):
             self.weights,
             self._part.parameters,
             _update_sections(recipe),
-            norms=self._part.norms,
-            depths=self._depths,
+            create_optimizer=functools.partial(self._create_optimizer, recipe.optimizer),
             batch=self.batch,
             processes=self.processes,
             steps_per_epoch=steps_per_epoch,
@@ -240,8 +248,11 @@ class TorchEngine(Engine):
             self._model.draws,
             self.weights.gradients,
             loss_scale=self._loss_scale,
-            data=recipe.data,
-            class_weights=self._class_weights,
+            summed_loss=functools.partial(
+                losses.summed,
+                recipe.data,
+                class_weights=self._class_weights,
+            ),
             listeners=self._listeners,
             check=self.processes.check,
             arm=self._arm,

@@ -6,7 +6,6 @@ from typing import Callable, Optional
 
 import torch
 
-from engines import losses
 from engines.base import summable
 from engines.feed import Feed
 from engines.listeners import Listeners
@@ -14,7 +13,6 @@ from models.stochastic import Draws
 from optim.gradients import Gradients
 from optim.loss_scale import LossScale
 from parallel.work import Work
-from recipe.images import Data
 
 
 class TrainingWork(Work):
@@ -32,8 +30,7 @@ class TrainingWork(Work):
         gradients: Gradients,
         *,
         loss_scale: LossScale,
-        data: Data,
-        class_weights: Optional[torch.Tensor],
+        summed_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         listeners: Listeners,
         check: Callable[[], None],
         arm: Optional[Callable[[], None]],
@@ -44,8 +41,8 @@ class TrainingWork(Work):
             draws: of the model's random layers.
             gradients: in which micro batches are added up.
             loss_scale: factor on the loss.
-            data: section of the recipe, with the loss.
-            class_weights: float32 [classes], factors on the loss; None: 1.
+            summed_loss: returns the loss of logits, float32 [rows, classes], and targets, added up
+                over the rows: float32 [].
             listeners: that time spans.
             check: raises where the run must not go on.
             arm: called before the last backward pass of a step; None where no exchange overlaps it.
@@ -56,8 +53,7 @@ class TrainingWork(Work):
         self._draws = draws
         self._gradients = gradients
         self._loss_scale = loss_scale
-        self._data = data
-        self._class_weights = class_weights
+        self._summed_loss = summed_loss
         self._check = check
         self._arm = arm
         self._device = gradients.flat.device
@@ -93,8 +89,7 @@ class TrainingWork(Work):
         labels, targets = self.feed.targets(number)
         # Padding comes last, and has no labels.
         logits = logits[: len(labels)].float()
-        summed = losses.summed(self._data, logits, targets, self._class_weights)
-        loss = summed / self._rows
+        loss = self._summed_loss(logits, targets) / self._rows
         # Both stay on the device: to read them would be to wait.
         self.total += summable(loss.detach())
         self.correct += (logits.detach().argmax(1) == labels).sum()

@@ -124,28 +124,32 @@ class Norms(NamedTuple):
     trust: Dict[str, torch.Tensor]
 
 
+class Stages(NamedTuple):
+    """The pipeline stages of a model, of which a process has one.
+
+    parameters: names of those of all stages, in the order of the model.
+    add_up: sums a float64 tensor over the stages in place, and returns it.
+    """
+
+    parameters: Sequence[str]
+    add_up: Callable[[torch.Tensor], torch.Tensor]
+
+
 class WholeModel:
     """Gathers values by parameter from the stages of a model. All stages make the same calls."""
 
-    def __init__(
-        self,
-        stage: Sequence[str],
-        model: Sequence[str],
-        sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]],
-        device: torch.device,
-    ):
+    def __init__(self, stage: Sequence[str], stages: Optional[Stages], device: torch.device):
         """
         Args:
             stage: names of this process's parameters.
-            model: names of all parameters.
-            sum_over_stages: as in WeightState.
+            stages: of the model; None where this process has all parameters.
             device: of the values.
         """
         self._stage = stage
-        self._model = model
-        self._sum_over_stages = sum_over_stages
+        self._stages = stages
+        self._model = stage if stages is None else stages.parameters
         self._device = device
-        numbers = {name: number for number, name in enumerate(model)}
+        numbers = {name: number for number, name in enumerate(self._model)}
         self._stage_numbers = [numbers[name] for name in stage]
 
     def norm(self, squares: torch.Tensor) -> torch.Tensor:
@@ -184,5 +188,5 @@ class WholeModel:
         # and the order of the model is that of an undivided one.
         whole = torch.zeros(len(self._model), dtype=torch.float64, device=self._device)
         whole[self._stage_numbers] = values
-        assert self._sum_over_stages is not None, "other stages have parameters, too"
-        return self._sum_over_stages(whole)
+        assert self._stages is not None, "other stages have parameters, too"
+        return self._stages.add_up(whole)

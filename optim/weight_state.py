@@ -19,6 +19,7 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
+    Set,
     Tuple,
 )
 
@@ -30,7 +31,7 @@ from optim.compilation import compiled
 from optim.gradients import Gradients
 from optim.lars_update import Rules
 from optim.layout import Buffers, Layout
-from optim.norms import Norms, WholeModel
+from optim.norms import Norms, Stages, WholeModel
 from optim.optimizer_update import Target
 from optim.replica_update import ReplicaUpdate
 from optim.rounding import RoundingBits, round_stochastically
@@ -41,7 +42,6 @@ class WeightState:
 
     gradients: of the parameters, to be added up over a step.
     optimizer: the torch optimizer.
-    notes: lines for the user.
     """
 
     def __init__(
@@ -53,10 +53,8 @@ class WeightState:
         rounding: str,
         seed: int,
         clip_norm: Optional[float] = None,
-        model: Optional[Sequence[str]] = None,
+        stages: Optional[Stages] = None,
         tree: Optional[Tuple[Sequence[int], Sequence[Sequence[str]]]] = None,
-        sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
-        compile: bool = False,
     ):
         """
         Args:
@@ -69,15 +67,15 @@ class WeightState:
             rounding: "stochastic" or "nearest", for float16.
             seed: of the rounding.
             clip_norm: largest norm of the gradient of the whole model.
-            model: names of all its parameters.
+            stages: of the model, where `parameters` are those of one; None: they are all.
             tree: leaves and parts of `Gradients`, to add in tree order.
-            sum_over_stages: sums a float64 tensor in place, where `parameters` are those of one
-                stage of several.
-            compile: compile the update on a CPU.
         """
         self._parameters = dict(parameters)
-        self._model = list(model or self._parameters)
         self._layout = Layout(self._parameters)
+        # Names of the parameters that other stages have.
+        self._elsewhere: Set[str] = set()
+        if stages is not None:
+            self._elsewhere = set(stages.parameters) - set(self._parameters)
 
         # The order matters: gradients and optimizer are of parameters that lie in the buffer.
         working = self._move_parameters()
@@ -95,14 +93,11 @@ class WeightState:
             buffers=self._buffers,
             bits=self._bits,
             clip_norm=clip_norm,
-            model=self._whole_model(sum_over_stages),
+            model=WholeModel(self._layout.names, stages, self._layout.device),
         )
 
         # Last: it may create a further optimizer, and scratch memory beside these buffers.
         self._update: Update = self.optimizer.create_update(self._target, create_optimizer)
-        self.notes: Tuple[str, ...] = ()
-        if compile and self._layout.device.type == "cpu":
-            self._compile()
         # Weights may have been rounded to float16: the module computes with what persists.
         self.refresh()
 
@@ -133,17 +128,14 @@ class WeightState:
         layout = self._layout
         return RoundingBits(layout.places, layout.length, seed, layout.device)
 
-    def _whole_model(
-        self,
-        sum_over_stages: Optional[Callable[[torch.Tensor], torch.Tensor]],
-    ) -> WholeModel:
-        """Return what gathers norms and ratios over the stages of the model."""
-        return WholeModel(self._layout.names, self._model, sum_over_stages, self._layout.device)
+    def compile_update(self) -> str:
+        """Let the update's passes run compiled, where the weights lie on a CPU.
 
-    def _compile(self) -> None:
-        """Have the update's passes run compiled, and note whether they do."""
+        Returns:
+            A line for the user that says whether they do.
+        """
         self._update.run, note = compiled(self._buffers, self._bits is not None)
-        self.notes = (note,)
+        return note
 
     @torch.no_grad()
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
@@ -343,8 +335,7 @@ class WeightState:
     def own(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """Return a whole model's `tensors` without those of parameters of other processes."""
         # By what others have, not by what this process has: an unknown name is to stay, an error.
-        others = set(self._model) - set(self._parameters)
-        return {name: tensor for name, tensor in tensors.items() if name not in others}
+        return {name: tensor for name, tensor in tensors.items() if name not in self._elsewhere}
 
     def load_flat(self, flat: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
         """Fill a buffer.

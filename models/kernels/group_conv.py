@@ -170,12 +170,12 @@ def _like_gradients(
     packed: torch.Tensor,
     stride: int,
     pads_same: bool,
-    x_wanted: bool,
-    weight_wanted: bool,
+    wanted: Sequence[bool],
     language: str,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return tensors like the results of `_gradients`."""
     launches = LANGUAGES[language](x, weight, stride, pads_same)
+    x_wanted, weight_wanted = wanted
     dx = launches.empty(x, launches.size) if x_wanted else x.new_empty(0)
     dweight = launches.like_weight(weight) if weight_wanted else weight.new_empty(0)
     return dx, dweight
@@ -183,7 +183,7 @@ def _like_gradients(
 
 @operator(
     "(Tensor dy, Tensor x, Tensor weight, Tensor packed, int stride, bool pads_same, "
-    "bool x_wanted, bool weight_wanted, str language) -> (Tensor, Tensor)",
+    "bool[2] wanted, str language) -> (Tensor, Tensor)",
     _like_gradients,
 )
 def _gradients(
@@ -193,14 +193,14 @@ def _gradients(
     packed: torch.Tensor,
     stride: int,
     pads_same: bool,
-    x_wanted: bool,
-    weight_wanted: bool,
+    wanted: Sequence[bool],
     language: str,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return gradients of x and of the weights; empty unless wanted."""
+    """Return gradients of x and of the weights; empty unless `wanted`."""
     launches = LANGUAGES[language](x, weight, stride, pads_same)
     x = x.contiguous(memory_format=launches.format)
     dy = dy.contiguous(memory_format=launches.format)
+    x_wanted, weight_wanted = wanted
     dx = launches.input_gradient(dy, packed) if x_wanted else x.new_empty(0)
     dweight = launches.weight_gradient(x, dy) if weight_wanted else weight.new_empty(0)
     return dx, dweight
@@ -228,8 +228,7 @@ class _GroupConv(torch.autograd.Function):
     def backward(ctx, dy, _):
         """Return gradients from that of the output, `dy`."""
         x, weight, packed = ctx.saved_tensors
-        x_wanted = ctx.needs_input_grad[0]
-        weight_wanted = ctx.needs_input_grad[1]
+        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
         dx, dweight = _gradients(
             dy=dy,
             x=x,
@@ -237,8 +236,7 @@ class _GroupConv(torch.autograd.Function):
             packed=packed,
             stride=ctx.stride,
             pads_same=ctx.pads_same,
-            x_wanted=x_wanted,
-            weight_wanted=weight_wanted,
+            wanted=[x_wanted, weight_wanted],
             language=ctx.language,
         )
         return dx if x_wanted else None, dweight if weight_wanted else None, None, None, None, None

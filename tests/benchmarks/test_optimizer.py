@@ -15,7 +15,7 @@ def parameters():
 
 @pytest.fixture
 def state():
-    return optimizer.weight_state(parameters(), torch.float16, torch.float16, compile=False)
+    return optimizer.weight_state(parameters(), torch.float16, torch.float16)
 
 
 def test_claims_are_ratios_of_neighbouring_turns_and_bytes_of_what_persists(state):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.balance import class_weights, parts_of, sampled
-from data.epochs import Epoch
+from data.epochs import Epoch, RunOrder
 from data.loader import TrainingBatches
 from recipe.config import Data
 from tests.data.test_loader import GLOBAL, MICRO, SIZE, Tinted, contents
@@ -91,8 +91,8 @@ def train(*, workers=0, first=0, last=8, repeats=1, **options):
     data = Data(source="digits", workers=workers, balance="sampling", random_erasing=0.5, repeats=repeats)
     source = Tinted()
     source.labels = LABELS[:50]
-    options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, "image_size": SIZE, **options}
-    return TrainingBatches(source, data=data, first_step=first, last_step=last, **options)
+    order = RunOrder(source, data, 7, GLOBAL)
+    return TrainingBatches(order, range(first, last), **{"micro": MICRO, "image_size": SIZE, **options})
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3, 5])

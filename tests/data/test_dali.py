@@ -13,6 +13,7 @@ from common.errors import DataError
 from data.batches import Request
 from data.dali import DaliLoader
 from data.encoded import EncodedSource
+from data.epochs import RunOrder
 from data.loader import TrainingBatches
 from data.reader import Reader
 from data.transforms import Evaluation, Training
@@ -88,10 +89,8 @@ def differences(one, other):
 
 
 def train(source, *, first=0, last=4, image_size=SIZE, **options):
-    batches = TrainingBatches(
-        source, data=section(**options), image_size=image_size, global_batch=12, micro=3, seed=7,
-        first_step=first, last_step=last,
-    )  # fmt: skip
+    order = RunOrder(source, section(**options), 7, 12)
+    batches = TrainingBatches(order, range(first, last), image_size=image_size, micro=3)
     with contextlib.closing(batches):
         return list(batches)
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from common.errors import ConfigError, DataError
 from data.base import UnreadableImage, permutation
+from data.epochs import RunOrder
 from data.folder import FolderSource
 from data.loader import EvaluationBatches, TrainingBatches
 from data.sources import candidates, class_names, open_source
@@ -70,9 +71,7 @@ def test_training_sees_the_bits_of_class_folders_with_any_number_of_workers(tmp_
         data = Data(source="digits", workers=workers, augment="randaugment", prefetch=1)
         if kind is EvaluationBatches:
             return contents(kind(source, data=data, image_size=9, batch=7))
-        return contents(
-            kind(source, data=data, image_size=9, global_batch=20, micro=5, seed=3, first_step=0, last_step=7)
-        )
+        return contents(kind(RunOrder(source, data, 3, 20), range(7), image_size=9, micro=5))
 
     for split, folder, kind in (("train", "train", TrainingBatches), ("validation", "val", EvaluationBatches)):
         source = opened(root, split)

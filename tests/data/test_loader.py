@@ -16,6 +16,7 @@ import torch
 from data import loader, prefetch
 from data.base import Source, UnreadableImage, permutation
 from data.batches import Request
+from data.epochs import RunOrder
 from data.loader import EvaluationBatches, TrainingBatches
 from data.reader import Reader
 from data.transforms import Evaluation, Training
@@ -47,9 +48,9 @@ class Tinted(Source):
 
 
 def train(source=None, *, workers=0, first=0, last=9, bad_images="error", augment="none", **options):
-    options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, "image_size": SIZE, **options}
     data = Data(source="digits", workers=workers, bad_images=bad_images, augment=augment)
-    return TrainingBatches(source or Tinted(), data=data, first_step=first, last_step=last, **options)
+    order = RunOrder(source or Tinted(), data, 7, GLOBAL)
+    return TrainingBatches(order, range(first, last), **{"micro": MICRO, "image_size": SIZE, **options})
 
 
 def evaluation(source=None, workers=0, **options):

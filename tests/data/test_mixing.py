@@ -19,7 +19,8 @@ MANY = 4000
 
 
 def plan_of(data, step=0, number=0, rows=4, valid=None, height=9, width=7, seed=0):
-    return draw(data, seed, step, number, rows, rows if valid is None else valid, height, width)
+    valid = rows if valid is None else valid
+    return draw(data, seed, (step, number), rows=rows, valid=valid, size=(height, width))
 
 
 @functools.lru_cache(maxsize=None)  # two tests look at each
@@ -224,7 +225,7 @@ def test_a_gpu_mixes_the_same_without_waiting():
         plan = plan_of(BOTH, step, rows=5, valid=4)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            plan_there = draw(BOTH, 0, step, 0, 5, 4, 9, 7, there[0].device)
+            plan_there = draw(BOTH, 0, (step, 0), rows=5, valid=4, size=(9, 7), device=there[0].device)
             mixed, targets = mix_images(there[0], plan_there), mix_targets(there[1], plan_there, 7)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.base import permutation
-from data.epochs import repeated
+from data.epochs import RunOrder, repeated
 from data.loader import TrainingBatches
 from data.transforms import Training
 from recipe.config import Data
@@ -18,8 +18,8 @@ REPEATS = 3
 
 def train(*, repeats=REPEATS, workers=0, first=0, last=8, **options):
     data = Data(source="digits", workers=workers, repeats=repeats, random_erasing=0.5)
-    options = {"global_batch": GLOBAL, "micro": MICRO, "seed": 7, "image_size": SIZE, **options}
-    return TrainingBatches(Tinted(), data=data, first_step=first, last_step=last, **options)
+    order = RunOrder(Tinted(), data, 7, GLOBAL)
+    return TrainingBatches(order, range(first, last), **{"micro": MICRO, "image_size": SIZE, **options})
 
 
 @pytest.mark.parametrize("size", [1, 5, 12, 13])

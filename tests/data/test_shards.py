@@ -14,6 +14,7 @@ import pytest
 from common.errors import DataError
 from data import local, shard_index
 from data.base import UnreadableImage, permutation
+from data.epochs import RunOrder
 from data.loader import TrainingBatches
 from data.local import LocalFolder, Range
 from data.shards import ShardsSource
@@ -211,10 +212,8 @@ def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(folder):
     """Two epochs of 26 images, of which three have a damaged byte, and a whole shard is gone."""
 
     def batches(first=0, workers=2):
-        return TrainingBatches(
-            source, data=Data(source="shards", workers=workers, bad_images="skip", prefetch=1), image_size=12,
-            global_batch=13, micro=13, seed=5, first_step=first, last_step=4,
-        )  # fmt: skip
+        data = Data(source="shards", workers=workers, bad_images="skip", prefetch=1)
+        return TrainingBatches(RunOrder(source, data, 5, 13), range(first, 4), image_size=12, micro=13)
 
     source = ShardsSource(str(folder), 6)
     for index in (1, 8, 23):

@@ -92,7 +92,7 @@ def test_mixed_images_and_targets_give_the_loss_and_gradients_of_a_plain_loop(cr
     model = build(recipe.model, recipe.run.seed).double()
     loss, boxes, hits = 0.0, 0, 0
     for batch in micro_batches(5, micro=3):
-        plan = mixing.draw(recipe.data, recipe.run.seed, 5, batch.number, 3, 3, 16, 16)
+        plan = mixing.draw(recipe.data, recipe.run.seed, (5, batch.number), rows=3, valid=3, size=(16, 16))
         boxes += plan.kept < 1
         targets = mixing.mix_targets(batch.labels, plan, 10).double() * 0.9 + 0.1 / 10
         logits = model(mixing.mix_images(batch.images, plan))
@@ -127,7 +127,7 @@ def test_binary_cross_entropies_of_mixed_images_give_the_loss_and_gradients_of_t
     model = build(recipe.model, recipe.run.seed).double()
     loss = 0.0
     for batch in micro_batches(5, micro=3, valid=2):
-        plan = mixing.draw(recipe.data, recipe.run.seed, 5, batch.number, 3, 2, 16, 16)
+        plan = mixing.draw(recipe.data, recipe.run.seed, (5, batch.number), rows=3, valid=2, size=(16, 16))
         targets = mixing.mix_targets(batch.labels, plan, 10).double() * 0.9 + 0.1 / 10
         logits = model(mixing.mix_images(batch.images, plan))
         loss = loss + theirs(logits[:2], targets[:2]) * (2 / 3) / 8

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from data.base import UnreadableImage
+from data.epochs import RunOrder
 from data.loader import TrainingBatches
 from data.sources import open_source
 from engines.ipu_input import EvaluationFeed, Positions, TrainingFeed, padded
@@ -19,8 +20,9 @@ def plan_of(tiny, *overrides):
 
 
 def positions_of(source, recipe, steps):
-    seed, size = recipe.run.seed, recipe.model.image_size
-    return Positions(source, recipe.data, divide(recipe, 1), steps, seed=seed, size=size)
+    batch = divide(recipe, 1)
+    order = RunOrder(source, recipe.data, recipe.run.seed, batch.global_)
+    return Positions(order, steps, micro=batch.micro, size=recipe.model.image_size)
 
 
 def evaluation_feed(source, recipe, instance, instances):
@@ -48,14 +50,10 @@ def test_repeated_images_are_those_of_other_engines(tiny, balance):
     recipe, source = plan_of(tiny, "data.repeats=3", f"data.balance={balance}")
     positions = positions_of(source, recipe, range(3))
     batches = TrainingBatches(
-        source,
-        data=recipe.data,
+        RunOrder(source, recipe.data, recipe.run.seed, 24),
+        range(3),
         image_size=recipe.model.image_size,
-        global_batch=24,
         micro=4,
-        seed=recipe.run.seed,
-        first_step=0,
-        last_step=3,
     )
     images, labels = zip(*((batch.images, batch.labels) for batch in batches))
     found = [positions[position] for position in range(3 * 24)]

@@ -17,7 +17,7 @@ def images_of(rows, size=20):
 
 
 def drawn(recipe, step, rows=4, size=20):
-    plan = mixing.draw(recipe.data, 0, step, 1, rows, rows, size, size)
+    plan = mixing.draw(recipe.data, 0, (step, 1), rows=rows, valid=rows, size=(size, size))
     return plan, ipu_model.mixing_rows(plan)
 
 

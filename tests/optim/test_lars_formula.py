@@ -110,7 +110,9 @@ def test_where_norms_are_exact_the_fast_forms_take_its_steps_to_the_bit(form, co
 
     parameters = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
     common = {"dtype": torch.float32, "rounding": "nearest", "seed": 0}
-    state = WeightState(parameters.items(), create, **common, compile=compile)
+    state = WeightState(parameters.items(), create, **common)
+    if compile:
+        assert "is compiled" in state.compile_update()
     state.load_state_dict({"weights": weights, "momentum_buffer": momenta})
     for step in range(3):
         gradients = {"adapted": agreeing * weights["adapted"], "bare": drawn(3 + step, torch.float32)}

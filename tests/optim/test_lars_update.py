@@ -281,8 +281,8 @@ def assert_alike(state, parameters, expected, norms, dtype, tolerance=0.0):
 @every_kind
 def test_compiled_it_steps_alike(form, compute, dtype):
     expected = updated(state_of(form, compute, dtype)[0])
-    state, parameters = state_of(form, compute, dtype, compile=True)
-    assert "is compiled" in state.notes[0]
+    state, parameters = state_of(form, compute, dtype)
+    assert "is compiled" in state.compile_update()
     assert_alike(state, parameters, *expected, dtype)
 
 
@@ -300,8 +300,8 @@ def test_what_cannot_be_compiled_steps_uncompiled_and_a_line_says_so(monkeypatch
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(compilation, "library", compilation.library.__wrapped__)  # nothing compiled before
-    state, _ = state_of(compile=True, **options)
-    assert state.notes[0].startswith("engine.compile: the update runs uncompiled: ")
+    state, _ = state_of(**options)
+    assert state.compile_update().startswith("engine.compile: the update runs uncompiled: ")
     assert_bitwise_equal(updated(state)[0], updated(state_of(**options)[0])[0])
 
 

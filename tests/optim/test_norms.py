@@ -50,8 +50,9 @@ def state_of(request, monkeypatch):
             rounding="nearest",
             seed=0,
             clip_norm=clip_norm,
-            compile=request.param == "compiled",
         )
+        if request.param == "compiled":
+            assert "is compiled" in state.compile_update()
         if request.param == "under a mask":
             state._update.host_may_read = False
             monkeypatch.setattr(norms, "host_may_read", lambda device: False)

@@ -20,6 +20,7 @@ from data import loader, mixing
 from data.augmentation import Colours
 from data.base import Source, permutation
 from data.batches import MicroBatch
+from data.epochs import RunOrder
 from data.sources import open_source
 from data.transforms import Evaluation
 from engines.base import Engine
@@ -110,14 +111,10 @@ def training_pictures(recipe: Recipe, count: int) -> List[Picture]:
         )
     # The run's own draws: order, crops and augmentation are functions of seed, epoch and image.
     batches = loader.TrainingBatches(
-        source,
-        data=data,
+        RunOrder(source, data, recipe.run.seed, size),
+        range(-(-count // size)),
         image_size=functools.partial(training_image_size, recipe),
-        global_batch=size,
         micro=micro_batch(recipe),
-        seed=recipe.run.seed,
-        first_step=0,
-        last_step=-(-count // size),
         colours=Colours(recipe.model.mean, recipe.model.std),
     )
     pictures: List[Picture] = []
@@ -171,15 +168,14 @@ def _mix(
         Images [micro, 3, size, size] from 0 to 255 and targets [micro, classes].
     """
     # The same key as in the run: step and micro batch decide on partners and shares.
+    height, width = batch.images.shape[-2:]
     plan = mixing.draw(
         data,
         seed,
-        batch.step,
-        number=batch.number,
+        (batch.step, batch.number),
         rows=len(batch.images),
         valid=batch.valid,
-        height=batch.images.shape[-1],
-        width=batch.images.shape[-1],
+        size=(height, width),
     )
     targets = mixing.mix_targets(batch.labels, plan, class_count)
     if plan is None:

@@ -398,7 +398,7 @@ def test_a_compiler_sees_operators(simulated):
     for statistics in (False, True):
         torch.library.opcheck(operators.group_conv_output, (x, weight, 1, False, statistics, "cuda"))
     _, packed, _ = triton_group_conv._output(x, weight, 1, False, False, "cuda")
-    torch.library.opcheck(operators.group_conv_gradients, (x, x, weight, packed, 1, False, True, True, "cuda"))
+    torch.library.opcheck(operators.group_conv_gradients, (x, x, weight, packed, 1, False, [True, True], "cuda"))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_the_convolution_says_what_it_returns(layout, statistics, wanted):
     weight = drawn((32, 16, 3, 3), torch.float16, layout)
     y, packed, _ = group_conv._output(x, weight, 2, True, statistics, "triton")
     check("group_conv_output", x, weight, 2, True, statistics, "triton")
-    check("group_conv_gradients", y, x, weight, packed, 2, True, *wanted, "triton")
+    check("group_conv_gradients", y, x, weight, packed, 2, True, list(wanted), "triton")
 
 
 @pytest.mark.slow
