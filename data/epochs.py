@@ -69,7 +69,7 @@ class Epoch:
 
 
 class RunOrder:
-    """Which image each row of each step of a run shows.
+    """The order of the images of a run: each row of each step shows one.
 
     Each step takes the next global batch of its epoch's order. Images left over at the end of an
     order are in no step of the epoch.
