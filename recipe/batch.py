@@ -14,6 +14,7 @@ from common.errors import ConfigError, DataError
 from common.text import count, printable
 from recipe import checks, found_images, shares
 from recipe.config import Recipe
+from recipe.course import Course
 from recipe.division import Batch
 from recipe.ipu import plan as ipu_plan
 from recipe.ipu import poprun
@@ -450,6 +451,22 @@ def check_length(recipe: Recipe) -> None:
     _described_length(recipe, recipe.data.images("train"))
 
 
+def described_lengths(recipe: Recipe, lengths: Lengths) -> str:
+    """Return one line about the length of a run, and about its updates where these grow.
+
+    Args:
+        recipe: of the run.
+        lengths: of the run.
+    """
+    line = lengths.describe()
+    # How far the schedule `noise` grows is known only once the noise has been measured.
+    if isinstance(recipe.batch.schedule, list):
+        course = Course(recipe, lengths.steps_per_epoch, lengths.total)
+        updates = len(course.done(lengths.total))
+        line += f"; {count(updates, 'update')} by batch.schedule"
+    return line
+
+
 def _described_length(recipe: Recipe, train_images: int | None) -> str:
     """Return the plan's line about the length of the run.
 
@@ -464,7 +481,8 @@ def _described_length(recipe: Recipe, train_images: int | None) -> str:
         _check_warmup(recipe)
     if not train_images:
         return "known once data.root is read (or data.train_images given)"
-    return f"{train_images} training images; {lengths(recipe, train_images).describe()}"
+    length = described_lengths(recipe, lengths(recipe, train_images))
+    return f"{train_images} training images; {length}"
 
 
 def _changed_keys(name: str, section: Section) -> str:

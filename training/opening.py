@@ -12,7 +12,13 @@ from data.balance import parts_of
 from data.epochs import places_of
 from models import shapes
 from recipe import timm_weights
-from recipe.batch import Lengths, empty_average, output_folder, unusual_peak
+from recipe.batch import (
+    Lengths,
+    described_lengths,
+    empty_average,
+    output_folder,
+    unusual_peak,
+)
 from recipe.config import Recipe
 from recipe.division import Batch
 from recipe.images import Data
@@ -53,7 +59,7 @@ def lines(
         *([_repeated(repeats, lengths.steps_per_epoch * batch.global_)] if repeats > 1 else []),
         *_balanced(recipe.data, images, lengths.steps_per_epoch * batch.global_),
         batch.describe(),
-        lengths.describe(),
+        described_lengths(recipe, lengths),
     ]
     unusual = (unusual_peak(recipe), empty_average(recipe, lengths))
     return [*described, *filter(None, unusual)]

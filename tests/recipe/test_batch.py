@@ -8,7 +8,16 @@ from common.errors import ConfigError, DataError
 from common.text import count
 from data.digits import DigitsSource
 from recipe import batch
-from recipe.batch import Lengths, divide, in_steps, lengths, peak_learning_rate, rate_factor, training_image_size
+from recipe.batch import (
+    Lengths,
+    described_lengths,
+    divide,
+    in_steps,
+    lengths,
+    peak_learning_rate,
+    rate_factor,
+    training_image_size,
+)
 from recipe.config import Data, Recipe
 from recipe.course import Course
 from recipe.division import Batch
@@ -375,6 +384,18 @@ def test_the_batch_follows_the_noise_scale_at_the_ends_of_epochs_up_to_its_bound
     for start in (0, 15, 16, 20, 24, 28):
         resumed = Course(load(QUICKSTART, NOISE), 8, 39, [list(each) for each in course.growth])
         assert list(resumed.updates(start)) == [update for update in updates if update.step >= start]
+
+
+def test_a_plan_counts_the_updates_of_a_batch_that_grows():
+    """From step 25 on, which has seen 2,000 images, an update takes two steps. Epochs of 22 steps: the second has
+    three updates of one step, nine of two, and one that the end of the epoch cuts short."""
+    overrides = ["batch.global=80", "batch.micro=16", "run.epochs=4"]
+    plain = load(QUICKSTART, overrides)
+    grows = load(QUICKSTART, [*overrides, "batch.schedule=[[0,80],[2000,160]]"])
+    length = lengths(grows, 1790)
+    assert length.steps_per_epoch == 22
+    assert described_lengths(plain, length) == length.describe()
+    assert described_lengths(grows, length) == f"{length.describe()}; {22 + 3 + 10 + 11 + 11} updates by batch.schedule"
 
 
 @pytest.mark.parametrize(
