@@ -389,7 +389,7 @@ def test_the_batch_follows_the_noise_scale_at_the_ends_of_epochs_up_to_its_bound
 def test_a_plan_counts_the_updates_of_a_batch_that_grows():
     """From step 25 on, which has seen 2,000 images, an update takes two steps. Epochs of 22 steps: the second has
     three updates of one step, nine of two, and one that the end of the epoch cuts short."""
-    overrides = ["batch.global=80", "batch.micro=16", "run.epochs=4"]
+    overrides = ["batch.global=80", "batch.micro=16", "run.epochs=4", "schedule.warmup_epochs=1"]
     plain = load(QUICKSTART, overrides)
     grows = load(QUICKSTART, [*overrides, "batch.schedule=[[0,80],[2000,160]]"])
     length = lengths(grows, 1790)
