@@ -30,6 +30,7 @@ from common.yaml_text import parse_value
 from recipe import suggestions
 from recipe.config import SECTIONS
 from recipe.kinds import Kind
+from recipe.parts import Parts
 from recipe.section import Section
 
 COMMAND_LINE = "command line"
@@ -118,21 +119,26 @@ def _options_of(section: str, key: str) -> AbstractSet[Any]:
     base = SECTIONS.get(section)
     if base is None:
         return {str}
-    # The kind may be another than the recipe's: a later override can still name it.
-    return _options_in(tuple(base.kinds.values()) if issubclass(base, Kind) else (base,), key)
+    if issubclass(base, Kind):
+        # The kind may be another than the recipe's: a later override can still name it.
+        return _options_in(tuple(base.kinds.values()), key)
+    if issubclass(base, Parts):
+        return _options_in((base.whole,), key)
+    return _options_in((base,), key)
 
 
-# Sweeps override the same keys for each trial. By the kinds, to which files of users add theirs.
+# Sweeps override the same keys for each trial. By classes that are others once files of users have
+# added kinds or parts of theirs.
 @functools.lru_cache(maxsize=1024)
-def _options_in(kinds: Tuple[Type[Section], ...], key: str) -> AbstractSet[Any]:
-    """Return the types that a key takes in any of these kinds; text if none has it."""
+def _options_in(classes: Tuple[Type[Section], ...], key: str) -> AbstractSet[Any]:
+    """Return the types that a key takes in any of these classes; text if none has it."""
     options: Set[Any] = set()
-    for kind in kinds:
-        keys = kind.fields()
+    for each in classes:
+        keys = each.fields()
         if key not in keys:
             continue
         options.update(_options(keys[key].annotation))
-        if issubclass(kind, Kind) and key in kind.own_keys():
+        if issubclass(each, Kind) and key in each.own_keys():
             options.add(_NONE)  # stands for the kind's default
     return options or {str}
 

@@ -531,7 +531,11 @@ class Trainer:
         images = f"({count(scores.images, 'image')})"
         left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
         text = f"evaluation after epoch {epochs:.2f}: {text}  {images}{left_out}"
-        self.monitor.event("eval", step, {"epoch": epochs, **values}, text)
+        details = {"epoch": epochs, **values}
+        # Only scores of the same validation images are compared.
+        if self.progression.validation_set:
+            details["validation_set"] = self.progression.validation_set
+        self.monitor.event("eval", step, details, text)
 
     def _note_best(self, trained: float, scores: Mapping[str, Any]) -> None:
         """Keep the best top-1 of the trained weights, and of all weights; at a tie the earlier."""

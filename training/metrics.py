@@ -41,6 +41,7 @@ _NUMBERS = (
     "images",
     "images_per_second",
     "data_wait",
+    "validation_set",
 )
 
 

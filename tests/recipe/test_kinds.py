@@ -2,13 +2,13 @@
 
 import itertools
 import re
-from typing import Literal
+from typing import Literal, Optional
 
 import pytest
 from pydantic import Field
 
 from common.errors import ConfigError
-from recipe.config import Recipe
+from recipe.config import Log, Recipe
 from recipe.kinds import Kind, Registry
 from recipe.loading import load, loads
 from recipe.optimization import Lars, Optimizer, Sgd
@@ -99,6 +99,21 @@ def test_kinds_that_are_defined_after_the_recipe_are_like_any_other():
         type("Cube", (Square,), {"__module__": __name__})
     with pytest.raises(ValueError, match="radius belongs to circle, not to square"):
         Shape(name="square", radius=1.0)
+
+
+def test_keys_of_a_part_that_is_defined_after_they_were_asked_for_have_its_types(monkeypatch):
+    monkeypatch.setattr(Log, "parts", list(Log.parts))
+    monkeypatch.setattr(Log, "whole", Log.whole)
+    with pytest.raises(ConfigError, match="unknown key"):
+        from_base("log.further=5")
+
+    class Further(Log):
+        """A part of the section."""
+
+        further: Optional[int] = Field(3, description="a number")
+
+    for text, value in (("5", 5), ("null", None)):
+        assert from_base(f"log.further={text}").log.further == value
 
 
 def test_a_registry_finds_what_implements_a_section():

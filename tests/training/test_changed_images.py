@@ -21,6 +21,7 @@ from tests.training.scripted import ScriptedEngine
 from tools import shards
 from training import loop, resuming
 from training.checkpoint import CheckpointFolder
+from training.metrics import read_events
 from training.progression import Progression
 from training.scoring import Scores
 
@@ -192,6 +193,9 @@ def test_scores_of_other_validation_images_are_not_compared(session, more, tmp_p
     assert "\nthe best top1 so far, 90.00%, is of other validation images and does not count any more\n" in said
     said = session(*place)
     assert "best top1 40.00%" in said
+    evaluations = read_events(tmp_path / "run")["eval"]
+    found = [(event["top1"], event.get("validation_set")) for event in evaluations]
+    assert found == [(0.9, None), (0.8, None), (0.3, None), (0.2, 1), (0.4, 1), (0.3, 1)]
     best = CheckpointFolder(tmp_path / "run" / "checkpoints", 3, True).load_best(pytest.fail)
     assert (best["progression"]["step"], best["progression"]["best_of_all"]) == (5, 0.4)
 

@@ -457,6 +457,7 @@ def _smallest(
             if total >= least:
                 break
             least = min(least, max(total, fullest(stage + 1, end)))
+        assert least < math.inf, "there are fewer blocks than stages"
         return int(least)
 
     # The whole model is the span from the first block to the last.

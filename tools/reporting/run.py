@@ -411,7 +411,12 @@ def _scores(run: Run) -> Dict[str, Optional[float]]:
     evaluation = run.metrics.evaluation
     # The last event of a finished run has its scores; until then the newest events count.
     end = run.metrics.end or {}
-    known = [top1 for top1 in evaluation["top1"] if not math.isnan(top1)]
+    # Scores of other validation images than the newest ones' are not compared.
+    numbers = validation_sets(evaluation)
+    known = []
+    for top1, number in zip(evaluation["top1"], numbers):
+        if number == numbers[-1] and not math.isnan(top1):
+            known.append(top1)
     top5 = end.get("top5", _newest(evaluation["top5"]))
     if run.recipe is not None and run.recipe.model.classes <= TOP:
         top5 = None  # each class is among the five likeliest
@@ -424,6 +429,16 @@ def _scores(run: Run) -> Dict[str, Optional[float]]:
         if evaluation.has(f"{name}/top1"):
             scores[name] = _newest(evaluation[f"{name}/top1"])
     return scores
+
+
+def validation_sets(evaluation: Events) -> List[float]:
+    """Return the number of the validation images that each evaluation scored.
+
+    Args:
+        evaluation: the `eval` events of a run.
+    """
+    # A number stands in the events from the second set of images on.
+    return [0.0 if math.isnan(number) else number for number in evaluation["validation_set"]]
 
 
 def _newest(column: Sequence[float]) -> Optional[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
 from recipe.config import Recipe
-from tools.reporting.run import Run, epoch_and_seconds, read_metrics, total_steps
+from tools.reporting.run import Run, epoch_and_seconds, read_metrics, total_steps, validation_sets
 from tools.sweeping.candidates import Parameters
 from training.metrics import NAME
 
@@ -69,7 +69,7 @@ def progress(run_folder: Path, metric: str, recipe: Recipe) -> Progress:
     events = run.metrics.evaluation
     values: Sequence[float]
     if metric == "best_top1":
-        values = _best_so_far(events["top1"])
+        values = _best_so_far(events["top1"], validation_sets(events))
     else:
         # Values within an average are columns with a slash.
         values = events[metric.replace(".", "/")]
@@ -85,11 +85,16 @@ def progress(run_folder: Path, metric: str, recipe: Recipe) -> Progress:
     )
 
 
-def _best_so_far(values: Sequence[float]) -> List[float]:
-    """Return the largest value up to each one; NaN until there is a number."""
+def _best_so_far(values: Sequence[float], sets: Sequence[float]) -> List[float]:
+    """Return the largest value of the same set up to each one; NaN until there is a number."""
     best = math.nan
     bests = []
-    for value in values:
+    newest = None
+    for value, number in zip(values, sets):
+        # Scores of other validation images are not compared.
+        if number != newest:
+            best = math.nan
+            newest = number
         # No number is larger than NaN, so the first one has to be let through.
         if value > best or math.isnan(best):
             best = value

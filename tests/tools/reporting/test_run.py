@@ -39,6 +39,8 @@ def test_a_run_that_was_cut_off_says_how_far_it_came(tmp_path):
     assert kind == "cut off" and text.startswith("at step 120 of 600: ")
     figures = run.headline(run.read(folder))
     assert (figures["top1"], figures["best_top1"], figures["seconds"]) == (0.6, 0.7, 60.0)
+    others = [eval_event(60, 0.9), eval_event(120, 0.3, validation_set=1), eval_event(180, 0.2, validation_set=1)]
+    assert run.headline(run.read(written(tmp_path / "run", others)))["best_top1"] == 0.3, "of the newest images"
     goes_on = written(tmp_path / "run", [train_event(60), end_event(60, 30.0), train_event(120), "garbage"])
     assert state(goes_on).kind == "cut off" and run.read(goes_on).metrics.odd == [4]
 

@@ -180,6 +180,12 @@ def test_a_metric_has_a_value_at_each_evaluation(tmp_path, metric, values):
     assert reached(tmp_path, metric).values == pytest.approx(values, rel=0, abs=0, nan_ok=True)
 
 
+def test_the_best_score_begins_anew_with_other_validation_images(tmp_path):
+    events = [{**EVENTS[1], "validation_set": 1}, {**EVENTS[2], "top1": 0.4, "validation_set": 1}]
+    tail = "".join(json.dumps({**event, "step": 88}) + "\n" for event in events)
+    assert reached(tmp_path, "best_top1", tail=tail).values == (0.5, 0.7, 0.7, 0.5, 0.5)
+
+
 @pytest.mark.parametrize(
     ("length", "final"),
     [("run.epochs=3", True), ("run.epochs=4", False), ("run.steps=66", True), ("run.images=4225", False)],
