@@ -223,13 +223,16 @@ def _labelled_source(model: _Model) -> Any:
     The order of the classes in the data does not matter.
     """
     from data.sources import open_source
-    from training import classes
+    from training import classes, weights
 
     data = model.recipe.data
     label_count = model.recipe.model.classes
     known = classes.of_model(model.stored, data, label_count)
     source = open_source(data, label_count, "validation", known.names)
-    for note in (known.note, *source.notes):
+    seen = ""
+    if weights.trained_on(model.stored, data):
+        seen = "the model was trained on images that are scored: scores say nothing about others"
+    for note in (known.note, seen, *source.notes):
         if note:
             print(note)
     return source

@@ -4,6 +4,7 @@ The order of the source's own classes does not matter.
 """
 
 import re
+import unicodedata
 from typing import Dict, List, Sequence, Tuple, Union
 
 import numpy as np
@@ -39,7 +40,8 @@ def _natural_key(name: str) -> List[Union[int, str]]:
 def places(names: Sequence[str], others: Sequence[str]) -> np.ndarray:
     """Return the place of each name among others.
 
-    The second of two equal names is the second of those among `others`.
+    The second of two equal names is the second of those among `others`. Names are equal whichever
+    of Unicode's forms they are written in: copies by way of macOS have another than the original.
 
     Args:
         names: that are looked for.
@@ -48,10 +50,24 @@ def places(names: Sequence[str], others: Sequence[str]) -> np.ndarray:
     Returns:
         int64 [names], -1 for those that are not there.
     """
-    # Equal names are told apart by how many stand before them.
+    # Equal names are told apart by how many stand before them, and names that differ by their form
+    # by this.
+    if not _differ_by_form(names) and not _differ_by_form(others):
+        names = _composed(names)
+        others = _composed(others)
     place_of = {name: place for place, name in enumerate(_distinct(others))}
     positions = [place_of.get(name, _ABSENT) for name in _distinct(names)]
     return np.array(positions, dtype=np.int64)
+
+
+def _composed(names: Sequence[str]) -> List[str]:
+    """Return names in Unicode's composed form, in which é is one character."""
+    return [unicodedata.normalize("NFC", name) for name in names]
+
+
+def _differ_by_form(names: Sequence[str]) -> bool:
+    """Return whether some of the names differ by their form in Unicode alone."""
+    return len(set(_composed(names))) < len(set(names))
 
 
 def _distinct(names: Sequence[str]) -> List[Tuple[str, int]]:

@@ -41,7 +41,7 @@ class ListSource(FileSource):
         names = []
         rows: List[Row] = []
         images_of_class = []
-        for label, of_class in image_lists.by_class(image_lists.read(file)).items():
+        for label, of_class in image_lists.by_class(image_lists.read(file, folder)).items():
             paths = [os.fsencode(row.path) for row in of_class]
             chosen = validation_share.of_split(paths, share, split)
             kept = list(itertools.compress(of_class, chosen))
@@ -75,8 +75,7 @@ def _open(data: ImageList, classes: int, split: str) -> Source:
     """Open the list of a split."""
     file = data.located(split)
     assert file is not None, "a list is a file of this machine"
-    folder = data.root or os.path.dirname(file)
-    return ListSource(file, folder, share=data.validation_share, split=split)
+    return ListSource(file, data.list_folder(file), share=data.validation_share, split=split)
 
 
 @CLASS_NAMES.implements(ImageList)
@@ -85,5 +84,5 @@ def _class_names(data: ImageList, split: str) -> Optional[ClassNames]:
     file = data.list_file(split)
     if not os.path.isfile(file):
         return None
-    labels = image_lists.by_class(image_lists.read(file))
+    labels = image_lists.by_class(image_lists.read(file, data.list_folder(file)))
     return ClassNames(file, tuple(map(printable, labels)), sorted=True)

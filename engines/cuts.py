@@ -145,9 +145,7 @@ def _divided(blocks: Blocks, automatic: Callable[[], Tuple[Sequence[str], str]])
         if any(True for _ in model.block(name).parameters()):
             trained.add(name)
     if parallel.parts > len(trained):
-        raise ConfigError(
-            f"parallel.stages: {parallel.parts} parts are more than the {len(trained)} blocks that have parameters"
-        )
+        raise ConfigError(balance.too_many_parts(parallel.parts, len(trained)))
     # The recipe's own cut, or one that is made here.
     note = ""
     if isinstance(parallel.split, list):

@@ -160,6 +160,11 @@ def balance(
     )
 
 
+def too_many_parts(parts: int, blocks: int) -> str:
+    """Return the fault of more `parts` than there are `blocks` with parameters."""
+    return f"parallel.stages: {parts} parts are more than the {blocks} blocks that have parameters"
+
+
 def check_blocks(key: str, given: Sequence[str], blocks: Sequence[str]) -> None:
     """Refuse a key of the recipe that names a block which the model does not have.
 

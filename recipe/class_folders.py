@@ -26,6 +26,8 @@ _EXTENSIONS = (b".jpg", b".jpeg", b".png")
 _OTHER_IMAGES = (
     b".avif .bmp .gif .heic .heif .jfif .jp2 .jpe .jxl .pbm .pgm .ppm .tga .tif .tiff .webp".split()
 )
+# Files that Windows makes by itself.
+_OF_DESKTOPS = (b"thumbs.db", b"desktop.ini")
 
 
 def class_folders(folder: str) -> Tuple[str, ...]:
@@ -152,4 +154,6 @@ def images_below(
         elif is_folder(entry):
             yield from images_below(folder, path, leave_out, inside)
         elif kind in _OTHER_IMAGES:
-            leave_out("images that are neither JPEG nor PNG", f" {kind.decode()}", path)
+            leave_out("images that are not named .jpg, .jpeg or .png", f" {kind.decode()}", path)
+        elif entry.name.lower() not in _OF_DESKTOPS:
+            leave_out("files that are not named .jpg, .jpeg or .png", "", path)

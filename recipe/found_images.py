@@ -166,7 +166,8 @@ def _of_folder(data: Folder, split: str, place: str) -> Found:
 def _of_list(data: ImageList, split: str, place: str) -> Found:
     """Count the images of each class of a list."""
     classes = {}
-    for label, rows in image_lists.by_class(image_lists.read(place)).items():
+    listed = image_lists.read(place, data.list_folder(place))
+    for label, rows in image_lists.by_class(listed).items():
         names = [os.fsencode(row.path) for row in rows]
         classes[label] = sum(validation_share.of_split(names, data.validation_share, split))
     return Found(place, sum(classes.values()), len(classes), classes)

@@ -27,7 +27,7 @@ class Row(NamedTuple):
     line: int
 
 
-def read(file: str) -> List[Row]:
+def read(file: str, folder: str = "") -> List[Row]:
     """Read a list of images.
 
     A row is a path and a label. If the first row has the words `path` and `label` it names the
@@ -36,6 +36,7 @@ def read(file: str) -> List[Row]:
 
     Args:
         file: path of the CSV file.
+        folder: to which paths in it are relative.
 
     Returns:
         The images in the order of class and path as bytes, as class folders of them are numbered.
@@ -48,9 +49,12 @@ def read(file: str) -> List[Row]:
     labels: Dict[str, Row] = {}
     rows = []
     for row in _rows(file):
-        first = labels.setdefault(row.path, row)
+        # Of one image, however its path is written: train/a.png, ./train/a.png, /photos/train/a.png.
+        image = os.path.normpath(os.path.join(folder, row.path))
+        first = labels.setdefault(image, row)
         if first.label != row.label:
-            fault = f"{row.path} is {row.label}, but {first.label} on line {first.line}"
+            again = "" if first.path == row.path else f" as {first.path}"
+            fault = f"{row.path} is {row.label}, but {first.label} on line {first.line}{again}"
             raise DataError(printable(f"{file}: line {row.line}: {fault}; correct one of them"))
         rows.append(row)
     if not rows:

@@ -227,6 +227,10 @@ class Data(Kind):
     def check_splits(self) -> None:
         """Raise DataError where the images of validation would be trained on, too."""
 
+    def validates_on_training(self) -> bool:
+        """Return whether the training images are named as the images of validation, too."""
+        return False
+
     def check_classes(self, classes: int) -> None:
         """Raise ConfigError where a model of so many `classes` cannot learn the images."""
         possible = self.possible_classes
@@ -310,6 +314,12 @@ class Files(Stored):
     def folder_key(self, split: str) -> str:
         """Return the key that names the folder of a split, "train" or "validation"."""
         return f"{split}_folder"
+
+    def validates_on_training(self) -> bool:
+        """Return whether one folder has both splits, undivided."""
+        if self.folder_key("validation") == self.folder_key("train"):
+            return False
+        return _is_same(split_folder(self, "train"), split_folder(self, "validation"))
 
     def _classes_in(self, folder: str) -> int:
         """Return the number of classes of the images in a folder, or behind a URL."""
@@ -462,6 +472,10 @@ class HuggingFace(Stored):
     label_column: Optional[str] = None
     """column of the labels; null: the only one of class labels, else the one called label"""
 
+    def validates_on_training(self) -> bool:
+        """Return whether one split of a data set is named for both."""
+        return self.dataset is not None and self.train_split == self.validation_split
+
     def faults(self) -> Iterator[str]:
         """Yield the fault of two places for the images."""
         yield from super().faults()
@@ -513,6 +527,16 @@ class ImageList(Divisible):
         name = self.validation_list if is_own else self.train_list
         return os.path.join(self.root or "", name)
 
+    def list_folder(self, file: str) -> str:
+        """Return the folder to which the paths in a list, `file`, are relative."""
+        return self.root or os.path.dirname(file)
+
+    def validates_on_training(self) -> bool:
+        """Return whether one list has both splits, undivided."""
+        if self.validation_share:
+            return False
+        return _is_same(self.list_file("train"), self.list_file("validation"))
+
     def located(self, split: str) -> Optional[str]:
         """Return the list of a `split`: see `Data.located`."""
         file = self.list_file(split)
@@ -529,7 +553,7 @@ class ImageList(Divisible):
         try:
             file = self.located("train")
             assert file is not None, "a list is a file of this machine"
-            rows = image_lists.read(file)
+            rows = image_lists.read(file, self.list_folder(file))
         except DataError as error:
             raise ConfigError(f"model.classes auto: {error}") from None
         return _at_least_two(len({row.label for row in rows}), file)
@@ -541,6 +565,13 @@ def _at_least_two(classes: int, place: Optional[str]) -> int:
         few = count(classes, "class", "classes")
         raise ConfigError(f"model.classes auto: {place}: {few}; a model needs two")
     return classes
+
+
+def _is_same(place: str, other: str) -> bool:
+    """Return whether two paths, or URLs, lead to the same place."""
+    if "://" in place or "://" in other:
+        return place.rstrip("/") == other.rstrip("/")
+    return os.path.realpath(place) == os.path.realpath(other)
 
 
 def split_folder(data: Files, split: str) -> str:

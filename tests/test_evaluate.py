@@ -47,6 +47,22 @@ def scores_in(folder):
     return json.loads((folder / "evaluation" / "scores.json").read_text())
 
 
+def test_a_line_says_where_training_images_are_scored(command, tmp_path):
+    images = write_pictures(tmp_path / "images", train=6, val=1)
+    sizes = ("model.classes=2", "batch.global=2", "batch.micro=2", "run.steps=4")
+    places = (f"data.root={images}", f"run.output={tmp_path / 'run'}", "data.validation_share=0.6")
+    assert train.main(["--config", str(QUICKSTART), *TINY, *sizes, "data.source=folder", *places]) == DONE
+    line = "the model was trained on images that are scored: scores say nothing about others"
+    for override, is_said in (
+        ("data.validation_share=0.6", False),
+        ("data.validation_share=0.5", True),
+        ("data.validation_share=0", False),
+        ("data.validation_share=0 data.validation_folder=train", True),
+    ):
+        code, lines, _ = command("--checkpoint", tmp_path / "run", *override.split())
+        assert (code, line in lines) == (DONE, is_said), override
+
+
 @pytest.fixture
 def command(capsys, undrawn_confusion):
     """command(*arguments): exit code, lines of stdout, lines of stderr."""

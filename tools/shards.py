@@ -442,7 +442,8 @@ def _classes(folder: Folder, before: Manifest | None, largest: int) -> tuple[str
 def _named_classes(file: str, largest: int) -> tuple[str, ...]:
     """Return the names of the classes in a file, up to the `largest` label. Raises DataError."""
     try:
-        lines = Path(file).read_text("utf-8").splitlines()
+        # Editors of Windows write a mark of the byte order in front.
+        lines = Path(file).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         fault = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
         remedy = "give --classes a file with the name of a class in each line"

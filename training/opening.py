@@ -57,12 +57,19 @@ def lines(
         f"of {classes} ({recipe.data.source})",
         *([preparation] if preparation else []),
         *([_repeated(repeats, lengths.steps_per_epoch * batch.global_)] if repeats > 1 else []),
+        *_scored_on_training(recipe.data),
         *_balanced(recipe.data, images, lengths.steps_per_epoch * batch.global_),
         batch.describe(),
         described_lengths(recipe, lengths),
     ]
     unusual = (unusual_peak(recipe), empty_average(recipe, lengths))
     return [*described, *filter(None, unusual)]
+
+
+def _scored_on_training(data: Data) -> Iterator[str]:
+    """Yield the line about validation images that are trained on, where they are."""
+    if data.validates_on_training():
+        yield "the training images are validated on, too: scores say nothing about other images"
 
 
 def _balanced(data: Data, images: Images, rows: int) -> Iterator[str]:

@@ -17,6 +17,8 @@ from recipe.network import CLASSIFIER
 from training import loggers, mirror, services  # noqa: F401  services register themselves
 from training.run_folder import has_begun
 
+# As many stages any model has blocks for, so that a plan with no more of them needs no torch.
+_FEW_PARTS = 4
 _CHECKPOINTS = "checkpoints/step-*.json"
 _WITHIN = "step-*.pt"  # in the folder of the checkpoints itself
 
@@ -60,10 +62,15 @@ def _check_blocks(recipe: Recipe) -> None:
     train = recipe.model.train
     # Of a model of timm the blocks are known only once it is traced: where no key names one, a plan
     # needs no torch.
-    if not any(isinstance(value, list) and value for value in (split, recompute, train)):
+    names_blocks = any(isinstance(value, list) and value for value in (split, recompute, train))
+    if not names_blocks and recipe.parallel.parts <= _FEW_PARTS:
         return
     blocks = shapes.blocks(recipe.model, max(training_image_sizes(recipe)))
     names = list(blocks)
+    # Before hundreds of processes have started.
+    able = sum(block.parameters > 0 for block in blocks.values())
+    if recipe.parallel.parts > able:
+        raise ConfigError(balance.too_many_parts(recipe.parallel.parts, able))
     if isinstance(split, list):
         try:
             balance.split_names(names, split)

@@ -13,12 +13,12 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 import torch
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, UserError
 from common.json_io import parse_json
 from common.text import listed
 from models.families import FAMILIES, is_classifier, timm_name
 from recipe import loading, timm_weights
-from recipe.config import Model, Recipe
+from recipe.config import Data, Model, Recipe
 from training import foreign
 from training.checkpoint import CheckpointFolder, load_named
 from training.foreign import EMA, TRAINED
@@ -138,6 +138,29 @@ def recipe_of(stored: Any, config: Optional[str], overrides: Sequence[str]) -> R
         fault = "does not say which recipe it was trained by; name it by --config FILE"
         raise ConfigError(f"{stored.path}: {fault}")
     return loading.loads(stored.recipe, str(stored.path), overrides)
+
+
+def trained_on(stored: Any, scored: Data) -> bool:
+    """Return whether a stored model was trained on images that are scored, as far as paths tell.
+
+    Args:
+        stored: `StoredWeights` or an `ExportedModel`.
+        scored: section of the recipe whose validation images are scored.
+    """
+    if stored.recipe is None:
+        return False
+    try:
+        trained = loading.loads(stored.recipe, str(stored.path)).data
+        place = trained.located("train")
+        other = scored.located("validation")
+    # The training images may be on another machine, and the recipe of an older version.
+    except UserError:
+        return False
+    if place is None or other is None or os.path.realpath(place) != os.path.realpath(other):
+        return False
+    # One folder that is divided as the run divided it has images of its own to validate.
+    share = getattr(trained, "validation_share", 0.0)
+    return not share or share != getattr(scored, "validation_share", 0.0)
 
 
 def fitted(

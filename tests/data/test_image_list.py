@@ -162,12 +162,15 @@ def test_lists_as_programs_write_them(photos, text):
         ("a\0.jpg,ant\n", "line 1: (the character NUL in a path; remove it, or|line contains NUL)"),
         ("ant/1.png,\n", "line 1: ant/1.png has no label; give it one"),
         ("ant/1.png,ant\nant/1.png,cat\n", "line 2: ant/1.png is cat, but ant on line 1; correct one of them"),
+        ("ant/1.png,ant\n./ant//1.png,cat\n", "line 2: ./ant//1.png is cat, but ant on line 1 as ant/1.png; correct"),
+        ("ant/1.png,ant\ncat/../ant/1.png,cat\n", "is cat, but ant on line 1 as ant/1.png; correct one of them"),
+        ("ant/1.png,ant\nFOLDER/ant/1.png,cat\n", "is cat, but ant on line 1 as ant/1.png; correct one of them"),
         ('ant/1.png,"ant\n', "unexpected end of data; correct the line"),
         ("gone.png,ant\nant/1.png,cat\n", "line 1: no file .*/gone.png; correct the path, or set data.root to the"),
     ],
 )
 def test_faults_of_lists_are_one_line_with_the_place_and_a_remedy(photos, text, fault):
-    (photos / "photos.csv").write_text(text)
+    (photos / "photos.csv").write_text(text.replace("FOLDER", str(photos)))
     with pytest.raises(DataError, match=fault) as raised:
         open_source(image_list(photos), 2, "train")
     assert str(photos / "photos.csv") in str(raised.value) and "\n" not in str(raised.value)

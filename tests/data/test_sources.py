@@ -50,7 +50,10 @@ def test_a_folder_is_read_in_the_order_of_classes_and_names_at_any_depth(root):
     (root / "train/cat/notes.txt").write_text("words")
     source = FolderSource(str(root / "train"))
     assert source.classes == ("cat", "dog")
-    assert source.notes == (f"{root}/train: left out images beside the class folders: 1; the first: beside.jpg",)
+    assert source.notes == (
+        f"{root}/train: left out files that are not named .jpg, .jpeg or .png: 1; the first: cat/notes.txt",
+        f"{root}/train: left out images beside the class folders: 1; the first: beside.jpg",
+    )
     expected = ["cat/a.jpg", "cat/b.png", "cat/more/deep/f.jpg", "dog/c.JPEG", "dog/linked/g.jpg"]
     assert names(source, root / "train") == expected
     assert source.labels.dtype == np.int64 and source.labels.tolist() == [0, 0, 0, 1, 1]
@@ -88,14 +91,16 @@ def test_links_that_lead_back_and_other_kinds_of_images_are_left_out_and_counted
     (root / "elsewhere/back").symlink_to(root / "train/dog")
     for name, target in (("all", "."), ("up", ".."), ("self", "self")):
         (root / "train" / name).symlink_to(target)
-    for name in ("cat/a.webp", "cat/b.WEBP", "dog/c.bmp", "dog/notes.txt", "cat/.hidden.bmp"):
+    left_out = ("cat/a.webp", "cat/b.WEBP", "dog/c.bmp", "dog/notes.txt", "cat/c", "cat/d.jpg.1")
+    for name in (*left_out, "cat/.hidden.bmp", "cat/Thumbs.db"):
         (root / "train" / name).write_bytes(b"pixels")
     source = FolderSource(str(root / "train"))
     assert names(source, root / "train") == ["cat/a.jpg", "cat/b.png", "dog/away/f.jpg", "dog/c.JPEG"]
     assert source.classes == ("cat", "dog")
-    bmp, webp, links = (note.partition(f"{root}/train: left out ")[2] for note in source.notes)
-    assert bmp == "images that are neither JPEG nor PNG: 1 .bmp; the first: dog/c.bmp"
-    assert webp.startswith("images that are neither JPEG nor PNG: 2 .webp; the first: cat/")
+    files, bmp, webp, links = (note.partition(f"{root}/train: left out ")[2] for note in source.notes)
+    assert files.startswith("files that are not named .jpg, .jpeg or .png: 3; the first: ")
+    assert bmp == "images that are not named .jpg, .jpeg or .png: 1 .bmp; the first: dog/c.bmp"
+    assert webp.startswith("images that are not named .jpg, .jpeg or .png: 2 .webp; the first: cat/")
     assert links.startswith("links that lead back to a folder around them: 4; the first: ")
 
 

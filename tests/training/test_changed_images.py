@@ -41,6 +41,16 @@ def one_more(root):
     shutil.copy(root / "train/a/0.png", root / "train/a/9.png")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [((), False), (("data.validation_folder=train/",), True), (("data.train_folder=val/../val",), True)],
+    ids=["none", "training", "validation"],
+)
+def test_a_line_says_that_the_training_images_are_validated_on(session, images, overrides, same):
+    said = session(*OVERRIDES, f"data.root={images}", "batch.global=2", "batch.micro=2", *overrides, stop_at=1)
+    assert ("\nthe training images are validated on, too: scores say nothing about other images\n" in said) == same
+
+
 def test_other_images_are_refused_unless_they_are_accepted(session, images, tmp_path):
     session(*OVERRIDES, f"data.root={images}", stop_at=1)
     images.rename(tmp_path / "moved")  # the same images elsewhere are the same

@@ -67,6 +67,7 @@ def test_what_else_cannot_begin(monkeypatch):
             "model.train=[head,preprocess] log.tensorboard=false",
             "model.train: preprocess is not a block; the blocks are classifier, stem, blocks.0.0, ",
         ),
+        ("parallel.stages=40 log.tensorboard=false", "parallel.stages: 40 parts are more than the "),
         ("log.wandb=true log.tensorboard=false", "log.wandb: the package wandb is not installed; "),
     ):
         with pytest.raises(preflight.ConfigError) as caught:
