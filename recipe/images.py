@@ -227,9 +227,16 @@ class Data(Kind):
     def check_splits(self) -> None:
         """Raise DataError where the images of validation would be trained on, too."""
 
-    def validates_on_training(self) -> bool:
-        """Return whether the training images are named as the images of validation, too."""
-        return False
+    def address(self, split: str) -> Optional[str]:
+        """Return the path or URL that names the images of a split, whether they are there or not.
+
+        Args:
+            split: "train" or "validation".
+
+        Returns:
+            None where the recipe names no place for the split.
+        """
+        return None
 
     def check_classes(self, classes: int) -> None:
         """Raise ConfigError where a model of so many `classes` cannot learn the images."""
@@ -315,11 +322,9 @@ class Files(Stored):
         """Return the key that names the folder of a split, "train" or "validation"."""
         return f"{split}_folder"
 
-    def validates_on_training(self) -> bool:
-        """Return whether one folder has both splits, undivided."""
-        if self.folder_key("validation") == self.folder_key("train"):
-            return False
-        return _is_same(split_folder(self, "train"), split_folder(self, "validation"))
+    def address(self, split: str) -> Optional[str]:
+        """Return the folder, or the URL, of a `split`: see `Data.address`."""
+        return None if self.root is None else split_place(self, split)
 
     def _classes_in(self, folder: str) -> int:
         """Return the number of classes of the images in a folder, or behind a URL."""
@@ -472,9 +477,12 @@ class HuggingFace(Stored):
     label_column: Optional[str] = None
     """column of the labels; null: the only one of class labels, else the one called label"""
 
-    def validates_on_training(self) -> bool:
-        """Return whether one split of a data set is named for both."""
-        return self.dataset is not None and self.train_split == self.validation_split
+    def address(self, split: str) -> Optional[str]:
+        """Return a URL of a `split` of a data set of the hub: see `Data.address`."""
+        name = self.train_split if split == "train" else self.validation_split
+        if self.dataset is None or name is None:
+            return None
+        return f"hf://datasets/{self.dataset}/{self.subset or ''}/{name}"
 
     def faults(self) -> Iterator[str]:
         """Yield the fault of two places for the images."""
@@ -531,11 +539,9 @@ class ImageList(Divisible):
         """Return the folder to which the paths in a list, `file`, are relative."""
         return self.root or os.path.dirname(file)
 
-    def validates_on_training(self) -> bool:
-        """Return whether one list has both splits, undivided."""
-        if self.validation_share:
-            return False
-        return _is_same(self.list_file("train"), self.list_file("validation"))
+    def address(self, split: str) -> Optional[str]:
+        """Return the file that lists the images of a `split`: see `Data.address`."""
+        return self.list_file(split)
 
     def located(self, split: str) -> Optional[str]:
         """Return the list of a `split`: see `Data.located`."""
@@ -565,6 +571,23 @@ def _at_least_two(classes: int, place: Optional[str]) -> int:
         few = count(classes, "class", "classes")
         raise ConfigError(f"model.classes auto: {place}: {few}; a model needs two")
     return classes
+
+
+def scores_training_images(trained: Data, scored: Data) -> bool:
+    """Return whether images are scored that a model was trained on, as far as their addresses tell.
+
+    Args:
+        trained: section of the recipe with the training images.
+        scored: section of the recipe with the validation images; the same for a run's own scores.
+    """
+    place = trained.address("train")
+    other = scored.address("validation")
+    if place is None or other is None or not _is_same(place, other):
+        return False
+    # One folder or list has both. A smaller share of it is a part of every larger one, so only a
+    # larger share, or all images, hold some that were trained on.
+    share = getattr(scored, "validation_share", 0.0)
+    return not share or share > getattr(trained, "validation_share", 0.0)
 
 
 def _is_same(place: str, other: str) -> bool:

@@ -55,7 +55,8 @@ def test_a_line_says_where_training_images_are_scored(command, tmp_path):
     line = "the model was trained on images that are scored: scores say nothing about others"
     for override, is_said in (
         ("data.validation_share=0.6", False),
-        ("data.validation_share=0.5", True),
+        ("data.validation_share=0.7", True),
+        ("data.validation_share=0.5", False),
         ("data.validation_share=0", False),
         ("data.validation_share=0 data.validation_folder=train", True),
     ):

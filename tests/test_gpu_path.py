@@ -1,4 +1,5 @@
-"""What can be tested of the GPU path without a GPU: kernels compile and spill no registers, and nothing waits.
+"""What can be tested of the GPU path without a GPU: kernels compile, spill no registers and are launched
+with their arguments, and nothing waits.
 
 The interpreter of the other tests takes code that Triton's compiler refuses.
 """
@@ -24,42 +25,6 @@ _ROOT = Path(__file__).resolve().parent.parent  # not from tests.conftest, which
 # Kernels ----------------------------------------------------------------------------------------
 
 
-class _Driver:
-    """Triton's driver of a GPU with compute capability 9.0 that is not there."""
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-def compiled(work) -> list:
-    """Compile the kernels that `work()` starts instead of starting them.
-
-    Returns:
-        Name, PTX and machine code of each start, in their order.
-    """
-    import triton
-
-    made = []
-    run = triton.JITFunction.run
-
-    def record(kernel, *values, grid, warmup, **named):
-        binary = run(kernel, *values, grid=grid, warmup=True, **named)
-        made.append((kernel.__name__, binary.asm["ptx"], binary.asm["cubin"]))
-
-    triton.runtime.driver.set_active(_Driver())
-    with mock.patch.object(triton.JITFunction, "run", record):
-        work()
-    return made
-
-
 def spilled_bytes(machine_code: bytes, folder: Path) -> int:
     """Bytes of registers that a thread keeps in local memory, by the disassembler of Triton's wheel."""
     import triton
@@ -83,32 +48,37 @@ import optim.lars
 from optim.kernels import lars
 from recipe.config import Model
 from tests.optim.test_lars_update import state_of
-from tests.test_gpu_path import compiled, spilled_bytes
+from tests.recording_driver import launched, start
+from tests.test_gpu_path import spilled_bytes
 
 folder = Path(sys.argv[1])
+driver = start(folder)
 
 
-def sound(made):
-    for name, ptx, machine_code in made:
-        assert "atom" not in ptx, name
-        assert spilled_bytes(machine_code, folder) == 0, name
-    return [(name, ptx) for name, ptx, _ in made]
+def sound(work):
+    made = launched(driver, work)
+    for launch in made:
+        assert "atom" not in launch.ptx, launch.name
+        assert spilled_bytes(launch.machine_code, folder) == 0, launch.name
+        assert launch.passed == launch.expected, launch.name
+    return [(launch.name, launch.ptx) for launch in made]
 
 
 optim.lars.update_class = lambda device: lars.TritonLarsUpdate
 for form, compute, dtype in {updates}:
     state, _ = state_of(form, compute, dtype)
     state._update.host_may_read = False
-    made = dict(sound(compiled(lambda: state.update(0, 0.5, torch.ones(()), True))))
+    made = dict(sound(lambda: state.update(0, 0.5, torch.ones(()), True)))
     print(sorted(made) == ["_add_squares", "_merge", "_none_wrong", "_step", "_trust_ratios"])
 
 for form, kernel, stride in {convolutions}:
     norm = group_norm.FusedGroupNormAct.of(GroupNormAct(64, 4, 1e-3)).half()
     block = squeeze.fuse(build(Model(name="efficientnet_b0"), seed=0).block("blocks.1.0")).half()
     x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
-    made = sound(compiled(lambda: norm.added(x, x[:, 0, 0, 0].contiguous(), x).sum().backward()))
-    print(len(made) == 6)
-    made = sound(compiled(lambda: block.bn2(x).sum().backward()))
+    for kept, residual in ((x[:, 0, 0, 0].contiguous(), x), (None, None)):
+        made = sound(lambda: norm.added(x, kept, residual).sum().backward())
+        print(len(made) == 6)
+    made = sound(lambda: block.bn2(x).sum().backward())
     print(len(made) == 9)
 
     # As large as layers of a B4 are: sizes choose the tiles, and with them the registers.
@@ -123,7 +93,7 @@ for form, kernel, stride in {convolutions}:
         launches.input_gradient(dy, packed)
         launches.weight_gradient(x, dy)
 
-    for name, ptx in sound(compiled(work)):
+    for name, ptx in sound(work):
         wide = "ld.global.v4.b32" in ptx
         products = name == "add_parts" or "mma" in ptx
         print(products and (wide or form is torch.contiguous_format))
@@ -145,7 +115,7 @@ _REST = [
         (_REST, [(torch.channels_last, 5, 1), (torch.contiguous_format, 3, 2)]),
     ],
 )
-def test_kernels_compile_for_a_gpu_and_spill_no_registers(tmp_path, updates, convolutions):
+def test_kernels_compile_for_a_gpu_spill_no_registers_and_get_their_arguments(tmp_path, updates, convolutions):
     """Without atomics, which add in any order. Convolutions use tensor cores and wide loads of channels."""
     pytest.importorskip("triton")
     script = _COMPILE.format(updates=updates, convolutions=convolutions)
@@ -159,7 +129,7 @@ def test_kernels_compile_for_a_gpu_and_spill_no_registers(tmp_path, updates, con
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["True"] * (len(updates) + 6 * len(convolutions))
+    assert ended.stdout.split() == ["True"] * (len(updates) + 7 * len(convolutions))
 
 
 # Waiting ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from recipe.batch import (
 )
 from recipe.config import Recipe
 from recipe.division import Batch
-from recipe.images import Data
+from recipe.images import Data, scores_training_images
 from training.images import Images
 
 
@@ -68,7 +68,7 @@ def lines(
 
 def _scored_on_training(data: Data) -> Iterator[str]:
     """Yield the line about validation images that are trained on, where they are."""
-    if data.validates_on_training():
+    if scores_training_images(data, data):
         yield "the training images are validated on, too: scores say nothing about other images"
 
 

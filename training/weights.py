@@ -19,6 +19,7 @@ from common.text import listed
 from models.families import FAMILIES, is_classifier, timm_name
 from recipe import loading, timm_weights
 from recipe.config import Data, Model, Recipe
+from recipe.images import scores_training_images
 from training import foreign
 from training.checkpoint import CheckpointFolder, load_named
 from training.foreign import EMA, TRAINED
@@ -141,7 +142,7 @@ def recipe_of(stored: Any, config: Optional[str], overrides: Sequence[str]) -> R
 
 
 def trained_on(stored: Any, scored: Data) -> bool:
-    """Return whether a stored model was trained on images that are scored, as far as paths tell.
+    """Return whether a stored model was trained on images that are scored, as far as addresses tell.
 
     Args:
         stored: `StoredWeights` or an `ExportedModel`.
@@ -149,18 +150,12 @@ def trained_on(stored: Any, scored: Data) -> bool:
     """
     if stored.recipe is None:
         return False
+    # The run may have had an older version, whose recipe is not valid any more.
     try:
         trained = loading.loads(stored.recipe, str(stored.path)).data
-        place = trained.located("train")
-        other = scored.located("validation")
-    # The training images may be on another machine, and the recipe of an older version.
     except UserError:
         return False
-    if place is None or other is None or os.path.realpath(place) != os.path.realpath(other):
-        return False
-    # One folder that is divided as the run divided it has images of its own to validate.
-    share = getattr(trained, "validation_share", 0.0)
-    return not share or share != getattr(scored, "validation_share", 0.0)
+    return scores_training_images(trained, scored)
 
 
 def fitted(

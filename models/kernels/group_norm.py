@@ -8,7 +8,7 @@ in `group_norm_kernels.py`.
 from __future__ import annotations
 
 import copy as copying
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 import triton
@@ -181,14 +181,10 @@ class Tiles:
         # The grid has one dimension, the only one that may be longer than 65,535.
         kernel[(self.images * blocks * strips,)](
             **arguments,
-            size=self.size,
-            channels=self.channels,
-            pixels=self.pixels,
-            CHANNELS_LAST=self.channels_last,
-            ALIGNED=self.aligned,
-            ROWS=self.rows,
-            COLUMNS=columns,
-            STEPS=strip // columns,
+            shape=(self.size, self.channels, self.pixels),
+            LAYOUT=(self.channels_last, self.aligned),
+            TILE=(self.rows, columns),
+            PIXELS=strip,
             num_warps=sizes.warps,
         )
 
@@ -206,14 +202,14 @@ def statistics(x: torch.Tensor, tiles: Tiles, eps: float) -> torch.Tensor:
     """
     partial = tiles.sums(2)
     tiles.sum(kernels.tile_statistics, x=x, means=partial[0], squares=partial[1])
-    return merge_statistics(partial, tiles, eps, size=(1, tiles.pixels), part=(1, tiles.strip))
+    return merge_statistics(partial, tiles, eps, plane=(1, tiles.pixels), part=(1, tiles.strip))
 
 
 def merge_statistics(
     partial: torch.Tensor,
     tiles: Tiles,
     eps: float,
-    size: Sequence[int],
+    plane: Tuple[int, int],
     part: Tuple[int, int],
 ) -> torch.Tensor:
     """Merge the moments of parts of an image to those of its groups.
@@ -223,7 +219,7 @@ def merge_statistics(
             part of a channel's plane.
         tiles: of the images.
         eps: added to the variance.
-        size: lines and columns of the plane.
+        plane: its lines and columns.
         part: lines and columns of its parts.
 
     Returns:
@@ -233,16 +229,13 @@ def merge_statistics(
     # what its registers hold.
     result = tiles.of_groups()
     kernels.merge_statistics[(tiles.images * tiles.groups,)](
-        means=partial[0],
-        squares=partial[1],
+        partial=tuple(partial),
         mean=result[0],
         scale=result[1],
         size=tiles.size,
-        height=size[0],
-        width=size[1],
+        plane=plane,
         eps=eps,
-        LINES=part[0],
-        COLUMNS=part[1],
+        PART=part,
         BLOCK=min(triton.next_power_of_2(tiles.size * partial.shape[-1]), _MERGED),
         num_warps=_WARPS,
     )
@@ -275,16 +268,12 @@ def _merge_gradients(
     if by_group is not None:
         programs += tiles.images * tiles.groups
     kernels.merge_gradients[(programs,)](
-        sums=sums,
+        sums=tuple(sums),
         weight=weight,
         by_group=by_group,
         dweight=dweight,
         dbias=dbias,
-        stride=sums.stride(0),
-        images=tiles.images,
-        size=tiles.size,
-        channels=tiles.channels,
-        chunks=tiles.chunks,
+        sizes=(tiles.images, tiles.size, tiles.channels, tiles.chunks),
         BLOCK=block,
         num_warps=min(_WARPS, max(1, block // 256)),
     )
@@ -340,10 +329,7 @@ def _output(*arguments: Any) -> Tuple[torch.Tensor, torch.Tensor]:
         kernels.normalise,
         x=x,
         y=y,
-        weight=inputs.weight,
-        bias=inputs.bias,
-        mean=moments[0],
-        scale=moments[1],
+        norm=(inputs.weight, inputs.bias, *moments),
         kept=inputs.kept,
         residual=residual,
         SILU=inputs.apply_act,
@@ -403,7 +389,7 @@ def _gradients(*arguments: Any) -> _Gradients:
 
     # Sums over strips, then over images and over groups.
     sums = tiles.sums(2)
-    tiles.sum(kernels.sum_gradients, **shared, sums=sums, stride=sums.stride(0))
+    tiles.sum(kernels.sum_gradients, **shared, sums=tuple(sums))
     dweight = torch.empty_like(weight)
     dbias = None if inputs.bias is None else torch.empty_like(inputs.bias)
     by_group = tiles.of_groups() if inputs.wanted else None
@@ -418,8 +404,7 @@ def _gradients(*arguments: Any) -> _Gradients:
         tiles.map(
             kernels.input_gradient,
             **shared,
-            group_sums=by_group[0],
-            group_sums_along=by_group[1],
+            group_sums=tuple(by_group),
             dx=dx,
             dresidual=copy if inputs.copied else None,
         )
@@ -433,10 +418,7 @@ def _shared_arguments(inputs: _GradientInputs, x: torch.Tensor, tiles: Tiles) ->
     return {
         "x": x,
         "dy": inputs.dy.contiguous(memory_format=tiles.memory_format),
-        "weight": inputs.weight,
-        "bias": inputs.bias,
-        "mean": inputs.moments[0],
-        "scale": inputs.moments[1],
+        "norm": (inputs.weight, inputs.bias, *inputs.moments),
         "kept": inputs.kept,
         "SILU": inputs.apply_act,
     }

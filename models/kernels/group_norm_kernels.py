@@ -11,7 +11,6 @@ import triton.language as tl
 from models.kernels.tile_functions import (
     STAGES,
     coefficients_of,
-    image_factor,
     load,
     load_tile,
     sigmoid,
@@ -32,41 +31,29 @@ def tile_statistics(
     x,  # [N, C, H, W]
     means,  # [N, C, chunks], written
     squares,  # like means, written
-    # Sizes.
-    size,  # of a group, not used: the launcher gives it to all kernels over strips
-    channels,
-    pixels,
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Compute mean, and sum of squared differences from it, of each channel of the strip.
 
     From sums of differences from the first tile's mean, and of their squares: what a large mean
     would take is gone.
     """
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # The origin: each channel's mean in the first tile, [ROWS].
     count = strip.end - strip.first_pixel
-    tile = tile_at(strip, strip.first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-    tile_pixels = tl.minimum(COLUMNS, count)
+    tile = tile_at(strip, strip.first_pixel, LAYOUT, TILE)
+    tile_pixels = tl.minimum(TILE[1], count)
     origin = tl.sum(load_tile(x, tile), 1) / tile_pixels
 
     # All tiles, the first again. What is masked was loaded as 0, which is not the origin.
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    products = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
+    sums = tl.zeros(TILE, tl.float32)
+    products = tl.zeros(TILE, tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
         centred = load_tile(x, tile) - origin[:, None]
         centred = tl.where(tile.mask, centred, 0.0)
         sums += centred
@@ -80,8 +67,11 @@ def tile_statistics(
 
 
 @triton.jit
-def values_of(part, height, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return how many pixels a `part` of an image has: LINES by COLUMNS, less at the edges."""
+def values_of(part, plane, PART: tl.constexpr):
+    """Return how many pixels a `part` of an image has: lines by columns, less at the edges."""
+    height, width = plane
+    LINES: tl.constexpr = PART[0]
+    COLUMNS: tl.constexpr = PART[1]
     # Parts are numbered channel after channel, and within a channel line after line.
     tiles = tl.cdiv(width, COLUMNS)
     chunks = tl.cdiv(height, LINES) * tiles
@@ -95,18 +85,15 @@ def values_of(part, height, width, LINES: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def merge_statistics(
     # Tensors.
-    means,  # [N, C, parts of an image]
-    squares,  # like means: sums of squared differences from them
+    partial,  # means of the parts of images, and sums of squared differences: [N, C, parts] each
     mean,  # [N, groups], written
     scale,  # [N, groups], written: one over the standard deviation
     # Sizes, and a number.
     size,  # channels of a group
-    height,
-    width,
+    plane,  # lines and columns of an image
     eps,  # added to the variance
     # Constants.
-    LINES: tl.constexpr,  # of a part of an image
-    COLUMNS: tl.constexpr,  # of a part of an image
+    PART: tl.constexpr,  # lines and columns of a part of an image
     BLOCK: tl.constexpr,  # parts at a time
 ):
     """Merge the statistics of one image and group.
@@ -114,9 +101,10 @@ def merge_statistics(
     Those of its parts, `size` channels of each, are neighbours in memory.
     """
     group = tl.program_id(0).to(tl.int64)
-    parts = size * tl.cdiv(height, LINES) * tl.cdiv(width, COLUMNS)
-    means += group * parts
-    squares += group * parts
+    height, width = plane
+    parts = size * tl.cdiv(height, PART[0]) * tl.cdiv(width, PART[1])
+    means = partial[0] + group * parts
+    squares = partial[1] + group * parts
     elements = 1.0 * size * height * width
 
     # Differences from any of the means keep the digits that a large mean would take.
@@ -125,7 +113,7 @@ def merge_statistics(
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
         known = part < parts
-        count = values_of(part, height, width, LINES, COLUMNS)
+        count = values_of(part, plane, PART)
         centred = load(means + part, known) - origin
         sums += tl.where(known, count * centred, 0.0)
     from_origin = tl.sum(sums, 0) / elements
@@ -135,7 +123,7 @@ def merge_statistics(
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
         known = part < parts
-        count = values_of(part, height, width, LINES, COLUMNS)
+        count = values_of(part, plane, PART)
         centred = load(means + part, known) - origin - from_origin
         squared = load(squares + part, known)
         squared += count * centred * centred
@@ -155,45 +143,31 @@ def normalise(
     # Tensors.
     x,  # [N, C, H, W]
     y,  # like x, written
-    weight,  # [C]
-    bias,  # [C], or None
-    mean,  # [N, groups]
-    scale,  # [N, groups]: one over the standard deviation
+    norm,  # weight, bias, mean, scale
     kept,  # [N], or None
     residual,  # like x, or None
-    # Sizes.
-    size,  # channels of a group
-    channels,
-    pixels,
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
     SILU: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Compute SiLU of the normalised x, or that, times the image's `kept`, plus `residual`."""
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # What all tiles of the strip have in common.
-    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    image_kept = image_factor(kept, strip.image)
+    coefficients = coefficients_of(strip, norm, shape)
+    if kept is not None:
+        image_kept = tl.load(kept + strip.image).to(tl.float32)
 
     # All that follows the statistics at once, rounded once, as it is stored.
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        centred = load_tile(x, tile) - norm.mean
-        z = centred * norm.factor + norm.shift
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
+        centred = load_tile(x, tile) - coefficients.mean
+        z = centred * coefficients.factor + coefficients.shift
         if SILU:
             z *= sigmoid(z)
-        if image_kept is not None:
+        if kept is not None:
             z *= image_kept
         if residual is not None:
             z += load_tile(residual, tile)
@@ -204,15 +178,11 @@ def normalise(
 
 
 @triton.jit
-def gradient_of(gradient, z, image_kept, SILU: tl.constexpr):
+def gradient_of(gradient, z, SILU: tl.constexpr):
     """Return the gradient of what SiLU is given, [ROWS, COLUMNS], 0 where `gradient` is.
 
-    gradient: of the layer's output. z: what SiLU is given. image_kept: what the image's branch is
-    multiplied by, or None.
+    gradient: of what SiLU makes. z: what SiLU is given.
     """
-    # In the opposite order of the forward pass.
-    if image_kept is not None:
-        gradient *= image_kept
     if SILU:
         share = sigmoid(z)
         gradient *= silu_slope(share, z * share)
@@ -224,71 +194,54 @@ def sum_gradients(
     # Tensors.
     x,  # [N, C, H, W]
     dy,  # like x
-    weight,  # [C]
-    bias,  # [C], or None
-    mean,  # [N, groups]
-    scale,  # [N, groups]: one over the standard deviation
+    norm,  # weight, bias, mean, scale
     kept,  # [N], or None
-    sums,  # [2, N, C, chunks], written
-    # Strides and sizes.
-    stride,  # of the first dimension of sums
-    size,  # channels of a group
-    channels,
-    pixels,
+    sums,  # two, [N, C, chunks] each, written
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
     SILU: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Compute what each channel of the strip adds to the gradients of the bias and of the weight.
 
-    They are sums[0] and sums[1].
+    They are `sums`.
     """
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # What all tiles of the strip have in common.
-    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    image_kept = image_factor(kept, strip.image)
+    coefficients = coefficients_of(strip, norm, shape)
+    if kept is not None:
+        image_kept = tl.load(kept + strip.image).to(tl.float32)
 
     # Each place of a tile adds up for itself; places are added last.
-    shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
-    scales = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        centred = load_tile(x, tile) - norm.mean
-        z = centred * norm.factor + norm.shift
-        gradient = gradient_of(load_tile(dy, tile), z, image_kept, SILU)
+    shifts = tl.zeros(TILE, tl.float32)
+    scales = tl.zeros(TILE, tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
+        centred = load_tile(x, tile) - coefficients.mean
+        z = centred * coefficients.factor + coefficients.shift
+        gradient = load_tile(dy, tile)
+        if kept is not None:
+            gradient *= image_kept
+        gradient = gradient_of(gradient, z, SILU)
         shifts += gradient
         scales += gradient * centred
 
     # The factor that all differences of a channel have in common is applied to their sum.
-    store_numbers(sums, strip, tl.sum(shifts, 1))
-    store_numbers(sums + stride, strip, tl.sum(scales, 1) * norm.scale)
+    store_numbers(sums[0], strip, tl.sum(shifts, 1))
+    store_numbers(sums[1], strip, tl.sum(scales, 1) * coefficients.scale)
 
 
 @triton.jit
 def merge_gradients(
     # Tensors.
-    sums,  # [2, N, C, chunks], as sum_gradients stores them
+    sums,  # two, [N, C, chunks] each, as sum_gradients stores them
     weight,  # [C]
     by_group,  # [2, N, groups], written; or None
     dweight,  # [C], written
     dbias,  # [C], written; or None
-    # Strides and sizes.
-    stride,  # of the first dimension of sums
-    images,
-    size,  # channels of a group
-    channels,
-    chunks,
+    sizes,  # images, channels of a group, channels, chunks
     # Constants.
     BLOCK: tl.constexpr,  # parts at a time
 ):
@@ -298,6 +251,8 @@ def merge_gradients(
     weight. Unless by_group is None, one for each image and group adds over the group's channels,
     times their weights.
     """
+    shift_sums, scale_sums = sums
+    images, size, channels, chunks = sizes
     program = tl.program_id(0)
     shifts = tl.zeros([BLOCK], tl.float32)
     scales = tl.zeros([BLOCK], tl.float32)
@@ -308,8 +263,8 @@ def merge_gradients(
             part = start + tl.arange(0, BLOCK)
             image = (part // chunks).to(tl.int64)
             place = (image * channels + program) * chunks + part % chunks
-            shifts += load(sums + place, part < parts)
-            scales += load(sums + stride + place, part < parts)
+            shifts += load(shift_sums + place, part < parts)
+            scales += load(scale_sums + place, part < parts)
         # In the parameters' dtype, as gradients are.
         total = tl.sum(scales, 0)
         tl.store(dweight + program, total.to(dweight.dtype.element_ty))
@@ -321,14 +276,15 @@ def merge_gradients(
         group = program - channels
         groups = channels // size
         parts = size * chunks
-        sums += group.to(tl.int64) * parts
+        shift_sums += group.to(tl.int64) * parts
+        scale_sums += group.to(tl.int64) * parts
         weight += group % groups * size
         for start in range(0, parts, BLOCK):
             part = start + tl.arange(0, BLOCK)
             known = part < parts
             channel_weight = load(weight + part // chunks, known)
-            shifts += channel_weight * load(sums + part, known)
-            scales += channel_weight * load(sums + stride + part, known)
+            shifts += channel_weight * load(shift_sums + part, known)
+            scales += channel_weight * load(scale_sums + part, known)
         # Where mean and scale of the group are in their tensors, too.
         tl.store(by_group + group, tl.sum(shifts, 0))
         tl.store(by_group + images * groups + group, tl.sum(scales, 0))
@@ -339,51 +295,36 @@ def input_gradient(
     # Tensors.
     x,  # [N, C, H, W]
     dy,  # like x
-    weight,  # [C]
-    bias,  # [C], or None
-    mean,  # [N, groups]
-    scale,  # [N, groups]: one over the standard deviation
+    norm,  # weight, bias, mean, scale
     kept,  # [N], or None
-    group_sums,  # [N, groups]: see subtrahends_of
-    group_sums_along,  # [N, groups]
+    group_sums,  # two, [N, groups] each: see subtrahends_of
     dx,  # like x, written
     dresidual,  # like x, written: a copy of dy; or None
-    # Sizes.
-    size,  # channels of a group
-    channels,
-    pixels,
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
     SILU: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Compute x's gradient, dx, and a copy of dy."""
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # What all tiles of the strip have in common.
-    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    image_kept = image_factor(kept, strip.image)
-    less, less_along = subtrahends_of(
-        strip, norm, group_sums, group_sums_along, 1.0 * size * pixels
-    )
+    coefficients = coefficients_of(strip, norm, shape)
+    if kept is not None:
+        image_kept = tl.load(kept + strip.image).to(tl.float32)
+    less, less_along = subtrahends_of(strip, coefficients, group_sums, shape)
 
     # The normalisation's gradient: what SiLU's input gets, less what mean and deviation take of it.
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        centred = load_tile(x, tile) - norm.mean
-        z = centred * norm.factor + norm.shift
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
+        centred = load_tile(x, tile) - coefficients.mean
+        z = centred * coefficients.factor + coefficients.shift
         gradient = load_tile(dy, tile)
         if dresidual is not None:
             store_tile(dresidual, tile, gradient)
-        gradient = gradient_of(gradient, z, image_kept, SILU) * norm.factor
+        if kept is not None:
+            gradient *= image_kept
+        gradient = gradient_of(gradient, z, SILU) * coefficients.factor
         gradient -= less + centred * less_along
         store_tile(dx, tile, gradient)

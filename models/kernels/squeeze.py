@@ -174,15 +174,12 @@ def _output(*arguments: Any) -> _Outputs:
             inputs.partial,
             tiles,
             inputs.eps,
-            size=x.shape[2:],
+            plane=(x.shape[2], x.shape[3]),
             part=part,
         )
     shared = {
         "x": x,
-        "weight": inputs.weight,
-        "bias": inputs.bias,
-        "mean": moments[0],
-        "scale": moments[1],
+        "norm": (inputs.weight, inputs.bias, *moments),
     }
 
     # Sums of activations over strips, and from them the gates.
@@ -299,16 +296,13 @@ def _gradients(*arguments: Any) -> Tuple[torch.Tensor, ...]:
     # Tensors that both kernels over strips take.
     shared = {
         "x": x,
-        "weight": inputs.weight,
-        "bias": inputs.bias,
-        "mean": inputs.moments[0],
-        "scale": inputs.moments[1],
+        "norm": (inputs.weight, inputs.bias, *inputs.moments),
         "dy": inputs.dy.contiguous(memory_format=tiles.memory_format),
     }
 
     # A pass over x and dy adds up all that gates, parameters and groups need of them.
     sums = tiles.sums(5)
-    tiles.sum(kernels.sum_gradients, **shared, sums=sums, stride=sums.stride(0))
+    tiles.sum(kernels.sum_gradients, **shared, sums=tuple(sums))
     through = _gate_gradients(inputs, tiles, sums)
     gradients = _parameter_gradients(inputs, tiles, through)
 
@@ -319,8 +313,7 @@ def _gradients(*arguments: Any) -> Tuple[torch.Tensor, ...]:
         **shared,
         gates=inputs.gates,
         dpooled=through.dpooled,
-        group_sums=through.by_group[0],
-        group_sums_along=through.by_group[1],
+        group_sums=tuple(through.by_group),
         dx=dx,
     )
     return (dx, *gradients)

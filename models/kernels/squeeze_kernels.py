@@ -34,40 +34,25 @@ from models.kernels.tile_functions import (
 def sum_activations(
     # Tensors.
     x,  # [N, C, H, W]
-    weight,  # [C]
-    bias,  # [C], or None
-    mean,  # [N, groups]
-    scale,  # [N, groups]: one over the standard deviation
+    norm,  # weight, bias, mean, scale
     sums,  # [N, C, chunks], written
-    # Sizes.
-    size,  # channels of a group
-    channels,
-    pixels,
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Add up the activations of each channel of the strip: normalised x after SiLU."""
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # What all tiles of the strip have in common.
-    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    coefficients = coefficients_of(strip, norm, shape)
 
     # What is outside the strip was loaded as 0, whose activation is another number.
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        centred = load_tile(x, tile) - norm.mean
-        z = centred * norm.factor + norm.shift
+    total = tl.zeros(TILE, tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
+        centred = load_tile(x, tile) - coefficients.mean
+        z = centred * coefficients.factor + coefficients.shift
         activation = z * sigmoid(z)
         total += tl.where(tile.mask, activation, 0.0)
     store_numbers(sums, strip, tl.sum(total, 1))
@@ -156,42 +141,28 @@ def gate(
 def excite(
     # Tensors.
     x,  # [N, C, H, W]
-    weight,  # [C]
-    bias,  # [C], or None
-    mean,  # [N, groups]
-    scale,  # [N, groups]: one over the standard deviation
+    norm,  # weight, bias, mean, scale
     gates,  # [N, C]
     y,  # like x, written
-    # Sizes.
-    size,  # channels of a group
-    channels,
-    pixels,
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Compute the layer's output, from statistics and gates."""
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # What all tiles of the strip have in common.
-    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    coefficients = coefficients_of(strip, norm, shape)
+    _, channels, _ = shape
     gates += strip.image * channels
     channel_gate = load(gates + strip.channel, strip.known)[:, None]
 
     # The activations are computed again, with their gates.
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        centred = load_tile(x, tile) - norm.mean
-        z = centred * norm.factor + norm.shift
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
+        centred = load_tile(x, tile) - coefficients.mean
+        z = centred * coefficients.factor + coefficients.shift
         z *= sigmoid(z) * channel_gate
         store_tile(y, tile, z)
 
@@ -203,53 +174,37 @@ def excite(
 def sum_gradients(
     # Tensors.
     x,  # [N, C, H, W]
-    weight,  # [C]
-    bias,  # [C], or None
-    mean,  # [N, groups]
-    scale,  # [N, groups]: one over the standard deviation
+    norm,  # weight, bias, mean, scale
     dy,  # like x
-    sums,  # [5, N, C, chunks], written
-    # Strides and sizes.
-    stride,  # of the first dimension of sums
-    size,  # channels of a group
-    channels,
-    pixels,
+    sums,  # five, [N, C, chunks] each, written
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Add up five numbers of each channel of the strip.
 
     They are dy times the activation; dy times its slope, and that times the normalised value; the
     slope, and that times the normalised value.
     """
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # What all tiles of the strip have in common.
-    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
+    coefficients = coefficients_of(strip, norm, shape)
 
     # Two kinds of gradient reach an activation: dy times its gate, and its share in the mean from
     # which the gates are made. Neither factor is known yet, but both are the same for all pixels of
     # a channel: so the sums of their multiples are enough.
-    activations = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gradients = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gradients_along = tl.zeros([ROWS, COLUMNS], tl.float32)
-    slopes = tl.zeros([ROWS, COLUMNS], tl.float32)
-    slopes_along = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        centred = load_tile(x, tile) - norm.mean
+    activations = tl.zeros(TILE, tl.float32)
+    gradients = tl.zeros(TILE, tl.float32)
+    gradients_along = tl.zeros(TILE, tl.float32)
+    slopes = tl.zeros(TILE, tl.float32)
+    slopes_along = tl.zeros(TILE, tl.float32)
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
+        centred = load_tile(x, tile) - coefficients.mean
         gradient = load_tile(dy, tile)
-        z = centred * norm.factor + norm.shift
+        z = centred * coefficients.factor + coefficients.shift
         share = sigmoid(z)
         activation = z * share
         # dy is 0 outside the strip, the slope is not.
@@ -261,13 +216,13 @@ def sum_gradients(
         slopes_along += slope * centred
 
     # Normalised values are differences times the scale, which is applied to their sums.
-    gradient_scales = tl.sum(gradients_along, 1) * norm.scale
-    slope_scales = tl.sum(slopes_along, 1) * norm.scale
-    store_numbers(sums, strip, tl.sum(activations, 1))
-    store_numbers(sums + stride, strip, tl.sum(gradients, 1))
-    store_numbers(sums + 2 * stride, strip, gradient_scales)
-    store_numbers(sums + 3 * stride, strip, tl.sum(slopes, 1))
-    store_numbers(sums + 4 * stride, strip, slope_scales)
+    gradient_scales = tl.sum(gradients_along, 1) * coefficients.scale
+    slope_scales = tl.sum(slopes_along, 1) * coefficients.scale
+    store_numbers(sums[0], strip, tl.sum(activations, 1))
+    store_numbers(sums[1], strip, tl.sum(gradients, 1))
+    store_numbers(sums[2], strip, gradient_scales)
+    store_numbers(sums[3], strip, tl.sum(slopes, 1))
+    store_numbers(sums[4], strip, slope_scales)
 
 
 @triton.jit
@@ -436,56 +391,39 @@ def parameter_gradients(
 def input_gradient(
     # Tensors.
     x,  # [N, C, H, W]
-    weight,  # [C]
-    bias,  # [C], or None
-    mean,  # [N, groups]
-    scale,  # [N, groups]: one over the standard deviation
+    norm,  # weight, bias, mean, scale
     dy,  # like x
     gates,  # [N, C]
     dpooled,  # [N, C]: see gate_gradients
-    group_sums,  # [N, groups]: see subtrahends_of
-    group_sums_along,  # [N, groups]
+    group_sums,  # two, [N, groups] each: see subtrahends_of
     dx,  # like x, written
-    # Sizes.
-    size,  # channels of a group
-    channels,
-    pixels,
+    shape,  # channels of a group, channels, pixels
     # Constants: see tile_functions.py.
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIXELS: tl.constexpr,
 ):
     """Compute x's gradient, dx, as group_norm's kernel does.
 
     What reaches the activation is dy times the gates, plus the gradient of the means.
     """
-    strip = strip_of(
-        channels,
-        pixels,
-        CHANNELS_LAST=CHANNELS_LAST,
-        ALIGNED=ALIGNED,
-        ROWS=ROWS,
-        PIXELS=STEPS * COLUMNS,
-    )
+    strip = strip_of(shape, LAYOUT, TILE, PIXELS)
     # What all tiles of the strip have in common.
-    norm = coefficients_of(strip, size, (mean, scale), weight, bias)
-    less, less_along = subtrahends_of(
-        strip, norm, group_sums, group_sums_along, 1.0 * size * pixels
-    )
+    coefficients = coefficients_of(strip, norm, shape)
+    less, less_along = subtrahends_of(strip, coefficients, group_sums, shape)
+    _, channels, _ = shape
     place = strip.image * channels + strip.channel
     channel_gate = load(gates + place, strip.known)[:, None]
     channel_dpooled = load(dpooled + place, strip.known)[:, None]
 
     # From what reaches the activations to the input, as in group_norm's kernel.
-    for first_pixel in tl.range(strip.first_pixel, strip.end, COLUMNS, num_stages=STAGES):
-        tile = tile_at(strip, first_pixel, CHANNELS_LAST, ROWS, COLUMNS)
-        centred = load_tile(x, tile) - norm.mean
-        z = centred * norm.factor + norm.shift
+    for first_pixel in tl.range(strip.first_pixel, strip.end, TILE[1], num_stages=STAGES):
+        tile = tile_at(strip, first_pixel, LAYOUT, TILE)
+        centred = load_tile(x, tile) - coefficients.mean
+        z = centred * coefficients.factor + coefficients.shift
         share = sigmoid(z)
         gradient = load_tile(dy, tile) * channel_gate
         gradient += channel_dpooled
-        gradient *= silu_slope(share, z * share) * norm.factor
+        gradient *= silu_slope(share, z * share) * coefficients.factor
         gradient -= less + centred * less_along
         store_tile(dx, tile, gradient)

@@ -5,8 +5,19 @@ A program computes a strip: some channels by some pixels of one image. It takes 
 float32.
 
 Values that belong together are a NamedTuple, as Triton has no other records whose interface is
-public. It takes tensors only: a constant that is stored in one is no constant any more. Tried with
-Triton 3.6 and 3.8; tests/test_gpu_path.py compiles the kernels.
+public. It takes tensors only: a constant that is stored in one is no constant any more.
+
+What a kernel is launched with comes in plain tuples: an argument that is a NamedTuple loses its
+names where a program is compiled ahead (`engines/ahead.py`). Those of all kernels over strips are
+
+    shape: channels of a group, channels of x, and pixels of a plane
+    norm: weight, [C]; bias, [C], or None; mean, [N, groups]; and one over the standard deviation,
+        [N, groups]
+    LAYOUT: whether x is channels-last, and a factor of the size that is contiguous in memory
+    TILE: rows (channels) and columns (pixels) of a tile
+    PIXELS: of a strip, a multiple of a tile's
+
+Tried with Triton 3.6 and 3.8; tests/test_gpu_path.py compiles and launches the kernels.
 """
 
 import math
@@ -23,7 +34,7 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class Strip(NamedTuple):
-    """A program's part of an image: ROWS channels by at most STEPS tiles of COLUMNS pixels."""
+    """A program's part of an image: a tile's channels by at most PIXELS pixels."""
 
     image: tl.tensor  # its number, int64
     first_channel: tl.tensor
@@ -80,27 +91,13 @@ def store_numbers(to, strip, numbers):
 
 
 @triton.jit
-def image_factor(kept, image):
-    """Return what the image's branch is multiplied by; None if `kept` is, [N] or None."""
-    if kept is None:
-        return None
-    else:
-        return tl.load(kept + image).to(tl.float32)
+def strip_of(shape, LAYOUT: tl.constexpr, TILE: tl.constexpr, PIXELS: tl.constexpr):
+    """Return the program's Strip."""
+    _, channels, pixels = shape
+    CHANNELS_LAST: tl.constexpr = LAYOUT[0]
+    ALIGNED: tl.constexpr = LAYOUT[1]
+    ROWS: tl.constexpr = TILE[0]
 
-
-@triton.jit
-def strip_of(
-    # Sizes of an image.
-    channels,
-    pixels,
-    # Constants of the layout.
-    CHANNELS_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,  # a factor of the contiguous size
-    # Constants of a strip.
-    ROWS: tl.constexpr,  # channels
-    PIXELS: tl.constexpr,
-):
-    """Return the program's Strip. ALIGNED: of `channels`, or of `pixels` if they are contiguous."""
     # The compiler is to know the contiguous size's factor: else it would load, and store, each
     # element by itself.
     if CHANNELS_LAST:
@@ -138,18 +135,12 @@ def strip_of(
 
 
 @triton.jit
-def tile_at(
-    strip,
-    first_pixel,
-    CHANNELS_LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def tile_at(strip, first_pixel, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Return the strip's Tile that begins at `first_pixel`."""
     # Only the start needs 64 bits: a tile's elements are within one image.
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    if CHANNELS_LAST:
+    rows = tl.arange(0, TILE[0])
+    columns = tl.arange(0, TILE[1])
+    if LAYOUT[0]:  # channels-last
         start = (strip.image * strip.pixels + first_pixel) * strip.channels + strip.first_channel
         inside = rows[:, None] + columns[None, :] * strip.channels
     else:
@@ -161,17 +152,15 @@ def tile_at(
 
 
 @triton.jit
-def coefficients_of(strip, size, moments, weight, bias):
-    """Return the Coefficients of a strip's channels.
-
-    size: channels of a group. moments: mean, and one over the standard deviation, [N, groups] each.
-    weight, bias: [C]; bias or None.
-    """
+def coefficients_of(strip, norm, shape):
+    """Return the Coefficients of a strip's channels."""
+    weight, bias, means, scales = norm
+    size, _, _ = shape
     # Loaded by channel, though channels of a group have the same: a strip's channels may belong to
     # several groups.
     group = strip.image * (strip.channels // size) + strip.channel // size
-    mean = load(moments[0] + group, strip.known)
-    scale = load(moments[1] + group, strip.known)
+    mean = load(means + group, strip.known)
+    scale = load(scales + group, strip.known)
     factor = scale * load(weight + strip.channel, strip.known)
     if bias is None:
         shift = tl.zeros_like(factor)
@@ -187,21 +176,23 @@ def coefficients_of(strip, size, moments, weight, bias):
 
 
 @triton.jit
-def subtrahends_of(strip, norm, group_sums, group_sums_along, elements):
+def subtrahends_of(strip, coefficients, group_sums, shape):
     """Return what is subtracted from x's gradient: a number, and one for each unit of x - mean.
 
     Both are of each channel, [ROWS, 1]. They are subtracted from the gradient of what SiLU is given
-    times the factor of `norm`, Coefficients.
+    times the factor of the `coefficients`.
 
-    group_sums, group_sums_along: sums over each group, [N, groups], of that gradient times the
-    weight, and of that times the normalised values. elements: of a group.
+    group_sums: two sums over each group, [N, groups] each: of that gradient times the weight, and
+    of that times the normalised values.
     """
+    size, _, pixels = shape
+    elements = 1.0 * size * pixels
     # With c = x - mean, s = 1 / deviation, and g the gradient before the activation times the
     # weight: dx = s (g - mean(g) - c s mean(g c s)), with means over the elements of a group.
-    shift = load(group_sums + norm.group, strip.known) / elements
-    along = load(group_sums_along + norm.group, strip.known) / elements
-    shift = shift * norm.scale
-    along = along * norm.scale * norm.scale
+    shift = load(group_sums[0] + coefficients.group, strip.known) / elements
+    along = load(group_sums[1] + coefficients.group, strip.known) / elements
+    shift = shift * coefficients.scale
+    along = along * coefficients.scale * coefficients.scale
     return shift[:, None], along[:, None]
 
 

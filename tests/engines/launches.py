@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
 
 import optim.lars
 from data.batches import MicroBatch
@@ -24,10 +25,23 @@ from engines.base import one_step
 from optim.kernels.lars import TritonLarsUpdate
 from recipe import loading
 from recipe.batch import divide
-from tests.test_gpu_path import Waits, _Driver
+from tests.test_gpu_path import Waits
 
 ROOT = Path(__file__).resolve().parents[2]
 META = torch.device("meta")
+
+
+class _Driver:
+    """Triton's driver of a GPU with compute capability 9.0 that is not there."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
 
 
 class _AsOnGpus(TorchDispatchMode):
