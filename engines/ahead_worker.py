@@ -7,9 +7,11 @@ JSON, which is empty or says why the program could not be compiled.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import sys
+from typing import Any, Callable
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -42,6 +44,31 @@ def kernel_of(description: str) -> triton.JITFunction:
     return getattr(importlib.import_module(module), name)
 
 
+def with_tuples(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiles a program whose constants may be lists in the place of tuples.
+
+    The description of a program is JSON, which makes a list of a kernel's constant that is a tuple.
+    Triton 3.8 makes a tuple of it again, 3.6 does not: the program's name in the cache has the text
+    of its constants, so that no launch would find it.
+
+    Args:
+        compile_: `JITFunction._do_compile`, whose argument `constexprs` has the constants.
+    """
+    signature = inspect.signature(compile_)
+
+    def compiling(*arguments: Any, **named: Any) -> Any:
+        """Compile a program with the constants that a launch would have."""
+        bound = signature.bind(*arguments, **named)
+        constants = bound.arguments["constexprs"]
+        bound.arguments["constexprs"] = {
+            place: tuple(value) if isinstance(value, list) else value
+            for place, value in constants.items()
+        }
+        return compile_(*bound.args, **bound.kwargs)
+
+    return compiling
+
+
 def compile_program(program: str) -> str:
     """Compile a program into Triton's cache.
 
@@ -67,6 +94,7 @@ def main() -> None:
     # Answers have the only way to stdout: what else is printed there would be taken for one.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    triton.JITFunction._do_compile = with_tuples(triton.JITFunction._do_compile)
     for program in sys.stdin:
         answers.write(f"{json.dumps(compile_program(program))}\n")
         answers.flush()

@@ -94,6 +94,19 @@ def test_a_program_that_cannot_be_compiled_is_left_to_its_launch_with_a_line(tmp
     assert kinds == ["KeyError", "AttributeError", "JSONDecodeError"]
 
 
+def test_a_worker_compiles_with_tuples_that_json_has_made_lists_of():
+    """Attributes of arguments are lists in Triton, too, and stay so."""
+    from engines.ahead_worker import with_tuples
+
+    def compile_(key, constexprs, attrs, warmup):
+        return key, constexprs, attrs, warmup
+
+    attributes = {(0,): [["tt.divisibility", 16]]}
+    constants = {(1,): [True, 8], (2,): 64, (3, 1): None}
+    made = with_tuples(compile_)("key", constants, attributes, warmup=True)
+    assert made == ("key", {(1,): (True, 8), (2,): 64, (3, 1): None}, attributes, True)
+
+
 class _Known:
     """Stands for the file of digests."""
 
