@@ -252,6 +252,7 @@ class Engine(ABC):
         Raises:
             UnreadableImage: under data.bad_images=error.
             Diverged: on every rank.
+            Regroup: an elastic run has lost a replica, or gets one.
         """
 
     def balance(self, step: int) -> List[str]:

@@ -75,7 +75,7 @@ class Delay:
         for entry in self.entries:
             if entry.exchange is not None and entry.exchange.done():
                 entry.finish()
-        # The buffer gets another gradient below, and the loss scale may be changed in place.
+        # The buffer gets another gradient below, and the caller may overwrite the divisor.
         new = self._gradients.clone()
         divisor = divisor.clone()
         due = None

@@ -347,9 +347,8 @@ class GradientExchange:
         tensors = self._running.state()
         means = self._running.states_are_means
         if count and not tensors:
-            raise ValueError(
-                f"{count} replicas have kept a part of their gradients; exchange.method is not sparse"
-            )
+            fault = "exchange.method keeps none"
+            raise ValueError(f"{count} replicas have a state of their own; {fault}")
         if not tensors or (means and not count):
             return  # such replicas begin with the common state
         sums = self._summed_states(list(tensors), count, read)

@@ -124,7 +124,7 @@ class Feed:
         self.unreadable: List[str] = []
         self._forget_labels()
         if self._topology.is_last and not self._topology.is_first:
-            # All before the first are needed, so that the sender need not wait.
+            # All are received from now on, before the first is needed: the sender need not wait.
             for _ in range(len(steps) * len(share)):
                 self._coming.append(self._receive_labels())
 

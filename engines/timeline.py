@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
     replica, stage, rank: who.
     kind: one of `KINDS`.
-    micro_batch: its number within the replica's share of the step; -1 where the span has none.
+    micro_batch: its number within the replica's share of the update; -1 where the span has none.
     step: first step of the update.
     start, end: seconds on a clock that all ranks have in common.
     """
@@ -38,23 +38,23 @@ class Span(NamedTuple):
 
 
 class Recorder(StepListener):
-    """Records spans of some steps; on CUDA each waits for the device, so that it is its time.
+    """Records spans of some updates; on CUDA each waits for the device, so that it is its time.
 
     named: whether profilers are told the spans, too: torch.profiler, and Nsight on CUDA (NVTX). For
         them none waits.
     """
 
-    def __init__(self, processes: Processes, device: torch.device, steps: int = 0):
+    def __init__(self, processes: Processes, device: torch.device, updates: int = 0):
         """
         Args:
             processes: of the run, all of which record.
             device: that computes.
-            steps: how many are recorded, from the second on: the first starts what is new.
+            updates: how many are recorded, from the second on: the first starts what is new.
         """
         self.named = False
         self._processes = processes
         self._device = device
-        self._recorded = range(1, 1 + steps)
+        self._recorded = range(1, 1 + updates)
         self._begun = 0
         self._on = False
         self._step = 0

@@ -206,7 +206,8 @@ class TorchEngine(Engine):
 
         Sets `_training_stages`, `_arm`, `_graphs`.
         """
-        # Recordings call no hook, by which an exchange begins within the last backward pass.
+        # Recordings call no post-accumulate hook, by which an exchange begins within the last
+        # backward pass.
         can_overlap = self._exchange.arm is not None and len(self._part.parts) == 1
         self._training_stages = graphs.recorded(
             self._part.parts,

@@ -26,10 +26,10 @@ class Update(Protocol):
     run: Run
 
     def prepare(self, divisor: torch.Tensor) -> torch.Tensor:
-        """Prepare an update: divide the gradients by `divisor`, and return whether all are finite.
+        """Prepare an update, and return whether all gradients are finite: bool [].
 
         Args:
-            divisor: float32 [].
+            divisor: float32 [], of the gradients. It is kept, or their buffer is divided at once.
         """
 
     def apply(self, index: int, lr: float, finite: torch.Tensor, measure: bool) -> Optional[Norms]:
@@ -44,7 +44,9 @@ class Update(Protocol):
 
 
 class HasSlots(torch.optim.Optimizer):
-    """Base of optimizers, before the library's class whose step it is.
+    """Base of our optimizers: keys of a recipe, and slots, for a class of torch or timm.
+
+    A subclass names it first, and then the library's class, whose `step` it keeps.
 
     slots: by name, the tensors that the optimizer keeps in `state[parameter]`; `factory.create`
         sets the section's.

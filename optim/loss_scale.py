@@ -6,28 +6,28 @@ from typing import Dict, Mapping
 
 import torch
 
-# Finite steps before a dynamic scale doubles, as in torch.amp.GradScaler.
+# Finite updates before a dynamic scale doubles, as in torch.amp.GradScaler.
 _GROWTH_INTERVAL = 2000
-# Bounds of a dynamic scale. They keep a run whose steps all fail, or none, from 0 and infinity.
+# Bounds of a dynamic scale. They keep a run whose updates all fail, or none, from 0 and infinity.
 _SMALLEST = 2.0**-14
 _LARGEST = 2.0**24
 _STATE = ("scale", "_finite_steps", "skipped", "skipped_in_row")
 
 
 class LossScale:
-    """The factor on the loss, static or dynamic, and a count of skipped steps; on the device.
+    """The factor on the loss, static or dynamic, and a count of skipped updates; on the device.
 
     Source of the dynamic rule: Micikevicius et al., 1710.03740.
 
     scale: float32 [].
-    skipped, skipped_in_row: int64 [], skipped steps of the run, and the last ones without a break.
+    skipped, skipped_in_row: int64 [], skipped updates of the run, and the last ones without a break.
     """
 
     def __init__(self, scale: float, dynamic: bool, device: torch.device):
         """
         Args:
             scale: the first.
-            dynamic: halve the scale where a step is not finite, double it after 2000 that are.
+            dynamic: halve the scale where an update is not finite, double it after 2000 that are.
             device: of the state.
         """
         self._dynamic = dynamic
@@ -39,7 +39,7 @@ class LossScale:
         self.skipped_in_row = zero
 
     def update(self, finite: torch.Tensor) -> None:
-        """Count a step, without waiting for the device.
+        """Count an update, without waiting for the device.
 
         Args:
             finite: bool [], whether its gradients were finite.

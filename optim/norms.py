@@ -116,7 +116,10 @@ def _row_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 class Norms(NamedTuple):
-    """Euclidean norms over all parameters, float32 []; trust ratios by parameter, float32 []."""
+    """Euclidean norms over all parameters, float32 []; trust ratios by parameter, float32 [].
+
+    The update's norm is not finite where the update was skipped.
+    """
 
     gradient: torch.Tensor
     weight: torch.Tensor

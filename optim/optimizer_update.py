@@ -37,9 +37,9 @@ class Target(NamedTuple):
 class OptimizerUpdate:
     """Steps an optimizer in float32 scratch memory.
 
-    Scratch are the slots, and the weights where the module's own are not float32. On a CPU, a
-    float32 state of a module that computes in float32 is its own scratch, and `finite` is read
-    before the step. All others step in scratch, and store the result under a mask.
+    On a CPU, float32 weights of a module that computes in float32 are stepped in place, and
+    `finite` is read before. All others are stepped in scratch, which has the slots and the weights,
+    and the result is stored under a mask.
 
     run: runs the passes.
     """
@@ -119,16 +119,20 @@ class OptimizerUpdate:
 
         # In place nothing can be taken back, so there the host reads `finite`; scratch memory may
         # become NaN, since its result is stored under a mask.
-        if not self._in_place or finite:
+        is_stepped = not self._in_place or bool(finite)
+        if is_stepped:
             self._step(index, lr)
 
         # Before the result is stored: the difference is what the optimizer subtracted.
         norms = None
         if gradient_norm is not None and before is not None:
+            subtracted = self._weights - before
+            if not is_stepped:
+                subtracted.fill_(float("nan"))
             norms = Norms(
                 gradient=gradient_norm.float(),
                 weight=self._norm(before).float(),
-                update=self._norm(self._weights - before).float(),
+                update=self._norm(subtracted).float(),
                 trust={},
             )
 

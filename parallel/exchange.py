@@ -122,7 +122,7 @@ class Setup(NamedTuple):
     batch: how the global batch is divided; None where gradients travel as they are.
     processes: all processes of the run.
     gradients: float32 [length], of this process.
-    places: each parameter and its first element there.
+    places: first element there of each parameter, and the parameter.
     collect: called with the index of each parameter whose gradient is ready, before it is sent; None
         where nothing is to be collected.
     group: the replicas of this stage; None for a single one. Under `exchange.delay` it is a further

@@ -120,8 +120,8 @@ def _stages(
     """Return torch's stages of this process, in the order of the model; see Pipeline."""
     # Examples have the shapes, which torch's stages would else compute to learn them.
     examples = _examples(boundaries, training)
-    stage_class = _TrainingStage if training else PipelineStage
-    stages = []
+    stage_class = _TrainingStage if training else _Stage
+    stages: List[PipelineStage] = []
     for number, part in sorted(parts.items()):
         stage = stage_class(
             part,
@@ -151,7 +151,19 @@ def _examples(boundaries: Sequence[Boundary], training: bool) -> List[torch.Tens
     return examples
 
 
-class _TrainingStage(PipelineStage):
+class _Stage(PipelineStage):
+    """Torch's stage, whose first takes images in any layout.
+
+    Torch 2.11 compares the strides of what enters the first stage with those of its example, and
+    raises an error where they differ; 2.14 has no such check. Loaders return images in the layout
+    in which they are decoded, and stages compute from any.
+    """
+
+    def _validate_fwd_input(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        """Check nothing."""
+
+
+class _TrainingStage(_Stage):
     """Torch's stage, which also fetches its images, reports to `work`, and receives ahead.
 
     With gloo a sender's thread wakes up to send what is received, on a core that computes, for 3 to

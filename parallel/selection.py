@@ -103,7 +103,7 @@ def _sample_positions(length: int) -> np.ndarray:
 
 
 def _reaching(bits: np.ndarray, threshold: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices, int64 ascending, and magnitudes, int32, of values above a threshold.
+    """Return indices, int64 ascending, and magnitudes, int32, of values that reach a threshold.
 
     No zeros: a gradient may be 0 nearly everywhere, and so the threshold. As many values as the
     cache holds at a time.

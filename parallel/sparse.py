@@ -59,8 +59,9 @@ class SparseSum:
     def __call__(self, vector: Sparse, scratch: torch.Tensor) -> Tuple[List[Sparse], List[Sparse]]:
         """Sum the replicas' vectors. Every replica calls, with as many entries.
 
-        The sum is that of `parts`, added in this order to zeros, the same bits on all replicas, and
-        of what each replica has to keep: its `residual`, to float32 rounding.
+        `parts`, added in their order to zeros, are the same bits on all replicas. With the
+        `residual` that each replica has to keep, they add up to the sum of all vectors, to float32
+        rounding.
 
         Args:
             vector: of this replica.

@@ -96,8 +96,8 @@ def divide(recipe: Recipe, replicas: int | None = None) -> Batch:
 def candidates(recipe: Recipe, replicas: int) -> List[int]:
     """Return the micro batches that `batch.micro: auto` may take, ascending.
 
-    They divide a replica's share of `batch.global`, and so of every batch of `batch.schedule`, and
-    pass the checks across sections.
+    They divide a replica's share of `batch.global`, and so of every batch of `batch.schedule`; where
+    replicas are added up in tree order, the whole batch. They pass the checks across sections.
 
     Args:
         recipe: whose `batch.global` is divided.
@@ -118,7 +118,10 @@ def settled(recipe: Recipe, micro: int | None) -> Recipe:
 
 
 def _micro_batch_sizes(recipe: Recipe, replicas: int) -> List[int]:
-    """Return the divisors of what a replica has of `batch.global`, ascending; at least 1."""
+    """Return the divisors of a replica's share of `batch.global`, ascending; at least 1.
+
+    In tree order: of the whole batch.
+    """
     images = recipe.batch.global_
     # In tree order replicas may have different numbers of micro batches.
     if not recipe.exchange.in_tree:

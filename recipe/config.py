@@ -55,10 +55,10 @@ class Run(Section):
 
 
 class BatchSection(Section):
-    """Images per update and per forward pass; accumulation follows from them."""
+    """Images per step and per forward pass; accumulation follows from them."""
 
     global_: int = Field(768, alias="global", gt=0, le=10**9)
-    """images per update over all replicas"""
+    """images per step over all replicas; an update is a step, unless schedule makes it several"""
     micro: Optional[int] = Field(3, gt=0, le=10**9, json_schema_extra=or_auto)
     """images per forward pass of one stage; auto (or null) takes the largest that fits a GPU's
     memory, which is tried at the run's begin and then kept, and on a CPU the largest up to 32; with

@@ -23,9 +23,9 @@ class Precision(Section):
     loss_scale: float = Field(128.0, gt=0)
     """factor on the loss; with dynamic_loss_scale, the first one"""
     dynamic_loss_scale: bool = False
-    """halve the scale after a non-finite step, double it after 2000"""
+    """halve the scale after a non-finite update, double it after 2000 finite ones"""
     max_skipped_steps: int = Field(20, ge=0)
-    """consecutive non-finite steps before the run stops"""
+    """consecutive non-finite updates before the run stops"""
 
 
 class Slot(NamedTuple):
@@ -41,10 +41,10 @@ class Optimizer(Kind):
     # By the name under which torch's optimizers keep them, all state tensors that some setting of
     # the keys has.
     all_slots: ClassVar[Dict[str, Slot]] = {}
-    # Whether each replica may make the update of its own gradient, before it selects what it sends;
-    # and whether it should: otherwise what arrives of a gradient does not move the weights as it
-    # would have moved them whole.
+    # Whether each replica may make the update of its own gradient, before it selects what it sends.
     replica_update: ClassVar[bool] = False
+    # Whether parts of a gradient, added one after the other, move the weights as the whole would:
+    # then what is sent may be selected from gradients.
     linear: ClassVar[bool] = False
     # Whether half weights are stepped in float32 scratch memory, with a copy of each slot.
     scratch: ClassVar[bool] = True
@@ -264,7 +264,7 @@ class Schedule(Kind):
     """global batch that `peak` is meant for"""
     warmup_epochs: Optional[float] = Field(None, ge=0, le=1e6)
     """length of the warm-up in epochs (or steps, images)"""
-    warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in updates")
+    warmup_steps: Optional[int] = Field(None, ge=0, description="length of the warm-up in steps")
     warmup_images: Optional[int] = Field(None, ge=0)
     """length of the warm-up in training images"""
 

@@ -173,7 +173,7 @@ def _cut(leaves: range, wanted: int, micro_batches: int) -> int:
 def _depth(leaf: int, micro_batches: int) -> int:
     """Return the depth in the tree at which a cut before `leaf` divides a subtree into its halves.
 
-    It makes as many partial sums, and two.
+    A cut at depth d leaves d + 2 partial sums on both of its sides together.
     """
     depth = 0
     subtree = range(micro_batches)

@@ -15,12 +15,12 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Set, Tuple, Union
 
 import torch
 
 from common.errors import CheckpointError
-from common.files import write
+from common.files import replacing, sync, writing
 from training.manifest import File, Manifest, decode, encode
 from training.mirror import Mirror
 from training.unpickling import reading, unpickled
@@ -102,16 +102,25 @@ class CheckpointFolder:
         self.folder.mkdir(exist_ok=True)  # no parents: the run folder may have been unmounted
         path = self.path(step)
         replicas: List[File] = []
-        # Files that no manifest lists count for nothing and take room on a full disk: a failure
-        # removes those that were written before it.
-        with contextlib.ExitStack() as undo:
+        # No file takes its place before all are on the disk: the step may have a checkpoint already,
+        # whose manifest has the checksums of its own files.
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as places:
+
+            def place(path: Path) -> Path:
+                """Return a path to write a file to, which takes the place of `path` at the end."""
+                # Files that no manifest lists take room on a full disk: a failure removes them.
+                if not path.exists():
+                    undo.callback(path.unlink, missing_ok=True)
+                return places.enter_context(replacing(path, durable=True))
+
+            # The first is the last to take its place: a manifest counts only once its files are there.
+            manifest_file = place(self._manifest_path(step))
             for state in replica_states:
-                replica_path = self.replica_path(step, len(replicas))
-                replicas.append(_write(replica_path, {_REPLICA_FORMAT_KEY: FORMAT, "state": state}))
-                undo.callback(replica_path.unlink)
-                del state  # or it would stay in memory while the next one is made
-            file = _write(path, {_FORMAT_KEY: FORMAT, **content})
-            undo.callback(path.unlink)
+                replica_file = place(self.replica_path(step, len(replicas)))
+                replica = {_REPLICA_FORMAT_KEY: FORMAT, "state": state}
+                replicas.append(_write(replica_file, replica))
+                del state, replica  # or they would stay in memory while the next one is made
+            file = _write(place(path), {_FORMAT_KEY: FORMAT, **content})
             manifest = Manifest(
                 step,
                 *file,
@@ -120,7 +129,8 @@ class CheckpointFolder:
                 only_best=only_best,
                 validation_set=validation_set,
             )
-            write(self._manifest_path(step), encode(manifest), durable=True)
+            _write_bytes(manifest_file, encode(manifest))
+            places.close()
             undo.pop_all()
         # It may have taken the place of a damaged one.
         self._damaged.discard(step)
@@ -409,10 +419,18 @@ def _compare(path: Path, expected: File) -> None:
 
 
 def _write(path: Path, content: dict) -> File:
-    """Write a file durably; return its length and checksum."""
+    """Write a file, wait until it is on the disk, and return its length and checksum."""
     # Not straight to the file: torch.save hides the reason when a write fails.
     buffer = io.BytesIO()
     torch.save(content, buffer)
     data = buffer.getbuffer()
-    write(path, data, durable=True)
+    _write_bytes(path, data)
     return File(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _write_bytes(path: Path, data: Union[bytes, memoryview]) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with writing(path):
+        with open(path, "wb") as stream:
+            stream.write(data)
+        sync(path)

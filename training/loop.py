@@ -128,6 +128,7 @@ class Trainer:
 
         Raises:
             Stopped: after a signal, once the step is saved.
+            Regroup: an elastic run goes on with other replicas.
             TrainingError: weights or loss are beyond reason.
             DataError: no image since the last log line could be read.
         """

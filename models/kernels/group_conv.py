@@ -121,7 +121,7 @@ class FusedGroupConv2d(nn.Conv2d):
         )
 
     def parts(self, x: torch.Tensor) -> Tuple[int, int]:
-        """Return lines and columns of the parts of which `with_statistics` takes them of `x`."""
+        """Return lines and columns of the parts of x's planes that `with_statistics` describes."""
         return LANGUAGES[self.language](x, self.weight, self.stride[0], self.pads_same).part
 
 
@@ -393,7 +393,7 @@ class Launches:
             dy: gradient of the output.
         """
         lines = self._summed_lines()
-        division = self._parts(lines)
+        division = self._divide(lines)
         shape = (division.parts, self.groups, self.kernel, self.kernel, self.group, self.group)
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
         self._run(
@@ -416,7 +416,7 @@ class Launches:
             lines = 4 if self.pack == 4 else 2
         return min(self.lines, lines)
 
-    def _parts(self, lines: int) -> _Parts:
+    def _divide(self, lines: int) -> _Parts:
         """Divide all images' pixels among programs that add up the weights' gradient.
 
         Args:

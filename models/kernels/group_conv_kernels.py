@@ -200,7 +200,7 @@ def strided_input_gradient(
     whole: with r + top = STRIDE m + phase and ky = STRIDE tap + phase it is m - tap. So all phases
     read the same lines of dy.
     """
-    # m of the docstring, for lines and for columns; the first are those that hold a pixel of x.
+    # `column` and `row` are m of the docstring, from the first that holds a pixel of x.
     TAPS: tl.constexpr = (KERNEL + STRIDE - 1) // STRIDE
     program = _program(channels, GROUPS, GROUP)
     tile = _tile(program.number, tiles, blocks)

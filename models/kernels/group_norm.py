@@ -99,9 +99,9 @@ class _FusedProxyNormAct(ProxyNormAct, FusedGroupNormAct):
 class Tiles:
     """How x is divided among programs, and launches of kernels over it.
 
-    `rows` channels by `strip` pixels are a program's, which takes tile after tile; `chunks` strips
-    are an image's plane. aligned: a power of two, up to 8, that divides the contiguous length:
-    elements that a thread loads at once.
+    A strip, `rows` channels by some pixels, is a program's, which takes tile after tile. Kernels that
+    sum have strips of `strip` pixels, `chunks` of which are an image's plane. aligned: a power of
+    two, up to 8, that divides the contiguous length: elements that a thread loads at once.
 
     Args:
         x: [N, C, H, W], in one of the two layouts.
@@ -201,7 +201,7 @@ def statistics(x: torch.Tensor, tiles: Tiles, eps: float) -> torch.Tensor:
         [2, N, groups], float32: mean, and one over the standard deviation.
     """
     partial = tiles.sums(2)
-    tiles.sum(kernels.tile_statistics, x=x, means=partial[0], squares=partial[1])
+    tiles.sum(kernels.strip_statistics, x=x, means=partial[0], squares=partial[1])
     return merge_statistics(partial, tiles, eps, plane=(1, tiles.pixels), part=(1, tiles.strip))
 
 

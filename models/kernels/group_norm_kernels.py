@@ -1,8 +1,9 @@
 """Triton kernels of group normalisation: `group_norm.py` launches them.
 
-Kernels over strips take one each, tile after tile (`tile_functions.py`); kernels over groups take
-all strips of one image's group, one after the other, twice. All arithmetic is float32. Sums are
-added in an order that depends on shapes alone, without atomics, so results repeat bit for bit.
+Programs of most kernels take a strip each, tile after tile (`tile_functions.py`). Those of
+`merge_statistics` take an image's group each, those of `merge_gradients` a channel, or a group of
+an image. All arithmetic is float32. Sums are added in an order that depends on shapes alone,
+without atomics, so results repeat bit for bit.
 """
 
 import triton
@@ -26,7 +27,7 @@ from models.kernels.tile_functions import (
 
 
 @triton.jit
-def tile_statistics(
+def strip_statistics(
     # Tensors.
     x,  # [N, C, H, W]
     means,  # [N, C, chunks], written

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 # Files here with `replaces`, whether the kernel takes a module, and `fuse`, the layer in its place.
-# Squeeze comes first: it takes a normalisation that group_norm would take alone; block takes those
-# that were taken.
+# Squeeze comes first, as group_norm would take its normalisations alone. Block comes after both: it
+# takes blocks whose normalisations they have replaced.
 KERNELS = ("squeeze", "group_norm", "block", "group_conv")
 # The same with the group convolutions of `cuda/`.
 CUDA_KERNELS = ("squeeze", "group_norm", "block", "cuda.group_conv")

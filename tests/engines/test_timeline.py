@@ -45,7 +45,7 @@ def test_named_spans_are_ranges_of_nvtx_on_cuda_and_nothing_waits(told):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_recorded_spans_wait_whether_they_are_named_or_not(told, named):
-    recorder = Recorder(Processes(Topology(), CPU), GPU, steps=1)
+    recorder = Recorder(Processes(Topology(), CPU), GPU, updates=1)
     recorder.named = named
     recorder.begin(one_step(4))  # the first of a session, which starts what is new
     recorder.begin(one_step(5))

@@ -24,7 +24,7 @@ from training.manifest import Manifest, encode
 def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
     save, newest, monkeypatch, replicas, operation, number, error
 ):
-    """Writing, syncing (file, folder, manifest, folder) and renaming, of the last two files of a checkpoint."""
+    """Writing, syncing and renaming, of several files of a checkpoint."""
     checkpoints = save(1)
     number += replicas * (2 if operation == "fsync" else 1)
     owner = builtins if operation == "open" else os
@@ -48,13 +48,40 @@ def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
 
 
 def test_content_reaches_the_disk_before_its_name_and_the_manifest_comes_last(save, monkeypatch, replicas):
-    """The order that a power cut needs: data, name, folder entry; first the files, then the manifest."""
+    """The order that a power cut needs: data of all files; then name and folder entry of each, the manifest's last."""
     log, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (log.append("fsync"), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda old, new: (log.append(new.name), replace(old, new)))
     save(1)
     manifest_file, content_file, *others = names(1, replicas=replicas)
-    assert log == [each for name in (*others, content_file, manifest_file) for each in ("fsync", name, "fsync")]
+    data, places = log[: 2 + replicas], log[2 + replicas :]
+    assert data == ["fsync"] * (2 + replicas)
+    in_order = (content_file, *reversed(others), manifest_file)
+    assert places == [each for name in in_order for each in ("fsync", name, "fsync")]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("operation", ["open", "fsync"])
+def test_a_full_disk_leaves_the_checkpoint_of_the_same_step(save, newest, monkeypatch, replicas, operation, number):
+    """A run whose images have changed may be saved at its last step once more."""
+    checkpoints = save(1)
+    number += replicas
+    owner = builtins if operation == "open" else os
+    function, calls = getattr(owner, operation), []
+
+    def failing(*arguments, **keywords):
+        if operation != "open" or str(arguments[0]).endswith(".tmp"):
+            calls.append(operation)
+            if len(calls) == number:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*arguments, **keywords)
+
+    before = {file.name: file.read_bytes() for file in checkpoints.folder.iterdir()}
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left on device: '.*step-00000001"):
+        patch.setattr(owner, operation, failing)
+        save(1, checkpoints=checkpoints, scores={1: 0.5})
+    assert {file.name: file.read_bytes() for file in checkpoints.folder.iterdir()} == before
+    assert newest() == (1, [])
 
 
 class Hostile:

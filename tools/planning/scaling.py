@@ -276,7 +276,7 @@ def _seconds_of_image(recipe: Recipe, machine: Machine, workload: Workload) -> f
 
 
 def _fill(parallel: Parallel, device: str, stages: int) -> float:
-    """Return the micro batches' time in a step for which a pipeline's slowest stage is idle."""
+    """Return for how many micro batches' time a pipeline's slowest stage is idle in a step."""
     if stages == 1 or parallel.schedule == "sharded":
         return 0.0
     # Forward and backward passes alternate there, so filling takes as long again.
