@@ -168,7 +168,8 @@ class Recordings:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._engine.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
+        # There is one cycle. Without `acc_events` torch 2.11 warns that others would be forgotten.
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.start()
         self._name_spans(True)
 

@@ -5,6 +5,7 @@ import resource
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,7 +160,8 @@ def test_workers_read_from_the_server_that_the_parent_has_read_from(source, imag
 
 def test_a_server_that_fails_is_tried_three_times_and_then_once_until_it_answers(server, images, monkeypatch):
     paused = []
-    monkeypatch.setattr(remote.time, "sleep", paused.append)
+    # Of this module alone: threads of others sleep, too.
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=paused.append))
     server.faults["train/shards.json"] = [500, 503]
     source = ShardsSource(f"{server.url}/train", 10)
     assert [0.5 <= pause / remote._PAUSE / 2**number < 1.5 for number, pause in enumerate(paused)] == [True, True]
