@@ -22,7 +22,8 @@ ONNX = ".onnx"
 PROGRAM = ".pt2"
 INPUT = "images"  # names in an .onnx file
 OUTPUT = "logits"
-_FIXED = ("image_size", "classes", "mean", "std")  # keys of `model` that a program was made for
+# Keys of `model` that a program does not depend on.
+_OF_TRAINING = ("init_from", "init_weights", "train", "dropout", "drop_path", "norm_momentum")
 _NEEDED = ("recipe", "weights")  # names in the metadata
 _FATAL = 4  # onnxruntime's level of log lines
 
@@ -88,16 +89,17 @@ class ExportedModel:
         return logits[: batch.valid]
 
     def check(self, section: Model) -> None:
-        """Raise CheckpointError for other images or classes than the program was made for.
+        """Raise CheckpointError for another model, images or classes than the program was made for.
 
         Args:
             section: `model` of the recipe that the program is used with.
         """
-        for key in _FIXED:
-            exported = getattr(self._model, key)
-            wanted = getattr(section, key)
-            if exported != wanted:
-                fault = f"was exported with model.{key} {exported}, not {wanted}"
+        wanted = section.model_dump(exclude=set(_OF_TRAINING))
+        exported = self._model.model_dump(exclude=set(_OF_TRAINING))
+        # Another family has other keys: its name comes first, and differs.
+        for key, value in exported.items():
+            if value != wanted.get(key):
+                fault = f"was exported with model.{key} {value}, not {wanted.get(key)}"
                 raise CheckpointError(f"{self.path}: {fault}; export it again with that")
 
     def close(self) -> None:

@@ -107,9 +107,14 @@ def test_a_program_gives_logits_of_the_images_that_are_no_padding(write, tiny, s
         torch.testing.assert_close(logits, images[:valid].double().mean((2, 3)).float(), rtol=0, atol=1e-4)
     with pytest.raises(CheckpointError, match=r"has no epoch_average: .* --weights step_average"):
         exported.read(path, "epoch_average")
-    model.check(tiny(*CLASSES, "batch.evaluation=7").model)
-    with pytest.raises(CheckpointError, match=r"was exported with model.image_size 16, not 32; export it again"):
-        model.check(tiny(*CLASSES, "model.image_size=32").model)
+    model.check(tiny(*CLASSES, "batch.evaluation=7", "model.dropout=0.5", "model.train=classifier").model)
+    for override, other in (
+        ("model.image_size=32", "image_size 16, not 32"),
+        ("model.width=1", "width 0.25, not 1.0"),
+        ("model.name=efficientnet_b1", "name efficientnet_b0, not efficientnet_b1"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"was exported with model\.{other}; export it again"):
+            model.check(tiny(*CLASSES, override).model)
 
 
 def refusal_of(path):
