@@ -14,12 +14,13 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
+import errno
 import re
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.command import Parser, add_choice_of_weights, one_line
-from common.errors import DONE, DataError, first_line
+from common.errors import DONE, ConfigError, DataError, first_line
 from common.files import replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
@@ -239,12 +240,23 @@ def _labelled_source(model: _Model) -> Any:
 
 
 def _try(folder: Path) -> None:
-    """Make a folder, and write a file in it that is removed at once. Raises OSError."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / ".trial"
-        trial.touch()
-        trial.unlink()
+    """Make a folder, and write a file in it that is removed at once.
+
+    Raises:
+        ConfigError: it cannot be written.
+        OSError: the disk is full, which blames no input.
+    """
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            trial = folder / ".trial"
+            trial.touch()
+            trial.unlink()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fault = f"cannot be written: {error.strerror}"
+        raise ConfigError(f"{folder}: {fault}; name another folder by --output") from None
 
 
 def _write(folder: Path, evaluation: _Evaluation) -> None:

@@ -160,8 +160,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(ru
     (tmp_path / "file").touch()
     monkeypatch.setattr(scoring, "score", pytest.fail)
     code, lines, errors = command("--checkpoint", run[0], "--output", tmp_path / "file" / "scores")
-    assert (code, lines) == (FAILED, [])
-    assert errors == [f"{tmp_path}/file/scores: Not a directory; fix this, then rerun the same command"]
+    assert (code, lines) == (WRONG_INPUT, [])
+    remedy = "name another folder by --output"
+    assert errors == [f"{tmp_path}/file/scores: cannot be written: Not a directory; {remedy}"]
 
 
 @pytest.mark.parametrize("reason", ["without matplotlib", "with too many classes"])
