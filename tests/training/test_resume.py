@@ -233,7 +233,7 @@ def test_a_run_without_the_files_of_its_replicas_is_scored_and_not_resumed(sessi
     with monkeypatch.context() as patch:
         patch.setattr(TorchEngine, "replica_states", lambda engine: states(1, 3))
         session(*OVERRIDES, stop_at=2)
-    with pytest.raises(CheckpointError, match="of other replicas: 3 replicas have kept"):
+    with pytest.raises(CheckpointError, match="of other replicas: 3 replicas have a state of their own"):
         session(*OVERRIDES)
     for path in (folder / "checkpoints").glob("*.replica-*"):
         path.unlink()
