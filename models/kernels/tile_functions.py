@@ -4,6 +4,10 @@ A program computes a strip: some channels by some pixels of one image. It takes 
 [ROWS, COLUMNS], channels by pixels, one after the other, in either layout. All arithmetic is
 float32.
 
+Channels of an image come in blocks of a tile's rows, and pixels of a plane in chunks: a strip is a
+block by a chunk. Statistics of a channel are merged from those of parts of its plane, which are
+chunks, or rectangles where a convolution has taken the statistics of its output.
+
 Values that belong together are a NamedTuple, as Triton has no other records whose interface is
 public. It takes tensors only: a constant that is stored in one is no constant any more.
 
