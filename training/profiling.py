@@ -168,8 +168,7 @@ class Recordings:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._engine.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # There is one cycle. Without `acc_events` torch 2.11 warns that others would be forgotten.
-        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
         self._name_spans(True)
 
