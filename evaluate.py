@@ -14,13 +14,12 @@ if __name__ == "__main__":  # before the imports: see run
 
     run(__file__)
 
-import errno
 import re
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.command import Parser, add_choice_of_weights, one_line
-from common.errors import DONE, ConfigError, DataError, first_line
+from common.errors import DISK_FULL, DONE, ConfigError, DataError, first_line
 from common.files import replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
@@ -253,7 +252,7 @@ def _try(folder: Path) -> None:
             trial.touch()
             trial.unlink()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise
         fault = f"cannot be written: {error.strerror}"
         raise ConfigError(f"{folder}: {fault}; name another folder by --output") from None

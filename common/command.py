@@ -17,12 +17,12 @@ from typing import Any, Dict
 
 from common import additions, cores, machine_faults
 from common.credentials import masked
-from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, OneLineError
+from common.errors import DISK_FULL, DONE, FAILED, STOPPED, WRONG_INPUT, ConfigError, OneLineError
 from common.files import expanded
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 AGAIN = "rerun the same command"
-_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
+_REMEDIES = dict.fromkeys(DISK_FULL, "make room")
 # Variables that torch reads once, as CUDA starts; their values, unless the user has set them or
 # those behind.
 _OF_CUDA = (

@@ -2,6 +2,8 @@
 commands.
 """
 
+import errno
+
 from common.credentials import masked
 from common.text import printable
 
@@ -10,6 +12,8 @@ FAILED = 1
 WRONG_INPUT = 2
 STOPPED = 75  # by a signal, and saved: the same command goes on
 LEFT_OUT = 76  # of a rank in an elastic run that the others went on without
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # numbers of an OSError that blames no input
 
 
 class OneLineError(Exception):

@@ -5,13 +5,12 @@ The latter is checked before the work that makes the file.
 
 from __future__ import annotations
 
-import errno
 import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple
 
-from common.errors import ConfigError
+from common.errors import DISK_FULL, ConfigError
 from common.files import replacing
 from tools import packages
 
@@ -43,7 +42,7 @@ def check(path: Path, option: str = "--output") -> None:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise OSError(error.errno, error.strerror, str(path)) from None
         fault = f"{path}: cannot be written: {error.strerror}"
         raise ConfigError(f"{fault}; name another file by {option}") from None

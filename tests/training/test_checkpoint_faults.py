@@ -1,6 +1,7 @@
 """Failures while checkpoints are saved, and hostile files; benchmarks/fuzz tries damaged ones."""
 
 import builtins
+import copy
 import errno
 import hashlib
 import io
@@ -16,8 +17,30 @@ from tests.training.conftest import content, files, manifest, names
 from training import checkpoint
 from training.manifest import Manifest, encode
 
+FULL_DISK = OSError(errno.ENOSPC, "No space left on device")
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+
+def failing_at(patch, operation, number, error):
+    """Have the operation raise the error at its call of this number; return the list of its calls.
+
+    Of openings only those of files count that are written.
+    """
+    owner = builtins if operation == "open" else os
+    function, calls = getattr(owner, operation), []
+
+    def failing(*arguments, **keywords):
+        if operation != "open" or str(arguments[0]).endswith(".tmp"):
+            calls.append(operation)
+            if len(calls) == number:
+                # Not the same one twice: users get its file's name written into it.
+                raise copy.copy(error)
+        return function(*arguments, **keywords)
+
+    patch.setattr(owner, operation, failing)
+    return calls
+
+
+@pytest.mark.parametrize("error", [FULL_DISK, KeyboardInterrupt()])
 @pytest.mark.parametrize(
     ("operation", "number"), [("open", 1), ("open", 2), ("fsync", 1), ("fsync", 3), ("replace", 1), ("replace", 2)]
 )
@@ -27,18 +50,8 @@ def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
     """Writing, syncing and renaming, of several files of a checkpoint."""
     checkpoints = save(1)
     number += replicas * (2 if operation == "fsync" else 1)
-    owner = builtins if operation == "open" else os
-    function, calls = getattr(owner, operation), []
-
-    def failing(*arguments, **keywords):
-        if operation != "open" or str(arguments[0]).endswith(".tmp"):
-            calls.append(operation)
-            if len(calls) == number:
-                raise error
-        return function(*arguments, **keywords)
-
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr(owner, operation, failing)
+        calls = failing_at(patch, operation, number, error)
         save(2, checkpoints=checkpoints)
     assert len(calls) == number
     assert files(checkpoints.folder) == names(1, replicas=replicas)
@@ -66,19 +79,9 @@ def test_a_full_disk_leaves_the_checkpoint_of_the_same_step(save, newest, monkey
     """A run whose images have changed may be saved at its last step once more."""
     checkpoints = save(1)
     number += replicas
-    owner = builtins if operation == "open" else os
-    function, calls = getattr(owner, operation), []
-
-    def failing(*arguments, **keywords):
-        if operation != "open" or str(arguments[0]).endswith(".tmp"):
-            calls.append(operation)
-            if len(calls) == number:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return function(*arguments, **keywords)
-
     before = {file.name: file.read_bytes() for file in checkpoints.folder.iterdir()}
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left on device: '.*step-00000001"):
-        patch.setattr(owner, operation, failing)
+        failing_at(patch, operation, number, FULL_DISK)
         save(1, checkpoints=checkpoints, scores={1: 0.5})
     assert {file.name: file.read_bytes() for file in checkpoints.folder.iterdir()} == before
     assert newest() == (1, [])

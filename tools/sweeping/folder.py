@@ -5,12 +5,11 @@ Loads no torch.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 from pathlib import Path
 
-from common.errors import CheckpointError, ConfigError
+from common.errors import DISK_FULL, CheckpointError, ConfigError
 from common.files import write_text
 from common.json_io import json_text, read_json
 from recipe import loading
@@ -57,7 +56,7 @@ class SweepFolder:
             self._lock = open(path / _LOCK, "a+")  # noqa: SIM115
         except OSError as error:
             # A full disk is no fault of the input.
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in DISK_FULL:
                 raise
             raise ConfigError(
                 f"{path}: cannot be made or written: {error.strerror}; {_REMEDY}"
