@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.command import Parser, add_choice_of_weights, one_line
-from common.errors import DISK_FULL, DONE, ConfigError, DataError, first_line
-from common.files import replacing, write_text, writing
+from common.errors import DONE, DataError, first_line
+from common.files import checking, replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
 
@@ -245,17 +245,11 @@ def _try(folder: Path) -> None:
         ConfigError: it cannot be written.
         OSError: the disk is full, which blames no input.
     """
-    try:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            trial = folder / ".trial"
-            trial.touch()
-            trial.unlink()
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise
-        fault = f"cannot be written: {error.strerror}"
-        raise ConfigError(f"{folder}: {fault}; name another folder by --output") from None
+    with checking(folder, "name another folder by --output"):
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / ".trial"
+        trial.touch()
+        trial.unlink()
 
 
 def _write(folder: Path, evaluation: _Evaluation) -> None:

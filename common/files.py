@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import IO, Iterator, Union
 
+from common.errors import DISK_FULL, ConfigError
+
 
 def expanded(path: str) -> str:
     """Return a path with the home folder in the place of a leading `~` or `~user`.
@@ -130,6 +132,26 @@ def writing(place: Union[str, Path]) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(place)
         raise
+
+
+@contextlib.contextmanager
+def checking(place: Path, remedy: str) -> Iterator[None]:
+    """Blame the user's choice of `place` for an OSError that comes as the place is tried.
+
+    Args:
+        place: of what is to be written.
+        remedy: what the user can do.
+
+    Raises:
+        ConfigError: it cannot be written.
+        OSError: the disk is full, which blames no input.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise OSError(error.errno, error.strerror, str(place)) from None
+        raise ConfigError(f"{place}: cannot be written: {error.strerror}; {remedy}") from None
 
 
 def check_same(path: Path, descriptor: int) -> None:

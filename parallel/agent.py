@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from types import FrameType
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from common import cores
 from common.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
@@ -372,15 +372,7 @@ def _until_end(
             _look(elastic, others, signals)
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [(rank, code) for rank, code in codes.items() if code not in (None, DONE, STOPPED)]
-        # A rank that was asked to stop by itself asks for all of them.
-        if elastic and not signals.stopping and -signal.SIGUSR1 in codes.values():
-            signals.request("a rank was asked to stop before it could listen")
-            continue
-        # A stop may have come since the look, and have ended them: then nothing is started anew.
-        if elastic and failed and signals.stopping and not elastic.closing:
-            continue
-        # An elastic run goes on without the replicas that failed.
-        if elastic and failed and elastic.replace(failed):
+        if elastic and _goes_on(elastic, codes, failed, signals):
             continue
         # One that has ended with 0 or 75 leaves the others the time that they need.
         waits = None in codes.values() or _waits_without_ranks(ranks, elastic, others)
@@ -398,6 +390,32 @@ def _until_end(
         if failed:
             return _failure(failed, signals)
         return news or _good_end(list(codes.values()), signals, replacements)
+
+
+def _goes_on(
+    elastic: Replacements,
+    codes: Mapping[int, Optional[int]],
+    failed: List[Tuple[int, int]],
+    signals: Signals,
+) -> bool:
+    """Return whether an elastic run goes on, after what happened to its ranks or to this launcher.
+
+    Args:
+        elastic: the replicas of this host, which are replaced where that is due.
+        codes: exit codes of the ranks, by number; None for those that run.
+        failed: number and exit code of those that failed.
+        signals: of this launcher.
+    """
+    # A rank that was asked to stop by itself asks for all of them.
+    if not signals.stopping and -signal.SIGUSR1 in codes.values():
+        signals.request("a rank was asked to stop before it could listen")
+        return True
+    if not failed:
+        return False
+    # A stop may have come since the last look, and have ended them: then nothing is started anew.
+    if signals.stopping and not elastic.closing:
+        return True
+    return elastic.replace(failed)
 
 
 def _good_end(

@@ -15,12 +15,21 @@ from typing import Any, Iterator, Mapping, NamedTuple, Tuple
 
 from common.text import either
 from recipe.config import SECTIONS, Recipe
+from recipe.images import Data
 from recipe.kinds import Kind
 from recipe.section import as_yaml
 
 # Read by predictions of other methods than the recipe's, in plans and by the doctor.
 PREDICTED = ("exchange.density",)
 _LENGTHS = {"epochs", "steps", "images"}
+# Keys of `data` that are read only where another key, named first, has this one value.
+_READ_WITH = (
+    ("augment", "randaugment", ("randaugment_operations", "randaugment_magnitude")),
+    ("augment", "augmix", ("augmix_severity",)),
+    ("augment", "timm_randaugment", ("timm_randaugment",)),
+    ("mixing", "timm", ("mixing_switch", "mixing_probability")),
+    ("loss", "bce", ("bce_threshold", "bce_reduction")),
+)
 
 
 class Idle(NamedTuple):
@@ -95,40 +104,36 @@ def _of_other_kinds(recipe: Recipe, merged: Mapping[str, dict]) -> Iterator[Idle
 def _beside_others(recipe: Recipe) -> Iterator[Idle]:
     """Yield the keys that values of other keys make idle."""
     data = recipe.data
-    # Each way to augment reads its own numbers only.
-    if data.augment != "randaugment":
-        for key in ("randaugment_operations", "randaugment_magnitude"):
-            yield Idle(f"data.{key}", "data.augment", "give data.augment=randaugment")
-    if data.augment != "augmix":
-        yield Idle("data.augmix_severity", "data.augment", "give data.augment=augmix")
-    if data.augment != "timm_randaugment":
-        remedy = "give data.augment=timm_randaugment"
-        yield Idle("data.timm_randaugment", "data.augment", remedy)
+    for cause, value, keys in _READ_WITH:
+        if getattr(data, cause) != value:
+            for key in keys:
+                yield Idle(f"data.{key}", f"data.{cause}", f"give data.{cause}={value}")
     if not data.random_erasing:
         for key in ("random_erasing_mode", "random_erasing_count"):
             yield Idle(f"data.{key}", "data.random_erasing", "give data.random_erasing=0.25")
-    if not data.mixes:
-        yield Idle("data.mixing", "data.mixup", "give data.mixup or data.cutmix")
-    # Only timm's way of mixing has these two, and it switches only where both are on.
-    if data.mixing != "timm":
-        for key in ("mixing_switch", "mixing_probability"):
-            yield Idle(f"data.{key}", "data.mixing", "give data.mixing=timm")
-    elif not data.mixes:
-        yield Idle("data.mixing_probability", "data.mixup", "give data.mixup or data.cutmix")
-        yield Idle("data.mixing_switch", "data.mixup", "give data.mixup and data.cutmix")
-    elif not (data.mixup and data.cutmix):
-        missing = "cutmix" if data.mixup else "mixup"
-        yield Idle("data.mixing_switch", f"data.{missing}", f"give data.{missing}, too")
-    if data.loss != "bce":
-        for key in ("bce_threshold", "bce_reduction"):
-            yield Idle(f"data.{key}", "data.loss", "give data.loss=bce")
     # A folder or list that is divided has both splits.
     if getattr(data, "validation_share", 0):
         for key in ("validation_folder", "validation_list"):
             if key in data.fields():
                 yield Idle(f"data.{key}", "data.validation_share", "give data.validation_share=0")
+    yield from _of_mixing(data)
     yield from _of_model(recipe)
     yield from _of_exchange(recipe)
+
+
+def _of_mixing(data: Data) -> Iterator[Idle]:
+    """Yield keys of mixup and CutMix, beside what `_READ_WITH` says of them."""
+    if not data.mixes:
+        yield Idle("data.mixing", "data.mixup", "give data.mixup or data.cutmix")
+    if data.mixing != "timm":
+        return
+    # timm's way switches between the two, which takes both.
+    if not data.mixes:
+        yield Idle("data.mixing_probability", "data.mixup", "give data.mixup or data.cutmix")
+        yield Idle("data.mixing_switch", "data.mixup", "give data.mixup and data.cutmix")
+    elif not (data.mixup and data.cutmix):
+        missing = "cutmix" if data.mixup else "mixup"
+        yield Idle("data.mixing_switch", f"data.{missing}", f"give data.{missing}, too")
 
 
 def _of_model(recipe: Recipe) -> Iterator[Idle]:

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple
 
-from common.errors import DISK_FULL, ConfigError
-from common.files import replacing
+from common.errors import ConfigError
+from common.files import checking, replacing
 from tools import packages
 
 if TYPE_CHECKING:
@@ -35,17 +35,12 @@ def check(path: Path, option: str = "--output") -> None:
         ConfigError: it cannot.
         OSError: the disk is full, which blames no input.
     """
-    try:
+    with checking(path, f"name another file by {option}"):
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; name a file in it by {option}")
         # The nearest folder that is there; the others would be made in it.
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        fault = f"{path}: cannot be written: {error.strerror}"
-        raise ConfigError(f"{fault}; name another file by {option}") from None
 
 
 def check_picture(path: Path, made: Optional[Path] = None) -> None:

@@ -41,7 +41,14 @@ class Window(NamedTuple):
     seconds: float
 
 
-def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float) -> Dict[str, Any]:
+def values_of(
+    window: Window,
+    result: StepResult,
+    lap: Lap,
+    *,
+    peak_flops: float,
+    with_trust_ratios: bool,
+) -> Dict[str, Any]:
     """Return the numbers of a training event. Reading the result waits for the device.
 
     Args:
@@ -49,6 +56,8 @@ def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float
         result: of the last update.
         lap: rates of the window.
         peak_flops: that all devices reach.
+        with_trust_ratios: whether those of all layers are among the numbers, where the device
+            reports norms.
     """
     # Unreadable images added nothing to the loss, whose mean is over those that could be read.
     readable = window.steps * window.global_batch / window.images
@@ -73,11 +82,13 @@ def values_of(window: Window, result: StepResult, lap: Lap, *, peak_flops: float
         data_wait=lap.waiting,
         seconds=window.seconds,
     )
+    if with_trust_ratios and result.norms is not None:
+        values["trust"] = _trust_ratios(result.norms)
     return values
 
 
-def trust_ratios(norms: Norms) -> Dict[str, float]:
-    """Return the trust ratio of each layer, by name, of an update's `norms`."""
+def _trust_ratios(norms: Norms) -> Dict[str, float]:
+    """Return the trust ratio of each layer, by name."""
     # One copy from the device for all layers: each would wait by itself.
     if not norms.trust:
         return {}
@@ -99,11 +110,16 @@ def text_of(values: Mapping[str, Any], done: int, total: int, seconds_left: floa
         total: steps of the run.
         seconds_left: at the rate of the window.
     """
-    return (
+    text = (
         f"step {done}/{total}  loss {values['loss']:.3f} top1 {values['top1']:.1%} "
         f"{pace(values['images_per_second'])} MFU {values['mfu']:.0%} "
         f"wait {values['data_wait']:.0%} ETA {duration(seconds_left)}"
     )
+    skipped = values["skipped_steps"]
+    if skipped:
+        # Only the events of a batch with a schedule tell its size.
+        text += f" {skipped_updates(skipped, done, has_schedule='batch' in values)}"
+    return text
 
 
 def _norms(norms: Optional[Norms]) -> Dict[str, float]:

@@ -350,16 +350,12 @@ class Trainer:
             result,
             lap,
             peak_flops=self._peak_flops,
+            with_trust_ratios=self.recipe.log.trust_ratios,
         )
         self.progression.skipped = values["skipped_steps"]
-        if self.recipe.log.trust_ratios and result.norms is not None:
-            values["trust"] = log_line.trust_ratios(result.norms)
         # Seconds, at the pace of this window: evaluations and checkpoints to come are left out.
         left = (self.lengths.total - done) * self.recipe.batch.global_ / lap.images
         text = log_line.text_of(values, done, self.lengths.total, left)
-        if self.progression.skipped:
-            has_schedule = bool(self.recipe.batch.schedule)
-            text += f" {log_line.skipped_updates(self.progression.skipped, done, has_schedule)}"
         text += self._add_noise(values)
         self.monitor.event("train", done, values, text)
         self._begin_window()
@@ -512,31 +508,41 @@ class Trainer:
     # Scores -----------------------------------------------------------------------------------
 
     def _evaluate(self, step: int) -> None:
-        """Score the weights and the averages that exist so far."""
-        with self.engine.using(TRAINED):
-            scores = evaluate(self.engine, self.evaluation_batches)
-        values = scores._asdict()
-        for name in ("calibration_error", "confusion"):  # of evaluate.py only
-            del values[name]
-        top = accuracy(scores.top1, scores.top5, self.recipe.model.classes)
-        text = f"{top}  loss {scores.loss:.4f}"
-        for name in self.engine.averages():
-            with self.engine.using(name):
-                average = evaluate(self.engine, self.evaluation_batches)
-            values[name] = {"top1": average.top1, "top5": average.top5, "loss": average.loss}
-            text += f"  {name.replace('_', ' ')} {average.top1:.2%}"
+        """Score the weights and the averages that exist so far, and report the scores."""
+        scores = self._scores()
         # Kept for the checkpoint: by these --best chooses among its weights.
-        self.progression.scores = values
-        self._note_best(scores.top1, values)
+        self.progression.scores = scores
+        self._note_best(scores["top1"], scores)
         epochs = self._epochs(step)
-        images = f"({count(scores.images, 'image')})"
-        left_out = f"; {scores.unreadable} unreadable left out" if scores.unreadable else ""
-        text = f"evaluation after epoch {epochs:.2f}: {text}  {images}{left_out}"
-        details = {"epoch": epochs, **values}
+        details = {"epoch": epochs, **scores}
         # Only scores of the same validation images are compared.
         if self.progression.validation_set:
             details["validation_set"] = self.progression.validation_set
+        text = f"evaluation after epoch {epochs:.2f}: {self._text_of(scores)}"
         self.monitor.event("eval", step, details, text)
+
+    def _scores(self) -> Dict[str, Any]:
+        """Return the scores of the trained weights, and those of each average by its name."""
+        with self.engine.using(TRAINED):
+            scores = evaluate(self.engine, self.evaluation_batches)._asdict()
+        for name in ("calibration_error", "confusion"):  # of evaluate.py only
+            del scores[name]
+        for name in self.engine.averages():
+            with self.engine.using(name):
+                average = evaluate(self.engine, self.evaluation_batches)
+            scores[name] = {"top1": average.top1, "top5": average.top5, "loss": average.loss}
+        return scores
+
+    def _text_of(self, scores: Mapping[str, Any]) -> str:
+        """Return an evaluation's scores as the terminal shows them."""
+        top = accuracy(scores["top1"], scores["top5"], self.recipe.model.classes)
+        text = f"{top}  loss {scores['loss']:.4f}"
+        for name in self.engine.averages():
+            text += f"  {name.replace('_', ' ')} {scores[name]['top1']:.2%}"
+        text += f"  ({count(scores['images'], 'image')})"
+        if scores["unreadable"]:
+            text += f"; {scores['unreadable']} unreadable left out"
+        return text
 
     def _note_best(self, trained: float, scores: Mapping[str, Any]) -> None:
         """Keep the best top-1 of the trained weights, and of all weights; at a tie the earlier."""

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from common import json_io
-from common.errors import UserError
-from common.files import replacing, write, write_text, writing
+from common.errors import DISK_FULL, ConfigError, UserError
+from common.files import checking, replacing, write, write_text, writing
 from common.text import printable
 
 
@@ -87,3 +87,16 @@ def test_json_is_read_as_json_reads_it_up_to_a_bound(tmp_path, monkeypatch):
 def test_what_steers_a_terminal_is_shown_as_its_escape(text, shown):
     assert printable(text) == shown and printable(text).encode("utf-8")
     assert str(UserError(f"a\nb{text}")).startswith("a b")
+
+
+def test_a_place_that_cannot_be_written_is_blamed_on_who_named_it_but_not_a_full_disk(tmp_path):
+    place = tmp_path / "scores"
+    with pytest.raises(ConfigError) as caught, checking(place, "name another folder"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(place / "trial"))
+    assert str(caught.value) == f"{place}: cannot be written: Permission denied; name another folder"
+    for number in DISK_FULL:
+        with pytest.raises(OSError) as caught, checking(place, "name another folder"):
+            raise OSError(number, os.strerror(number), str(place / "trial"))
+        assert caught.value.errno == number and caught.value.filename == str(place)
+    with pytest.raises(UserError, match=r"^holds a run$"), checking(place, "name another folder"):
+        raise UserError("holds a run")

@@ -12,7 +12,7 @@ from recipe import loading
 from recipe.config import Recipe
 from tools.branching.plan import Branch, Plan
 from tools.reporting import run as reading
-from tools.reporting.run import SessionTime
+from tools.reporting.session_times import SessionTime, session_times
 from tools.sweeping.candidates import as_text
 from training.run_folder import first_difference
 
@@ -96,7 +96,7 @@ def read(folder: Path, overrides: Sequence[str]) -> Source:
     per_epoch = reading.steps_per_epoch(run)
     total = reading.total_steps(run)
     size = recipe.batch.global_
-    times = reading.session_times(run.metrics, run.starts, size)
+    times = session_times(run.metrics, run.starts, size)
     training = sum(session.computing + session.waiting for session in times)
     if not (per_epoch and total and training):
         raise UserError(

@@ -29,12 +29,11 @@ from tools.reporting.curves import run_style
 from tools.reporting.run import (
     AVERAGES,
     Run,
-    SessionTime,
     division,
     headline,
-    session_times,
     state,
 )
+from tools.reporting.session_times import SessionTime, session_times
 from training.monitor import pace
 
 _DIFFERS_ALWAYS = ("run.name", "run.output")  # in any two runs
@@ -174,12 +173,10 @@ def _time(run: Run) -> dict:
 
 def _time_cells(session: SessionTime) -> List[str]:
     """Return the steps of a session, its time, and the parts of that: see `_TIMES`."""
-    parts = (session.computing, session.waiting, session.rest)
-    # Sessions without any time have no row.
-    total = sum(parts)
-    cells = [f"{session.first:,} to {session.last:,}", duration(total)]
-    for seconds in parts:
-        share_of_time = seconds / total
+    cells = [f"{session.first:,} to {session.last:,}", duration(session.total)]
+    for seconds in (session.computing, session.waiting, session.rest):
+        # Sessions without any time have no row.
+        share_of_time = seconds / session.total
         cells.append(f"{duration(seconds)} ({share_of_time:.0%})")
     return cells
 

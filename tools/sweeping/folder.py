@@ -9,8 +9,8 @@ import fcntl
 import json
 from pathlib import Path
 
-from common.errors import DISK_FULL, CheckpointError, ConfigError
-from common.files import write_text
+from common.errors import CheckpointError, ConfigError
+from common.files import checking, write_text
 from common.json_io import json_text, read_json
 from recipe import loading
 from recipe.config import Recipe
@@ -40,7 +40,7 @@ class SweepFolder:
             candidates: of the sweep.
 
         Raises:
-            ConfigError: the folder holds something else, is in use, or cannot be made or written.
+            ConfigError: the folder holds something else, is in use, or cannot be written.
             CheckpointError: it holds another sweep.
         """
         self.path = path
@@ -50,17 +50,10 @@ class SweepFolder:
         self.best = path / "best.yaml"
         definition = candidates.sweep.definition.model_dump(mode="json", exclude=_FREE)
         # Checked before anything is made: a wrong command leaves nothing behind.
-        try:
+        with checking(path, _REMEDY):
             self._check(definition, candidates.base)
             path.mkdir(parents=True, exist_ok=True)
             self._lock = open(path / _LOCK, "a+")  # noqa: SIM115
-        except OSError as error:
-            # A full disk is no fault of the input.
-            if error.errno in DISK_FULL:
-                raise
-            raise ConfigError(
-                f"{path}: cannot be made or written: {error.strerror}; {_REMEDY}"
-            ) from None
         self._take_lock()
         # Another sweep may have begun between the check and the lock.
         self._check(definition, candidates.base)

@@ -177,8 +177,8 @@ def test_what_is_no_folder_for_a_sweep_is_refused_in_one_line(undrawn, some, tmp
     (broken / "study.db").write_text("garbage")
     for some.folder, fault in (
         (strange, "holds files that are no sweep"),
-        (file, "cannot be made or written: "),
-        (Path("/proc/found"), "cannot be made or written: "),
+        (file, "cannot be written: "),
+        (Path("/proc/found"), "cannot be written: "),
         (broken, "study.db: no study"),
     ):
         code, _, (error,) = some()
