@@ -23,6 +23,7 @@ from common.errors import DONE, DataError, first_line
 from common.files import checking, replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
+from tools import output
 
 _WORST = 10  # classes that the terminal shows; the file has all
 
@@ -82,6 +83,8 @@ def main(arguments=None) -> int:
         parser.error("--table goes with --images: the table has a row for each of them")
     if options.output and images:
         parser.error("--output goes with scores; the classes of --images go into --table FILE.csv")
+    if options.table:
+        output.check(Path(options.table), "--table")
     return _classify(options, images) if images else _score(options)
 
 

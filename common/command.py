@@ -68,10 +68,21 @@ class Parser(argparse.ArgumentParser):
         """Parse `args` as argparse does; a shell leaves the ~ in --flag=~/path alone, so it is
         expanded here.
         """
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._at_home(word) for word in words], namespace)
+        return super().parse_known_args(self._at_home(args), namespace)
 
-    def _at_home(self, word):
+    def parse_known_intermixed_args(self, args=None, namespace=None):
+        """Parse `args`, options between the others as well, as `parse_known_args` does.
+
+        Up to Python 3.12.7 and 3.13.0 argparse calls `parse_known_args` here, later it does not.
+        """
+        return super().parse_known_intermixed_args(self._at_home(args), namespace)
+
+    def _at_home(self, args):
+        """Return the words of a command line, None being the process's, each with its home folder."""
+        words = sys.argv[1:] if args is None else args
+        return [self._word_at_home(word) for word in words]
+
+    def _word_at_home(self, word):
         """Return a word with the home folder in the place of the ~ behind its =."""
         flag, equals, path = str(word).partition("=~")
         if not equals or not flag.startswith("--"):
@@ -84,6 +95,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Print `message` in one line and exit with the code for wrong input."""
         self.exit(WRONG_INPUT, f"{self.prog}: {masked(message)}; see {self.prog} --help\n")
+
+
+class SubcommandParser(Parser):
+    """Parser of a subcommand, which takes options between its other arguments, as commands do."""
+
+    _is_parsing = False
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse `args`, which argparse has of the command that this one belongs to."""
+        # The intermixed parse may call this method in turn: see Parser.
+        if self._is_parsing:
+            return super().parse_known_args(args, namespace)
+        self._is_parsing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_parsing = False
 
 
 def add_choice_of_weights(parser):

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import os
-from typing import List, Optional
+from typing import Iterable, List, Optional
 
 import numpy as np
 
@@ -37,7 +37,6 @@ class ListSource(FileSource):
         """
         self.place = file
         self._folder = os.fsencode(folder)
-        digest = hashlib.sha256()
         names = []
         rows: List[Row] = []
         images_of_class = []
@@ -53,10 +52,7 @@ class ListSource(FileSource):
         self._check_there(rows[0])
         self.classes = tuple(map(printable, names))
         self.labels = np.repeat(np.arange(len(names), dtype=np.int64), images_of_class)
-        # Of labels and paths: a row may change its label alone.
-        for row in rows:
-            digest.update(os.fsencode(row.label) + b"\0" + os.fsencode(row.path) + b"\0")
-        self.digest = digest.hexdigest()
+        self.digest = _digest(rows)
         encoded = [os.fsencode(row.path) for row in rows]
         lengths = np.array([len(path) for path in encoded], dtype=np.uint64)
         self._paths = Names([b"".join(encoded)], [lengths])
@@ -68,6 +64,14 @@ class ListSource(FileSource):
             fault = f"line {row.line}: no file {os.fsdecode(path)}"
             remedy = "correct the path, or set data.root to the folder that paths are relative to"
             raise DataError(printable(f"{self.place}: {fault}; {remedy}"))
+
+
+def _digest(rows: Iterable[Row]) -> str:
+    """Return the digest of labels and paths: a row may change its label alone."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(os.fsencode(row.label) + b"\0" + os.fsencode(row.path) + b"\0")
+    return digest.hexdigest()
 
 
 @SOURCES.implements(ImageList)

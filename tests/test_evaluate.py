@@ -239,6 +239,16 @@ def test_a_table_without_images_is_refused(run, command, tmp_path):
     assert exit.value.code == WRONG_INPUT
 
 
+def test_a_table_that_cannot_be_written_is_refused_before_the_model_is_opened(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for table, fault in (
+        (tmp_path, "is a folder; name a file in it by --table"),
+        (tmp_path / "file" / "t.csv", "cannot be written: Not a directory; name another file by --table"),
+    ):
+        code = evaluate.main(["--checkpoint", "runs/none", "--images", "a.jpg", "--table", str(table)])
+        assert (code, capsys.readouterr().err.strip()) == (WRONG_INPUT, f"{table}: {fault}")
+
+
 def test_a_folder_for_scores_beside_images_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         evaluate.main(["--checkpoint", "runs/none", "--images", "a.jpg", "--output", str(tmp_path)])

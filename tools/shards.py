@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeV
 import numpy as np
 
 from common import cores, progress
-from common.command import Parser, fail, one_line
+from common.command import Parser, SubcommandParser, fail, one_line
 from common.errors import DONE, FAILED, WRONG_INPUT, DataError
 from common.files import write
 from common.json_io import json_text
@@ -105,7 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = Parser(prog="python -m tools.shards", description="Make and check tar shards.")
-    commands = parser.add_subparsers(required=True, metavar="pack | index | verify")
+    commands = parser.add_subparsers(
+        required=True,
+        metavar="pack | index | verify",
+        parser_class=SubcommandParser,
+    )
     about = "write class folders, ImageNet's archives or a recipe's images into shards"
     packing = commands.add_parser("pack", help=about)
     _add_pack_arguments(packing)

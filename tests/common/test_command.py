@@ -1,5 +1,6 @@
 """How every command starts and ends: what Ctrl-C, its output or the input ends is one line and a documented code."""
 
+import argparse
 import errno
 import os
 import re
@@ -230,3 +231,34 @@ def test_a_tilde_behind_the_equals_sign_of_a_flag_is_the_home_folder(monkeypatch
     with pytest.raises(SystemExit):
         parser.parse_intermixed_args(["--output=~no-such-user/x"])
     assert capsys.readouterr().err.startswith("some.py: --output: ~no-such-user is no home folder here; ")
+
+
+def test_a_tilde_is_the_home_folder_also_where_argparse_parses_intermixed_words_by_itself(monkeypatch):
+    """As it does from Python 3.12.8 and 3.13.1 on, without a call of parse_known_args."""
+
+    def by_itself(parser, args=None, namespace=None):
+        return argparse.Namespace(words=args), []
+
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_intermixed_args", by_itself)
+    options = command.Parser(prog="some.py").parse_intermixed_args(["a", "--output=~/b", "c"])
+    assert options.words == ["a", "--output=/home/me/b", "c"]
+
+
+def test_a_subcommand_takes_options_between_its_other_arguments(monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = command.Parser(prog="some.py")
+    commands = parser.add_subparsers(required=True, metavar="pack", parser_class=command.SubcommandParser)
+    packing = commands.add_parser("pack")
+    packing.add_argument("places", nargs="+")
+    packing.add_argument("--plan")
+    packing.add_argument("--json", action="store_true")
+    options = parser.parse_args(["pack", "a", "--plan=~/b", "c", "--json", "d"])
+    assert (options.places, options.plan, options.json) == (["a", "c", "d"], "/home/me/b", True)
+    for words, fault in (
+        (["pack"], "some.py pack: the following arguments are required: places; "),
+        (["pack", "a", "--other"], "some.py: unrecognized arguments: --other; see some.py --help"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parser.parse_args(words)
+        assert caught.value.code == 2 and capsys.readouterr().err.startswith(fault)
