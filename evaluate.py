@@ -20,10 +20,9 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 from common.command import Parser, add_choice_of_weights, one_line
 from common.errors import DONE, DataError, first_line
-from common.files import checking, replacing, write_text, writing
+from common.files import check_file, checking, replacing, write_text, writing
 from common.json_io import json_text
 from common.text import count, printable
-from tools import output
 
 _WORST = 10  # classes that the terminal shows; the file has all
 
@@ -84,7 +83,7 @@ def main(arguments=None) -> int:
     if options.output and images:
         parser.error("--output goes with scores; the classes of --images go into --table FILE.csv")
     if options.table:
-        output.check(Path(options.table), "--table")
+        check_file(Path(options.table), "--table")
     return _classify(options, images) if images else _score(options)
 
 

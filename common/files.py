@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import IO, Iterator, Union
@@ -152,6 +153,25 @@ def checking(place: Path, remedy: str) -> Iterator[None]:
         if error.errno in DISK_FULL:
             raise OSError(error.errno, error.strerror, str(place)) from None
         raise ConfigError(f"{place}: cannot be written: {error.strerror}; {remedy}") from None
+
+
+def check_file(path: Path, option: str = "--output") -> None:
+    """Check that a file can be written, without making it or its folders.
+
+    Args:
+        path: of the file.
+        option: by which it was named.
+
+    Raises:
+        ConfigError: it cannot.
+        OSError: the disk is full, which blames no input.
+    """
+    with checking(path, f"name another file by {option}"):
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; name a file in it by {option}")
+        # The nearest folder that is there; the others would be made in it.
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def check_same(path: Path, descriptor: int) -> None:

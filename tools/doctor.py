@@ -32,12 +32,11 @@ from typing import Optional, Sequence
 
 from common.command import Parser, fail, naming, one_line
 from common.errors import DONE, STOPPED, ConfigError, UserError
-from common.files import write_text, writing
+from common.files import check_file, write_text, writing
 from common.json_io import json_text
 from recipe import batch, loading
 from recipe.config import Recipe
 from recipe.idle import PREDICTED
-from tools import output as outputs
 from tools import packages
 from tools.arguments import within
 
@@ -113,7 +112,7 @@ def _check_output(output: Path) -> None:
             raise UserError(
                 f"{output}: is the folder of a run, as it holds {name}; choose another --output"
             )
-    outputs.check(output / "machine.yaml")
+    check_file(output / "machine.yaml")
 
 
 def _examine(options: argparse.Namespace, recipe: Recipe) -> None:

@@ -24,7 +24,8 @@ from typing import Sequence
 
 from common.command import Parser, add_choice_of_weights, one_line
 from common.errors import ConfigError
-from tools import output, packages
+from common.files import check_file
+from tools import packages
 
 _SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
 _ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{path}: --format {options.format} writes a {suffix} file; name it {path.stem}{suffix}"
         )
     if path:
-        output.check(path)
+        check_file(path)
     # Without them the model would be loaded and built in vain.
     if options.format == "onnx":
         packages.check("--format onnx", *_ONNX_PACKAGES)

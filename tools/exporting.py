@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from common import progress
 from common.command import fail
 from common.errors import DONE, FAILED, ConfigError, DataError, first_line
-from common.files import write
+from common.files import check_file, write
 from common.json_io import json_text
 from data.loader import EvaluationBatches
 from data.sources import SOURCES
@@ -28,7 +28,6 @@ from models.families import build, timm_name
 from recipe import loading
 from recipe.config import Data, Model, Recipe
 from recipe.settled import image_size
-from tools import output
 from training import classes, exported, weights
 from training.classes import Known
 from training.torch_program import NotRun
@@ -80,7 +79,7 @@ def export(options: argparse.Namespace, path: Path | None, suffix: str) -> int:
         print(note)
     if path is None:
         path = _default_path(stored, recipe.run.name, suffix)
-        output.check(path)
+        check_file(path)
     # The content as it would be written must give the logits of the model.
     model = _built(stored, recipe.model, recipe.run.seed)
     known = _known(stored, recipe)

@@ -1,17 +1,13 @@
-"""Files that commands write: pictures, and whether a file can be written.
-
-The latter is checked before the work that makes the file.
-"""
+"""Pictures that commands write; whether they can is checked before the work that they show."""
 
 from __future__ import annotations
 
 import math
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple
 
 from common.errors import ConfigError
-from common.files import checking, replacing
+from common.files import check_file, replacing
 from tools import packages
 
 if TYPE_CHECKING:
@@ -22,25 +18,6 @@ _DOTS = 110  # of an inch
 _TICKS = 5  # labels of an axis of a small panel: more overlap
 # Multiples of a power of ten that a logarithmic axis labels, from the densest set to the sparsest.
 _MULTIPLES = ((1, 2, 5), (1, 3), (1,))
-
-
-def check(path: Path, option: str = "--output") -> None:
-    """Check that a file can be written, without making it or its folders.
-
-    Args:
-        path: of the file.
-        option: by which it was named.
-
-    Raises:
-        ConfigError: it cannot.
-        OSError: the disk is full, which blames no input.
-    """
-    with checking(path, f"name another file by {option}"):
-        if path.is_dir():
-            raise ConfigError(f"{path}: is a folder; name a file in it by {option}")
-        # The nearest folder that is there; the others would be made in it.
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        tempfile.TemporaryFile(dir=folder).close()
 
 
 def check_picture(path: Path, made: Optional[Path] = None) -> None:
@@ -61,7 +38,7 @@ def check_picture(path: Path, made: Optional[Path] = None) -> None:
     if not will_be_there and not path.parent.exists():
         fault = f"{path}: there is no folder {path.parent}"
         raise ConfigError(f"{fault}; make it, or name another file by {option}")
-    check(path, option)
+    check_file(path, option)
 
 
 def figure(path: Path, size: Tuple[float, float]) -> Figure:

@@ -24,9 +24,8 @@ from typing import List, NamedTuple, Optional, Sequence
 
 from common.command import Parser, one_line
 from common.errors import DONE, UserError
-from common.files import write_text
+from common.files import check_file, write_text
 from common.json_io import json_text
-from tools import output as outputs
 from tools import packages
 from tools.arguments import within
 from tools.reporting import page, sections
@@ -69,7 +68,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         raise UserError(
             f"{output}: there is no folder {output.parent}; make it, or name another file by --output"
         )
-    outputs.check(output)
+    check_file(output)
     report = _compare(runs) if len(runs) > 1 else _show(runs[0], options.images)
     html = page.render(report.content)
     write_text(output, html)
