@@ -6,11 +6,11 @@ import html.parser
 import json
 import os
 import re
+import tempfile
 
 import pytest
 
 from tests.tools.reporting.runs import end_event, eval_event, start, train_event, trained, written
-from tools import output
 from tools.report import main
 from tools.reporting import page as pages
 
@@ -195,6 +195,6 @@ def test_a_full_disk_is_no_fault_of_the_input(monkeypatch, tmp_path, command):
     def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "something of the system's")
 
-    monkeypatch.setattr(output.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     code, _, (error,) = command(written(tmp_path / "run", FINISHED))
     assert code == 1 and error.startswith(f"{tmp_path}/run/report.html: No space left")
