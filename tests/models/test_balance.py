@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from models.balance import BlockCost, Cut, balance, split_names
+from common.errors import ConfigError
+from models.balance import BlockCost, Cut, balance, check_blocks, split_names
 
 NAMES = ["preprocess", "stem", "blocks.0.0", "blocks.1.0", "head"]
 
@@ -128,3 +129,12 @@ def test_names_are_split_before_each_cut():
 def test_cuts_that_cannot_be_made_are_refused(cuts, fault):
     with pytest.raises(ValueError, match=f"^{re.escape(fault)}$"):
         split_names(NAMES, cuts)
+
+
+def test_a_key_may_name_blocks_of_the_model_only():
+    check_blocks("parallel.recompute", ["head", "stem"], NAMES)
+    check_blocks("parallel.recompute", [], NAMES)
+    with pytest.raises(ConfigError) as caught:
+        check_blocks("parallel.recompute", ["stem", "blocks.2.0"], NAMES)
+    blocks = "preprocess, stem, blocks.0.0, blocks.1.0, head"
+    assert str(caught.value) == f"parallel.recompute: blocks.2.0 is not a block; the blocks are {blocks}"
