@@ -318,7 +318,8 @@ def _on_cpu(
                 report(f"engine auto: {before}, as this run has had it")
             return before
         if before == NATIVE:
-            fault = f"{fault}; this run has had it, and goes on with other bits"
+            cause = fault or "the recipe rules it out"
+            fault = f"{cause}; this run has had it, and goes on with other bits"
     reason = f"; not native: {fault}" if fault else ""
     report(f"engine auto: {candidates[0]}{reason}")
     return candidates[0]

@@ -620,9 +620,8 @@ def split_folder(data: Files, split: str) -> str:
     if not os.path.isdir(folder):
         key = data.folder_key(split)
         name = getattr(data, key)
-        raise DataError(
-            f"{data.root}: no folder {name!r}; set data.{key} to the folder of the {split} images"
-        )
+        where = f"the folder of the {split} images (. for data.root itself)"
+        raise DataError(f"{data.root}: no folder {name!r}; set data.{key} to {where}")
     return folder
 
 

@@ -97,6 +97,7 @@ class Trainer:
         # Measured before the clock starts: it is no part of the run.
         self._peak_flops = self.engine.peak_flops()
         self._clock = Clock(progression.seconds, progression.paused, progression.waited)
+        self._own_wait = 0.0  # of this process for images, up to the last log line
         # On the device, so that nothing waits. The loss in double precision, as a window may have
         # thousands of steps.
         device = self.engine.device
@@ -185,6 +186,9 @@ class Trainer:
             self.engine.end_epoch()
         if log:
             self._log(result, update)
+        # Between two updates: replicas may compute other shares of the next one.
+        if log and not last:
+            self._balance(update.end)
         # Before the save: a resumed run must have grown, too.
         self._grow(update.end)
         # No training time: a rate, and the share that was waited for images, would be too low.
@@ -198,6 +202,9 @@ class Trainer:
             # The scores decide on all ranks alike, as they are sums over ranks.
             last = last or self._lost_patience()
             self._trace(last)
+        # An early end is known by the scores alone: the steps since the last line have theirs now.
+        if last and not log:
+            self._log(result, update)
         scheduled = last or update.reaches(self._save_every)
         self._save_or_stop(update.end, last=last, scheduled=scheduled, evaluated=evaluated)
 
@@ -343,8 +350,9 @@ class Trainer:
         self._check_readable(done)
         skipped_in_row = int(result.skipped_in_row.item())
         # The slowest rank's, as the others wait for it.
-        waited = max(self.engine.processes.gather(self.engine.data_wait()))
-        lap = self._clock.lap(waited)
+        own_wait = self.engine.data_wait()
+        lap = self._clock.lap(max(self.engine.processes.gather(own_wait)))
+        self._own_wait = own_wait
         values = log_line.values_of(
             self._window(update),
             result,
@@ -359,10 +367,6 @@ class Trainer:
         text += self._add_noise(values)
         self.monitor.event("train", done, values, text)
         self._begin_window()
-        # Between two updates: replicas may compute other shares of the next one.
-        if done < self.lengths.total:
-            for line in self.engine.balance(done):
-                self.monitor.say(line)
         # After the line is written: it shows what ended the run.
         self._check_loss(values["loss"], done)
         self._check_skipped(skipped_in_row, values["loss_scale"], done)
@@ -480,6 +484,11 @@ class Trainer:
             scale = f"noise scale {noise.images:,.0f} ± {noise.error:,.0f}"
             self.monitor.say(f"batch {batch:,} from epoch {self._epochs(done):g} on: {scale}")
 
+    def _balance(self, done: int) -> None:
+        """Divide the next updates among the replicas by their speeds, where these are measured."""
+        for line in self.engine.balance(done):
+            self.monitor.say(line)
+
     def _trace(self, last: bool) -> None:
         """Write the timeline once the steps to trace, which follow the first, are done."""
         traced = self.recipe.log.trace
@@ -574,7 +583,9 @@ class Trainer:
         progression = self.progression
         progression.seconds = self._clock.seconds()
         progression.paused = self._clock.paused
-        progression.waited = self._clock.waited
+        # Since the last log line by this process alone: asking all would hold up each update of an
+        # elastic run.
+        progression.waited = self._clock.waited + self.engine.data_wait() - self._own_wait
         progression.loss = self._loss.item()
         progression.correct = int(self._correct.item())
 

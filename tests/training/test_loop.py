@@ -379,6 +379,26 @@ def test_log_lines_have_the_share_of_waiting_and_a_run_is_input_bound_above_a_te
     assert ("data.workers=6 would keep up" in lines[-1]) == end["input_bound"]
 
 
+def test_waits_before_a_stop_count_although_no_line_has_reported_them(start, monkeypatch):
+    """Each step takes a second, a quarter of it waiting; stopped after six steps, two behind a log line."""
+
+    def stop(step):
+        if step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    engine = ScriptedEngine(before=stop, waited=lambda steps: steps / 4)
+    monkeypatch.setattr("training.monitor.time.monotonic", lambda: 1000 + len(engine.steps))
+    with pytest.raises(Stopped):
+        start(engine)
+    content = start.content()
+    assert (content["progression"]["step"], content["progression"]["waited"]) == (6, 1.5)
+    engine = ScriptedEngine(waited=lambda steps: (steps - 6) / 4)
+    engine.load_state_dict(content["engine"])
+    *_, end = start(engine, progression=Progression(**content["progression"]))
+    assert end["data_wait"] == pytest.approx(0.25)
+    assert [event["data_wait"] for event in start.events("train")] == pytest.approx([0.25] * len(start.events("train")))
+
+
 class Waits(TorchDispatchMode):
     """Notes each operation by which the host asks for a value: item(), bool(), int(), a mask as an index."""
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from common.errors import DataError
 from tests.conftest import TINY
 from tests.training.scripted import ScriptedEngine
+from training.loop import TrainingError
 from training.progression import Progression
 
 HITS = {2: 3, 4: 5, 6: 5, 8: 4, 10: 9, 12: 9}  # of ten images, by steps done
@@ -24,13 +26,38 @@ def test_a_run_ends_after_so_many_evaluations_without_a_better_one(start, patien
     engine, lines = Scored(), []
     events = start(engine, *OFTEN, f"evaluation.patience={patience or 'null'}", say=lines.append)
     assert engine.steps == list(range(end))
-    last = [(event["event"], event["step"]) for event in events][-3:]
+    last = [(event["event"], event["step"]) for event in events if event["event"] != "train"][-3:]
     assert last == [("eval", end), ("checkpoint", end), ("end", end)]
+    assert start.steps("train") == sorted({4, min(8, end), end}), "the end has a line of its own"
     best = max(HITS[step] for step in HITS if step <= end) / 10
     assert (events[-1]["best_top1"], events[-1]["images"]) == (best, end * 24)
     assert (6 if end < 12 else 12) in start.saved(), "the best checkpoint is kept, of equals the newest"
     early = f"ended at step {end} of 12: {patience} evaluation{'s' * (patience != 1)} without a better top1 than 50.00%"
     assert any(early in line for line in lines) == (end < 12)
+
+
+def test_an_early_end_reports_the_steps_since_the_last_line(start):
+    """All updates were skipped; nobody would know without a line, and the run would count as a good one."""
+    lines = []
+    keys = (*OFTEN, "evaluation.patience=1", "log.every_steps=100")
+    start(Scored(finite=lambda step: False), *keys, "precision.max_skipped_steps=6", say=lines.append)
+    (line,) = start.events("train")
+    assert (line["step"], line["skipped_steps"], line["loss"]) == (6, 6, sum(range(6)) / 6)
+    assert any("6 of 6 updates skipped" in text for text in lines)
+    assert any("most updates were skipped" in text for text in lines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "fault"),
+    [
+        ({"finite": lambda step: False}, TrainingError, "step 6: the last 6 updates had gradients that are not finite"),
+        ({"images": 0}, DataError, "step 6: no image of the last 6 steps can be read"),
+    ],
+)
+def test_an_early_end_is_no_end_of_a_run_that_fails(start, engine, error, fault):
+    keys = (*OFTEN, "evaluation.patience=1", "log.every_steps=100", "precision.max_skipped_steps=5")
+    with pytest.raises(error, match=fault):
+        start(Scored(**engine), *keys)
 
 
 @pytest.mark.parametrize("stopped", [2, 4, 6, 8])

@@ -87,7 +87,8 @@ def intervals(train: Sequence[dict], recipe: Recipe) -> List[Interval]:
     scale = next((scale for scale in scales if isinstance(scale, dict)), None)
     if scale is None:
         raise ConfigError(
-            "no noise scale in its log; train with log.noise_scale=true, which says what is in the way"
+            "no noise scale in its log; train with log.noise_scale=true, for more than the forty updates "
+            "that it takes; the run's first lines say what else is in the way"
         )
     parts = []
     before = 0

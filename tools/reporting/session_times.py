@@ -81,8 +81,8 @@ def session_times(
         last = step
         pace = own
         counted = seconds
-    # The end comes after the last line's evaluation and checkpoint. Where it came early, by
-    # evaluation.patience, no line tells of the last steps.
+    # The end comes after the last line's evaluation and checkpoint. In older versions' runs that
+    # evaluation.patience has ended no line tells of the last steps.
     if metrics.end and isinstance(metrics.end.get("seconds"), (int, float)):
         step = metrics.end["step"]
         left = max(0.0, metrics.end["seconds"] - counted)
