@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import tempfile
 import zipfile
@@ -15,16 +16,26 @@ from typing import IO, Iterator, Union
 
 from common.errors import DISK_FULL, ConfigError
 
+# A name that starts as an environment variable does in a shell: $HOME, ${SCRATCH}.
+_VARIABLE = re.compile(r"(?:^|/)(\$(?P<name>[A-Za-z_]\w*)|\$\{(?P<braced>\w+)\})")
+
 
 def expanded(path: str) -> str:
     """Return a path with the home folder in the place of a leading `~` or `~user`.
 
     Raises:
         ValueError: there is no such user, so that the folder would be called `~user`; or the path
-            holds a character that no file system has in a name.
+            holds a character that no file system has in a name, or an environment variable.
     """
     if "\0" in path:
         raise ValueError("holds the character NUL, which no path can have; remove it")
+    # Nobody means a new folder called $HOME. In addresses it is a name: Azure's container $web.
+    variable = _VARIABLE.search(path)
+    if variable and "://" not in path and not os.path.exists(path):
+        name = variable["name"] or variable["braced"]
+        raise ValueError(
+            f"{variable[1]} is not replaced here; write ${{{name}:-DEFAULT}} in a file, or the path"
+        )
     at_home = os.path.expanduser(path)
     if at_home.startswith("~"):
         user = path.partition("/")[0]

@@ -26,9 +26,17 @@ RECIPES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 
 # A quarter of a million parameters on digits: a step takes milliseconds.
 TINY = (
-    *("model.width=0.25", "model.depth=0.1", "model.image_size=16", "data.mixup=0"),
-    *("batch.global=24", "batch.micro=12", "batch.evaluation=180", "run.steps=8", "schedule.warmup_steps=2"),
-    *("log.every_steps=2", "log.tensorboard=false"),
+    "model.width=0.25",
+    "model.depth=0.1",
+    "model.image_size=16",
+    "data.mixup=0",
+    "batch.global=24",
+    "batch.micro=12",
+    "batch.evaluation=180",
+    "run.steps=8",
+    "schedule.warmup_steps=2",
+    "log.every_steps=2",
+    "log.tensorboard=false",
 )
 
 

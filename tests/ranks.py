@@ -14,16 +14,37 @@ from tests.world import addresses, ends, of_torchrun, set_up_rank, started
 # A run that draws in every way a run can, of two epochs of 5 steps, the second with larger images. 12 micro batches a
 # step are 1, 2, 3 or 4 replicas'.
 RECIPE = (
-    *("run.device=cpu", "run.epochs=2", "batch.global=240", "batch.micro=20", "batch.evaluation=90"),
-    *("model.width=0.25", "model.depth=0.1", "model.dropout=0.3", "model.drop_path=0.3", "model.image_size=8"),
-    *("exchange.order=tree", "schedule.warmup_steps=2", "average.step_decay=0.9", "average.epoch_decay=0.97"),
-    *("data.augment=randaugment", "data.mixup=0.2", "data.cutmix=0.85", "data.image_sizes=[[0, 8], [1, 12]]"),
-    *("checkpoint.every_epochs=0.6", "log.every_steps=4", "log.tensorboard=false"),
+    "run.device=cpu",
+    "run.epochs=2",
+    "batch.global=240",
+    "batch.micro=20",
+    "batch.evaluation=90",
+    "model.width=0.25",
+    "model.depth=0.1",
+    "model.dropout=0.3",
+    "model.drop_path=0.3",
+    "model.image_size=8",
+    "exchange.order=tree",
+    "schedule.warmup_steps=2",
+    "average.step_decay=0.9",
+    "average.epoch_decay=0.97",
+    "data.augment=randaugment",
+    "data.mixup=0.2",
+    "data.cutmix=0.85",
+    "data.image_sizes=[[0, 8], [1, 12]]",
+    "checkpoint.every_epochs=0.6",
+    "log.every_steps=4",
+    "log.tensorboard=false",
 )
 # The same steps a tenth as long: few images, drawn anew, in 4 micro batches.
 SMALL = (
-    *("data.source=glyphs", "data.train_images=125", "data.validation_images=60", "data.glyph_size=8"),
-    *("batch.global=24", "batch.micro=6", "batch.evaluation=30"),
+    "data.source=glyphs",
+    "data.train_images=125",
+    "data.validation_images=60",
+    "data.glyph_size=8",
+    "batch.global=24",
+    "batch.micro=6",
+    "batch.evaluation=30",
 )
 
 
@@ -44,7 +65,8 @@ def run(size, function, *args, only=None, timeout=240, **environment):
         timeout: seconds for all of them; TimeoutError with their stacks if one goes on.
         environment: further variables beside torchrun's.
     """
-    chosen, variables = range(size) if only is None else only, {**addresses(), **environment}
+    chosen = range(size) if only is None else only
+    variables = {**addresses(), **environment}
     with started(chosen, _rank, size, function, args, variables) as (processes, folder):
         when = {rank: time.monotonic() for rank in ends(processes, folder, timeout)}
         first = min(when.values())

@@ -12,7 +12,8 @@ def flat(tree, prefix=""):
 
 def assert_bitwise_equal(actual, expected):
     """The same names, dtypes and bytes."""
-    actual, expected = flat(actual), flat(expected)
+    actual = flat(actual)
+    expected = flat(expected)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name

@@ -24,9 +24,13 @@ from tools import export, report, sweep
 from training.services import MlflowLogger, WandbLogger
 
 __all__ = ["before_step"]  # a fixture
-DONE, WRONG_INPUT = 0, 2
-USER, PASSWORD, TOKEN = "carol", "hunter2/secret", "c2lnbmF0dXJl"  # the password is percent-encoded in URLs
-LOGIN, QUERY = f"{USER}:{PASSWORD}", f"sv=2024&sig={TOKEN}"
+DONE = 0
+WRONG_INPUT = 2
+USER = "carol"
+PASSWORD = "hunter2/secret"  # percent-encoded in URLs
+TOKEN = "c2lnbmF0dXJl"
+LOGIN = f"{USER}:{PASSWORD}"
+QUERY = f"sv=2024&sig={TOKEN}"
 SECRETS = re.compile(
     "|".join((PASSWORD, "hunter2", TOKEN, base64.b64encode(LOGIN.encode()).decode().rstrip("="))).encode()
 )
@@ -51,7 +55,8 @@ def images(tmp_path_factory):
 @pytest.fixture
 def server(images):
     with serving(images) as running:
-        running.login, running.query = LOGIN, QUERY
+        running.login = LOGIN
+        running.query = QUERY
         yield running
 
 
@@ -95,12 +100,14 @@ def recipe(root, output, *more):
 
 def test_no_file_service_or_line_has_them(server, call, tmp_path, monkeypatch):
     """A run with all loggers, its scores, its export and its report."""
-    wandb, mlflow = Wandb(), Mlflow()
+    wandb = Wandb()
+    mlflow = Mlflow()
     monkeypatch.setitem(sys.modules, "wandb", wandb.module)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
     for name, value in {**WandbLogger.settings, **MlflowLogger.settings}.items():
         monkeypatch.setenv(name, value)
-    run, url = tmp_path / "run", with_credentials(server.url)
+    run = tmp_path / "run"
+    url = with_credentials(server.url)
     assert call(train.main, *recipe(url, run, "log.wandb=true", "log.mlflow=true", "log.tensorboard=true"))[0] == DONE
     assert server.url in (run / "config.yaml").read_text()
     assert f"data.root={server.url}" in (run / "environment.json").read_text()
@@ -126,7 +133,8 @@ def test_a_run_is_resumed_with_those_that_it_is_given_again(server, call, tmp_pa
         return said
 
     server.query = None
-    run, url = tmp_path / "run", with_credentials(server.url).partition("?")[0]
+    run = tmp_path / "run"
+    url = with_credentials(server.url).partition("?")[0]
     assert call(train.main, *recipe(url, run), "--dry-run")[0] == DONE
     until(2, url)
     credentials._known.clear()
@@ -150,8 +158,10 @@ def test_no_fault_of_a_server_shows_them(server, call, tmp_path, status):
 
 
 def test_trials_of_a_sweep_have_them_and_its_files_do_not(server, call, tmp_path):
-    url, folder = with_credentials(server.url), tmp_path / "sweep"
-    definition, trainer = tmp_path / "some.yaml", tmp_path / "trainer.py"
+    url = with_credentials(server.url)
+    folder = tmp_path / "sweep"
+    definition = tmp_path / "some.yaml"
+    trainer = tmp_path / "trainer.py"
     definition.write_text(sweeps.FILE.format(recipe=QUICKSTART, metric="top1", more="pruner: none"))
     trainer.write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.tools.sweeping import double\n"

@@ -24,7 +24,9 @@ from tests.pictures import write_pictures
 from training import scoring
 from training.checkpoint import load
 
-DONE, FAILED, WRONG_INPUT = 0, 1, 2
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
 AVERAGES = ("average.step_decay=0.5", "average.epoch_decay=0.5")
 
 
@@ -258,7 +260,8 @@ def test_a_folder_for_scores_beside_images_is_refused(tmp_path, capsys):
 def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, tmp_path):
     folder, end = run
     content = load(folder / "checkpoints" / "step-00000008.pt")
-    path, out = tmp_path / "exported.safetensors", ("--output", tmp_path / "out")
+    path = tmp_path / "exported.safetensors"
+    out = ("--output", tmp_path / "out")
     safetensors.torch.save_file(content["engine"]["weights"], path)
     code, _, (error,) = command("--checkpoint", path)
     assert code == WRONG_INPUT and error.startswith(f"{path}: ") and "--config FILE" in error

@@ -14,7 +14,8 @@ from tests.conftest import QUICKSTART, TINY
 from tests.recognizer import recognizer, write_classes
 from tools import shards
 
-DONE, WRONG_INPUT = 0, 2
+DONE = 0
+WRONG_INPUT = 2
 CLASSES = ("blue", "green", "red")  # of the model
 
 

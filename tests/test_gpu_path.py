@@ -249,9 +249,15 @@ def engine_of(monkeypatch):
         recipe = loading.load(
             _ROOT / "configs" / "gpu.yaml",
             [
-                *("model.name=efficientnet_b0", "model.width=0.25", "model.depth=0.4"),
-                *("model.image_size=32", "model.classes=10", "batch.micro=4", "batch.global=8"),
-                *("engine.memory_format=channels_last", "engine.kernels=torch"),
+                "model.name=efficientnet_b0",
+                "model.width=0.25",
+                "model.depth=0.4",
+                "model.image_size=32",
+                "model.classes=10",
+                "batch.micro=4",
+                "batch.global=8",
+                "engine.memory_format=channels_last",
+                "engine.kernels=torch",
                 *overrides,
             ],
         )

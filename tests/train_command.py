@@ -9,7 +9,10 @@ from engines.torch_engine import TorchEngine
 from tests.conftest import QUICKSTART, TINY
 from training.metrics import read_events
 
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75
 # Four steps, a checkpoint after each.
 SHORT = (*TINY, "model.image_size=8", "batch.micro=24", "run.steps=4", "checkpoint.every_epochs=0.001")
 

@@ -27,11 +27,29 @@ from parallel.parent_death import die_with_parent
 
 # What a rank would else load itself, for half a second each. The last one must stay the last.
 _PRELOAD = (
-    *("encodings.idna", "matplotlib", "numpy", "PIL.Image", "PIL.PngImagePlugin", "pytest", "timm", "yaml"),
-    *("torch.distributed", "torch.distributed.elastic.utils.store", "torch.distributed.pipelining"),
-    *("torchvision", "torchvision.transforms.v2"),
-    *("engines.micro_batch", "engines.torch_engine", "models.blocks", "models.native.block", "train", "training.run"),
-    *("parallel.dense", "parallel.pipeline", "parallel.quantized", "parallel.topk"),
+    "encodings.idna",
+    "matplotlib",
+    "numpy",
+    "PIL.Image",
+    "PIL.PngImagePlugin",
+    "pytest",
+    "timm",
+    "yaml",
+    "torch.distributed",
+    "torch.distributed.elastic.utils.store",
+    "torch.distributed.pipelining",
+    "torchvision",
+    "torchvision.transforms.v2",
+    "engines.micro_batch",
+    "engines.torch_engine",
+    "models.blocks",
+    "models.native.block",
+    "train",
+    "training.run",
+    "parallel.dense",
+    "parallel.pipeline",
+    "parallel.quantized",
+    "parallel.topk",
     "tests.frozen",
 )
 
@@ -56,7 +74,8 @@ def run(size, function, *args, timeout=240, connect=True, **environment):
 
     Raises RuntimeError with the output of all ranks where one fails; TimeoutError with the stacks of those that hang.
     """
-    call, variables = pickle.dumps((function, args)), {**addresses(), **environment}
+    call = pickle.dumps((function, args))
+    variables = {**addresses(), **environment}
     with started(range(size), _rank, size, call, timeout, connect, variables) as (processes, folder):
         for rank in ends(processes, folder, timeout):
             if not (folder / f"result-{rank}").exists():
@@ -79,7 +98,8 @@ def started(ranks, target, *arguments):
 
 def ends(processes, folder, seconds):
     """Yield the ranks as they end. Raises TimeoutError with the output and stacks of all where some hang."""
-    end, waiting = time.monotonic() + seconds, {process.sentinel: rank for rank, process in processes.items()}
+    end = time.monotonic() + seconds
+    waiting = {process.sentinel: rank for rank, process in processes.items()}
     while waiting:
         ready = connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
         if not ready:
@@ -136,7 +156,8 @@ def _rank(rank, folder, size, call, timeout, connect, variables):
         function, args = pickle.loads(call)
         warnings.simplefilter("error")
         if connect:
-            store, limit = distributed.FileStore(str(folder / "store"), size), datetime.timedelta(seconds=timeout)
+            store = distributed.FileStore(str(folder / "store"), size)
+            limit = datetime.timedelta(seconds=timeout)
             distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         result = function(rank, size, *args)
         if connect:

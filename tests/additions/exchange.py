@@ -21,7 +21,8 @@ class Part(Exchange):
 
 class PartOfSum(Running):
     def __init__(self, part: float, group: Optional[object]):
-        self._part, self._group = part, group
+        self._part = part
+        self._group = group
 
     def __call__(self, buffer: torch.Tensor, step: int, divisor: torch.Tensor) -> None:
         if self._group is not None:

@@ -35,8 +35,11 @@ class PatchesFamily(Family):
 
 @SHAPES.implements(Patches)
 def shapes(section: Patches, image_size: int) -> Dict[str, BlockShape]:
-    channels, classes, patches = section.channels, section.classes, (image_size // 4) ** 2
-    pixels, described = 3 * image_size**2, channels * patches
+    channels = section.channels
+    classes = section.classes
+    patches = (image_size // 4) ** 2
+    pixels = 3 * image_size**2
+    described = channels * patches
     return {
         "preprocess": BlockShape(0, 0, 0, 0, pixels),
         "stem": BlockShape(48 * described, 49 * channels, channels, pixels + described, described),

@@ -25,7 +25,8 @@ class StripesSource(Source):
     """Image i has as many stripes as its class has."""
 
     def __init__(self, section: Stripes, classes: int, split: str):
-        self.place, self.classes = "data.source=stripes", tuple(map(str, range(classes)))
+        self.place = "data.source=stripes"
+        self.classes = tuple(map(str, range(classes)))
         self.labels = np.arange(section.images(split), dtype=np.int64) % classes
         self._contrast = section.contrast
 

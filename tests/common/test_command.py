@@ -17,7 +17,10 @@ from common.errors import ConfigError, MachineError
 from common.files import writing
 from tests.conftest import ROOT
 
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75
 _BEGINNING = re.compile(r"^    run\(__file__(, computes=False)?\)$", re.MULTILINE)
 _FILES = [ROOT / "train.py", ROOT / "evaluate.py"]
 _FILES += [path for room in ("tools", "benchmarks") for path in (ROOT / room).rglob("*.py")]
@@ -102,7 +105,7 @@ def test_processes_that_get_an_environment_of_their_own_have_these_variables_too
     """torchrun, SLURM and spawned processes hand theirs on; where a file composes one, it begins with the parent's."""
     composing = [file for file in _SOURCES if re.search(r"\benv(ironment)?=(?!None)", file.read_text())]
     assert {"agent.py", "training_process.py", "site.py", "golden.py"} <= {file.name for file in composing}
-    begins = re.compile(r"(\*\*|environment\.update\()(launchers\.without\()?os\.environ")
+    begins = re.compile(r"(\*\*|environment\.update\(|environment = )(launchers\.without\()?os\.environ")
     assert [file for file in composing if not begins.search(file.read_text())] == []
 
 

@@ -61,7 +61,8 @@ def test_what_is_no_json_or_nested_too_deeply_is_a_value_error(text, tmp_path):
 
 
 def test_json_is_read_as_json_reads_it_up_to_a_bound(tmp_path, monkeypatch):
-    path, value = tmp_path / "a.json", {"a": [1, 2.5, None, True, "ä"], "b": {}}
+    path = tmp_path / "a.json"
+    value = {"a": [1, 2.5, None, True, "ä"], "b": {}}
     path.write_text(json.dumps(value))
     assert json_io.read_json(path) == json_io.parse_json(json.dumps(value)) == value
     monkeypatch.setattr(json_io, "MOST_BYTES", 100)

@@ -10,12 +10,28 @@ from tests.conftest import ROOT
 
 # Files whose JSON is a key, a digest, a message, text or a setting, and has no measured numbers.
 _OTHERS = {
-    *("common/json_io.py", "recipe/section.py", "recipe/schema.py", "recipe/ipu/rules.py", "common/cpp_compiler.py"),
-    *("training/loggers.py", "training/elastic.py", "training/manifest.py"),
-    *("common/binaries.py", "engines/ahead.py", "engines/ahead_worker.py"),
-    *("engines/cache.py", "engines/own_loop.py", "parallel/board.py", "parallel/generations.py"),
-    *("data/shard_index.py", "tools/packing.py", "tools/exporting.py", "tools/reporting/page.py"),
-    *("tools/sweeping/study.py", "tools/sweeping/candidates.py", "tools/sweeping/folder.py"),
+    "common/json_io.py",
+    "recipe/section.py",
+    "recipe/schema.py",
+    "recipe/ipu/rules.py",
+    "common/cpp_compiler.py",
+    "training/loggers.py",
+    "training/elastic.py",
+    "training/manifest.py",
+    "common/binaries.py",
+    "engines/ahead.py",
+    "engines/ahead_worker.py",
+    "engines/cache.py",
+    "engines/own_loop.py",
+    "parallel/board.py",
+    "parallel/generations.py",
+    "data/shard_index.py",
+    "tools/packing.py",
+    "tools/exporting.py",
+    "tools/reporting/page.py",
+    "tools/sweeping/study.py",
+    "tools/sweeping/candidates.py",
+    "tools/sweeping/folder.py",
 }
 
 

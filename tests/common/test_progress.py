@@ -50,7 +50,9 @@ def on_terminal(program, **variables):
 
 def screen(output):
     """Return the lines that a terminal shows in the end, of output that moves to the left or up by one line only."""
-    lines, row, column = [""], 0, 0
+    lines = [""]
+    row = 0
+    column = 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
         if token == "\r":
             column = 0

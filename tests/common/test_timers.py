@@ -37,7 +37,9 @@ def test_it_is_not_called_after_the_block_and_no_thread_is_left(fault):
 
 def test_a_call_that_has_begun_is_waited_for():
     """It may be within a library when the interpreter ends."""
-    begun, go_on, done = threading.Event(), threading.Event(), []
+    begun = threading.Event()
+    go_on = threading.Event()
+    done = []
 
     def call(word):
         begun.set()

@@ -24,7 +24,9 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.faults, self.always, self.asked = {}, {}, []
+        self.faults = {}
+        self.always = {}
+        self.asked = []
         self.login = self.query = None
         self.released = threading.Event()
 
@@ -74,7 +76,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         start, last = map(int, found.groups())
         if start >= len(content):
             return self._answer(416, b"no")
-        asked, place = content[start : last + 1], ("Content-Range", f"bytes {start}-{last}/{len(content)}")
+        asked = content[start : last + 1]
+        place = ("Content-Range", f"bytes {start}-{last}/{len(content)}")
         if fault != "slow":
             return self._answer(206, asked, place)
         self._begin(206, len(asked), place)

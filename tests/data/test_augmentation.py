@@ -70,8 +70,10 @@ def test_jitter_is_torchvisions_with_the_drawn_factors():
     """The factors that torchvision's ColorJitter would be given, and every order of the three."""
     orders = set()
     for number in range(40):
-        stream, names = Stream(key("test", number)), ["brightness", "contrast", "saturation"]
-        expected, order = picture(), []
+        stream = Stream(key("test", number))
+        names = ["brightness", "contrast", "saturation"]
+        expected = picture()
+        order = []
         while names:
             name = names.pop(stream.integer(len(names)))
             expected = getattr(functional, f"adjust_{name}")(expected, stream.uniform(0.6, 1.4))
@@ -89,7 +91,8 @@ def test_jitter_is_distributed_as_torchvisions():
     found = np.array([jitter(small, 0.4, Stream(key("test", n))).float().mean() for n in range(1500)])
     expected = np.array([theirs(small).float().mean() for _ in range(1500)])
     for power in (1, 2):
-        one, two = (found - expected.mean()) ** power, (expected - expected.mean()) ** power
+        one = (found - expected.mean()) ** power
+        two = (expected - expected.mean()) ** power
         assert abs(one.mean() - two.mean()) < 5 * math.sqrt((one.var() + two.var()) / 1500)
     assert jitter(small, 1.0, Stream(1)).dtype == torch.uint8
 
@@ -131,9 +134,11 @@ def test_rectangles_are_distributed_as_timms(most):
     def statistics(masks):
         return np.array([[mask.float().mean().item(), mask.any(1).sum().item()] for mask in masks])
 
-    ours, reference = statistics(found), statistics(expected)
+    ours = statistics(found)
+    reference = statistics(expected)
     for power in (1, 2):
-        one, two = (ours - reference.mean(0)) ** power, (reference - reference.mean(0)) ** power
+        one = (ours - reference.mean(0)) ** power
+        two = (reference - reference.mean(0)) ** power
         assert (np.abs(one.mean(0) - two.mean(0)) < 5 * np.sqrt((one.var(0) + two.var(0)) / 2000)).all()
 
 

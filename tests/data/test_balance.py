@@ -120,7 +120,10 @@ def test_fewer_and_more_places_than_images_are_balanced(places):
 @pytest.mark.parametrize(
     ("workers", "replicas", "repeats"),
     [
-        *((2, 1, 2), (0, 4, 1), (0, 4, 2), (1, 2, 1)),
+        (2, 1, 2),
+        (0, 4, 1),
+        (0, 4, 2),
+        (1, 2, 1),
         *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, 1, 1), (1, 2, 2))),
     ],
 )

@@ -53,7 +53,8 @@ def test_equal_names_are_told_apart_by_their_order():
 
 def test_names_are_equal_in_either_of_unicodes_forms_unless_these_tell_them_apart():
     """A copy by way of macOS has é as two characters, and so another order of bytes."""
-    original, copy = ("caf\u00e9", "cafz"), ("cafe\u0301", "cafz")
+    original = ("caf\u00e9", "cafz")
+    copy = ("cafe\u0301", "cafz")
     assert places(copy, original).tolist() == places(original, copy).tolist() == [0, 1]
     both = (original[0], copy[0])
     assert places(both, both[::-1]).tolist() == [1, 0]

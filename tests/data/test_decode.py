@@ -43,7 +43,8 @@ def encoded(image, kind="JPEG", **options):
 
 def file_of(image, kind="JPEG", orientation=1, **options):
     exif = Image.Exif()
-    exif[0x010F], exif[0x0112] = "maker", orientation
+    exif[0x010F] = "maker"
+    exif[0x0112] = orientation
     return encoded(image, kind, exif=exif, **options)
 
 
@@ -71,7 +72,8 @@ def images():
         for options in ({"quality": 95, "subsampling": 0}, {"quality": 75, "subsampling": 2}, {"progressive": True}):
             data = encoded(picture(mode=mode), **options)
             yield f"JPEG {mode} {options}", data, of_pillow(data), 1
-    inks, black = np.array([20, 180, 90]), 40
+    inks = np.array([20, 180, 90])
+    black = 40
     expected = np.broadcast_to(np.round((255 - inks) * (255 - black) / 255), (32, 32, 3))
     yield "CMYK", encoded(Image.new("CMYK", (32, 32), (*inks, black)), quality=95), expected, 2
     plain = encoded(picture())
@@ -341,13 +343,17 @@ def test_a_truncated_file_is_unreadable_wherever_it_ends_and_whatever_part_is_as
 def test_a_box_has_the_pixels_of_the_whole_upright_image_to_the_bit(mode, kind, options, regions):
     """So a machine without a decoder of regions trains on the same images."""
     file = file_of(photograph(mode=mode), kind, **options)
-    whole, image = decode(file, "whole"), EncodedImage(file, "part")
+    whole = decode(file, "whole")
+    image = EncodedImage(file, "part")
     assert image.plain == (kind == "JPEG")
     assert (image.height, image.width) == tuple(whole.shape[1:])
-    random, height, width = np.random.RandomState(1), image.height, image.width
+    random = np.random.RandomState(1)
+    height = image.height
+    width = image.width
     boxes = [None, Box(0, 0, height, width), Box(height - 1, width - 1, 1, 1)]
     for _ in range(12):
-        top, left = random.randint(0, height), random.randint(0, width)
+        top = random.randint(0, height)
+        left = random.randint(0, width)
         boxes.append(Box(top, left, random.randint(1, height - top + 1), random.randint(1, width - left + 1)))
     for box in boxes:
         assert torch.equal(image.pixels(box), Pixels(whole).pixels(box))
@@ -360,7 +366,8 @@ def test_where_less_will_do_a_box_comes_at_a_half_a_quarter_or_an_eighth(factor,
     """Against the mean of each square of factor x factor pixels, to which a smaller cosine transform comes near: 2
     levels on average for these images. A box that lies a small pixel off is told from the right one."""
     file = file_of(photograph(8 * 47, 8 * 61), orientation=orientation, subsampling=0, quality=95)
-    whole, image = decode(file, "whole").float(), EncodedImage(file, "part")
+    whole = decode(file, "whole").float()
+    image = EncodedImage(file, "part")
     means = torch.nn.functional.avg_pool2d(whole[None], factor)[0]
     for box in (Box(8 * 3, 8 * 5, 8 * 30, 8 * 34), Box(8, 0, 8 * 40, 8 * 45)):
         part = image.pixels(box, min(box.height, box.width) // factor).float()
@@ -384,7 +391,8 @@ def test_images_that_the_decoders_of_parts_refuse_are_left_to_the_whole_one(monk
     assert EncodedImage(file_of(photograph(mode="CMYK")), "cmyk").pixels(Box(4, 5, 60, 70), 20).shape == (3, 60, 70)
     monkeypatch.setattr(jpeg, "region", lambda *_: None)
     monkeypatch.setattr(jpeg, "scaled", lambda *_: None)
-    file, box = file_of(photograph()), Box(4, 5, 60, 70)
+    file = file_of(photograph())
+    box = Box(4, 5, 60, 70)
     for enough in (None, 20):
         assert torch.equal(EncodedImage(file, "part").pixels(box, enough), decode(file, "")[:, 4:64, 5:75])
     assert capfd.readouterr() == ("", "")

@@ -102,7 +102,8 @@ def test_a_missing_matplotlib_is_named(monkeypatch):
 
 def test_small_sets_are_drawn_once_a_process_and_ahead_if_asked(monkeypatch):
     """A second source of the same set has the first one's pixels; another split its own. Large sets are not kept."""
-    first, drawn = source(0.5, images=20), []
+    first = source(0.5, images=20)
+    drawn = []
     expected = first._draw(19)
     first.draw_ahead()
     monkeypatch.setattr(GlyphsSource, "_draw", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32))

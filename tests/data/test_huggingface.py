@@ -20,7 +20,8 @@ from tests.data.image_sets import CLASSES, draw, write_class_folders, write_parq
 from tests.data.test_loader import contents
 from tests.data.test_torchvision import assert_holds
 
-TRAIN, VALIDATION = draw(60, colours=True), draw(30, seed=1)
+TRAIN = draw(60, colours=True)
+VALIDATION = draw(30, seed=1)
 BOTH = {"train": TRAIN, "validation": VALIDATION}
 NAMES = [f"class {number}" for number in range(CLASSES)]
 

@@ -27,7 +27,9 @@ from recipe.randomness import bits32, key
 from tests.waiting import wait_until
 from tests.world import fork_server
 
-SIZE, GLOBAL, MICRO = 16, 12, 3
+SIZE = 16
+GLOBAL = 12
+MICRO = 3
 
 
 class Tinted(Source):
@@ -107,7 +109,8 @@ def test_each_micro_batch_holds_the_next_images_of_the_order():
 @pytest.mark.parametrize(("workers", "replicas"), [(0, 4), (1, 1), (2, 2)])
 def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, replicas):
     """Replicas' shares are contiguous ranges of a step, so sorting by (step, number) joins them."""
-    state, options = torch.random.get_rng_state(), {"augment": "randaugment", "last": 6}
+    state = torch.random.get_rng_state()
+    options = {"augment": "randaugment", "last": 6}
     expected = contents(train(**options))
     own = [range(replica * 4 // replicas, (replica + 1) * 4 // replicas) for replica in range(replicas)]
     shares = [contents(train(workers=workers, share=each, **options)) for each in own]
@@ -137,7 +140,8 @@ def test_a_share_changes_between_two_steps_whatever_was_loaded_ahead(workers):
 
 def test_a_share_changes_while_a_worker_takes_longer_than_is_waited_for(monkeypatch):
     """The thread that waits for it keeps the loader, whose iterator two threads would spoil for each other."""
-    begun, slow = [], threading.Event()
+    begun = []
+    slow = threading.Event()
 
     def load(self):
         begun.append(self)
@@ -175,7 +179,8 @@ def test_each_epoch_has_images_of_its_size_also_after_a_resume(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_image_stops_a_run_with_one_line(workers):
-    bad, received = permutation(7, 0, 50)[16].item(), []
+    bad = permutation(7, 0, 50)[16].item()
+    received = []
     with pytest.raises(UnreadableImage, match=f"^tinted/{bad}: faded; .* data.bad_images=skip$"):
         received.extend(batch.number for batch in train(Tinted(unreadable=[bad]), workers=workers))
     assert received == [0, 1, 2, 3, 0], "what comes before it is delivered"
@@ -204,7 +209,8 @@ def test_evaluation_shows_every_image_once_in_order_as_often_as_asked(workers):
     batches = evaluation(source, workers=workers)
     assert len(batches) == 7
     assert next(iter(batches)).indices[0] == 0  # broken off
-    found, children = list(batches), set(multiprocessing.active_children())
+    found = list(batches)
+    children = set(multiprocessing.active_children())
     assert contents(batches) == contents(found)
     assert set(multiprocessing.active_children()) == children, "the same workers"
     assert [index for batch in found for index in batch.indices.tolist()] == [*range(50), *[-1] * 6]
@@ -293,7 +299,8 @@ def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
     The loader would start one with signals withheld, and later tests would have processes of it: there is one already.
     """
     fork_server()
-    reader, requests = Reader(Tinted(), MICRO, Training(Data(source="digits"), 7)), [Request(0, 0, 0, SIZE, [4, 5, 6])]
+    reader = Reader(Tinted(), MICRO, Training(Data(source="digits"), 7))
+    requests = [Request(0, 0, 0, SIZE, [4, 5, 6])]
     data = Data(source="digits", workers=1)
     for device, way in (("cpu", multiprocessing.get_start_method()), ("cuda", "forkserver")):
         made = loader._loader(reader, requests, data, torch.device(device))

@@ -14,7 +14,9 @@ from data.transforms import _operations
 from recipe.config import Data
 from tests.conftest import ROOT
 
-BOTH, MIXUP, CUTMIX = Data(mixup=0.2, cutmix=0.85), Data(mixup=0.2), Data(cutmix=0.85)
+BOTH = Data(mixup=0.2, cutmix=0.85)
+MIXUP = Data(mixup=0.2)
+CUTMIX = Data(cutmix=0.85)
 MANY = 4000
 
 
@@ -54,7 +56,8 @@ def test_images_and_targets_are_mixed_as_by_the_published_rule(data, rows, valid
 
     Targets are the shares of images in a row's pixels: mixed so are images of which each has a colour of its own.
     """
-    images, boxes = pictures(rows), 0
+    images = pictures(rows)
+    boxes = 0
     for step in range(8):
         plan = plan_of(data, step, rows=rows, valid=valid)
         before = images.clone()
@@ -210,7 +213,8 @@ def test_pixels_and_targets_of_timms_rule_agree(valid):
 
 def test_null_is_the_published_rule():
     for step in range(20):
-        named, null = plan_of(Data(mixing="g16", mixup=0.2, cutmix=0.85), step), plan_of(BOTH, step)
+        named = plan_of(Data(mixing="g16", mixup=0.2, cutmix=0.85), step)
+        null = plan_of(BOTH, step)
         assert named.share.tolist() == null.share.tolist() and named.box == null.box
     assert Data().mixing == "g16"
 
@@ -219,14 +223,16 @@ def test_null_is_the_published_rule():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mixes on a CUDA device")
 def test_a_gpu_mixes_the_same_without_waiting():
     """A float32 operation may be contracted with the next on a GPU: a unit in the last place of 255."""
-    images, labels = pictures(5), torch.tensor([3, 1, 0, 1, 2])
+    images = pictures(5)
+    labels = torch.tensor([3, 1, 0, 1, 2])
     there = images.cuda(), labels.cuda()
     for step in range(10):
         plan = plan_of(BOTH, step, rows=5, valid=4)
         torch.cuda.set_sync_debug_mode("error")
         try:
             plan_there = draw(BOTH, 0, (step, 0), rows=5, valid=4, size=(9, 7), device=there[0].device)
-            mixed, targets = mix_images(there[0], plan_there), mix_targets(there[1], plan_there, 7)
+            mixed = mix_images(there[0], plan_there)
+            targets = mix_targets(there[1], plan_there, 7)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(mixed.cpu(), mix_images(images, plan), rtol=0, atol=4e-5)

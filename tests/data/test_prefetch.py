@@ -14,14 +14,17 @@ from data.batches import MicroBatch
 from data.prefetch import Prefetcher
 from tests.waiting import wait_until
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
 
 
 def batch(number, rows=2, size=4):
     images = torch.full((rows, 3, size, size), number % 256, dtype=torch.uint8).to(memory_format=torch.channels_last)
     images[0, 0, 0, 1] = 7
-    return MicroBatch(images, torch.full((rows,), number), torch.arange(rows), rows, number, 0, ())
+    return MicroBatch(
+        images, torch.full((rows,), number), torch.arange(rows), valid=rows, number=number, step=0, unreadable=()
+    )
 
 
 def large(number):
@@ -62,7 +65,8 @@ def threads():
 @pytest.mark.parametrize("depth", [0, 3])
 def test_every_batch_comes_once_in_order_and_no_more_than_the_depth_ahead(depth):
     """A thread holds one more until there is room; without depth there is none, and nothing is taken unasked."""
-    taken, received = [], []
+    taken = []
+    received = []
     ahead = Prefetcher(batches(20, taken=taken), CPU, depth)
     for number in range(2):
         assert settled(taken) == (number + depth + 1 if depth else number)
@@ -79,7 +83,8 @@ def test_every_batch_comes_once_in_order_and_no_more_than_the_depth_ahead(depth)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_failure_is_raised_where_its_batch_is_missed_and_keeps_nothing_alive(depth):
     """Neither the iterator nor what it reads, which may be worker processes; with no help of the garbage collector."""
-    failing, received = batches(make=torn), []
+    failing = batches(make=torn)
+    received = []
     ahead = Prefetcher(failing, CPU, depth)
     alive = weakref.ref(failing), weakref.ref(ahead)
     gc.disable()
@@ -113,7 +118,8 @@ def test_the_thread_ends_and_closes_its_source_when_given_up(given_up):
 def test_closing_says_whether_the_thread_has_ended_and_a_slow_one_ends_later(depth, monkeypatch):
     """Even where nobody makes room in its queue any more."""
     monkeypatch.setattr(prefetch, "_PATIENCE", 0.0)
-    taken, come = [], threading.Event()
+    taken = []
+    come = threading.Event()
 
     def slow(number):
         come.wait()
@@ -132,7 +138,8 @@ def test_closing_says_whether_the_thread_has_ended_and_a_slow_one_ends_later(dep
 @pytest.mark.parametrize(("depth", "expected"), [(0, 3.0), (2, 0.0)])
 def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, monkeypatch):
     """By a clock that loading and computing advance; batches that are there already are not waited for."""
-    now, taken = [0.0], []
+    now = [0.0]
+    taken = []
     monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
 
     def load(number):
@@ -155,7 +162,8 @@ def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, m
 def test_on_cuda_every_batch_arrives_whole_while_the_device_is_busy(depth):
     """Memory that another stream still reads must not be written: a batch is summed long after the next was copied."""
     ahead = Prefetcher(batches(40, large), CUDA, depth)
-    busy, sums = torch.rand(4096, 4096, device=CUDA), []
+    busy = torch.rand(4096, 4096, device=CUDA)
+    sums = []
     for one in ahead:
         assert one.images.is_cuda and one.images.is_contiguous()
         assert one.labels.is_pinned() and one.indices.is_pinned()

@@ -114,7 +114,8 @@ def test_a_slow_server_is_waited_for_by_the_bytes_asked_for_also_of_whole_files(
 
 def test_few_shards_are_read_from_end_to_end_at_once(server, monkeypatch, capsys):
     """Their patience is for a share of the least rate."""
-    threads, scan = set(), shards.scan
+    threads = set()
+    scan = shards.scan
     monkeypatch.setattr(shards.cores, "available", lambda: 16)
     monkeypatch.setattr(
         shards, "scan", lambda *args, **kwargs: threads.add(threading.get_ident()) or scan(*args, **kwargs)
@@ -136,7 +137,8 @@ def test_a_server_at_the_least_rate_is_waited_for_by_all_that_read_from_it(serve
 
 def test_shards_are_asked_at_once(source, images, monkeypatch):
     """Each answers only when all five have been asked: one after the other, the barrier would break."""
-    together, ask = threading.Barrier(5, timeout=60), RemoteFolder._fetch
+    together = threading.Barrier(5, timeout=60)
+    ask = RemoteFolder._fetch
     monkeypatch.setattr(RemoteFolder, "_fetch", lambda *arguments: together.wait() >= 0 and ask(*arguments))
     numbers = [0, 5, 6, 15, 19]
     assert [image.encoded for image in source.open_all(numbers)] == [images[number] for number in numbers]

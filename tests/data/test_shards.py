@@ -42,7 +42,8 @@ def folder(written, tmp_path):
 def sized(counts, window):
     """A source that knows only how many images there are: all that an order is a function of."""
     source = ShardsSource.__new__(ShardsSource)
-    source._starts, source._window = np.cumsum([0, *counts]), window
+    source._starts = np.cumsum([0, *counts])
+    source._window = window
     source.labels = np.zeros(sum(counts), np.int64)
     return source
 
@@ -77,8 +78,10 @@ def test_an_order_sorts_shards_and_then_images_by_integer_keys(counts, window):
 
     Runs must be resumable with later versions: the checksum is recorded from the first one.
     """
-    size, starts = sum(counts), np.cumsum([0, *counts]).tolist()
-    between, within = key("order of shards", 3, 4), key("order in window", 3, 4)
+    size = sum(counts)
+    starts = np.cumsum([0, *counts]).tolist()
+    between = key("order of shards", 3, 4)
+    within = key("order in window", 3, 4)
     expected = []
     for shard in sorted(range(len(counts)), key=lambda shard: bits32(between, shard)):
         expected += range(starts[shard], starts[shard + 1])
@@ -91,7 +94,8 @@ def test_an_order_sorts_shards_and_then_images_by_integer_keys(counts, window):
 
 def test_threads_that_close_each_others_files_read_the_right_bytes(written, monkeypatch):
     monkeypatch.setattr(local, "_OPEN_FILES", 1)
-    source, expected = ShardsSource(str(written[0]), 10), written[1]
+    source = ShardsSource(str(written[0]), 10)
+    expected = written[1]
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(source.encoded, list(range(26)) * 40)) == expected * 40
 

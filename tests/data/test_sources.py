@@ -234,5 +234,6 @@ def test_each_error_of_a_recipe_is_one_line_with_its_remedy(root):
         place = {"root": section.get("root", "{root}").format(root=root)} if number else {}
         with pytest.raises(DataError) as caught:
             open_source(Data(**{"source": "folder", **section, **place}), classes, split)
-        fault, message = fault.format(root=root), str(caught.value)
+        fault = fault.format(root=root)
+        message = str(caught.value)
         assert message.startswith(fault) and remedy in message[len(fault) :] and "\n" not in message

@@ -26,7 +26,8 @@ from tests.data.http_server import serving
 from tests.data.image_sets import draw, idx, write_class_folders, write_idx
 from tests.data.test_loader import contents
 
-TRAIN, VALIDATION = draw(60), draw(30, seed=1)
+TRAIN = draw(60)
+VALIDATION = draw(30, seed=1)
 SIZES = {"train_images": 60, "validation_images": 30}
 BOTH = {"train": TRAIN, "validation": VALIDATION}
 
@@ -165,7 +166,15 @@ def test_cifar(tmp_path, monkeypatch):
     names = [f"class {number}" for number in range(10)]
     parts = ("data_batch_1", "data_batch_2", "data_batch_3")
     folder = write_cifar(
-        tmp_path, "CIFAR10", "labels", "label_names", parts, ("test_batch",), drawn, names, monkeypatch
+        tmp_path,
+        "CIFAR10",
+        "labels",
+        names_key="label_names",
+        train=parts,
+        test=("test_batch",),
+        drawn=drawn,
+        classes=names,
+        monkeypatch=monkeypatch,
     )
     for split in drawn:
         source = opened(tmp_path, split, dataset="CIFAR10")
@@ -181,7 +190,15 @@ def test_cifar_of_a_hundred_classes(tmp_path, monkeypatch):
     drawn = coloured()
     names = [f"class {number}" for number in range(100)]
     write_cifar(
-        tmp_path, "CIFAR100", "fine_labels", "fine_label_names", ("train",), ("test",), drawn, names, monkeypatch
+        tmp_path,
+        "CIFAR100",
+        "fine_labels",
+        names_key="fine_label_names",
+        train=("train",),
+        test=("test",),
+        drawn=drawn,
+        classes=names,
+        monkeypatch=monkeypatch,
     )
     source = open_source(section(tmp_path, "CIFAR100"), 100, "train")
     assert_holds(source, drawn["train"])

@@ -51,9 +51,11 @@ def test_crop_boxes_are_distributed_as_torchvisions(height, width, area, aspect)
         assert min(top.min(), left.min()) >= 0 and (top + h <= height).all() and (left + w <= width).all()
         return np.stack([top, left, h, w, h * w, np.log(w / h)], axis=1)
 
-    a, b = statistics(ours), statistics(theirs)
+    a = statistics(ours)
+    b = statistics(theirs)
     for moment in (1, 2):
-        first, second = (a - b.mean(0)) ** moment, (b - b.mean(0)) ** moment
+        first = (a - b.mean(0)) ** moment
+        second = (b - b.mean(0)) ** moment
         error = np.sqrt((first.var(0) + second.var(0)) / len(a))
         assert (np.abs(first.mean(0) - second.mean(0)) <= 5 * error + 1e-9).all()
 
@@ -84,7 +86,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone_and_never_change():
 def test_flips_come_at_their_rate(rate):
     """5000 draws: five standard errors of a rate of 0.3 are 0.032. Never and always show in a tenth of them."""
     draws = 5000 if rate == 0.3 else 500
-    flips = [framed(Data(flip=rate), 0, 0, index, 9, 9)[1] for index in range(draws)]
+    flips = [framed(Data(flip=rate), 0, 0, index=index, height=9, width=9)[1] for index in range(draws)]
     assert abs(np.mean(flips) - rate) <= (0.032 if rate == 0.3 else 0)
 
 
@@ -94,11 +96,12 @@ def test_flips_come_at_their_rate(rate):
 def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, width, interleaved, interpolation):
     """Both compute in 8-bit steps, horizontally and then vertically, with weights of their own rounding: one
     level for each pass at most, and hardly any on average. Decoded JPEGs are interleaved."""
-    image, flips = picture(height, width, interleaved), set()
+    image = picture(height, width, interleaved)
+    flips = set()
     data = Data(crop_area=(0.3, 0.9), interpolation=interpolation)
     theirs = Image.Resampling[interpolation.upper()]
     for index in range(6):
-        box, flip = framed(data, 0, 5, index, height, width)
+        box, flip = framed(data, 0, 5, index=index, height=height, width=width)
         crop = Pixels(image).pixels(box).permute(1, 2, 0).numpy().copy()
         expected = np.array(Image.fromarray(crop).resize((size, size), theirs))
         actual = Training(data, 0)(Pixels(image), size, 5, index)
@@ -132,7 +135,8 @@ def test_operations_are_torchvisions_under_a_seed_of_the_sample(name, theirs, op
     section = Data(augment=name, **{ours[option]: value for option, value in options.items()})
     torchvision.disable_beta_transforms_warning()
     transform = getattr(importlib.import_module("torchvision.transforms.v2"), theirs)(fill=128, **options)
-    image, changed = Pixels(picture(60, 80, interleaved=True)), 0
+    image = Pixels(picture(60, 80, interleaved=True))
+    changed = 0
     for index in range(80):
         plain = Training(Data(), 3)(image, 48, 1, index)
         actual = Training(section, 3)(image, 48, 1, index)

@@ -82,7 +82,7 @@ def step(engine, plan):
     def batch(count, number):
         images = torch.zeros(count, 3, size, size, dtype=torch.uint8, device=device)
         locked = labels[:count].pin_memory() if device == META else labels[:count]
-        return MicroBatch(images, locked, labels[:count], count, number, 0, ())
+        return MicroBatch(images, locked, labels[:count], valid=count, number=number, step=0, unreadable=())
 
     with contextlib.ExitStack() as stack:
         if device == META:

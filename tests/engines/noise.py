@@ -16,7 +16,15 @@ def as_micro_batches(images, labels, micro, step=0):
     """The images in order as whole micro batches."""
     for number, start in enumerate(range(0, len(images), micro)):
         rows = slice(start, start + micro)
-        yield MicroBatch(images[rows], labels[rows], torch.arange(start, start + micro), micro, number, step, ())
+        yield MicroBatch(
+            images[rows],
+            labels[rows],
+            torch.arange(start, start + micro),
+            valid=micro,
+            number=number,
+            step=step,
+            unreadable=(),
+        )
 
 
 def micro_batches(step, micro=12, count=24, valid=None, size=16):

@@ -13,8 +13,15 @@ from tests.conftest import ROOT
 pytest.importorskip("triton")
 
 _TINY = (
-    *("model.name=efficientnet_b0", "model.width=0.25", "model.depth=0.1", "model.image_size=16", "model.classes=10"),
-    *("batch.micro=2", "batch.global=4", "batch.evaluation=3", "precision.compute=float16"),
+    "model.name=efficientnet_b0",
+    "model.width=0.25",
+    "model.depth=0.1",
+    "model.image_size=16",
+    "model.classes=10",
+    "batch.micro=2",
+    "batch.global=4",
+    "batch.evaluation=3",
+    "precision.compute=float16",
 )
 _LAYOUTS = ("contiguous", "channels_last")
 

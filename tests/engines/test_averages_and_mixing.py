@@ -53,10 +53,12 @@ def test_averages_take_in_the_persistent_weights_after_each_update_and_epoch(cre
 def test_within_using_the_average_is_scored_and_afterwards_the_weights_again(create):
     """Predictions within are those of an engine that was given the average as its weights."""
     precision = ("precision.compute=bfloat16", *FLOAT32)
-    engine, other = create(*BOTH, *BATCH_NORM, *precision), create(*BATCH_NORM, *precision)
+    engine = create(*BOTH, *BATCH_NORM, *precision)
+    other = create(*BATCH_NORM, *precision)
     train(engine, range(2), lr=3.0)
     batch = next(micro_batches(99))
-    before, state = engine.predict_step(batch), engine.state_dict()
+    before = engine.predict_step(batch)
+    state = engine.state_dict()
     average = state["averages"]["step_average"]
     other.load_weights({**average["weights"], **average["buffers"]})
     with pytest.raises(KeyboardInterrupt), engine.using("step_average"):
@@ -88,9 +90,12 @@ def test_mixed_images_and_targets_give_the_loss_and_gradients_of_a_plain_loop(cr
     """
     plain = ("model.dropout=0", "model.drop_path=0", *FLOAT32)
     overrides = (*plain, "data.mixup=0.4", "data.cutmix=0.7", "data.label_smoothing=0.1", "batch.micro=3")
-    recipe, engine = tiny(*overrides), create(*overrides)
+    recipe = tiny(*overrides)
+    engine = create(*overrides)
     model = build(recipe.model, recipe.run.seed).double()
-    loss, boxes, hits = 0.0, 0, 0
+    loss = 0.0
+    boxes = 0
+    hits = 0
     for batch in micro_batches(5, micro=3):
         plan = mixing.draw(recipe.data, recipe.run.seed, (5, batch.number), rows=3, valid=3, size=(16, 16))
         boxes += plan.kept < 1
@@ -122,7 +127,8 @@ def test_binary_cross_entropies_of_mixed_images_give_the_loss_and_gradients_of_t
     """timm's BinaryCrossEntropy in float64 on the images that are there; the rest of a micro batch has a loss of 0."""
     plain = ("model.dropout=0", "model.drop_path=0", *FLOAT32)
     overrides = (*plain, "data.mixup=0.4", "data.label_smoothing=0.1", "batch.micro=3", "data.loss=bce", *keys)
-    recipe, engine = tiny(*overrides), create(*overrides)
+    recipe = tiny(*overrides)
+    engine = create(*overrides)
     theirs = BinaryCrossEntropy(target_threshold=recipe.data.bce_threshold, sum_classes="sum" in str(keys))
     model = build(recipe.model, recipe.run.seed).double()
     loss = 0.0
@@ -143,7 +149,8 @@ def test_loaded_weights_replace_those_of_their_names_only(create):
     assert not any("preprocess" in name for name in engine.shapes), "its constants belong to the recipe"
     train(engine, range(2))
     before = engine.state_dict()
-    name, buffer = "stem.conv_stem.weight", "stem.bn1.running_mean"
+    name = "stem.conv_stem.weight"
+    buffer = "stem.bn1.running_mean"
     given = {name: torch.randn(engine.shapes[name]), buffer: torch.randn(engine.shapes[buffer])}
     engine.load_weights(given)
     state = engine.state_dict()
@@ -162,7 +169,8 @@ def test_evaluation_counts_every_image_once_whatever_the_batch_size(tiny, create
     the mean loss agrees to 1e-6, twenty roundings of 2**-24.
     """
     overrides = ("model.dropout=0.5", "model.drop_path=0.5", *FLOAT32)
-    engine, recipe = create(*overrides), tiny(*overrides)
+    engine = create(*overrides)
+    recipe = tiny(*overrides)
     train(engine, range(2))
     source = open_source(recipe.data, 10, "validation")
     small, whole = (EvaluationBatches(source, data=recipe.data, image_size=16, batch=batch) for batch in (7, 360))

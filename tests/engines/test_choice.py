@@ -19,8 +19,10 @@ from recipe.exchange import Exchange
 from tests import ranks
 from tests.engines import threads
 
-SLOW, FAST = Link(2e-4, 4e-6), Link(1e-4, 1e-12)
-SELECTION, ROUNDING = 0.004, 0.001
+SLOW = Link(2e-4, 4e-6)
+FAST = Link(1e-4, 1e-12)
+SELECTION = 0.004
+ROUNDING = 0.001
 CPU = torch.device("cpu")
 # Of so small a model the sketches would be longer than all else; and what was not measured may be taken.
 ANY = "exchange.accept_loss=100"
@@ -70,7 +72,9 @@ def test_slow_links_get_gtopk_and_fast_ones_dense(resolved):
 
 def test_predictions_are_of_the_network_and_of_the_processor(tiny):
     """The former by the formulae of tests/parallel/test_costs.py."""
-    recipe, link, gradient = tiny("exchange.method=auto", "batch.micro=3"), Link(1e-3, 1e-6), Gradient(10**6)
+    recipe = tiny("exchange.method=auto", "batch.micro=3")
+    link = Link(1e-3, 1e-6)
+    gradient = Gradient(10**6)
     methods = exchange.candidates(recipe.exchange)
     work = {"selection": SELECTION, "rounding": ROUNDING}
     found = choice.predict(methods, recipe, divide(recipe, 4), gradient, link, **work)

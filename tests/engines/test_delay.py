@@ -67,8 +67,11 @@ class Gate:
     """An exchange that records its calls, shows when it has begun, and ends when it may."""
 
     def __init__(self):
-        self.begun, self.may_end = threading.Event(), threading.Event()
-        self.calls, self.at_once, self.most_at_once = [], 0, 0
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+        self.calls = []
+        self.at_once = 0
+        self.most_at_once = 0
 
     def __call__(self, buffer, step, divisor):
         self.at_once += 1
@@ -81,7 +84,8 @@ class Gate:
 
 def test_one_exchange_at_a_time_in_order_beside_the_next_steps(delay):
     """With 3 steps of delay three gradients may be waiting."""
-    gate, buffer = Gate(), torch.empty(LENGTH)
+    gate = Gate()
+    buffer = torch.empty(LENGTH)
     late = delay(buffer, 3, gate)
     applied(late, buffer, range(3))
     assert gate.begun.wait(30) and not gate.calls  # the next step begins amid the exchange
@@ -93,7 +97,8 @@ def test_one_exchange_at_a_time_in_order_beside_the_next_steps(delay):
 
 def test_an_error_is_raised_as_soon_as_it_is_known_and_nothing_is_exchanged_after_it(delay):
     """Long before the failed gradient would be due; and again, for the sum is lost for good."""
-    all_given, calls = threading.Event(), []
+    all_given = threading.Event()
+    calls = []
 
     def exchange(buffer, step, divisor):
         assert all_given.wait(30)
@@ -114,7 +119,8 @@ def test_an_error_is_raised_as_soon_as_it_is_known_and_nothing_is_exchanged_afte
 
 def test_the_thread_uses_as_many_of_torch_s_threads_as_the_main_one(delay):
     """A new thread would begin with those of the moment when it was started."""
-    found, buffer = [], torch.empty(LENGTH)
+    found = []
+    buffer = torch.empty(LENGTH)
     late = delay(buffer, 1, lambda *_: found.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     try:
@@ -130,7 +136,8 @@ def test_the_thread_uses_as_many_of_torch_s_threads_as_the_main_one(delay):
 def test_closing_waits_for_the_gradients_that_were_taken_and_ends_the_thread():
     """Other replicas wait for this one's part of an exchange. A delay that nobody closes is collected, and so is its
     owner, to whom the exchange refers as in engines/exchange.py."""
-    gate, buffer = Gate(), torch.empty(LENGTH)
+    gate = Gate()
+    buffer = torch.empty(LENGTH)
     late = Delay(buffer, 3, gate)
     applied(late, buffer, range(3))
     threading.Timer(0.1, gate.may_end.set).start()
@@ -139,7 +146,8 @@ def test_closing_waits_for_the_gradients_that_were_taken_and_ends_the_thread():
     gate.delay = Delay(buffer, 3, gate)
     applied(gate.delay, buffer, range(3))
     gate.delay.wait()
-    reference, running = weakref.ref(gate), threads()
+    reference = weakref.ref(gate)
+    running = threads()
     del gate, late
     gc.collect()
     assert reference() is None
@@ -155,7 +163,8 @@ def threads():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="exchanges on a CUDA device")
 def test_on_cuda_no_thread_is_needed(delay):
-    buffer, callers = torch.empty(LENGTH, device="cuda"), []
+    buffer = torch.empty(LENGTH, device="cuda")
+    callers = []
     late = delay(buffer, 2, lambda given, *_: callers.append(threading.current_thread()) or given.mul_(2))
     for step in range(5):
         buffer.copy_(gradient(step))

@@ -182,7 +182,8 @@ def test_running_statistics_are_those_of_one_process(run):
     """Micro batches move a statistic one after the other; the replicas' moves are put in a row. In float32, to its
     rounding: 2**-23 of statistics of the order of 1, over 36 moves. At rate 0, for with two images in a batch
     normalisation weights that differ in the last bit do not stay close."""
-    expected, state = alone(*BATCH_NORM, lr=0.0)[2], outcome(run)[2]
+    expected = alone(*BATCH_NORM, lr=0.0)[2]
+    state = outcome(run)[2]
     assert state["buffers"].keys() == expected["buffers"].keys() != set()
     for name, buffer in expected["buffers"].items():
         torch.testing.assert_close(state["buffers"][name], buffer, rtol=2e-5, atol=2e-5)
@@ -212,7 +213,8 @@ def continued(processes):
 @pytest.mark.parametrize("run", [case(2, 2, continued)])
 def test_a_state_goes_on_in_another_topology(run):
     """What a process saved after two steps, four continue to the third, to the bit."""
-    state, whole = outcome(run)[2], alone(TREE)[2]
+    state = outcome(run)[2]
+    whole = alone(TREE)[2]
     assert_bitwise_equal(state, {**whole, "averages": {"step_average": whole["averages"]["step_average"]}})
 
 
@@ -268,7 +270,8 @@ STILL = ("model.dropout=0", "model.drop_path=0", "data.mixup=0", "data.cutmix=nu
 
 def test_an_update_of_two_steps_is_one_of_twice_the_batch():
     """To the bit where nothing is drawn: same images in the same order, added up in one buffer, same divisor."""
-    two, large = engine_of(single(), (*FLOAT32, *STILL)), engine_of(single(), (*FLOAT32, *STILL, "batch.global=24"))
+    two = engine_of(single(), (*FLOAT32, *STILL))
+    large = engine_of(single(), (*FLOAT32, *STILL, "batch.global=24"))
     ((loss, correct, images),) = grow(two, [Update(0, 2, 0)])
     given = itertools.chain(micro_batches(0, two), micro_batches(1, two))
     result = large.train_step(given, one_step(0), 2.0)

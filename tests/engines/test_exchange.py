@@ -69,7 +69,8 @@ def test_whole_updates_are_those_of_a_dense_exchange(run, bound):
         assert result[4] == pytest.approx(wanted[4], rel=max(0.1, bound) if run else 1e-4)
 
 
-SPARSE, ONE_STEP = (*SGD, *GTOPK), {"steps": 1}
+SPARSE = (*SGD, *GTOPK)
+ONE_STEP = {"steps": 1}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,8 @@ SPARSE, ONE_STEP = (*SGD, *GTOPK), {"steps": 1}
 def test_as_many_weights_move_as_are_sent(run, vectors_whole):
     """One step of plain SGD: a fiftieth of the weights, shared over the stages; and all of the vectors, if they are
     sent whole (but those whose gradient is exactly 0)."""
-    state, recipe = outcome(run)[2], worlds.recipe_of(())
+    state = outcome(run)[2]
+    recipe = worlds.recipe_of(())
     sent = moved = whole = 0
     for name, before in build(recipe.model, recipe.run.seed).named_parameters():
         changed = int((state["weights"][name] != before).sum())
@@ -183,7 +185,7 @@ def refuses(processes):
     name = next(iter(states[0]["residual"]))
     states = [{**states[0], "residual": {**states[0]["residual"], name: torch.zeros(3)}}]
     with pytest.raises(ValueError) as error:
-        goes_on(processes, GTOPK, 2, 0, state, states)
+        goes_on(processes, GTOPK, 2, steps=0, saved=state, states=states)
     return str(error.value), (), str(error.value)
 
 
@@ -222,7 +224,8 @@ def test_late_gradients_are_those_of_earlier_steps():
 
 
 def test_more_late_gradients_than_fit_are_refused():
-    saved, engine = goes_on(single(), ("exchange.delay=2",), 0, 3)[2][0], engine_of(single(), ("exchange.delay=1",))
+    saved = goes_on(single(), ("exchange.delay=2",), 0, 3)[2][0]
+    engine = engine_of(single(), ("exchange.delay=1",))
     with pytest.raises(ValueError, match=r"2 gradients are still to be applied, but exchange\.delay is 1"):
         engine.load_state_dict(saved)
     engine.close()
@@ -261,7 +264,8 @@ def test_the_mean_after_every_step_of_plain_sgd_is_a_dense_exchange(run):
 
 def after_each_step(processes):
     """Of each of two steps the weights of every replica, what is saved, and the scores."""
-    engine, found = engine_of(processes, LOCAL, steps_per_epoch=2), []
+    engine = engine_of(processes, LOCAL, steps_per_epoch=2)
+    found = []
     for step in range(2):
         engine.train_step(micro_batches(step, engine), one_step(step), 2.0)
         saved = engine.state_dict()
@@ -305,7 +309,7 @@ def two_steps(processes):
 def test_one_replica_goes_on_from_the_mean_of_two(run):
     """Of weights, momenta and averages, to the rounding of an addition."""
     state, states = outcome(run)
-    _, (own,) = goes_on(single(), APART, 2, 0, state, states)[2]
+    _, (own,) = goes_on(single(), APART, 2, steps=0, saved=state, states=states)[2]
     for kind in ("weights", "momentum_buffer", "step_average"):
         for name, mean in means(states, kind).items():
             torch.testing.assert_close(own[kind][name].double(), mean, rtol=2**-22, atol=1e-9)
@@ -338,7 +342,8 @@ def pretended(slow, model, images, repetitions=10):
 def measures(processes, overrides):
     """What two steps save where either of two blocks is slow, with the cut and the line about it; without the noise
     scale, whose sums over stages depend on the cut in their last bits."""
-    found, measure = [], costs.measure
+    found = []
+    measure = costs.measure
     keys = ("parallel.split=auto", *overrides, "log.noise_scale=false")
     for slow in ("stem", "head"):
         costs.measure = functools.partial(pretended, slow)

@@ -47,11 +47,13 @@ def test_recorded_passes_have_the_bits_of_the_stage(keys):
 
 def passes(part, draws, count, in_flight=1, size=16):
     """Gradients of x and of the parameters after each of some micro batches; x enters at a later stage."""
-    found, generator = [], torch.Generator().manual_seed(0)
+    found = []
+    generator = torch.Generator().manual_seed(0)
     for first in range(0, count, in_flight):
         outputs = []
         for number in range(first, first + in_flight):
-            draws.step, draws.micro_batch = 0, number
+            draws.step = 0
+            draws.micro_batch = number
             x = torch.randn(4, *ENTERING, size, size, generator=generator).to(DEVICE).requires_grad_()
             outputs.append((x, part(x)))
         for x, output in outputs:
@@ -119,7 +121,8 @@ def test_hooks_and_gradients_of_the_parameters_see_no_recording():
     for part, own in ((found, draws), (plain.to(DEVICE), others)):
         passes(part, own, 3)
         before = [parameter.grad.clone() for parameter in part.parameters()]
-        own.micro_batch, generator = 7, torch.Generator().manual_seed(1)
+        own.micro_batch = 7
+        generator = torch.Generator().manual_seed(1)
         part(torch.randn(4, *ENTERING, 16, 16, generator=generator).to(DEVICE)).mean().backward()
         results.append([*before, *(parameter.grad for parameter in part.parameters())])
     assert_same(*results)
@@ -231,7 +234,8 @@ def test_there_are_none_where_they_do_not_pay_or_are_not_wanted():
             (False, 1, (), True),
             (False, 8, ("engine.graphs=never",), False),
         ):
-            recipe, few = worlds.recipe_of(keys), replace(engine.batch, accumulation=accumulation)
+            recipe = worlds.recipe_of(keys)
+            few = replace(engine.batch, accumulation=accumulation)
             found = graphs.recorded(
                 engine._part.parts,
                 recipe.engine.graphs,

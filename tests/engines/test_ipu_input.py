@@ -64,7 +64,8 @@ def test_repeated_images_are_those_of_other_engines(tiny, balance):
 
 def test_a_feed_gives_steps_names_an_unreadable_image_and_ends_its_loader(tiny, monkeypatch):
     recipe, source = plan_of(tiny)
-    steps, reads = range(5, 7), source.read
+    steps = range(5, 7)
+    reads = source.read
     damaged = int(source.order(recipe.run.seed, 0)[24 + 7])  # of the second step of an epoch
 
     def read(index):

@@ -23,7 +23,9 @@ def drawn(recipe, step, rows=4, size=20):
 
 @pytest.mark.parametrize("rows", [2, 3])
 def test_images_and_targets_are_mixed_as_on_other_devices(tiny, rows):
-    recipe, images, labels = tiny(*RECIPE), images_of(rows), torch.arange(rows) + 3
+    recipe = tiny(*RECIPE)
+    images = images_of(rows)
+    labels = torch.arange(rows) + 3
     for step in range(6):
         plan, columns = drawn(recipe, step, rows)
         torch.testing.assert_close(ipu_model.mix_images(images.float(), columns), mixing.mix_images(images, plan))
@@ -35,7 +37,8 @@ def test_images_enter_in_float32(tiny):
     recipe = tiny(*RECIPE)
     half = device_model(recipe.model, recipe.run.seed, torch.float16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
-    entry, expected = half.block("preprocess"), build(recipe.model, 0).block("preprocess")
+    entry = half.block("preprocess")
+    expected = build(recipe.model, 0).block("preprocess")
     assert torch.equal(entry(images_of(2)), expected(images_of(2)).half())
 
 
@@ -52,7 +55,8 @@ def test_random_layers_draw_from_the_devices_generator(tiny):
 
 
 def test_marks_are_put_where_they_belong(tiny):
-    recipe, seen = tiny(*RECIPE), []
+    recipe = tiny(*RECIPE)
+    seen = []
 
     def mark(kind):
         return lambda tensor: seen.append((kind, tuple(tensor.shape))) or tensor

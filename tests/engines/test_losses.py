@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from engines.losses import of_guessing, summed
 from recipe.config import Data
 
-ROWS, CLASSES = 6, 5
+ROWS = 6
+CLASSES = 5
 
 
 def logits_and_labels():
@@ -35,7 +36,8 @@ def test_binary_cross_entropy_is_timms(smoothing, reduction, threshold):
     data = Data(loss="bce", bce_threshold=threshold, bce_reduction=reduction, label_smoothing=smoothing)
     theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold, sum_classes=reduction == "sum")
     logits, labels = logits_and_labels()
-    ours, expected = summed(data, logits, labels), theirs(logits, labels) * ROWS
+    ours = summed(data, logits, labels)
+    expected = theirs(logits, labels) * ROWS
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
     torch.testing.assert_close(gradient(ours, logits), gradient(expected, logits), rtol=1e-12, atol=1e-14)
 
@@ -46,7 +48,9 @@ def test_shares_of_mixed_images_are_smoothed_before_the_threshold(threshold):
     data = Data(loss="bce", bce_threshold=threshold, label_smoothing=0.1)
     logits, labels = logits_and_labels()
     shares = 0.85 * F.one_hot(labels, CLASSES).double() + 0.15 * F.one_hot(labels.roll(1), CLASSES).double()
-    off, on = 0.1 / CLASSES, 0.9 + 0.1 / CLASSES  # timm.data.mixup.one_hot
+    # As in timm.data.mixup.one_hot.
+    off = 0.1 / CLASSES
+    on = 0.9 + 0.1 / CLASSES
     theirs = 0.85 * torch.full_like(shares, off).scatter(1, labels[:, None], on)
     theirs = theirs + 0.15 * torch.full_like(shares, off).scatter(1, labels.roll(1)[:, None], on)
     expected = BinaryCrossEntropy(0.1, target_threshold=threshold)(logits, theirs) * ROWS
@@ -62,7 +66,8 @@ def test_cross_entropy_is_torchs():
 @pytest.mark.parametrize("keys", [{}, {"loss": "bce"}, {"loss": "bce", "bce_reduction": "sum"}], ids=str)
 def test_guessing_has_the_loss_of_equal_logits(keys):
     data = Data(**keys)
-    logits, labels = torch.zeros(ROWS, CLASSES, dtype=torch.float64), torch.arange(ROWS) % CLASSES
+    logits = torch.zeros(ROWS, CLASSES, dtype=torch.float64)
+    labels = torch.arange(ROWS) % CLASSES
     assert summed(data, logits, labels).item() / ROWS == pytest.approx(of_guessing(data, CLASSES))
     assert of_guessing(Data(), CLASSES) == math.log(CLASSES)
 

@@ -59,7 +59,8 @@ def resolved(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def resolve(room, *overrides, **options):
-        lines, tried = [], []
+        lines = []
+        tried = []
         pretend(room if isinstance(room, Exception) else [room], tried, monkeypatch, **options)
         recipe = tiny("run.device=cpu", "batch.global=768", "batch.micro=auto", *overrides)
         found = micro_batch.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append)
@@ -189,7 +190,8 @@ def test_ranks_without_room_all_raise_and_one_says_why(tiny, monkeypatch):
 
 def test_a_trial_is_a_whole_update_of_two_micro_batches_of_the_largest_images_beside_a_reserve(tiny, monkeypatch):
     """Nothing of it is left."""
-    seen, engines = [], weakref.WeakSet()
+    seen = []
+    engines = weakref.WeakSet()
 
     class Watched(TorchEngine):
         def train_step(self, micro_batches, update, lr, **options):
@@ -200,7 +202,8 @@ def test_a_trial_is_a_whole_update_of_two_micro_batches_of_the_largest_images_be
             seen.append((result.images, result.skipped.item(), next(iter(micro_batches)).images.shape))
             return result
 
-    reserved, empty = [], torch.empty
+    reserved = []
+    empty = torch.empty
 
     def noted(*size, **options):
         reserved.extend(size if options.get("dtype") is torch.uint8 and isinstance(size[0], int) else ())
@@ -237,7 +240,10 @@ def test_recipes_of_every_kind_can_be_tried_alone(tiny, overrides):
 
 def test_memory_of_a_trial_that_fails_is_free_before_the_next(tiny, monkeypatch):
     """The error has the frames in which the engine is."""
-    engines, alive, begin, train_step = weakref.WeakSet(), [], TorchEngine.__init__, TorchEngine.train_step
+    engines = weakref.WeakSet()
+    alive = []
+    begin = TorchEngine.__init__
+    train_step = TorchEngine.train_step
 
     def created(engine, *arguments, **options):
         alive.append(len(engines))

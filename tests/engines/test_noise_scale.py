@@ -155,7 +155,8 @@ HALF = "exchange.method=half"
 )
 def test_the_averages_are_those_of_one_process(run):
     """To the rounding of float32 norms, of weights that are apart by as much, and of what travels as float16."""
-    found, expected = outcome(run)[0], metered(worlds.single(), FLOAT32)[2][0]
+    found = outcome(run)[0]
+    expected = metered(worlds.single(), FLOAT32)[2][0]
     torch.testing.assert_close(found[""], expected[""], rtol=2e-2 if HALF in run.arguments[0] else 1e-3, atol=0)
     assert found.keys() == expected.keys()
 
@@ -164,7 +165,8 @@ def test_the_averages_are_those_of_one_process(run):
 @pytest.mark.parametrize("run", [case(1, 3, metered, (worlds.TREE, "batch.micro=1", "data.cutmix=null"))])
 def test_in_tree_order_they_have_the_bits_of_one_process(run):
     """Of 12 micro batches 8 are measured, each by the replica that has it; each number of the message is of one."""
-    found, expected = outcome(run)[0], metered(worlds.single(), run.arguments[0])[2][0]
+    found = outcome(run)[0]
+    expected = metered(worlds.single(), run.arguments[0])[2][0]
     assert torch.equal(found[""], expected[""]) and found[""][1] > 1
 
 

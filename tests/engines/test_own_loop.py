@@ -43,7 +43,8 @@ def train(module, sections, steps, share=slice(None), saved=None):
 
 def test_one_replica_steps_as_the_torch_optimizer():
     """To float32 rounding: one updates flat buffers, the other a tensor at a time."""
-    found, expected = network(), network()
+    found = network()
+    expected = network()
     vectors = [each for each in expected.parameters() if each.dim() == 1]
     others = [each for each in expected.parameters() if each.dim() > 1]
     groups = [{"params": others}, {"params": vectors, "adapt": False, "weight_decay": 0.0, "lr_scale": 0.5}]
@@ -119,7 +120,8 @@ EXCHANGES = (TOPK, {"method": "local", "local_steps": 2}, {"bits": 4})
 
 def resumed(rank, size):
     """For each exchange what six updates save, what three more save after three, and the loss."""
-    found, share = [], slice(4 * rank, 4 * rank + 4)
+    found = []
+    share = slice(4 * rank, 4 * rank + 4)
     for exchange in EXCHANGES:
         sections = {"optimizer": LARS_KEYS, "precision": HALF, "exchange": exchange}
         _, whole, loss = halves(rank, size, sections, 6)
@@ -248,8 +250,20 @@ class Remembering(nn.Module):
     """A layer with buffers of many dtypes and an extra state."""
 
     DTYPES = (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
-        *(torch.uint64, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn),
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.int64,
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+        torch.float8_e4m3fn,
     )
 
     def __init__(self, number):

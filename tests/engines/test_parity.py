@@ -19,7 +19,10 @@ from models.preprocess import Preprocess
 from recipe.batch import divide
 from tests.engines.noise import as_micro_batches, noise_images
 
-UPDATES, BATCH, SIZE, CLASSES = 4, 8, 48, 10
+UPDATES = 4
+BATCH = 8
+SIZE = 48
+CLASSES = 10
 COMMON = (
     f"model.image_size={SIZE}", "model.dropout=0", "model.drop_path=0",
     f"batch.global={BATCH}", f"batch.micro={BATCH}", "precision.weights=float32", "data.label_smoothing=0.1",
@@ -56,7 +59,8 @@ def micro_batches(micro=BATCH):
 def ours(recipe, lr):
     """{timm's name: tensor} of our engine before the first and after the last update, and the losses."""
     engine = factory.create(recipe, divide(recipe))
-    before, batches = by_timm_name(engine.state_dict()), micro_batches(recipe.batch.micro)
+    before = by_timm_name(engine.state_dict())
+    batches = micro_batches(recipe.batch.micro)
     losses = [engine.train_step(batches, one_step(step), lr).loss.item() for step in range(UPDATES)]
     return before, by_timm_name(engine.state_dict()), losses
 

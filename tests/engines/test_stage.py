@@ -41,16 +41,19 @@ def stage_of(recompute=(), names=None, **keys):
 def three_steps(stage, draws, size=16):
     """Outputs, added gradients and statistics of 3 steps of 2 micro batches, in both of the layouts in which they come:
     forward passes, then their backward passes in order, as GPipe has it."""
-    outputs, kept = [], []
+    outputs = []
+    kept = []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for number in range(2):
-            draws.step, draws.micro_batch = step, number
+            draws.step = step
+            draws.micro_batch = number
             images = torch.randint(0, 256, (4, 3, size, size), dtype=torch.uint8, generator=generator)
             layout = torch.channels_last if number else torch.contiguous_format
             outputs.append(stage(images.contiguous(memory_format=layout)))
             kept.append(outputs[-1].detach().clone())
-        draws.step, draws.micro_batch = 8, 3
+        draws.step = 8
+        draws.micro_batch = 3
         for output in outputs[-2:]:
             output.square().sum().backward()
     return [*kept, *(parameter.grad for parameter in stage.parameters()), *stage.buffers()]

@@ -11,7 +11,8 @@ from engines.timeline import Recorder
 from parallel.processes import Processes
 from parallel.topology import Topology
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture

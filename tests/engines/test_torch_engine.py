@@ -37,8 +37,10 @@ def test_an_image_left_out_does_not_change_the_weight_of_the_others(create, vali
     2**-24 each, through some 20 layers forward and backward: to 3e-4 at most; a forgotten term shows at 1e-2."""
     images, labels = noise_images(24)
     first, second = as_micro_batches(images, labels, 12)
-    unreadable, count = ("a.jpg: empty",), 12 + valid
-    engine, other = create(*SGD), create(*SGD, f"batch.global={count}", f"batch.micro={count}")
+    unreadable = ("a.jpg: empty",)
+    count = 12 + valid
+    engine = create(*SGD)
+    other = create(*SGD, f"batch.global={count}", f"batch.micro={count}")
     start = engine.state_dict()["weights"]
     result = engine.train_step(iter([first, second._replace(valid=valid, unreadable=unreadable)]), one_step(0), 1.0)
     expected = other.train_step(as_micro_batches(images[:count], labels[:count], count), one_step(0), count / 24)
@@ -115,7 +117,8 @@ def test_an_engine_goes_back_to_a_copy_of_its_live_state_and_another_one_goes_on
     first, second = (create(*RANDOM_LAYERS, *FEW, *overrides) for _ in range(2))
     train(first, range(2))
     first.end_epoch()
-    copied, state = {name: tensor.clone() for name, tensor in first.live_state().items()}, first.state_dict()
+    copied = {name: tensor.clone() for name, tensor in first.live_state().items()}
+    state = first.state_dict()
     train(first, [2])
     later = first.state_dict()
     assert any(not torch.equal(one, other) for one, other in zip(flat(later).values(), flat(state).values()))

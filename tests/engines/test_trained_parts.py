@@ -72,20 +72,24 @@ def test_what_is_not_trained_keeps_every_bit_and_the_rest_moves(create, optimize
 
 def test_the_gradient_is_that_of_a_whole_training(create):
     """The first update from equal weights, without what blocks draw: the same operations in the same order."""
-    part, whole = create(*SGD, "model.train=[blocks.6, head]"), create(*SGD)
+    part = create(*SGD, "model.train=[blocks.6, head]")
+    whole = create(*SGD)
     train(part, range(1))
     train(whole, range(1))
-    found, expected = tensors(part), tensors(whole)
+    found = tensors(part)
+    expected = tensors(whole)
     trained = [name for name in found if is_of(name, ("blocks.6", "head"))]
     assert trained
     assert_bitwise_equal({name: found[name] for name in trained}, {name: expected[name] for name in trained})
 
 
 def test_a_block_in_the_middle_is_trained_through_those_behind_it(create):
-    part, whole = create(*SGD, "model.train=[stem]"), create(*SGD)
+    part = create(*SGD, "model.train=[stem]")
+    whole = create(*SGD)
     train(part, range(1))
     train(whole, range(1))
-    found, expected = tensors(part), tensors(whole)
+    found = tensors(part)
+    expected = tensors(whole)
     for name in found:
         assert torch.equal(found[name], expected[name]) == is_of(name, ["stem"]), name
 
@@ -137,7 +141,8 @@ def test_a_classifier_alone_is_a_softmax_regression_on_features_as_in_evaluation
 
 def test_state_is_that_of_a_whole_model_and_is_loaded_exactly(create):
     keys = ("model.norm=batch", "average.step_decay=0.5", "model.train=[head]")
-    engine, other = create(*keys), create(*keys, "run.seed=1")
+    engine = create(*keys)
+    other = create(*keys, "run.seed=1")
     train(engine, range(2))
     saved = engine.state_dict()
     assert saved["weights"].keys() == create("model.norm=batch").state_dict()["weights"].keys()
@@ -190,8 +195,14 @@ def test_what_cannot_train_a_part_refuses(tiny):
 
 def test_models_of_timm_train_their_classifier(tiny):
     recipe = tiny(
-        *("model.name=timm", "model.architecture=resnet18", "model.width=null", "model.depth=null"),
-        *("model.image_size=32", "model.train=classifier", "data.source=glyphs", "model.classes=10"),
+        "model.name=timm",
+        "model.architecture=resnet18",
+        "model.width=null",
+        "model.depth=null",
+        "model.image_size=32",
+        "model.train=classifier",
+        "data.source=glyphs",
+        "model.classes=10",
     )
     engine = factory.create(recipe, divide(recipe))
     assert set(engine._part.parameters) == {name for name in engine.shapes if name.endswith(("fc.weight", "fc.bias"))}

@@ -24,8 +24,10 @@ from recipe import loading
 from recipe.batch import divide
 from tests.engines import threads
 
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
-PLAIN, FASTEST = ("contiguous", "torch"), ("channels_last", "triton")
+GPU = torch.device("cuda")
+CPU = torch.device("cpu")
+PLAIN = ("contiguous", "torch")
+FASTEST = ("channels_last", "triton")
 SECONDS = (0.09, 0.07, 0.08, 0.06, 0.1, 0.055, 0.09, 0.05)
 KERNELS = ("torch", "group_norm", "group_conv", "triton")
 TIMES = dict(zip(itertools.product(("contiguous", "channels_last"), KERNELS), SECONDS))
@@ -61,7 +63,8 @@ def resolved(tiny, monkeypatch, tmp_path, written):
         monkeypatch.setattr(module, name, getattr(module, name))
 
     def resolve(*overrides, times=TIMES, begun=None, triton=True):
-        lines, measured = [], []
+        lines = []
+        measured = []
         pretend(times, measured, triton)
         recipe = tiny("run.device=cpu", *overrides)
         result = tuning.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun)
@@ -147,12 +150,14 @@ def test_deterministic_is_refused_where_cublas_would_not_be(given, started, faul
 
 def test_ipus_leave_the_choice_open(tiny):
     """So a run that begins there has not chosen for a GPU on which it may go on."""
-    recipe, batch = tiny("run.device=ipu"), divide(tiny("run.device=cpu"))
+    recipe = tiny("run.device=ipu")
+    batch = divide(tiny("run.device=cpu"))
     begun = tiny("engine.memory_format=channels_last", "engine.kernels=triton").engine
     assert tuning.settle(recipe, batch, Processes(Topology(), CPU), pytest.fail, begun) is recipe
 
 
-NATIVE, MISSING = ("channels_last", "native"), "c++: not found"
+NATIVE = ("channels_last", "native")
+MISSING = "c++: not found"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +192,8 @@ NATIVE, MISSING = ("channels_last", "native"), "c++: not found"
 def test_cpus_take_native_kernels_unless_the_run_began_without(tiny, monkeypatch, overrides, begun, fault, taken, line):
     """Nothing is timed: bits depend on the choice."""
     monkeypatch.setattr(library, "fault", lambda: fault)
-    recipe, lines = tiny("run.device=cpu", *overrides), []
+    recipe = tiny("run.device=cpu", *overrides)
+    lines = []
     if begun:
         begun = tiny(f"engine.memory_format={begun[0]}", f"engine.kernels={begun[1]}").engine
     found = tuning.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun).engine
@@ -318,7 +324,8 @@ def test_models_on_cpus_are_channels_last_if_they_have_layers_of_ours(tiny, monk
 )
 def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, monkeypatch, override, fault, remedy):
     monkeypatch.setattr(library, "fault", lambda: MISSING)
-    recipe, (key, value) = tiny("run.device=cpu", override), override.split("=")
+    recipe = tiny("run.device=cpu", override)
+    (key, value) = override.split("=")
     with pytest.raises(ConfigError, match=f"^{re.escape(f'{key} {value}: {fault}; use {remedy}')}$"):
         factory.create(recipe, divide(recipe), steps_per_epoch=2)
     factory.create(recipe, divide(recipe)).close()
@@ -372,7 +379,8 @@ def test_kernels_in_cuda_are_refused_where_nothing_can_compile_them(tiny, monkey
 def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tiny, monkeypatch):
     """Each rank is slow at something else, and only the first has measured before."""
     pretend()
-    known, slow = [tuning.Outcome(0.01, "")] * len(TIMES), (FASTEST, ("contiguous", "triton"))
+    known = [tuning.Outcome(0.01, "")] * len(TIMES)
+    slow = (FASTEST, ("contiguous", "triton"))
     times = [{**dict.fromkeys(TIMES, 0.15), PLAIN: 0.09, each: 0.2} for each in slow]
     recipe = tiny("run.device=cpu", "batch.micro=6")
     monkeypatch.setattr(tuning, "_seconds", lambda *arguments: times[threads.rank()][arguments[-1]])

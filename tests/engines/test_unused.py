@@ -11,7 +11,10 @@ from recipe.config import Model
 from tests import world
 from tests.tensors import assert_bitwise_equal
 
-MOMENTUM, DECAY, LR, STEPS = 0.9, 0.1, 0.5, 8
+MOMENTUM = 0.9
+DECAY = 0.1
+LR = 0.5
+STEPS = 8
 SECTIONS = {
     "sgd": {"name": "sgd", "momentum": MOMENTUM, "weight_decay": DECAY, "skip": []},
     "lars": {"name": "lars", "momentum": MOMENTUM, "weight_decay": DECAY, "trust_coefficient": 0.1, "skip": []},
@@ -38,7 +41,8 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
 
     def forward(self, x, both):
         return self.second(self.first(x)) if both else self.first(x)
@@ -54,7 +58,8 @@ def loss_of(module, step, both, rank=0):
 @pytest.mark.parametrize("name", SECTIONS)
 def test_an_optimizer_leaves_alone_what_has_no_gradient_as_the_library_does(name, used, weights):
     """AdamW counts each parameter's updates in torch, all updates here: used at times, its steps are others."""
-    module, expected = Network(), Network()
+    module = Network()
+    expected = Network()
     precision = {"weights": weights, **({"rounding": "nearest"} if weights == "float16" else {})}
     optimizer = DistributedOptimizer(module, {"optimizer": SECTIONS[name], "precision": precision})
     start = {key: each.clone() for key, each in module.state_dict().items()}

@@ -15,7 +15,9 @@ class Member(Processes):
 
     def __init__(self, topology, values, barrier):
         super().__init__(Topology(), torch.device("cpu"))
-        self.topology, self._values, self._barrier = topology, values, barrier
+        self.topology = topology
+        self._values = values
+        self._barrier = barrier
 
     def gather(self, value):
         self._values[self.topology.rank] = copy.deepcopy(value)
@@ -34,7 +36,8 @@ def run(size, stages, function, present=None):
     present: how many of the ranks, from the first on, there are; those that do not differ need not all compute.
     """
     present = present or size
-    values, barrier = [None] * present, threading.Barrier(present)
+    values = [None] * present
+    barrier = threading.Barrier(present)
 
     def on_rank(rank):
         threading.current_thread().name = str(rank)

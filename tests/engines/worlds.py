@@ -46,7 +46,8 @@ class Case(NamedTuple):
     arguments: tuple
 
 
-_cases, _outcomes = {}, {}  # (file, stages, replicas, slow) -> cases; outcomes of each rank
+_cases = {}  # by file, stages, replicas and whether they are slow
+_outcomes = {}  # of each rank
 
 
 def case(stages, replicas, function, *arguments, slow=False):
@@ -54,14 +55,17 @@ def case(stages, replicas, function, *arguments, slow=False):
 
     Arguments that are functions are called before that, in the process of the tests.
     """
-    made = Case(sys._getframe(1).f_globals["__name__"], stages, replicas, slow, function, arguments)
+    made = Case(
+        sys._getframe(1).f_globals["__name__"], stages, replicas, slow=slow, function=function, arguments=arguments
+    )
     _cases.setdefault(made[:4], []).append(made)
     return pytest.param(made, marks=pytest.mark.slow) if slow else made
 
 
 def outcome(found: Case) -> Any:
     """The main rank's; all ranks agree, and replicas of a stage have the same weights."""
-    cases, stages = _cases[found[:4]], found.stages
+    cases = _cases[found[:4]]
+    stages = found.stages
     if found[:4] not in _outcomes:
         calls = [(each.function, [part() if callable(part) else part for part in each.arguments]) for each in cases]
         _outcomes[found[:4]] = world.run(stages * found.replicas, _rank, stages, calls, connect=False, timeout=600)
@@ -111,7 +115,8 @@ def micro_batches(step, engine, size=16):
     """This replica's share of the step's images, on its first stage."""
     if not engine.topology.is_first:
         return iter(())
-    batch, share = engine.batch, engine.batch.shares[engine.topology.replica]
+    batch = engine.batch
+    share = engine.batch.shares[engine.topology.replica]
     whole = list(as_micro_batches(*noise_images(batch.global_, step, size=size), batch.micro, step))
     return iter(whole[share.start : share.stop])
 
@@ -119,12 +124,15 @@ def micro_batches(step, engine, size=16):
 def evaluation(engine):
     """Scores of 20 images in batches of 6, the last with 2, on whichever ranks they enter."""
     images, labels = noise_images(24, 99)
-    rows, place, counts = 6, engine.topology, []
+    rows = 6
+    place = engine.topology
+    counts = []
     for number in range(4 * place.replica // place.replicas, 4 * (place.replica + 1) // place.replicas):
         batch = None
         if place.is_first:
-            own, valid = slice(number * rows, (number + 1) * rows), min(rows, 20 - number * rows)
-            batch = MicroBatch(images[own], labels[own], labels[own], valid, number, 0, ())
+            own = slice(number * rows, (number + 1) * rows)
+            valid = min(rows, 20 - number * rows)
+            batch = MicroBatch(images[own], labels[own], labels[own], valid=valid, number=number, step=0, unreadable=())
         counts.append(engine.evaluate_step(batch))
     found, _ = base.total(counts, [], engine.processes, engine.device)
     return found.images, found.loss.item(), found.top1.item(), found.top5.item()

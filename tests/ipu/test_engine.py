@@ -78,7 +78,8 @@ def moved(state, other, part, start=None):
 
 SHORT = ("run.steps=4", "schedule.warmup_steps=1")
 LONG = ("run.steps=10", "schedule.warmup_steps=4", "log.every_steps=5")
-DECAY, STILL = ("optimizer.weight_decay=0.01",), ("optimizer.momentum=0",)
+DECAY = ("optimizer.weight_decay=0.01",)
+STILL = ("optimizer.momentum=0",)
 SHARDED = ("parallel.stages=2", "parallel.split=auto", "parallel.schedule=sharded")
 
 
@@ -175,7 +176,8 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
     for step in range(2):
         engine.train_step(batches, one_step(step), 1.0)
         engine.end_epoch()
-        total, state = evaluated(engine, recipe), engine.state_dict()
+        total = evaluated(engine, recipe)
+        state = engine.state_dict()
         with engine.using("epoch_average"):
             averaged = evaluated(engine, recipe)
         seen.append((total, averaged, state))

@@ -18,8 +18,13 @@ pytestmark = [pytest.mark.ipu, pytest.mark.multiprocess]
 SHORT = "run.device=ipu run.steps=2 schedule.warmup_steps=1 data.workers=0 average.epoch_decay=0.5 log.every_steps=1"
 GLYPHS = "data.source=glyphs data.train_images=100 data.validation_images=50 batch.global=48 batch.micro=4"
 RECIPE = (
-    *(*FLOAT32, *LARS, *SHORT.split(), *GLYPHS.split()),
-    *("batch.evaluation=10", "parallel.stages=2", "parallel.split=auto"),
+    *FLOAT32,
+    *LARS,
+    *SHORT.split(),
+    *GLYPHS.split(),
+    "batch.evaluation=10",
+    "parallel.stages=2",
+    "parallel.split=auto",
 )
 IPUS = {"POPLAR_SDK_ENABLED": "/opt/poplar"}
 

@@ -18,7 +18,8 @@ def recipe(*overrides):
 
 def test_an_epsilon_of_a_256th_keeps_small_momenta_in_float16():
     """PopART forms m / eps + wd / eps w in float16. At m = 1e-6 float16 has steps of 6e-8, at 256e-6 of 1.2e-7."""
-    half, m = torch.float16, torch.full((4096,), 1e-6).uniform_(0.5e-6, 1.5e-6)
+    half = torch.float16
+    m = torch.full((4096,), 1e-6).uniform_(0.5e-6, 1.5e-6)
     errors = {}
     for eps in (1.0, optimizers.optimizer(recipe()).options["eps"]):
         stored = (m / eps).to(half).float() * eps
@@ -41,7 +42,8 @@ def test_sums_are_float32_and_constants_are_compiled_in(name):
         or "loss_scaling" not in optimizers.optimizer(recipe("precision.dynamic_loss_scale=true")).constant
     )
     if name == "lars":  # m / eps + wd / eps w, whose eps the trust ratio cancels; where there is none, the rate does
-        half, full = plan, optimizers.optimizer(recipe("precision.weights=float32", "precision.compute=float32"))
+        half = plan
+        full = optimizers.optimizer(recipe("precision.weights=float32", "precision.compute=float32"))
         eps, (adapted, skipped), (expected, plain) = half.options["eps"], half.groups, full.groups
         assert full.options["eps"] == 1 and eps * adapted.options["weight_decay"] == expected.options["weight_decay"]
         assert adapted.lr_scale == expected.lr_scale and skipped.lr_scale == pytest.approx(eps * plain.lr_scale)

@@ -46,7 +46,8 @@ SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, s
 @pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW])
 def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp_path, number):
     """The process that reads is stopped, so the step lacks its images until the run has noted the signal."""
-    output, errors = tmp_path / "output", tmp_path / "errors"
+    output = tmp_path / "output"
+    errors = tmp_path / "errors"
     command = [sys.executable, "train.py", "--config", QUICKSTART, *TINY, *FLOAT32, *LARS, "run.device=ipu"]
     command += [f"run.output={tmp_path}/run", "run.steps=1000000", "data.workers=1", "log.every_steps=1"]
     environment = {**os.environ, "PYTHONPATH": str(DOUBLE), "OMP_NUM_THREADS": "1"}

@@ -21,9 +21,12 @@ def search(costs, stages, in_flight, recompute, per_parameter, memory):
         parts = split_names(names, cuts)
         if not all(any(costs[name].parameters for name in part) for part in parts):
             continue
-        slowest, largest = 0, 0
+        slowest = 0
+        largest = 0
         for stage, part in enumerate(parts):
-            seconds, held, transient = 0, 0, 0
+            seconds = 0
+            held = 0
+            transient = 0
             for name in part:
                 cost = costs[name]
                 seconds += cost.forward + cost.backward
@@ -34,7 +37,8 @@ def search(costs, stages, in_flight, recompute, per_parameter, memory):
                 else:
                     held += cost.saved
             state = per_parameter * sum(costs[name].parameters for name in part)
-            slowest, largest = max(slowest, seconds), max(largest, in_flight[stage] * held + transient + state)
+            slowest = max(slowest, seconds)
+            largest = max(largest, in_flight[stage] * held + transient + state)
         fits = memory is None or largest <= memory
         found.append((not fits, (slowest, largest) if fits else (largest, slowest), cuts))
     misfit, best, _ = min(found)
@@ -45,7 +49,8 @@ def search(costs, stages, in_flight, recompute, per_parameter, memory):
 def test_the_cut_is_the_best_of_all(seed):
     """Small whole numbers, so that sums are exact and ties are frequent."""
     draw = random.Random(seed)
-    blocks, stages = draw.randint(4, 9), draw.randint(1, 4)
+    blocks = draw.randint(4, 9)
+    stages = draw.randint(1, 4)
     most = {"forward": 5, "backward": 9, "saved": 40, "output": 9}
     costs = {
         str(block): BlockCost(*(draw.randint(0, limit) for limit in most.values()), draw.choice((0, 1, 5, 20)))
@@ -62,7 +67,7 @@ def test_the_cut_is_the_best_of_all(seed):
                 balance(costs, stages, **arguments)
             continue
         cut = balance(costs, stages, **arguments)
-        fits, best = search(costs, stages, in_flight, recompute, 2, memory)
+        fits, best = search(costs, stages, in_flight, recompute=recompute, per_parameter=2, memory=memory)
         assert cut.fits == fits
         assert ((max(cut.seconds), max(cut.bytes)) if fits else (max(cut.bytes), max(cut.seconds))) == best
         assert len(split_names(list(costs), cut.cuts)) == len(cut.seconds) == len(cut.bytes) == stages

@@ -43,7 +43,8 @@ def test_measured_bytes_are_those_of_a_closed_form(gathered):
     )
     if gathered:
         vector_to_parameters(parameters_to_vector(plain.parameters()).detach(), plain.parameters())
-    images, maps = 2 * 3 * 8 * 8 * 4, 2 * 4 * 6 * 6 * 4
+    images = 2 * 3 * 8 * 8 * 4
+    maps = 2 * 4 * 6 * 6 * 4
     assert {name: cost[2:] for name, cost in measure(plain, random_images(2, 8), repetitions=1).items()} == {
         "preprocess": (0, images, 0),
         "conv": (images, maps, 4 * 3 * 9 + 4),
@@ -74,7 +75,8 @@ def test_times_are_of_the_blocks_own_passes():
             return Sleep.apply(super().forward(x), self.seconds)
 
     model = BlockList([("preprocess", Float()), ("a", Sleeping(32, 32)), ("b", Sleeping(32, 32))])
-    model.a.seconds, model.b.seconds = (pause, 0.0), (0.0, pause)
+    model.a.seconds = (pause, 0.0)
+    model.b.seconds = (0.0, pause)
     costs = measure(model, random_images(3, 32), repetitions=3)
     assert costs["preprocess"].backward == 0
     assert costs["a"].forward > pause > costs["a"].backward > 0
@@ -85,7 +87,8 @@ def test_measuring_leaves_no_trace():
     """To the bit and to the object: an engine's gradients are views of a buffer that it keeps adding to."""
     model = build(Model(dropout=0.5, drop_path=0.5, norm="batch", **SMALL), seed=0)
     images = random_images(3, 32)
-    model.draws.step, model.draws.micro_batch = 7, 5
+    model.draws.step = 7
+    model.draws.micro_batch = 5
     model.block("head").eval()  # one block unlike the others
     model(images).sum().backward()
     gradients = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]

@@ -143,7 +143,8 @@ def test_logits_gradients_and_statistics_are_timms(theirs, section, pixels, tole
 
     with torch.no_grad():
         assert near(ours.eval()(images), theirs.eval()(pixels), 1e-11)
-    logits, expected = ours.train()(images), theirs.train()(pixels)
+    logits = ours.train()(images)
+    expected = theirs.train()(pixels)
     assert near(logits, expected, 1e-10)
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -166,7 +167,8 @@ def test_weights_are_a_function_of_the_seed():
     built = build(model, seed=5)
     assert built.training and {parameter.dtype for parameter in built.parameters()} == {torch.float32}
     assert built(torch.zeros(2, 3, 33, 32, dtype=torch.uint8)).shape == (2, 7)
-    before, first = torch.random.get_rng_state(), built.state_dict()
+    before = torch.random.get_rng_state()
+    first = built.state_dict()
     for seed in (5, 4, 5 + 2**62):
         other = build(model, seed=seed).state_dict()
         assert all(torch.equal(first[key], other[key]) for key in first) == (seed == 5)
@@ -218,9 +220,11 @@ def test_a_model_cut_between_any_two_blocks_computes_the_same(training):
     section = Model(name="efficientnet_b0", width=0.25, depth=0.1, classes=10, dropout=0.5, drop_path=0.5)
     model = build(section, seed=0).train(training)
     images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    expected, whole = model(images), model.state_dict()
+    expected = model(images)
+    whole = model.state_dict()
     for cuts in (*([name] for name in model.names[1:]), model.names[1:]):
-        parts, x = [model.part(names) for names in split_names(model.names, cuts)], images
+        parts = [model.part(names) for names in split_names(model.names, cuts)]
+        x = images
         for part in parts:
             x = part(x)
         assert torch.equal(x, expected), cuts

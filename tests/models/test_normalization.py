@@ -15,7 +15,10 @@ from tests.models.test_costs import OLD
 
 KINDS = [torch.float32, torch.float16, torch.bfloat16]
 LEARNT = ["weight", "bias", "proxy_shift", "proxy_scale"]
-CHANNELS, EPS, MOMENTUM, PROXY_EPS = 24, 1e-3, 0.3, 0.03
+CHANNELS = 24
+EPS = 1e-3
+MOMENTUM = 0.3
+PROXY_EPS = 0.03
 MAKERS = {
     "group": lambda apply_act: GroupNormAct(CHANNELS, 4, EPS, apply_act),
     "layer": lambda apply_act: GroupNormAct(CHANNELS, 1, EPS, apply_act),
@@ -50,7 +53,8 @@ def device(request):
 
 def layer(kind, apply_act=True):
     """Everything differs from its start and from channel to channel; weight x (1 + proxy_scale) up to 2."""
-    norm, drawn = MAKERS[kind](apply_act), torch.Generator().manual_seed(0)
+    norm = MAKERS[kind](apply_act)
+    drawn = torch.Generator().manual_seed(0)
     ranges = {"weight": (0.5, 1.5), "running_var": (0.5, 1.5), "proxy_scale": (-0.3, 0.3)}
     for name, values in norm.state_dict().items():
         low, high = ranges.get(name, (-1.5, 1.5))
@@ -83,9 +87,11 @@ def leaves_of(norm, x):
 
 def formula(norm, x, weight, bias, *proxy):
     if isinstance(norm, BatchNormAct):
-        mean, variance = norm.running_mean.double().cpu(), norm.running_var.double().cpu()
+        mean = norm.running_mean.double().cpu()
+        variance = norm.running_var.double().cpu()
         if norm.training:
-            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)
+            mean = x.mean((0, 2, 3))
+            variance = x.var((0, 2, 3), unbiased=False)
         y = (x - mean.view(-1, 1, 1)) / (variance.view(-1, 1, 1) + EPS).sqrt()
     else:
         grouped = x.reshape(len(x), norm.num_groups, -1)
@@ -111,10 +117,12 @@ def test_outputs_and_gradients_are_those_of_the_formula(kind, apply_act, dtype, 
     the parameters are sums of 189 terms of either sign, each a product of rounded factors: 8 eps of the largest holds
     all of them. A proxy's part and the direct one partly cancel: 32 eps.
     """
-    norm, eps = layer(kind, apply_act).to(device, dtype).train(training), torch.finfo(dtype).eps
+    norm = layer(kind, apply_act).to(device, dtype).train(training)
+    eps = torch.finfo(dtype).eps
     for mean, std in ((0, 1), (100, 1), (0, 0.01)):
         x = inputs(mean, std).to(device, dtype)
-        before, state = x.clone(), copy.deepcopy(norm.state_dict())
+        before = x.clone()
+        state = copy.deepcopy(norm.state_dict())
         with torch.no_grad():
             expected = formula(norm, *leaves_of(norm, x))
             actual = norm(x)
@@ -189,7 +197,8 @@ def test_float16_gradients_do_not_overflow_where_they_fit(device):
     assert norm.proxy_shift.grad.abs().min() > 1000
 
 
-MEAN, STD = Model().mean, Model().std
+MEAN = Model().mean
+STD = Model().std
 ALL_VALUES = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
 
 
@@ -206,7 +215,8 @@ def test_pixels_are_normalised_right_in_the_layout_asked_for(dtype):
             block = Preprocess(MEAN, STD).to(dtype)
             if wanted is not None:
                 block.memory_format = wanted
-            before, output = images.clone(), block(images)
+            before = images.clone()
+            output = block(images)
             expected = (images.double() / 255 - mean) / std
             assert (output.dtype, output.shape) == (dtype, images.shape)
             assert output.is_contiguous(memory_format=wanted or torch.contiguous_format)
@@ -224,7 +234,8 @@ def test_pixels_are_normalised_right_in_the_layout_asked_for(dtype):
 def test_the_dtype_is_the_last_one_asked_for_whatever_the_device(move, dtype):
     """A move to a device must not take the dtype back: half-precision convolutions would refuse the images. And the
     constants are the same float32 numbers after any number of moves; they are no part of a state dict."""
-    block, fresh = move(Preprocess(MEAN, STD), dtype), Preprocess(MEAN, STD)
+    block = move(Preprocess(MEAN, STD), dtype)
+    fresh = Preprocess(MEAN, STD)
     assert block(ALL_VALUES).dtype == dtype
     for name in ("scale", "shift"):
         assert getattr(block, name).dtype == torch.float32

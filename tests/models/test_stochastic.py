@@ -17,7 +17,8 @@ ONES = torch.ones(4, 1000)
 
 def draws(seed=0, step=0, micro_batch=0):
     result = Draws(seed)
-    result.step, result.micro_batch = step, micro_batch
+    result.step = step
+    result.micro_batch = micro_batch
     return result
 
 
@@ -66,7 +67,8 @@ def test_a_gpu_draws_the_bits_of_the_host(dtype, monkeypatch):
     layers = [DropPath(0.2, "blocks.0.0", shared), Dropout(0.4, "head", shared, 11), DropPath(1 - 2**-32, "b", shared)]
     like = torch.ones(1, dtype=dtype)
     for step, micro_batch, rows in [(0, 0, 5), (0, 1, 5), (0, 8, 5), (0, 1, 5), (3, 1, 5), (3, 1, 17), (3, 200, 17)]:
-        shared.step, shared.micro_batch = step, micro_batch
+        shared.step = step
+        shared.micro_batch = micro_batch
         layers[0].rate = 0.3 if step else 0.2
         expected = [layer.draw(rows, like) for layer in layers]
         monkeypatch.setattr(stochastic, "_ON_DEVICE", ("cpu",))

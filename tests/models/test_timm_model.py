@@ -21,7 +21,12 @@ CLASSES = 7
 ARCHITECTURES = {
     "resnet10t": (
         *(f"conv1.{number}" for number in range(7)),
-        *("joint.7", "layer1.0", "layer2.0", "layer3.0", "layer4.0", "closing"),
+        "joint.7",
+        "layer1.0",
+        "layer2.0",
+        "layer3.0",
+        "layer4.0",
+        "closing",
     ),
     "convnext_atto": ("stem.0", "stem.1", "stages.0", "stages.1", "stages.2", "stages.3", "joint.6", "head"),
     "vit_tiny_patch16_224": ("patch_embed", "joint.1", *(f"blocks.{number}" for number in range(12)), "closing"),
@@ -74,7 +79,8 @@ def test_logits_and_gradients_are_timms_to_the_bit(pairs, architecture):
     for train in (True, False):
         model.train(train), theirs.train(train)
         model.zero_grad(), theirs.zero_grad()
-        ours, expected = model(x), theirs(model.block("preprocess")(x))
+        ours = model(x)
+        expected = theirs(model.block("preprocess")(x))
         assert torch.equal(ours, expected)
         labels = torch.tensor([1, 4])
         F.cross_entropy(ours, labels).backward()
@@ -178,7 +184,8 @@ def test_each_call_of_one_layer_has_a_mask_of_its_own():
         for layer in repeated.values():
             one, other = (masks[path.name] for path in layer.paths)
             assert not torch.equal(one, other)
-            name, rate = layer.paths[0].name, layer.paths[0].rate
+            name = layer.paths[0].name
+            rate = layer.paths[0].rate
             assert torch.equal(one, model.draws.keep_mask(name, rate, 64, first) != 0)
             assert "drop_path" in name and not name[-1].isdigit()
         next(iter(repeated.values()))(torch.ones(64, 1))

@@ -13,7 +13,9 @@ from optim.lars_formula import Hyperparameters
 from optim.weight_state import WeightState
 from recipe.config import Optimizer
 
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+HALF = torch.float16
+BRAIN = torch.bfloat16
+SINGLE = torch.float32
 SHAPES = {"conv.weight": (6, 3, 3, 3), "norm.weight": (6,), "head.weight": (10, 6), "head.bias": (10,)}
 SKIPPED = ("norm.weight", "head.bias")
 # State, its rounding, and what is computed in. A float32 state on a CPU that computes in float32 is stepped in place.

@@ -16,7 +16,8 @@ def series(count, *shape, dtype=torch.float32):
 def test_the_average_is_the_weighted_mean_of_all_weights(decay, dtype):
     """Of two tensors, each by itself. The first weights are the first average exactly. Each step rounds once to
     float32, so 50 steps differ by at most 50 x 2^-24 of the largest value, some 1e-5."""
-    weights, others = series(50, 7, 3, dtype=dtype), series(50, 4)
+    weights = series(50, 7, 3, dtype=dtype)
+    others = series(50, 4)
     average = WeightAverage(decay, [weights[0], others[0]])
     for number, each in enumerate(zip(weights, others), 1):
         average.add(each)

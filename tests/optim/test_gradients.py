@@ -141,14 +141,16 @@ def test_any_power_of_two_of_replicas_gives_the_bits_of_one_and_errors_are_those
 
 
 def test_the_tree_is_the_documented_one():
-    a, b = random_leaves(7), random_leaves(6)
+    a = random_leaves(7)
+    b = random_leaves(6)
     assert torch.equal(tree_sum(a), ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + a[6]))
     assert torch.equal(tree_sum(b), ((b[0] + b[1]) + b[2]) + ((b[3] + b[4]) + b[5]))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 8, 23, 24, 31, 96])
 def test_buffers_are_few_and_serve_all_steps(count):
-    tree, seen = TreeSum(5, CPU), {}
+    tree = TreeSum(5, CPU)
+    seen = {}
     for step in range(3):
         tree.begin(count)
         for number in range(count):

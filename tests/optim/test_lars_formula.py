@@ -22,7 +22,8 @@ def drawn(seed, dtype=DOUBLE):
 
 def run(settings, rates):
     """The weights after updates by the reference, with gradients that depend on the weights."""
-    w, m = drawn(0), torch.zeros(5, 7, dtype=DOUBLE)
+    w = drawn(0)
+    m = torch.zeros(5, 7, dtype=DOUBLE)
     for step, lr in enumerate(rates):
         w, m, _ = lars_formula.updated(w, m, drawn(1 + step) + 0.2 * w, lr, settings)
     return w
@@ -85,8 +86,12 @@ def signs(count, seed):
     return torch.randint(0, 2, (count,), generator=generator).float() * 2 - 1
 
 
-MU, DECAY, COEFFICIENT, LR = 0.75, 0.25, 0.5, 0.5
-COUNT, AGREEING = 4096, 1536
+MU = 0.75
+DECAY = 0.25
+COEFFICIENT = 0.5
+LR = 0.5
+COUNT = 4096
+AGREEING = 1536
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
@@ -122,7 +127,8 @@ def test_where_norms_are_exact_the_fast_forms_take_its_steps_to_the_bit(form, co
         found = state.state_dict()
         for name in ["adapted", "bare"] if step == 0 else ["bare"]:
             after = lars_formula.updated(weights[name], momenta[name], gradients[name], LR, settings[name])
-            weights[name], momenta[name] = after.weight, after.momentum
+            weights[name] = after.weight
+            momenta[name] = after.momentum
             assert torch.equal(found["weights"][name], after.weight), (step, name)
             assert torch.equal(found["momentum_buffer"][name], after.momentum), (step, name)
         if step == 0:

@@ -17,7 +17,11 @@ from tests.tensors import assert_bitwise_equal
 # One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust ratio.
 SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50), "norm.weight": (64,)}
 EXEMPT = ("conv.bias", "norm.weight")
-MU, DECAY, COEFFICIENT, EPS, LR_SCALE = 0.9, 1e-3, 0.02, 1e-4, 2.0
+MU = 0.9
+DECAY = 1e-3
+COEFFICIENT = 0.02
+EPS = 1e-4
+LR_SCALE = 2.0
 KINDS = [(SINGLE, HALF), (HALF, HALF), (BRAIN, HALF), (SINGLE, SINGLE)]
 every_form = pytest.mark.parametrize("form", FORMS)
 every_kind = pytest.mark.parametrize(("compute", "dtype"), KINDS, ids=str)
@@ -48,7 +52,8 @@ def state_of(form="gradient", compute=SINGLE, dtype=SINGLE, rounding="stochastic
 
 def fill(state, seed, factor=1.0):
     """Gradients of each parameter, in the buffer; returns them in float64."""
-    generator, gradients = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    gradients = {}
     for name, view in zip(SHAPES, state.gradients.views):
         view.copy_(torch.randn(view.shape, generator=generator) * factor)
         gradients[name] = view.double().numpy()
@@ -80,11 +85,13 @@ def test_updates_are_those_of_the_formulas(form, clip_norm):
     weights = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
     momenta = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(5):
-        before, ratios = dict(weights), {}
+        before = dict(weights)
+        ratios = {}
         gradients = {name: each / 256 for name, each in fill(state, step, 256.0).items()}
         length = norm_of(gradients.values())
         assert length > 20  # it is clipped
-        lr, clip = 0.1 + 0.1 * step, 1.0 if clip_norm is None else 20 / length
+        lr = 0.1 + 0.1 * step
+        clip = 1.0 if clip_norm is None else 20 / length
         _, norms = state.update(step, lr, torch.tensor(256.0), True)
         given = {name: torch.tensor(each * clip).float() for name, each in gradients.items()}
         for name, other in others.items():
@@ -96,8 +103,16 @@ def test_updates_are_those_of_the_formulas(form, clip_norm):
         for name in SHAPES:
             adapt, scale = (False, LR_SCALE) if name in EXEMPT else (True, 1.0)
             weights[name], momenta[name], ratios[name] = lars_step(
-                *(form, weights[name], gradients[name] * clip, momenta[name], lr * scale),
-                *(DECAY * adapt, adapt, MU, COEFFICIENT, EPS),
+                form,
+                weights[name],
+                gradients[name] * clip,
+                m=momenta[name],
+                lr=lr * scale,
+                decay=DECAY * adapt,
+                adapt=adapt,
+                mu=MU,
+                eta=COEFFICIENT,
+                eps=EPS,
             )
             largest = max(largest, np.abs(weights[name]).max())
         for name, parameter in (*parameters.items(), *others.items()):
@@ -129,7 +144,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_under_a_mask(compute, dty
     state, parameters = state_of(compute=compute, dtype=dtype)
     state._update.host_may_read = False
     updated(state, 1)
-    before, weights = state.state_dict(), {name: each.detach().clone() for name, each in parameters.items()}
+    before = state.state_dict()
+    weights = {name: each.detach().clone() for name, each in parameters.items()}
     for wrong in (float("nan"), float("inf")):
         fill(state, 2)
         state.gradients.views[2][3, 4] = wrong
@@ -222,7 +238,8 @@ def test_the_norm_of_an_update_that_is_not_made_is_not_known(form):
 @pytest.mark.parametrize(("trust", "without_norm"), [("gradient", 1.0), ("momentum", 0.25)])
 def test_where_a_norm_is_zero_lars_by_itself_takes_the_documented_ratio(trust, without_norm, w, g, decay):
     """Powers of two and small integers: exact. With weight decay the second form has a direction without a gradient."""
-    weight, bare = nn.Parameter(torch.full((4,), w)), nn.Parameter(torch.ones(4))
+    weight = nn.Parameter(torch.full((4,), w))
+    bare = nn.Parameter(torch.ones(4))
     weight.grad = torch.full((4,), g)
     optimizer = LARS([weight, bare], lr=0.5, momentum=0.5, weight_decay=decay, trust_coefficient=0.25, trust=trust)
     optimizer.step()

@@ -36,7 +36,8 @@ def test_the_scale_after_a_history(start, dynamic, finite, expected):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_steps_left_out_are_counted_in_all_and_in_row(dynamic):
     """A step's result carries the counters; the steps after it do not change them."""
-    scale, given = LossScale(128.0, dynamic, CPU), []
+    scale = LossScale(128.0, dynamic, CPU)
+    given = []
     for finite in (False, False, True, False):
         after(scale, finite)
         given.append((scale.skipped, scale.skipped_in_row, scale.scale))
@@ -48,7 +49,8 @@ def test_steps_left_out_are_counted_in_all_and_in_row(dynamic):
 def test_a_loaded_scale_goes_on_where_the_saved_one_was():
     """What was saved is a copy."""
     original = after(LossScale(128.0, True, CPU), *[True] * 10, False, False, *[True] * 1990)
-    state, resumed = original.state_dict(), LossScale(1.0, True, CPU)
+    state = original.state_dict()
+    resumed = LossScale(1.0, True, CPU)
     before = [tensor.item() for tensor in state.values()]
     resumed.load_state_dict(state)
     for _ in range(15):

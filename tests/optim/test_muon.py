@@ -27,7 +27,9 @@ SHAPES = {
 MATRICES = ("wide", "tall", "square")
 OTHERS = tuple(name for name in SHAPES if name not in MATRICES)
 NUMBERS = {"momentum": 0.9, "ns_steps": 5}
-BETAS, EPS, DECAY = (0.8, 0.95), 1e-6, 0.05
+BETAS = (0.8, 0.95)
+EPS = 1e-6
+DECAY = 0.05
 
 
 def random_values(seed):
@@ -124,7 +126,8 @@ def test_steps_are_those_of_timm(nesterov, monkeypatch):
     theirs = pytest.importorskip("timm.optim.muon", reason="timm has Muon from 1.0.23 on")
     exact = functools.partial(theirs.zeropower_via_newtonschulz, dtype=torch.float64)
     monkeypatch.setattr(theirs, "zeropower_via_newtonschulz", exact)
-    ours, expected = parameters_of(), parameters_of()
+    ours = parameters_of()
+    expected = parameters_of()
     optimizer = muon_of(ours, nesterov=nesterov)
     common = {"lr": 0.0, "momentum": NUMBERS["momentum"], "betas": BETAS, "ns_coefficients": "original"}
     groups = [
@@ -143,7 +146,8 @@ def test_steps_are_those_of_timm(nesterov, monkeypatch):
 def test_steps_of_matrices_are_those_of_torch(nesterov, monkeypatch):
     """In float64, too: torch rounds the products to bfloat16. It takes matrices only."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    ours, expected = parameters_of(), parameters_of()
+    ours = parameters_of()
+    expected = parameters_of()
     matrices = {name: nn.Parameter(expected[name].detach().flatten(1)) for name in MATRICES}
     options = {"momentum": NUMBERS["momentum"], "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
     reference = torch.optim.Muon(matrices.values(), lr=0.0, nesterov=nesterov, **options)
@@ -163,7 +167,8 @@ def test_steps_of_matrices_are_those_of_torch(nesterov, monkeypatch):
 
 def test_all_other_parameters_take_the_steps_of_adamw_at_their_own_rate():
     """Bitwise, in float32: torch's own function. Only skipped parameters have no weight decay."""
-    ours, expected = parameters_of(torch.float32), parameters_of(torch.float32)
+    ours = parameters_of(torch.float32)
+    expected = parameters_of(torch.float32)
     groups = [
         {"params": [expected["bias"]], "weight_decay": 0.0, "scale": 0.25},
         {"params": [expected[name] for name in ("first", "last")], "scale": 0.25},
@@ -195,9 +200,11 @@ def test_each_group_of_a_convolution_is_a_matrix_of_its_own():
     """As if each were a weight of its own, bitwise. All rows together would be another step."""
     weight = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     gradient = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(1))
-    whole, stacked = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    whole = nn.Parameter(weight.clone())
+    stacked = nn.Parameter(weight.clone())
     parts = {str(number): nn.Parameter(part.clone()) for number, part in enumerate(weight.chunk(2))}
-    whole.grad, stacked.grad = gradient.clone(), gradient.clone()
+    whole.grad = gradient.clone()
+    stacked.grad = gradient.clone()
     for part, own in zip(parts.values(), gradient.chunk(2)):
         part.grad = own.clone()
     for named, groups in (({"weight": whole}, 2), ({"weight": stacked}, 1), (parts, 1)):

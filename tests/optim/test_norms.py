@@ -13,7 +13,9 @@ from tests.optim import states, test_replica_update
 from tests.optim.states import SINGLE, lars_step
 
 SHAPES = {"conv.weight": (30, 7, 3), "head.weight": (64,), "zero": (5,)}
-MU, COEFFICIENT, LR = 0.9, 0.02, 0.5
+MU = 0.9
+COEFFICIENT = 0.02
+LR = 0.5
 # Squares of the first two overflow, of the last two underflow; of 1e-21 they are subnormal, with a few bits.
 # NumPy's warning, in Triton's interpreter.
 overflows = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -97,7 +99,8 @@ def test_lars_steps_by_norms_that_float32_squares_would_spoil(state_of, trust, s
 @every_form
 @pytest.mark.parametrize("size", [3e19, 1e-25])
 def test_lars_by_itself_takes_such_norms_too(trust, size):
-    weights, gradients = values_of(0, 1.0), values_of(1, size)
+    weights = values_of(0, 1.0)
+    gradients = values_of(1, size)
     parameters = {name: nn.Parameter(each.clone()) for name, each in weights.items()}
     optimizer = LARS(parameters.values(), lr=LR, momentum=MU, trust_coefficient=COEFFICIENT, trust=trust)
     for name, parameter in parameters.items():
@@ -114,7 +117,8 @@ def test_lars_by_itself_takes_such_norms_too(trust, size):
 @pytest.mark.parametrize("size", [1e-25, 1e19, 3e19])
 def test_weights_of_such_sizes_have_their_norms(state_of, size):
     """The ratio of a weight's norm to that of a gradient of another size."""
-    weights, gradients = values_of(0, size), values_of(1, 1.0)
+    weights = values_of(0, size)
+    gradients = values_of(1, 1.0)
     state = state_of("gradient", weights)
     for view, gradient in zip(state.gradients.views, gradients.values()):
         view.copy_(gradient)
@@ -158,8 +162,12 @@ def test_gradients_of_such_sizes_are_clipped_to_the_limit(name, size):
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        *(("lars", 3e19), ("lars by momentum", 3e19), ("lars, clipped", 3e19), ("sgd, clipped", 3e19)),
-        *(("lars", 1e-25), ("lars by momentum", 1e-25)),
+        ("lars", 3e19),
+        ("lars by momentum", 3e19),
+        ("lars, clipped", 3e19),
+        ("sgd, clipped", 3e19),
+        ("lars", 1e-25),
+        ("lars by momentum", 1e-25),
     ],
 )
 def test_a_replica_that_makes_its_own_update_has_such_norms(kind, size):

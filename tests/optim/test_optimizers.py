@@ -29,11 +29,13 @@ def library_optimizer(section, parameters, foreach):
     """As its authors' users make it."""
     usual = [parameter for name, parameter in parameters.items() if name not in SKIPPED]
     groups = [{"params": usual}, {"params": [parameters[name] for name in SKIPPED], "weight_decay": 0.0}]
-    kind, options = section["name"], {key: value for key, value in section.items() if key != "name"}
+    kind = section["name"]
+    options = {key: value for key, value in section.items() if key != "name"}
     if kind in ("lamb", "adamw"):
         options["betas"] = options.pop("beta1"), options.pop("beta2")
     if kind == "lamb":
-        groups[0]["always_adapt"], options["max_grad_norm"] = True, None
+        groups[0]["always_adapt"] = True
+        options["max_grad_norm"] = None
     kinds = {"sgd": torch.optim.SGD, "rmsprop": timm.optim.RMSpropTF, "lamb": timm.optim.Lamb}
     optimizer = kinds.get(kind, torch.optim.AdamW)(groups, lr=0.0, **options)
     for group in optimizer.param_groups:
@@ -46,7 +48,8 @@ def library_optimizer(section, parameters, foreach):
 def test_in_float32_a_control_takes_the_steps_of_the_library_bitwise(section, foreach):
     """The same operations in the same order, although the library starts its own state. The norm is that of the
     gradients that came, whatever the optimizer leaves in them: of float32 sums, to a few 2**-24."""
-    parameters, others = states.module_parameters(), states.module_parameters()
+    parameters = states.module_parameters()
+    others = states.module_parameters()
     state = weight_state(parameters, section, torch.float32, foreach=foreach)
     optimizer = library_optimizer(section, others, foreach)
     for step in range(STEPS):
@@ -162,8 +165,12 @@ MULTIPLIED = {  # scales of several dimensions
 }
 # Their scales are in layers that the fast ones have, or have one dimension as theirs.
 ALIKE = (
-    *("convnext_atto", "eva02_tiny_patch14_224", "caformer_s18"),
-    *("xcit_nano_12_p16_224", "cait_xxs24_224", "iformer_h"),
+    "convnext_atto",
+    "eva02_tiny_patch14_224",
+    "caformer_s18",
+    "xcit_nano_12_p16_224",
+    "cait_xxs24_224",
+    "iformer_h",
 )
 
 
@@ -171,8 +178,13 @@ ALIKE = (
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("convnextv2_atto", "beit_base_patch16_224", "inception_next_atto"),
-        *("resmlp_12_224", "fastvit_t8", "swiftformer_xs", "iformer_t"),
+        "convnextv2_atto",
+        "beit_base_patch16_224",
+        "inception_next_atto",
+        "resmlp_12_224",
+        "fastvit_t8",
+        "swiftformer_xs",
+        "iformer_t",
         *(pytest.param(architecture, marks=pytest.mark.slow) for architecture in ALIKE),
     ],
 )
@@ -232,8 +244,15 @@ def test_the_defaults_take_the_published_steps():
             parameter.grad = torch.from_numpy(g)
             adapt = name in ("stem.weight", "block.biased.weight", "bias.weight", "a.unbias", "block.table_bias")
             expected[name], momentum[name], _ = lars_step(
-                *("gradient", expected[name], g.astype(np.float64), momentum[name], lr),
-                *(2.5e-6, adapt, 0.885, 0.001),
+                "gradient",
+                expected[name],
+                g.astype(np.float64),
+                m=momentum[name],
+                lr=lr,
+                decay=2.5e-6,
+                adapt=adapt,
+                mu=0.885,
+                eta=0.001,
             )
             groups[name]["lr"] = lr
         optimizer.step()

@@ -13,7 +13,9 @@ from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
 SHAPES = {"conv.weight": (24, 16, 3, 3), "conv.bias": (24,), "norm.weight": (24,), "head.weight": (10, 24)}
-STEPS, DIVISOR, LR = 5, 256.0, 0.5
+STEPS = 5
+DIVISOR = 256.0
+LR = 0.5
 LARS = {"name": "lars", "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02}
 OPTIMIZERS = {
     "lars": LARS,
@@ -108,13 +110,16 @@ def test_a_replica_alone_makes_the_optimizers_steps(kind):
 def test_the_parts_of_all_replicas_add_up_to_the_update_of_one(kind, replicas):
     """With so many buckets norms are exact to 1 % each; without a norm to rounding. Without the others' part, and with
     its own norms, a replica alone would be half off and more."""
-    made, alone = threads.run(replicas, together, kind, 4099), of_the_mean(kind, replicas)
-    found, expected = sum(replica.residual for replica in made), alone.residual
+    made = threads.run(replicas, together, kind, 4099)
+    alone = of_the_mean(kind, replicas)
+    found = sum(replica.residual for replica in made)
+    expected = alone.residual
     assert (found - expected).norm() < (1e-6 if kind in ("sgd", "sgd, Nesterov") else 0.05) * expected.norm()
 
 
 def test_all_replicas_take_the_same_ratios_near_those_of_the_mean_gradient():
-    made, alone = threads.run(4, together, "lars"), of_the_mean("lars", 4)
+    made = threads.run(4, together, "lars")
+    alone = of_the_mean("lars", 4)
     ratios = [replica.update._ratio for replica in made]
     assert all(torch.equal(each, ratios[0]) for each in ratios)
     assert ratios[0][1:3].tolist() == [1, 1], "those of vectors that are skipped"
@@ -143,7 +148,8 @@ def test_norms_are_those_of_the_mean_gradient(kind):
 
 # The sketch.
 
-CPU, BUCKETS = torch.device("cpu"), 61
+CPU = torch.device("cpu")
+BUCKETS = 61
 
 
 def norms(vectors, buckets=BUCKETS):
@@ -229,7 +235,8 @@ def test_momentum_makes_up_for_what_waiting_lacks(kind, full, density, waits):
         replica(none if step else first, density=density)
         moved.append(replica.residual.double())
         replica.residual = torch.zeros_like(replica.residual)
-    total, by_steps = sum(moved), sum(step * each for step, each in enumerate(moved))
+    total = sum(moved)
+    by_steps = sum(step * each for step, each in enumerate(moved))
     for name, all_of_it, by_step in zip(SHAPES, *map(replica.weights._layout.views, (total, by_steps))):
         expected = full if name == "conv.bias" else max(0, full - waits)
         torch.testing.assert_close(by_step, expected * all_of_it, rtol=1e-5, atol=1e-9)

@@ -16,13 +16,30 @@ from recipe.randomness import MASK32, bits32, key, mix32
 from tests.optim.states import INSTRUCTIONS, compile_for
 
 CPU = torch.device("cpu")
-KEEP, LEAVE = torch.tensor(True), torch.tensor(False)
+KEEP = torch.tensor(True)
+LEAVE = torch.tensor(False)
 # One or more of every kind: normals, around powers of two, at both ends; subnormals; below all of them.
 VALUES = [
-    *(1.0003, 3.14159, 0.1, 1234.567, 4097.3, 7.0e-5),
-    *(2.0 - 2.0**-12, 2.0 + 2.0**-11, 2.0**-14 * (1 + 2.0**-12), 2.0**-14 * (1 - 2.0**-13)),
-    *(65503.9, 65480.0, 32769.5),
-    *(2.0**-15 * 1.00037, 2.0**-20 * 1.3, 2.0**-24 * 1.5, 2.0**-24 * 0.7, 2.0**-25, 2.0**-28 * 1.7, 2.0**-30),
+    1.0003,
+    3.14159,
+    0.1,
+    1234.567,
+    4097.3,
+    7.0e-5,
+    2.0 - 2.0**-12,
+    2.0 + 2.0**-11,
+    2.0**-14 * (1 + 2.0**-12),
+    2.0**-14 * (1 - 2.0**-13),
+    65503.9,
+    65480.0,
+    32769.5,
+    2.0**-15 * 1.00037,
+    2.0**-20 * 1.3,
+    2.0**-24 * 1.5,
+    2.0**-24 * 0.7,
+    2.0**-25,
+    2.0**-28 * 1.7,
+    2.0**-30,
 ]
 VALUES = np.array([sign * value for value in VALUES for sign in (1, -1)], np.float32)
 
@@ -34,7 +51,8 @@ def in_rows(values):
 
 
 def rounded(source, seed=0, step=0, slot="weight", name="stem.weight"):
-    count, source = len(source), in_rows(source)
+    count = len(source)
+    source = in_rows(source)
     before = source.clone().view(torch.int32)
     out = torch.full(source.shape, 7.0, dtype=torch.float16)
     bits = RoundingBits({name: (0, count)}, len(source), seed, CPU)
@@ -92,7 +110,8 @@ def test_what_float16_can_represent_is_kept_bit_for_bit():
 def test_over_all_noise_the_mean_is_the_value():
     """That of a subnormal result is the value rounded to a multiple of 2**-37, as the docstring says. Float64 holds all
     of these numbers and their sum."""
-    noise, values = torch.arange(2**13, dtype=torch.int32), VALUES.astype(np.float64)
+    noise = torch.arange(2**13, dtype=torch.int32)
+    values = VALUES.astype(np.float64)
     found = rounding.rounded(torch.from_numpy(VALUES)[:, None].repeat(1, 2**13), noise).double().numpy()
     exact = np.where(np.abs(values) >= 2.0**-14, values, np.round(values * 2.0**37) / 2.0**37)
     np.testing.assert_array_equal(found.mean(1), exact)
@@ -110,7 +129,9 @@ def test_beyond_the_largest_float16_it_saturates_and_nan_stays():
 
 
 def test_the_bits_are_those_of_the_documented_key():
-    seed, step, name = 2**62 + 5, 72799, "blocks.3.0.conv_dw.weight"
+    seed = 2**62 + 5
+    step = 72799
+    name = "blocks.3.0.conv_dw.weight"
     numbers = np.arange(10_000, dtype=np.uint64)
     for slots, words in ((("weight", "momentum_buffer"), ()), (("mean",), ("mean",))):
         draw = key("rounding", seed, step, *words) & ~MASK32 | key("rounding", name) & MASK32
@@ -241,7 +262,8 @@ def test_nothing_waits_for_another_device():
     """On tensors without values, as those that a device has not computed yet, reading one raises."""
     with FakeTensorMode():
         gpu = torch.device("cuda")
-        source, out = torch.zeros(ROW, device=gpu), torch.zeros(ROW, dtype=torch.float16, device=gpu)
+        source = torch.zeros(ROW, device=gpu)
+        out = torch.zeros(ROW, dtype=torch.float16, device=gpu)
         keep = torch.ones((), dtype=torch.bool, device=gpu)
         round_stochastically(source, RoundingBits({"a": (0, 50)}, ROW, 0, gpu), 0, "weight", out=out, keep=keep)
         with pytest.raises(Exception, match="_local_scalar_dense"):
@@ -252,7 +274,8 @@ def test_nothing_waits_for_another_device():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_rounds_as_the_cpu_does():
     source = in_rows(floats_of_all_kinds()).numpy()
-    gpu, length = torch.device("cuda"), len(source)
+    gpu = torch.device("cuda")
+    length = len(source)
     out = torch.full((length,), 7.0, dtype=torch.float16, device=gpu)
     bits = RoundingBits({"stem.weight": (0, length)}, length, 0, gpu)
     round_stochastically(torch.from_numpy(source).to(gpu), bits, 3, "weight", out=out, keep=LEAVE.to(gpu))

@@ -47,7 +47,8 @@ def test_rounding_to_nearest_gives_the_half_of_the_float32_update(section):
     """Bitwise, for one update from the same state; slots that need float32 (the square of 2e-4 is 4e-8, and float16
     has nothing between 0 and 6e-8) are not rounded. Norms are those from before the rounding, against float64: the
     update's, a difference of float32 weights, errs by 2**-24 of a weight."""
-    results, norms = [], []
+    results = []
+    norms = []
     for dtype in (HALF, SINGLE):
         parameters = states.module_parameters()
         state = weight_state(parameters, section, dtype, "nearest")
@@ -97,10 +98,12 @@ def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(section, dt
 @some_pairs
 def test_a_gradient_that_is_not_finite_changes_nothing(section, dtype, rounding, compute):
     """Bitwise, one element of one parameter; and the next step is as if there had been none before it."""
-    parameters, undisturbed = states.module_parameters(compute), states.module_parameters(compute)
+    parameters = states.module_parameters(compute)
+    undisturbed = states.module_parameters(compute)
     state, other = (weight_state(named, section, dtype, rounding) for named in (parameters, undisturbed))
     take_step(state, parameters, 3)
-    before, working = state.state_dict(), flattened(parameters)
+    before = state.state_dict()
+    working = flattened(parameters)
     for bad in (torch.inf, -torch.inf, torch.nan):
         gradients = random_values(2)
         gradients["head.bias"][-1] = bad
@@ -160,7 +163,8 @@ def test_updates_too_small_for_nearest_rounding_add_up():
     1/64, in all 4 or less; the mean over 1,024 weights then has a standard deviation of 2/32, tolerated 5 times."""
     spacing = 2.0**-10
     parameters = {"bias": nn.Parameter(torch.full((1024,), 1.5))}
-    state, gradients = plain(parameters), {"bias": torch.full((1024,), spacing / 64)}
+    state = plain(parameters)
+    gradients = {"bias": torch.full((1024,), spacing / 64)}
     for step in range(256):
         take_step(state, parameters, step, gradients=gradients, lr=1.0)
     moved = (1.5 - state.state_dict()["weights"]["bias"].double().mean().item()) / spacing

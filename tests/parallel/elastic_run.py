@@ -33,9 +33,14 @@ class Rank(threading.Thread):
 
     def __init__(self, run, rank, life):
         super().__init__(daemon=True)
-        self.run_, self.rank, self.life = run, rank, life
-        self.pid, self.code = next(self._numbers), None
-        self.phase, self.step, self.rounds = "", None, 0
+        self.run_ = run
+        self.rank = rank
+        self.life = life
+        self.pid = next(self._numbers)
+        self.code = None
+        self.phase = ""
+        self.step = None
+        self.rounds = 0
         self.listens = self.told = self.is_held = False
 
     def poll(self):
@@ -152,9 +157,15 @@ class Run:
     replicas that wait. saved: the step of the last checkpoint."""
 
     def __init__(self, patch, replicas=3, total=10**6, held=(), minimum=1):
-        self.replicas, self.total, self.minimum = replicas, total, minimum
-        self.store, self.values, self.held = Shared(), {}, set(held)
-        self.saved, self.takes_in, self.lives = None, True, []
+        self.replicas = replicas
+        self.total = total
+        self.minimum = minimum
+        self.store = Shared()
+        self.values = {}
+        self.held = set(held)
+        self.saved = None
+        self.takes_in = True
+        self.lives = []
         patch.setattr("torch.distributed.TCPStore", lambda *_, **__: self.store)
         patch.setattr("os.killpg", self._kill)
         patch.setattr(agent.signal, "signal", lambda *_: None)
@@ -169,7 +180,8 @@ class Run:
             (generations, "_POLL_SECONDS", 0.002),
         ):
             patch.setattr(module, name, seconds)
-        self.every, self.ranks = {}, {}
+        self.every = {}
+        self.ranks = {}
         for rank in range(replicas):
             self.start(rank, 0)
         self.signals = agent.Signals()

@@ -7,7 +7,9 @@ class Shared:
     """A store in this process, which threads share; a thread in `broken` is cut off from it."""
 
     def __init__(self):
-        self.values, self.lock, self.broken = {}, threading.Lock(), set()
+        self.values = {}
+        self.lock = threading.Lock()
+        self.broken = set()
 
     def _reached(self):
         if threading.current_thread() in self.broken:

@@ -12,8 +12,13 @@ from parallel import agent
 from parallel.board import Outcome
 
 HOST = socket.gethostname()
-KILLED, TERMINATED, ASKED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR1
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+KILLED = -signal.SIGKILL
+TERMINATED = -signal.SIGTERM
+ASKED = -signal.SIGUSR1
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75
 
 
 class Process:

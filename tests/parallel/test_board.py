@@ -65,7 +65,8 @@ def test_another_launcher_of_a_silent_host_has_returned_if_the_run_had_begun(mas
         written(master.place, "another host", 2)
         wait_until(lambda: 2 in master.read(0))
     wait_until(lambda: 1 in master.read(0))
-    master.succeeded, first.gone = 0.0, True  # which ends its questions
+    master.succeeded = 0.0
+    first.gone = True  # which ends its questions
     second = written(master.place, "second")
     wait_until(lambda: second.read(0).get(1, {}).get("who") == second.who)
     assert second.read(0)[1] == {"who": second.who, "shape": "second", "returned": begun}
@@ -80,7 +81,8 @@ def test_without_the_secret_nothing_is_written_or_read(master):
 
 def signed(challenge, **changes):
     """A message of host 1 to a master that has given this challenge."""
-    sent, message = [], {"host": 1, "attempt": 0, "challenge": "x", "entries": {"who": "1", "end": ENDED}, **changes}
+    sent = []
+    message = {"host": 1, "attempt": 0, "challenge": "x", "entries": {"who": "1", "end": ENDED}, **changes}
     _send(SimpleNamespace(sendall=sent.append), SECRET.encode(), challenge + b"ask", message)
     return sent[0]
 
@@ -88,9 +90,20 @@ def signed(challenge, **changes):
 @pytest.mark.parametrize(
     "words",
     [
-        *(b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"0" * (1 << 17), bytes(64) + b"{}\n"),
+        b"",
+        b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 100,
+        b"0" * (1 << 17),
+        bytes(64) + b"{}\n",
         signed(bytes(16)),  # overheard: of another challenge
-        *({"host": 0}, {"host": 3}, {"host": True}, {"attempt": 2}, {"attempt": -1}, {"entries": []}, {"more": 1}),
+        {"host": 0},
+        {"host": 3},
+        {"host": True},
+        {"attempt": 2},
+        {"attempt": -1},
+        {"entries": []},
+        {"more": 1},
         {"entries": {"who": "1", "shape": ["a"]}},
     ],
     ids=str,
@@ -112,7 +125,8 @@ def test_what_is_no_message_changes_nothing(master, words):
 
 def answer_once(server):
     """Be the master for one question."""
-    challenge, key = bytes(16), SECRET.encode()
+    challenge = bytes(16)
+    key = SECRET.encode()
     with server.accept()[0] as connection:
         connection.sendall(challenge)
         question = json.loads(_receive(connection.makefile("rb"), key, challenge + b"ask", 1 << 16))
@@ -163,8 +177,16 @@ def test_somebody_in_the_place_of_the_master_is_not_believed():
     [
         *({"end": {**ENDED, "code": code}} for code in (0, True, False, 3, [1], "0", None)),
         *({"end": {**ENDED, **changes}} for changes in ({"line": "x" * 1001}, {"more": 1}, {"last": 1})),
-        *({"end": "0"}, {"port": 0}, {"port": 65536}, {"port": "80"}, {"shape": ["a"]}, {"shape": "x" * 1001}),
-        *({"read": 1}, {"unknown": "x"}, {"who": 1}, {"who": None}),
+        {"end": "0"},
+        {"port": 0},
+        {"port": 65536},
+        {"port": "80"},
+        {"shape": ["a"]},
+        {"shape": "x" * 1001},
+        {"read": 1},
+        {"unknown": "x"},
+        {"who": 1},
+        {"who": None},
     ],
     ids=str,
 )
@@ -181,7 +203,8 @@ def test_a_message_does_not_steer_the_terminal():
 
 @pytest.mark.parametrize("this", [0, 1])
 def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch, this):
-    answered, signals = threading.Event(), SimpleNamespace(stopping=False, hurry=False)
+    answered = threading.Event()
+    signals = SimpleNamespace(stopping=False, hurry=False)
 
     def slow(*names, **options):
         answered.wait(60)
@@ -206,7 +229,8 @@ def test_what_is_no_name_is_reported(monkeypatch, name, fault):
 
 @pytest.mark.parametrize("first", [OSError("not known"), "192.0.2.77"])  # of an earlier host of the name
 def test_a_name_that_a_name_server_learns_late_is_waited_for(monkeypatch, first):
-    answers, resolve = [first, "127.0.0.1"], socket.getaddrinfo
+    answers = [first, "127.0.0.1"]
+    resolve = socket.getaddrinfo
 
     def late(name, *place, **options):
         if name != "pod-0.example":  # of another test's board
@@ -234,7 +258,8 @@ class Launchers:
     """Launchers of one run, each with signals of its own, that gather in threads."""
 
     def __init__(self, number):
-        self.number, self.place = number, ("127.0.0.1", _free_port())
+        self.number = number
+        self.place = ("127.0.0.1", _free_port())
 
     def start(self, this, attempt=0):
         signals = SimpleNamespace(stopping=False, hurry=False)
@@ -266,7 +291,8 @@ def end(launcher):
 def test_a_launcher_that_was_stopped_while_it_waited_is_followed_by_its_successor():
     """The others did not count on it meanwhile, nor took its successor for a host with a wrong number."""
     run = Launchers(3)
-    master, first = run.start(0), run.start(1)
+    master = run.start(0)
+    first = run.start(1)
     board = master.others._board
     wait_until(lambda: 1 in board.read(0))
     first.signals.stopping = True
@@ -282,7 +308,8 @@ def test_a_launcher_that_was_stopped_while_it_waited_is_followed_by_its_successo
 def killed_while_it_waited(monkeypatch):
     """The launchers of three hosts, of which the second has died, and the first's. The third has not come."""
     run = Launchers(3)
-    master, first = run.start(0), run.start(1)
+    master = run.start(0)
+    first = run.start(1)
     wait_until(lambda: 1 in master.others._board.read(0))
     first.others._board.gone = True  # which ends its questions
     monkeypatch.setattr(boards, "_WAITING_SECONDS", 0.1)
@@ -314,7 +341,8 @@ def test_a_launcher_that_was_killed_while_it_waited_has_not_come(monkeypatch):
 
 def test_the_launchers_that_wait_end_with_a_master_that_is_stopped():
     run = Launchers(3)
-    master, other = run.start(0), run.start(1)
+    master = run.start(0)
+    other = run.start(1)
     wait_until(lambda: other.others._board.address and 1 in master.others._board.read(0))
     master.signals.stopping = True
     assert isinstance(end(other), Stopped) and isinstance(end(master), Stopped)
@@ -338,7 +366,8 @@ def test_a_master_that_is_stopped_between_two_attempts_ends_those_that_wait_in_t
 def test_a_launcher_that_comes_anew_begins_with_the_attempt_that_the_master_has_come_to():
     """The place of the ranks' store in an earlier one is gone."""
     run = Launchers(2)
-    master, first = run.start(0), run.start(1)
+    master = run.start(0)
+    first = run.start(1)
     assert end(first) == end(master)
     first.others._board.gone = True
     run.gather(master, attempt=1)

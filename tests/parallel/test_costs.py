@@ -17,7 +17,8 @@ from tests.conftest import ROOT
 # and seconds for each float32.
 PUBLISHED = Link(0.436e-3, 3.6e-5 * 1e-3 / 4)
 SIMPLE = Link(1.0, 0.25)
-BYTES, LATENCY = Link(0.0, 1e-9), Link(1e-3, 0.0)
+BYTES = Link(0.0, 1e-9)
+LATENCY = Link(1e-3, 0.0)
 
 
 def seconds(name, link=SIMPLE, replicas=8, elements=10**6):
@@ -59,7 +60,8 @@ def test_published_milliseconds(replicas, dense, gtopk):
 
 def test_local_steps_and_half_cost_a_share_of_a_dense_exchange():
     """The mean over eight updates. Half: in as many messages."""
-    local, dense = exchange.of(Exchange(method="local")), exchange.named("dense")
+    local = exchange.of(Exchange(method="local"))
+    dense = exchange.named("dense")
     for levels in ([(8, BYTES)], [(4, BYTES), (2, BYTES)]):
         found, expected = (each.seconds_over(levels, 8, Gradient(10**6), 4) for each in (local, dense))
         assert found == pytest.approx(expected / 8)
@@ -69,7 +71,8 @@ def test_local_steps_and_half_cost_a_share_of_a_dense_exchange():
 
 def test_sketches_of_updates_go_around_a_ring_beside_the_messages():
     """61 float32 numbers of each of 10 layers; none where gradients are compressed."""
-    gradient, link = Gradient(10**6, layers=10), Link(1e-3, 1e-6)
+    gradient = Gradient(10**6, layers=10)
+    link = Link(1e-3, 1e-6)
     update, plain = (
         exchange.of(Exchange(method="topk", compress=compress)).seconds(link, 4, gradient)
         for compress in ("update", "gradient")
@@ -87,7 +90,8 @@ def test_the_table_of_the_docs_is_that_of_the_formulae():
     """docs/exchange.md, EfficientNet-B4 G16: 19,328,168 parameters, 161 of more than one dimension."""
     text = (ROOT / "docs" / "exchange.md").read_text()
     table = text.partition("32 replicas: MB | ms |")[2].partition("\n\n")[0]
-    gradient, link = Gradient(19_328_168, 0, 161), Link(5e-5, 8e-9)
+    gradient = Gradient(19_328_168, 0, 161)
+    link = Link(5e-5, 8e-9)
     rows = [line.split(" | ") for line in table.splitlines()][2:]
     for name, *figures in rows:
         method, *keys = re.findall("`(.*?)`", name)

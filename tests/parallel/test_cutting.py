@@ -72,7 +72,8 @@ class Communicator:
 
 
 def test_communicators_of_nccl_are_aborted_together_and_groups_of_gloo_are_left(monkeypatch):
-    meet, groups = threading.Barrier(3), [Mock(spec=ProcessGroup) for _ in range(3)]
+    meet = threading.Barrier(3)
+    groups = [Mock(spec=ProcessGroup) for _ in range(3)]
     groups[0]._get_backend.side_effect = RuntimeError("no backend for cuda")
     for group in groups[1:]:
         group._get_backend.return_value = Communicator(meet)

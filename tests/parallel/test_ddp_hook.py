@@ -31,7 +31,8 @@ def gradients(rank, size, hooks):
         made = SparseState(**hook or {"density": 1.0})
         if hook is not None:
             model.register_comm_hook(made, sparse_hook)
-        found, own = [], 0.0
+        found = []
+        own = 0.0
         for step in range(STEPS):
             images = torch.randn(8, 200, generator=torch.Generator().manual_seed(10 * step + rank))
             own += flat(torch.autograd.grad(module(images).square().sum(), list(module.parameters()))).double()

@@ -39,11 +39,15 @@ def test_what_is_open_is_closed_where_no_process_goes_on_and_given_up_at_once_wh
     called = []
     monkeypatch.setattr(elastic.ending, "leave", lambda *_: called.append("leave"))
     leaving = Elastic.__new__(Elastic)
-    leaving._given, leaving._minimum = Topology(2, 1, 0), 2
+    leaving._given = Topology(2, 1, 0)
+    leaving._minimum = 2
     leaving._membership = SimpleNamespace(
         member=Member(0, 0), end=Mock(), follow=Mock(side_effect=fault), close=lambda close: close()
     )
-    leaving._over, leaving._done, leaving._listener, leaving._cut = threading.Event(), Mock(), Mock(), Mock()
+    leaving._over = threading.Event()
+    leaving._done = Mock()
+    leaving._listener = Mock()
+    leaving._cut = Mock()
     leaving._over.set()
     leaving.regroup(lambda: False, before_end=lambda: called.append("close"))
     assert called == calls

@@ -233,7 +233,9 @@ class OtherHost:
         self.signals = agent.Signals()
         self.others = SimpleNamespace(finished=lambda: False, news=lambda: None, all_silent=lambda: False)
         check = functools.partial(agent._check_others, self.others, self.signals)
-        self.replacements = Replacements(ranks, ("", 0), 1, lambda rank, life: None, range(3, 3), check)
+        self.replacements = Replacements(
+            ranks, ("", 0), 1, start=lambda rank, life: None, numbers=range(3, 3), check=check
+        )
         self._watch = functools.partial(agent._watch, ranks, self.others, self.signals, lambda: self.replacements)
 
     def end(self):
@@ -285,7 +287,8 @@ KILLED = "ended at once by a second signal; the same command goes on from the la
 def test_a_store_that_never_answers_keeps_no_launcher_from_its_end(start, monkeypatch, struck, end):
     """The master's launcher is stopped, or the way to it is cut: torch's store waits for ever."""
     monkeypatch.setattr(replacements, "_PATIENCE_SECONDS", 0.01)
-    other, answered = OtherHost(start()), threading.Event()
+    other = OtherHost(start())
+    answered = threading.Event()
     stands_still = Shared()
     stands_still.check = lambda keys: answered.wait(60)
     other.replacements._generations._store = stands_still

@@ -55,7 +55,9 @@ def test_who_has_not_begun_or_says_that_it_is_alive_is_waited_for_longer():
 def test_a_replica_has_begun_once_one_of_its_processes_has_and_all_have_met_once_all_have():
     store = Shared()
     seen = Generations(store, stages=2)
-    processes = [Membership(store, member, stage, 2, 1, 1.0) for member in (A, B, C) for stage in (0, 1)]
+    processes = [
+        Membership(store, member, stage, stages=2, minimum=1, silence=1.0) for member in (A, B, C) for stage in (0, 1)
+    ]
     assert not seen.is_founded() and not seen.has_met()
     assert not seen.has_begun(A) and seen.has_begun(NEW)
     for each in processes[:3]:
@@ -70,7 +72,7 @@ def test_a_replica_has_begun_once_one_of_its_processes_has_and_all_have_met_once
 def test_the_first_generation_is_over_as_it_is_founded_if_a_member_is_lost_already():
     store = Shared()
     Generations(store, 1).bury(B)
-    one = Membership(store, A, 0, 1, 1, 1.0)
+    one = Membership(store, A, 0, stages=1, minimum=1, silence=1.0)
     one.found(3)
     assert one.is_over()
 
@@ -86,8 +88,9 @@ class Process(threading.Thread):
 
     def __init__(self, store, member, stage=0, stages=1, silence=2.0, delay=0.0):
         super().__init__(daemon=True)
-        self.membership = Membership(store, member, stage, stages, 1, silence)
-        self.delay, self.error = delay, None
+        self.membership = Membership(store, member, stage, stages=stages, minimum=1, silence=silence)
+        self.delay = delay
+        self.error = None
         self.stopping = lambda: False
         if not member.life:
             self.membership.found(3)
@@ -251,5 +254,5 @@ def test_all_lost_means_that_nobody_lives(store):
 
 
 def test_what_all_have_in_common_is_what_the_first_had(store):
-    one, other = (Membership(store, member, 0, 1, 1, 1.0) for member in (A, B))
+    one, other = (Membership(store, member, 0, stages=1, minimum=1, silence=1.0) for member in (A, B))
     assert one.common("code", "x") == "x" and other.common("code", "y") == "x"

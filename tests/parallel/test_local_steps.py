@@ -11,7 +11,8 @@ from recipe.exchange import Exchange
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
-LENGTH, EVERY = 12, 4
+LENGTH = 12
+EVERY = 4
 OUTER = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 
 
@@ -63,8 +64,10 @@ def trained(rank, size, steps, keys):
 def by_hand(size, steps, fragments=1, dense_steps=0, outer=None, delay=0, **_):
     """The same in float64: weights of each replica after each step."""
     weights = [torch.linspace(-1, 1, LENGTH).double() for _ in range(size)]
-    anchor, velocity = weights[0].clone(), torch.zeros(LENGTH).double()
-    found, history = [], {}
+    anchor = weights[0].clone()
+    velocity = torch.zeros(LENGTH).double()
+    found = []
+    history = {}
     for step in range(steps):
         own = [moved(rank, step).double() for rank in range(size)]
         if step < dense_steps:
@@ -90,8 +93,14 @@ def by_hand(size, steps, fragments=1, dense_steps=0, outer=None, delay=0, **_):
 
 
 CASES = [
-    *({}, {"fragments": 3}, {"dense_steps": 3}, {"delay": 1}, {"delay": 3, "fragments": 3, "dense_steps": 2}, OUTER),
-    *({**OUTER, "fragments": 4, "dense_steps": 2}, {**OUTER, "delay": 2, "fragments": 2}),
+    {},
+    {"fragments": 3},
+    {"dense_steps": 3},
+    {"delay": 1},
+    {"delay": 3, "fragments": 3, "dense_steps": 2},
+    OUTER,
+    {**OUTER, "fragments": 4, "dense_steps": 2},
+    {**OUTER, "delay": 2, "fragments": 2},
 ]
 
 

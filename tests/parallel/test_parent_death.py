@@ -85,9 +85,13 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, start, count
 def test_whatever_starts_processes_binds_them_to_itself():
     """Commands that end by themselves within moments need not be bound; torch watches those of data/workers.py."""
     others = {
-        *("training/run_folder.py", "parallel/hosts.py", "common/cpp_compiler.py", "data/workers.py"),
+        "training/run_folder.py",
+        "parallel/hosts.py",
+        "common/cpp_compiler.py",
+        "data/workers.py",
         "parallel/parent_death.py",  # where they are bound
-        *("benchmarks/networks.py", "benchmarks/faults/kinds.py"),
+        "benchmarks/networks.py",
+        "benchmarks/faults/kinds.py",
     }
     starts = re.compile(r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork")
     for room in (
@@ -103,7 +107,8 @@ def test_whatever_starts_processes_binds_them_to_itself():
         "training",
     ):
         for path in sorted((ROOT / room).rglob("*.py")):
-            text, name = path.read_text(), str(path.relative_to(ROOT))
+            text = path.read_text()
+            name = str(path.relative_to(ROOT))
             assert name in others or not starts.search(text) or "parallel.parent_death import" in text, name
 
 

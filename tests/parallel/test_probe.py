@@ -59,7 +59,8 @@ def test_a_single_rank_has_no_link(monkeypatch):
 def measured_slowly(rank, size, lates, per_byte):
     """The links, and how many messages this rank sent for each. Rank 1 is late, for which its neighbours wait, but not
     rank 3."""
-    transfer, found = bruck.transfer, []
+    transfer = bruck.transfer
+    found = []
     for late in lates:
         sent = []
 

@@ -27,7 +27,9 @@ def drawn(rank, step=0, length=LENGTH):
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 3000])
 def test_a_value_is_off_by_half_a_step_at_most(bits, count):
     """A step is the block's largest over 127 or 7, which the block's largest itself is a multiple of."""
-    code, values, most = Quantizer(bits), drawn(0, length=count), 2 ** (bits - 1) - 1
+    code = Quantizer(bits)
+    values = drawn(0, length=count)
+    most = 2 ** (bits - 1) - 1
     message = code.encode(values)
     assert message.dtype == torch.uint8 and len(message) == costs.quantized_bytes(count, bits)
     for block, other in zip(values.split(costs.BLOCK), code.decode(message, count).split(costs.BLOCK)):
@@ -45,7 +47,9 @@ def test_extremes_stay_finite(values):
 
 
 def summed(rank, size, bits, steps):
-    made, kept, totals = QuantizedSum("replicas" if size > 1 else None, bits), torch.zeros(LENGTH), []
+    made = QuantizedSum("replicas" if size > 1 else None, bits)
+    kept = torch.zeros(LENGTH)
+    totals = []
     for step in range(steps):
         totals.append(made(drawn(rank, step) + kept, kept))
     return torch.stack(totals), kept
@@ -76,7 +80,8 @@ def test_nothing_is_lost_and_all_have_the_same_bits(size, bits):
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 300])
 def test_a_sparse_message_is_as_long_as_predicted_and_loses_what_it_says(count, scale, wire):
     """A float16 is off by 2^-11 of itself or 2^-24 of the largest, which goes as one near 2^15."""
-    part, form = Sparse(torch.arange(count) * 3, drawn(1, length=count) * scale), Wire(wire)
+    part = Sparse(torch.arange(count) * 3, drawn(1, length=count) * scale)
+    form = Wire(wire)
     message, lost = form.pack(part)
     found = form.unpack(message, count)
     assert message.nbytes == 4 * form.words(count) == costs.message_bytes(count, wire)
@@ -101,7 +106,8 @@ def quantized_steps(rank, size, faulty):
         group=group,
         steps_per_epoch=None,
     )
-    exchange, found = QuantizedReduction(setup, 4), []
+    exchange = QuantizedReduction(setup, 4)
+    found = []
     for step in (0, 1, 2):
         if step == 1 and faulty is None:
             continue

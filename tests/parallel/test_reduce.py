@@ -53,7 +53,8 @@ def sums_of_random(rank, size):
     """For each of VARIANTS the sum of the replicas' gradients, twice the same."""
     results = []
     for variant in VARIANTS:
-        gradients, again = random_gradients(rank), random_gradients(rank)
+        gradients = random_gradients(rank)
+        again = random_gradients(rank)
         exchange = create(gradients, **variant)
         finish(exchange, gradients)
         finish(exchange, again)
@@ -109,7 +110,8 @@ def tree_sum(leaves):
 
 def tree_over_replicas(rank, size, leaves, divisions):
     """The sum under each division of the micro batches, which change from step to step."""
-    found, exchange = [], create(torch.zeros(leaves.shape[1]), order="tree")
+    found = []
+    exchange = create(torch.zeros(leaves.shape[1]), order="tree")
     for shares in divisions:
         sums = [tree_sum(leaves[each.start : each.stop]) for each in subtrees(shares[rank], len(leaves))]
         exchange.set_shares(shares, sums)
@@ -141,7 +143,8 @@ class Replica:
         first, *others = (nn.Linear(*sizes) for sizes in ((8, 16), (16, 16), (16, 4)))
         self.model = nn.Sequential(first, nn.Tanh(), others[0], nn.Tanh(), others[1])
         self.inputs = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1 + rank))
-        self.places, length = [], 0
+        self.places = []
+        length = 0
         for parameter in self.model.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
             self.places.append((length, parameter))
@@ -156,7 +159,9 @@ class Replica:
 
 def early_and_late(rank, size, section):
     """Own gradients, the sum sent late, that sent early, and how many were launched at what point of the early step."""
-    launched, points, replica = reduce.distributed.this.launched, [], Replica(rank)
+    launched = reduce.distributed.this.launched
+    points = []
+    replica = Replica(rank)
     next(replica.model.parameters()).register_hook(lambda gradient: points.append(len(launched)))
     exchange = create(replica.gradients, replica.places, **section)
 
@@ -193,7 +198,8 @@ def test_what_is_sent_early_is_what_is_sent_late(section, sent):
 
 def disarmed(rank, size, section):
     """Sums of a step, without and with a backward pass before it that is armed, but does not count."""
-    replica, found = Replica(rank), []
+    replica = Replica(rank)
+    found = []
     exchange = create(replica.gradients, replica.places, **section)
     for forgets in (False, True):
         replica.gradients.zero_()

@@ -17,7 +17,8 @@ def waiting(entries, elastic=True, silent=0.0):
     found = object.__new__(rendezvous.Others)
     found.hosts = SimpleNamespace(this=1, place="10.0.0.1")
     found._board = SimpleNamespace(who="this one", refused=False, gone=False, fault="", silent=lambda host: silent)
-    found._elastic, found.attempt = elastic, 0
+    found._elastic = elastic
+    found.attempt = 0
     found._entries = lambda: entries
     return found
 
@@ -73,8 +74,10 @@ def test_an_earlier_launcher_of_this_host_is_no_other_host_with_its_number(entri
 @pytest.mark.parametrize(("code", "is_limited"), [(0, False), (75, False), (1, True), (2, True)])
 def test_after_a_success_or_a_stop_the_ends_of_hosts_that_answer_are_waited_for_without_a_limit(code, is_limited):
     """One of them sends the run to its mirror: a launcher that left it would be made anew, and meet the old run."""
-    found, limits = waiting({1: {"who": "this one"}}), []
-    found.hosts.number, found._silence = 2, 300.0
+    found = waiting({1: {"who": "this one"}})
+    limits = []
+    found.hosts.number = 2
+    found._silence = 300.0
     found._board.write = lambda attempt, **news: None
     found._wait_for = lambda name, hosts, seconds: limits.append(seconds)
     assert found.agree_on_end(Outcome(code)).code == code

@@ -29,10 +29,14 @@ class Host:
     def __init__(self, monkeypatch):
         monkeypatch.setattr(replacements, "_LOOK_SECONDS", 0.0)
         monkeypatch.setattr(replacements, "_TOGETHER_SECONDS", 0.1)
-        self.ranks, self.lives = {}, []
+        self.ranks = {}
+        self.lives = []
         limit = timedelta(seconds=20)
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-        self.members = [Membership(self.store, Member(rank // 2, 0), rank % 2, 2, 1, 1.0) for rank in range(4)]
+        self.members = [
+            Membership(self.store, Member(rank // 2, 0), rank % 2, stages=2, minimum=1, silence=1.0)
+            for rank in range(4)
+        ]
         self.member = self.members[0]
         for rank in range(4):
             self.start(rank, 0)
@@ -203,7 +207,7 @@ def test_a_replica_that_is_refused_stays_away(host, capfd):
 def test_a_stopped_replica_that_was_left_out_is_killed(host):
     stopped = host.ranks[2]
     stopped.send_signal(signal.SIGSTOP)
-    stages = [Membership(host.store, Member(0, 0), stage, 2, 1, 1.0) for stage in (0, 1)]
+    stages = [Membership(host.store, Member(0, 0), stage, stages=2, minimum=1, silence=1.0) for stage in (0, 1)]
     for each in stages:
         each.catch_up()
         each._report("here")

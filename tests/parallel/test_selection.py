@@ -19,7 +19,8 @@ def in_order(values, numbers=None):
 
 def assert_largest(values, *counts):
     """Of each count, by both ways, and the values are only read."""
-    order, before = in_order(values), values.clone()
+    order = in_order(values)
+    before = values.clone()
     for k in counts:
         expected = np.sort(order[:k])
         for found in (largest(values, k), selection._largest_by_keys(values, k)):
@@ -90,7 +91,8 @@ def test_values_on_both_sides_of_a_chunk_s_border(length):
 @pytest.fixture
 def collected(monkeypatch):
     """How many values each pass over the memory has collected."""
-    counts, collect = [], selection._reaching
+    counts = []
+    collect = selection._reaching
 
     def counted(*args):
         found = collect(*args)
@@ -134,7 +136,8 @@ def test_ranked_of_a_message(kind, dtype):
 
     for length in (1, 2, 40):
         assert_ranked(KINDS[kind](length), numbers_of(length, 1000), *range(1, length + 1))
-    values, numbers = KINDS[kind](12_500), numbers_of(12_500, 1_000_000)
+    values = KINDS[kind](12_500)
+    numbers = numbers_of(12_500, 1_000_000)
     assert_ranked(values, numbers, 1, 6_250, 12_499, 12_500)
     assert_ranked(values, numbers.sort().values, 6_250)
 

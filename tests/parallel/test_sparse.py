@@ -10,7 +10,8 @@ from tests import world
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
-LENGTH, COUNT = 400, 30
+LENGTH = 400
+COUNT = 30
 GROUP = object()  # of all replicas
 WIRES = ("float32", "float16")
 CALLS = [(pattern, wire) for pattern in sparse.PATTERNS for wire in WIRES]
@@ -127,7 +128,8 @@ def test_ranks_that_send_by_gloo_get_the_same():
 
 def words_sent(rank, size, pattern, wire):
     """int32 words of each message that this rank sends."""
-    total, words = SparseSum(GROUP, pattern=pattern, wire=wire), []
+    total = SparseSum(GROUP, pattern=pattern, wire=wire)
+    words = []
     for name in ("_send", "_swap"):
         send = getattr(total, name)
         setattr(total, name, lambda message, *rest, send=send: (words.append(len(message)), send(message, *rest))[1])
@@ -149,7 +151,8 @@ def few_or_faulty(rank, size):
     few = Sparse(torch.arange(COUNT), torch.zeros(COUNT))
     few.values[rank] = 1.0 + rank
     faulty = vector(rank)
-    faulty.values[0], faulty.values[1] = float("nan"), float("inf")
+    faulty.values[0] = float("nan")
+    faulty.values[1] = float("inf")
     return [(summed(few, *call)[0], summed(faulty, *call)[2]) for call in CALLS]
 
 

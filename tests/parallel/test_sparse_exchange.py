@@ -17,7 +17,9 @@ from recipe.exchange import Exchange
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
-LENGTH, COUNT, STEPS = 300, 12, 4
+LENGTH = 300
+COUNT = 12
+STEPS = 4
 UNIT = 5000  # of the gradients' values, by which tolerances are multiplied
 
 
@@ -178,7 +180,8 @@ def test_by_the_published_rule_a_replica_keeps_what_it_sent_in_vain_and_the_rest
 def test_a_single_replica_is_the_definition_in_a_few_lines(momentum):
     """v = 0.9 v + g, or g; r = r + v; the largest of r are sent."""
     updates, states = run(1, {"pattern": "tree", "momentum": momentum})
-    velocity, residual = torch.zeros(LENGTH), torch.zeros(LENGTH)
+    velocity = torch.zeros(LENGTH)
+    residual = torch.zeros(LENGTH)
     for step, update in updates.items():
         velocity = 0.9 * velocity * momentum + gradient(0, step)
         residual = residual + velocity
@@ -194,10 +197,12 @@ def test_dense_steps_with_momentum_of_replicas_are_momentum_sgd():
     """Whole gradients: the update is the momentum of their sum. And what was kept before is sent along."""
     updates, states = run(2, {"density_warmup": [0.04], "density": 1.0, "momentum": True})
     velocity = torch.zeros(LENGTH)
-    total, expected = torch.zeros(LENGTH), torch.zeros(LENGTH)
+    total = torch.zeros(LENGTH)
+    expected = torch.zeros(LENGTH)
     for step, update in updates.items():
         velocity = 0.9 * velocity + gradient(0, step) + gradient(1, step)
-        total, expected = total + update, expected + velocity
+        total = total + update
+        expected = expected + velocity
         if step > 0:
             torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4 * UNIT)
         if step > 1:
@@ -232,7 +237,9 @@ def test_some_parameters_are_always_sent_whole(momentum):
 @pytest.mark.parametrize(
     "kind",
     [
-        *({}, {"density_warmup": [0.04, 0.04, 1.0]}, {"pattern": "dense"}),
+        {},
+        {"density_warmup": [0.04, 0.04, 1.0]},
+        {"pattern": "dense"},
         {"momentum": True, "places": [(0, (1, 20)), (20, (10,)), (30, (1, 270))]},
     ],
     ids=str,

@@ -10,7 +10,10 @@ from recipe.shares import even
 
 def followed(times, replicas, count=24, least=1):
     """The numbers of micro batches of the replicas after each of `times`, seconds a micro batch, and the lines."""
-    speeds, shares, counts, said = Speeds(least), even(count, replicas), [], []
+    speeds = Speeds(least)
+    shares = even(count, replicas)
+    counts = []
+    said = []
     for seconds in times:
         found, lines = speeds.follow(shares, seconds)
         shares = found or shares

@@ -67,7 +67,8 @@ class Threads:
     def _collective(self, name, messages, group, end, async_op):
         """Sends one of `messages` to each rank; on waiting calls end(those of all ranks, in their order)."""
         self.this.launched.append(name)
-        tag, own = (name, group), self.this.rank
+        tag = (name, group)
+        own = self.this.rank
         for rank, message in enumerate(messages):
             self.send(message, group, rank, tag)
 
@@ -100,7 +101,8 @@ def run(size, function, *arguments):
     threads = Threads(size)
 
     def on_rank(rank):
-        threads.this.rank, threads.this.launched = rank, []
+        threads.this.rank = rank
+        threads.this.launched = []
         with threads.turn:
             return function(rank, size, *arguments)
 

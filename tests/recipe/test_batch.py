@@ -370,7 +370,8 @@ NOISE = ("batch.schedule=noise", "batch.largest=300")
 
 def test_the_batch_follows_the_noise_scale_at_the_ends_of_epochs_up_to_its_bound():
     """Epochs of 8 steps of 64 images: 64, then 128 and 256; 512 would be above the bound."""
-    course, grown = Course(load(QUICKSTART, NOISE), 8, 39), []
+    course = Course(load(QUICKSTART, NOISE), 8, 39)
+    grown = []
     for update in course.updates():
         if course.may_grow(update.end):
             noise, error = {8: (128.0, 1.0), 16: (140.0, 11.0), 24: (900.0, 1.0)}[update.end]

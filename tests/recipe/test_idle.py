@@ -45,7 +45,8 @@ def test_a_named_key_without_effect_is_refused_with_the_remedy(overrides, words,
         section, _, key = name.partition(".")
         sections.setdefault(section, []).append(f"{key}: {value}")
     text = "".join(f"{section}: {{{', '.join(keys)}}}\n" for section, keys in sections.items())
-    own, derived = tmp_path / "own.yaml", tmp_path / "derived.yaml"
+    own = tmp_path / "own.yaml"
+    derived = tmp_path / "derived.yaml"
     own.write_text(f"extends: {QUICKSTART}\n{text}")
     derived.write_text("extends: own.yaml\n")
     inherited = load(derived)
@@ -94,7 +95,8 @@ def test_a_choice_of_a_later_layer_may_make_keys_idle(tmp_path):
 
 def test_what_a_run_resolved_and_what_a_caller_uses_is_not_refused(tmp_path):
     """config.yaml names every key, also those that its recipe inherited; plans predict methods that are not taken."""
-    own, config = tmp_path / "own.yaml", tmp_path / "config.yaml"
+    own = tmp_path / "own.yaml"
+    config = tmp_path / "config.yaml"
     own.write_text(f"extends: {QUICKSTART}\ndata: {{augment: randaugment, randaugment_magnitude: 20}}\n")
     resolved = load(own, ["data.augment=none"])
     config.write_text(dump(resolved))

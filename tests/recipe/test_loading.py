@@ -41,7 +41,8 @@ def refusal(path, *overrides):
 
 def test_an_error_names_the_layer_that_made_it(write):
     """The same fault in the base, in the recipe and on the command line, each time with something after it."""
-    wrong, right = "optimizer: {momentun: 0.9}", "optimizer: {trust: momentum}"
+    wrong = "optimizer: {momentun: 0.9}"
+    right = "optimizer: {trust: momentum}"
     unknown = "optimizer.momentun: unknown key; did you mean optimizer.momentum?"
     for base, own, override, place in (
         (wrong, right, "optimizer.trust=gradient", "base.yaml"),
@@ -306,6 +307,13 @@ def test_other_keys_are_yaml_of_which_nothing_is_dropped(write):
     assert load(path, ["parallel.recompute=true"]).parallel.recompute is True
 
 
+def test_a_dollar_that_names_no_variable_stays(tmp_path):
+    """In the middle of a name, in an address (Azure's container for web pages), or where such a folder is there."""
+    (tmp_path / "$RECYCLE").mkdir()
+    for text in ("cost$USD", "/photos/5$", "https://shop.example/$web/photos", str(tmp_path / "$RECYCLE")):
+        assert load(QUICKSTART, ["data.source=folder", f"data.root={text}"]).data.root == text
+
+
 def test_a_tilde_is_the_home_folder(write, tmp_path, monkeypatch):
     """In every key that is a path, in recipes and overrides; what is stored has the whole path."""
     home = tmp_path / "home"
@@ -322,6 +330,8 @@ def test_a_tilde_is_the_home_folder(write, tmp_path, monkeypatch):
                 path = write(f"extends: {QUICKSTART}\n{section}: {{{name}: '{text}'}}\n")
                 assert load(path, files) == recipe
         assert "is no home folder here" in refusal(write(SMALLEST), *files, f"{key}=~no-such-user/x")
+        for text, variable in (("$HOME/x", "$HOME"), ("/scratch/$USER/x", "$USER"), ("${SCRATCH}", "${SCRATCH}")):
+            assert f"{variable} is not replaced here; write ${{" in refusal(write(SMALLEST), *files, f"{key}={text}")
     assert load(QUICKSTART, ["model.init_from=timm:efficientnet_b0:~/x #1"]).model.init_from.endswith(f":{home}/x #1")
     home.mkdir()
     (home / "base.yaml").write_text(SMALLEST)
@@ -439,10 +449,10 @@ def test_a_variable_alone_is_read_as_on_a_command_line(write, monkeypatch):
 
 def test_variables_are_replaced_in_files_only_and_only_where_they_have_a_default(write, monkeypatch):
     monkeypatch.setenv("FOLDER", "/there")
-    content = "{source: folder, root: '${FOLDER:-/here}/images', train_folder: '$FOLDER ${FOLDER}'}"
+    content = "{source: folder, root: '${FOLDER:-/here}/images', train_folder: 'a$FOLDER ${FOLDER}'}"
     path = write(f"extends: {QUICKSTART}\ndata: {content}")
     data = load(path).data
-    assert (data.root, data.train_folder) == ("/there/images", "$FOLDER ${FOLDER}")
+    assert (data.root, data.train_folder) == ("/there/images", "a$FOLDER ${FOLDER}")
     typed = load(path, ["data.root=${FOLDER:-/here}"])
     assert typed.data.root == "${FOLDER:-/here}"
     assert load(write(dump(typed), "config.yaml")) == typed  # a run has stored it

@@ -55,7 +55,8 @@ def test_pod_recipes_divide_as_published(name, replicas):
 
 @pytest.mark.parametrize("size", [768, 1536, 3072, 6144])
 def test_the_ladder_changes_the_batch_and_its_rate_only(size):
-    rung, full = load(named(f"ablation/bs{size}")), load(named("b4_g16"))
+    rung = load(named(f"ablation/bs{size}"))
+    full = load(named("b4_g16"))
     assert peak_learning_rate(rung) == pytest.approx(2**-9.5 * size, rel=1e-5)
     assert rung.batch.global_ == size and f"peak rate {2**-9.5 * size:.3f}" in named(f"ablation/bs{size}").read_text()
     same = {"run": full.run, "batch": full.batch}
@@ -69,7 +70,8 @@ def test_the_controls_follow_the_published_rules_of_the_batch(size):
     assert recipe.batch.global_ == size
     assert Fraction(recipe.optimizer.alpha) == 1 - Fraction(size, 2**14)
     assert Fraction(peak_learning_rate(recipe)) == Fraction(size, 2**14)
-    optimizer, schedule = recipe.optimizer, recipe.schedule
+    optimizer = recipe.optimizer
+    schedule = recipe.schedule
     assert (optimizer.name, optimizer.momentum, optimizer.eps) == ("rmsprop", 0.9, 1e-3)
     found = (schedule.name, schedule.warmup_epochs, schedule.decay_rate, schedule.decay_epochs)
     assert found == ("exponential", 5, 0.97, 2.4)
@@ -78,7 +80,8 @@ def test_the_controls_follow_the_published_rules_of_the_batch(size):
 
 def test_the_base_is_the_published_recipe_and_fine_tuning_begins_where_half_resolution_ends():
     recipe, half, fine = (load(named(name)) for name in ("b4_g16", "half_resolution", "finetune"))
-    model, data = recipe.model, recipe.data
+    model = recipe.model
+    data = recipe.data
     assert (model.name, model.group_size, model.expansion, model.norm_groups) == ("efficientnet_b4", 16, 4, 4)
     assert (data.mixup, data.cutmix, data.augment, data.label_smoothing) == (0.2, 0.85, "none", 0.1)
     assert (recipe.average.epoch_decay, recipe.average.step_decay) == (0.97, None)

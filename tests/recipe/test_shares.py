@@ -86,7 +86,8 @@ def test_each_micro_batch_has_one_owner_and_the_sum_is_that_of_one_process(repli
 def test_shares_are_even_and_partial_sums_few(replicas):
     """The least that the shares' sizes allow, but for a third more at worst and 5 % more on average. Where as many
     equal subtrees exist each replica has one."""
-    found, best = [], []
+    found = []
+    best = []
     for count in range(replicas, MOST + 1):
         division = by_speed(count, [1.0] * replicas)
         most = max(map(len, division))
@@ -104,7 +105,8 @@ def test_a_partial_sum_is_as_large_as_a_share_allows(share):
     """No two parts of a share are the halves of a subtree: they would be one. 24 leaves: depth 5."""
     parts = subtrees(range(*share), 24)
     assert list(itertools.chain(*parts)) == list(range(*share))
-    every, waiting = [], [range(24)]
+    every = []
+    waiting = [range(24)]
     while waiting:
         every.append(waiting.pop())
         waiting += halves(every[-1]) if len(every[-1]) > 1 else ()

@@ -32,7 +32,8 @@ WITHOUT_A_TAG = [*(f"efficientnet_b{size}" for size in range(6)), "resnet18"]
 
 @pytest.mark.parametrize("name", [*PRETRAINED, *OTHERS, *WITHOUT_A_TAG])
 def test_means_are_those_of_timms_registry(name):
-    expected, model = timm.get_pretrained_cfg(name), of(name).model
+    expected = timm.get_pretrained_cfg(name)
+    model = of(name).model
     assert (model.mean, model.std) == (expected.mean, expected.std)
 
 

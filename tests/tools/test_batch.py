@@ -94,7 +94,8 @@ def test_a_cost_on_a_machine_has_the_sizes_of_the_images_of_its_epochs():
 
 
 def test_a_cost_has_the_range_of_the_standard_error_and_on_a_machine_seconds():
-    run, place = [Interval(1.0, 100, OWN, 300.0, 60.0)], machine.load("two_cores")
+    run = [Interval(1.0, 100, OWN, 300.0, 60.0)]
+    place = machine.load("two_cores")
     found = batches.cost(run, loading.load(QUICKSTART, []), 640, place, 2)
     expected = [100 * (1 + noise / 640) / (1 + noise / OWN) for noise in (360.0, 240.0)]
     assert found.updates_range == pytest.approx(expected) and expected[0] < found.updates < expected[1]
@@ -104,7 +105,8 @@ def test_a_cost_has_the_range_of_the_standard_error_and_on_a_machine_seconds():
 
 
 def test_the_command_prints_a_table_draws_and_ends_with_json(run, tmp_path, call):
-    folder, picture = run(event(22), event(44, 300.0), event(66, 600.0, 30.0)), tmp_path / "batch.png"
+    folder = run(event(22), event(44, 300.0), event(66, 600.0, 30.0))
+    picture = tmp_path / "batch.png"
     options = ["--machine", "two_cores", "--replicas", "2", "--picture", picture, "--json", "--batches", "64,1024"]
     code, lines, _ = call(batch.main, folder, *options)
     data = json.loads(lines.pop())

@@ -29,7 +29,9 @@ from training.checkpoint import load
 from training.classes import of_model
 from training.weights import read
 
-DONE, FAILED, WRONG_INPUT = 0, 1, 2
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
 FORMATS = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
 # timm's own b0: depthwise, expansion 6, batch normalisation; small images and few classes make it quick.
 B0 = (
@@ -52,7 +54,8 @@ def files(run):
     paths = {format: run[0] / "export" / f"quickstart{suffix}" for format, suffix in FORMATS.items()}
     printed = {}
     for format in FORMATS:
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             assert export.main([str(run[0]), "--format", format, "--json"]) == DONE
         assert err.getvalue() == "", "nor do the exporters say anything"
@@ -126,7 +129,8 @@ def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, t
         return "\n".join(lines)
 
     evaluated(folder, "--output", tmp_path / "own")
-    own, guesses = json.loads((tmp_path / "own" / "scores.json").read_text()), evaluated(folder, "--images", scan)
+    own = json.loads((tmp_path / "own" / "scores.json").read_text())
+    guesses = evaluated(folder, "--images", scan)
     assert guesses.count("%") == 5
     for path in files[0].values():
         assert f"{path}, trained weights: top1 {end['top1']:.2%}  top5 {end['top5']:.2%}" in evaluated(path)
@@ -217,7 +221,8 @@ def test_timm_loads_exported_weights_by_its_own_names(tmp_path, command):
     images = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8, generator=generator)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))
     with torch.no_grad():
-        actual, expected = ours(images), model((images / 255 - mean) / std)
+        actual = ours(images)
+        expected = model((images / 255 - mean) / std)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
@@ -232,7 +237,9 @@ def test_an_average_is_named_in_the_file_and_when_it_is_scored(run, command, tmp
 
 @pytest.mark.parametrize("there", [False, True])
 def test_what_has_no_images_is_checked_on_random_ones_and_says_why(command, tmp_path, there):
-    path, root, weights = tmp_path / "m.safetensors", tmp_path / "images", tmp_path / "w.pth"
+    path = tmp_path / "m.safetensors"
+    root = tmp_path / "images"
+    weights = tmp_path / "w.pth"
     overrides = (*TINY, "data.source=folder", f"data.root={root}", "model.classes=2", "data.bad_images=skip")
     random_weights(weights, "model.classes=2")
     for folder in ("train/a", "train/b", "val/a", "val/b") if there else ():
@@ -248,7 +255,8 @@ def test_what_has_no_images_is_checked_on_random_ones_and_says_why(command, tmp_
 @pytest.mark.parametrize("format", ["safetensors", pytest.param("torch", marks=pytest.mark.slow)])
 def test_an_export_without_names_has_the_order_of_the_weights_it_was_made_of(command, tmp_path, format):
     """Another program's order is timm's; its images are elsewhere as it is exported."""
-    path, root = tmp_path / f"m{FORMATS[format]}", tmp_path / "images"
+    path = tmp_path / f"m{FORMATS[format]}"
+    root = tmp_path / "images"
     overrides = (*TINY, "data.source=folder", f"data.root={root}", "model.classes=3")
     weights = random_weights(tmp_path / "w.pth", "model.classes=3")
     assert command(weights, "--config", QUICKSTART, "--format", format, "--output", path, *overrides)[0] == DONE

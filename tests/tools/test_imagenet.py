@@ -71,7 +71,8 @@ def test_imagenets_validation_images_get_their_classes_in_the_order_of_their_nam
     validation_archive, tmp_path, capsys, numbers
 ):
     """By WordNet numbers, or by the devkit's numbers."""
-    truth, options = [WNIDS[2], WNIDS[0], WNIDS[1], WNIDS[0], WNIDS[2]], []
+    truth = [WNIDS[2], WNIDS[0], WNIDS[1], WNIDS[0], WNIDS[2]]
+    options = []
     (tmp_path / "truth").write_text("1\n2\n3\n2\n1\n" if numbers else "\n".join(truth))
     if numbers:
         options = ["--devkit", devkit(tmp_path / "kit.tar.gz")]
@@ -82,7 +83,8 @@ def test_imagenets_validation_images_get_their_classes_in_the_order_of_their_nam
     assert found == sorted((wnid, jpeg(n)) for n, wnid in enumerate(truth, start=1))
 
 
-VALIDATION, TRAIN = "--imagenet-validation val.tar --ground-truth", "--imagenet-train"
+VALIDATION = "--imagenet-validation val.tar --ground-truth"
+TRAIN = "--imagenet-train"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ from tests.world import _free_port
 
 pytestmark = pytest.mark.multiprocess
 
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75
 
 RANK = r"""
 import json, os, signal, subprocess, sys, time
@@ -63,7 +66,8 @@ if behaviour != "ends":
     time.sleep(300)
 """
 
-TWO, FOUR = ("--replicas", "2"), ("--replicas", "4")
+TWO = ("--replicas", "2")
+FOUR = ("--replicas", "4")
 IMPATIENT = {"REACH_SECONDS": 1.0, "_SILENT_SECONDS": 0.5, "_TOGETHER_SECONDS": 2.0}
 
 
@@ -71,7 +75,8 @@ class Launch:
     """Launchers with RANK as their program; `folder` holds what the ranks leave."""
 
     def __init__(self, folder):
-        self.folder, self.started = folder, []
+        self.folder = folder
+        self.started = []
         (folder / "rank.py").write_text(RANK)
 
     def start(self, behaviour, *arguments, **options):
@@ -267,7 +272,7 @@ def test_a_launcher_that_hears_nothing_of_the_master_ends(launch):
 def test_a_signal_ends_the_wait_for_an_answer(launch):
     with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as stack:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
-        launcher = launch.start("ends", *("--nnodes", "2", "--node-rank", "1"), "--master", place, *FOUR)
+        launcher = launch.start("ends", "--nnodes", "2", "--node-rank", "1", "--master", place, *FOUR)
         silent.settimeout(40)
         for _ in "probe", "question":
             stack.enter_context(silent.accept()[0])

@@ -15,7 +15,9 @@ from parallel import hosts
 from tests.conftest import QUICKSTART, ROOT
 from tools import launch
 
-DONE, WRONG_INPUT, STOPPED = 0, 2, 75
+DONE = 0
+WRONG_INPUT = 2
+STOPPED = 75
 
 
 @pytest.fixture
@@ -116,9 +118,20 @@ def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
     ended = subprocess.run([*command, "run.output=/a b"], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (STOPPED, "")
     assert (tmp_path / "said").read_text().splitlines() == [
-        *("--num-replicas", "8", "--ipus-per-replica", "2", "--num-instances", "4"),
-        *("--host=a,b", "--mpi-local-args=-x PATH"),
-        *(sys.executable, str(ROOT / "train.py"), "--config", recipe, "run.output=/a b", "parallel.replicas=8"),
+        "--num-replicas",
+        "8",
+        "--ipus-per-replica",
+        "2",
+        "--num-instances",
+        "4",
+        "--host=a,b",
+        "--mpi-local-args=-x PATH",
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--config",
+        recipe,
+        "run.output=/a b",
+        "parallel.replicas=8",
     ]
 
 

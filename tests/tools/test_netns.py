@@ -97,7 +97,8 @@ def test_ranks_on_two_hosts_add_up(start, tmp_path):
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_no_launcher_stays_when_the_link_between_hosts_is_cut(start, two_hosts, tmp_path, restarts):
     """Four hosts, two on each side: packets vanish, and nobody is told. All end."""
-    program, silence = tmp_path / "rest.py", 6
+    program = tmp_path / "rest.py"
+    silence = 6
     program.write_text(REST)
     options = ("batch.global=256", "--replicas", "4", "--nnodes", "4", *MASTER)
     options += (f"--max-restarts={restarts}", f"parallel.silence={silence}", "--node-rank")

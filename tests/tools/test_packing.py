@@ -40,15 +40,20 @@ def fashion(tmp_path):
     """Sixty grey images as a data set of torchvision: the words of a recipe."""
     folder = write_idx(tmp_path / "idx", packed=True, train=draw(60), validation=draw(30, seed=1))
     return (
-        *("--config", QUICKSTART),
-        *("data.source=torchvision", "data.dataset=FashionMNIST", f"data.root={folder}"),
-        *("data.train_images=60", "data.validation_images=30"),
+        "--config",
+        QUICKSTART,
+        "data.source=torchvision",
+        "data.dataset=FashionMNIST",
+        f"data.root={folder}",
+        "data.train_images=60",
+        "data.validation_images=30",
     )
 
 
 def packed_from(capsys, out, recipe, *options, workers=1):
     """Pack into a folder; its source, read in order."""
-    config, keys = recipe[:2], recipe[2:]
+    config = recipe[:2]
+    keys = recipe[2:]
     code, data, errors = pack(capsys, *config, *options, out, *keys, workers=workers)
     assert (code, errors) == (0, []) and data["skipped"] == 0
     return ShardsSource(str(out), 2**31)
@@ -132,8 +137,13 @@ def test_images_that_come_along_are_packed(tmp_path, capsys):
 
 def test_longer_sides_become_smaller(tmp_path, capsys):
     recipe = (
-        *("--config", QUICKSTART, "data.source=glyphs", "data.glyph_size=40", "data.train_images=30"),
-        *("data.validation_images=10", "data.glyph_difficulty=0"),
+        "--config",
+        QUICKSTART,
+        "data.source=glyphs",
+        "data.glyph_size=40",
+        "data.train_images=30",
+        "data.validation_images=10",
+        "data.glyph_difficulty=0",
     )
     source = packed_from(capsys, tmp_path / "glyphs", recipe, "--short-side", 20)
     assert {image.shape for image in read_all(source)} == {(3, 20, 20)}
@@ -145,7 +155,11 @@ def test_colours_and_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path, 
     context = fork_server()  # which has loaded torch
     monkeypatch.setattr(packing.parent_death, "context", lambda method: context)
     recipe = (
-        *("--config", QUICKSTART, "data.source=glyphs", "data.glyph_size=16", "data.train_images=60"),
+        "--config",
+        QUICKSTART,
+        "data.source=glyphs",
+        "data.glyph_size=16",
+        "data.train_images=60",
         "data.validation_images=10",
     )
     found = []

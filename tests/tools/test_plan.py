@@ -37,7 +37,8 @@ def planned(call):
 
 def test_the_text_is_that_of_a_dry_run_and_of_the_page_and_the_json_has_its_figures(planned, call):
     text, _, data = planned(POD256, "--json", *FULL_POD).rstrip().rpartition("\n")
-    text, data = text + "\n", json.loads(data)
+    text = text + "\n"
+    data = json.loads(data)
     dry_run = "\n".join(call(train.main, "--config", POD256, "--dry-run", *FULL_POD)[1]) + "\n"
     assert text.startswith(f"{dry_run}machine    Bow Pod; ")
     assert text.removeprefix(dry_run) in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")

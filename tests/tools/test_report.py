@@ -22,7 +22,10 @@ class Seen(html.parser.HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.text, self.tags, self.references, self.attributes = "", [], [], set()
+        self.text = ""
+        self.tags = []
+        self.references = []
+        self.attributes = set()
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):

@@ -44,7 +44,8 @@ def pack(capsys, images, out, *options, workers=1):
 def test_packed_images_are_those_of_the_folders_also_for_tarfile(classes, tmp_path, capsys):
     code, data, _ = pack(capsys, classes, tmp_path / "out")
     assert code == 0
-    source, tars = ShardsSource(str(tmp_path / "out"), 10), sorted((tmp_path / "out").glob("*.tar"))
+    source = ShardsSource(str(tmp_path / "out"), 10)
+    tars = sorted((tmp_path / "out").glob("*.tar"))
     counts = {"shards": 4, "images": 21, "classes": 3, "kept": 0, "skipped": 0, "named": []}
     assert data == {"folder": str(tmp_path / "out"), **counts, "bytes": sum(path.stat().st_size for path in tars)}
     assert pairs(source) == sorted((path.parent.name, path.read_bytes()) for path in classes.glob("*/*"))
@@ -129,7 +130,8 @@ def test_indexes_of_packed_shards_say_whether_labels_follow_the_names(classes, t
 
 def test_shards_of_versions_that_stored_no_order_of_classes_have_that_of_their_names(classes, tmp_path, capsys):
     """And the same digest, so that runs on them go on."""
-    out, digests = tmp_path / "out", set()
+    out = tmp_path / "out"
+    digests = set()
     for names in ("cat\ndog\nemu\n", "dog\ncat\nemu\n"):
         (tmp_path / "names").write_text(names)
         pack(capsys, classes, out)
@@ -199,7 +201,10 @@ def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, 
 
 def test_an_interrupted_call_is_continued(classes, tmp_path, capsys, monkeypatch):
     pack(capsys, classes, tmp_path / "whole")
-    whole, out, made, original = contents(tmp_path / "whole"), tmp_path / "out", [], packing._pack_shard
+    whole = contents(tmp_path / "whole")
+    out = tmp_path / "out"
+    made = []
+    original = packing._pack_shard
 
     def counting(task, name, images):
         made.append(name)
@@ -314,7 +319,8 @@ def special(kind):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         info = tarfile.TarInfo("a.jpg")
-        info.type, info.linkname = kind, "/etc/passwd"
+        info.type = kind
+        info.linkname = "/etc/passwd"
         archive.addfile(info)
     return stream.getvalue()
 

@@ -25,8 +25,13 @@ from training.progression import Progression
 from training.run import run
 
 SIX_STEPS_AN_EPOCH = (
-    *("batch.global=24", "run.steps=12", "log.every_steps=4"),
-    *("schedule.peak=3", "schedule.power=2", "schedule.final_ratio=1e-5", "schedule.warmup_steps=2"),
+    "batch.global=24",
+    "run.steps=12",
+    "log.every_steps=4",
+    "schedule.peak=3",
+    "schedule.power=2",
+    "schedule.final_ratio=1e-5",
+    "schedule.warmup_steps=2",
 )
 
 
@@ -148,7 +153,8 @@ def newest(folder, replicas):
     """newest(checkpoints=None): the step of the newest whole checkpoint, compared bit for bit; and the warnings."""
 
     def loaded(checkpoints=None):
-        given, checkpoints = [], checkpoints or folder()
+        given = []
+        checkpoints = checkpoints or folder()
         found = checkpoints.load_newest(given.append, with_replicas=True)
         assert not any("\n" in line for line in given)
         if found is None:

@@ -11,7 +11,15 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe.division import Batch
 
-EMPTY = MicroBatch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), None, 1, 0, 0, ())
+EMPTY = MicroBatch(
+    torch.zeros(1, 3, 8, 8, dtype=torch.uint8),
+    torch.zeros(1, dtype=torch.int64),
+    None,
+    valid=1,
+    number=0,
+    step=0,
+    unreadable=(),
+)
 
 
 class ScriptedEngine(Engine):
@@ -24,7 +32,9 @@ class ScriptedEngine(Engine):
     device = torch.device("cpu")
     training_batches = evaluation_batches = None  # the loop is given what they would make
     predict_step = load_weights = None  # not called
-    processes, topology, notes = Processes(Topology(), device), Topology(), ()
+    processes = Processes(Topology(), device)
+    topology = Topology()
+    notes = ()
     shapes = dict.fromkeys("abc", ())
     batch = Batch(24, 24, 1, 1, 1)
 
@@ -38,9 +48,19 @@ class ScriptedEngine(Engine):
         averaging=False,
         waited=lambda steps: 0.0,
     ):
-        self._before, self._finite, self._loss, self._waited = before, finite, loss, waited
-        self._images, self._unreadable, self._averaging, self._extra_hits = images, unreadable, averaging, 0
-        self.steps, self.rates, self.measured, self.evaluated_after, self.epoch_ends = [], [], [], [], []
+        self._before = before
+        self._finite = finite
+        self._loss = loss
+        self._waited = waited
+        self._images = images
+        self._unreadable = unreadable
+        self._averaging = averaging
+        self._extra_hits = 0
+        self.steps = []
+        self.rates = []
+        self.measured = []
+        self.evaluated_after = []
+        self.epoch_ends = []
         self._skipped = self._in_row = 0
 
     def data_wait(self):
@@ -54,13 +74,17 @@ class ScriptedEngine(Engine):
         self.rates.append(lr)
         self.measured += [step] * measure
         finite = self._finite(step)
-        self._skipped, self._in_row = self._skipped + (not finite), 0 if finite else self._in_row + 1
+        self._skipped = self._skipped + (not finite)
+        self._in_row = 0 if finite else self._in_row + 1
         norms = Norms(*(torch.tensor(10.0 * step + n) for n in range(3)), trust={"stem": torch.tensor(step / 3)})
         loss, hits = (self._loss(step), step) if self._images else (0.0, 0)
         return StepResult(
-            *(torch.tensor(float(loss)), torch.tensor(hits), self._images),
+            torch.tensor(float(loss)),
+            torch.tensor(hits),
+            self._images,
             *map(torch.tensor, (self._skipped, self._in_row, 128.0)),
-            *(norms if measure else None, self._unreadable),
+            norms if measure else None,
+            self._unreadable,
         )
 
     def evaluate_step(self, batch):

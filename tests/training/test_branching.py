@@ -19,7 +19,8 @@ from training.metrics import read_events
 from training.progression import Progression
 from training.run import run
 
-STEP, STEPS = 6, 10
+STEP = 6
+STEPS = 10
 OVERRIDES = (
     *ranks.RECIPE,
     *ranks.SMALL,

@@ -26,7 +26,12 @@ from training.progression import Progression
 from training.scoring import Scores
 
 OVERRIDES = (
-    *(*TINY, "model.classes=2", "batch.global=4", "batch.micro=4", "run.steps=4", "checkpoint.every_epochs=1"),
+    *TINY,
+    "model.classes=2",
+    "batch.global=4",
+    "batch.micro=4",
+    "run.steps=4",
+    "checkpoint.every_epochs=1",
     "data.source=folder",
 )
 
@@ -272,11 +277,17 @@ def test_shards_that_were_packed_anew_are_other_images(session, images, tmp_path
 
 def test_other_pixels_of_a_data_set_are_other_images(session, tmp_path):
     """In the same files, under the same names."""
-    drawn, validation = draw(20), draw(10, seed=1)
+    drawn = draw(20)
+    validation = draw(10, seed=1)
     write_idx(tmp_path / "set", train=drawn, validation=validation)
     place = (
-        *(*OVERRIDES, "model.classes=10", "data.source=torchvision", "data.dataset=MNIST"),
-        *(f"data.root={tmp_path / 'set'}", "data.train_images=20", "data.validation_images=10"),
+        *OVERRIDES,
+        "model.classes=10",
+        "data.source=torchvision",
+        "data.dataset=MNIST",
+        f"data.root={tmp_path / 'set'}",
+        "data.train_images=20",
+        "data.validation_images=10",
     )
     session(*place, stop_at=1)
     write_idx(tmp_path / "set", packed=True, train=drawn, validation=validation)  # beside those that are read first

@@ -180,7 +180,8 @@ def test_a_named_file_is_compared_with_the_manifest_that_lies_beside_it(folder, 
 
 def test_the_best_is_that_of_the_highest_score_and_of_equal_ones_the_newest(save):
     """Where it is damaged the next best one is; without a score none is the best."""
-    checkpoints, said = save(1, 2, 3, 4, scores={1: 0.7, 2: 0.9, 3: 0.9}), []
+    checkpoints = save(1, 2, 3, 4, scores={1: 0.7, 2: 0.9, 3: 0.9})
+    said = []
     assert checkpoints.load_best(said.append)["progression"]["step"] == 3 and not said
     bit_flipped(checkpoints.path(3))
     assert checkpoints.load_best(said.append)["progression"]["step"] == 2
@@ -208,7 +209,8 @@ def test_no_wrong_bit_in_the_best_manifest_passes_without_a_line(folder, load):
 
 def test_a_best_checkpoint_without_its_manifest_or_without_another_is_no_silent_matter(save):
     """Its score is unknown; where no other has a score, there is no best one to take."""
-    checkpoints, said = save(1, 2, scores={1: 0.7, 2: 0.8}), []
+    checkpoints = save(1, 2, scores={1: 0.7, 2: 0.8})
+    said = []
     manifest(checkpoints, 2).unlink()
     assert checkpoints.load_best(said.append)["progression"]["step"] == 1
     assert [line.partition(": ")[0] for line in said] == [str(checkpoints.path(2))]
@@ -223,7 +225,8 @@ def test_saving_names_a_damaged_manifest_once_and_keeps_its_checkpoint(save, fol
     path = manifest(checkpoints, 1)
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"0.9", b"0.1"))
-    resumed, said = folder(keep_best=True), []
+    resumed = folder(keep_best=True)
+    said = []
     for step in (3, 4, 5):
         resumed.save(step, content(step), None, warn=said.append)
     assert said == [f"{path}: damaged: it does not match its own checksum; its score is unknown, and it is passed over"]

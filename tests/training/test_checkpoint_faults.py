@@ -26,7 +26,8 @@ def failing_at(patch, operation, number, error):
     Of openings only those of files count that are written.
     """
     owner = builtins if operation == "open" else os
-    function, calls = getattr(owner, operation), []
+    function = getattr(owner, operation)
+    calls = []
 
     def failing(*arguments, **keywords):
         if operation != "open" or str(arguments[0]).endswith(".tmp"):
@@ -62,12 +63,15 @@ def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
 
 def test_content_reaches_the_disk_before_its_name_and_the_manifest_comes_last(save, monkeypatch, replicas):
     """The order that a power cut needs: data of all files; then name and folder entry of each, the manifest's last."""
-    log, fsync, replace = [], os.fsync, os.replace
+    log = []
+    fsync = os.fsync
+    replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (log.append("fsync"), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda old, new: (log.append(new.name), replace(old, new)))
     save(1)
     manifest_file, content_file, *others = names(1, replicas=replicas)
-    data, places = log[: 2 + replicas], log[2 + replicas :]
+    data = log[: 2 + replicas]
+    places = log[2 + replicas :]
     assert data == ["fsync"] * (2 + replicas)
     in_order = (content_file, *reversed(others), manifest_file)
     assert places == [each for name in in_order for each in ("fsync", name, "fsync")]

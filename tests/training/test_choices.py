@@ -131,7 +131,8 @@ def test_a_run_keeps_its_cut_in_a_topology(tmp_path):
 
     Decisions of a start after which nothing was trained do not count: its recipe may have been another one.
     """
-    folder, two = tmp_path / "run", "parallel.stages=2"
+    folder = tmp_path / "run"
+    two = "parallel.stages=2"
     folder.mkdir()
     (folder / "config.yaml").write_text("left by a start that failed")
     (folder / "decisions.json").write_text("damaged")
@@ -166,12 +167,14 @@ def on_gpu(times, name, until, cache, rank):
 @pytest.mark.multiprocess
 def test_a_run_that_began_on_a_cpu_decides_once_for_each_kind_of_gpu(tmp_path):
     """Whatever is measured later, and though nobody kept what was measured before."""
-    other, found = {**TIMES, PLAIN: 0.001}, []
+    other = {**TIMES, PLAIN: 0.001}
+    found = []
     sessions = [(None, "cpu"), (TIMES, "one"), (other, "two"), (other, "one")]
     for number, (times, name) in enumerate(sessions, start=1):
         place = functools.partial(on_gpu, times, name, number, str(tmp_path / f"cache {number}"))
         (ended,) = ranks.train(1, f"run.output={tmp_path / 'run'}", sabotage=place)
         assert (ended.code, len(ended.errors)) == (75, 1), ended
         found += [line for line in ended.out if "taken: " in line or line.endswith("as this run has had it")]
-    fastest, plain = " ".join(FASTEST), " ".join(PLAIN)
+    fastest = " ".join(FASTEST)
+    plain = " ".join(PLAIN)
     assert found == [f"  taken: {fastest}", f"  taken: {plain}", f"engine auto: {fastest}, as this run has had it"]

@@ -41,7 +41,8 @@ def recipe(tiny, tmp_path):
 def test_a_file_names_its_classes_or_the_data_does_in_timms_order_or_in_its_own(recipe, tiny, tmp_path):
     root = tmp_path / "images"
     assert known_by(weights(["x", "y\x1b", "z", "a"]), recipe()) == Known(("x", "y\\x1b", "z", "a"))
-    of_timm, own = known_by(weights(), recipe()), known_by(weights(recipe="a recipe"), recipe())
+    of_timm = known_by(weights(), recipe())
+    own = known_by(weights(recipe="a recipe"), recipe())
     assert of_timm.names == ("9", "10", "A", "b") and own.names == NAMES
     assumed = f"w.pt: does not name its classes; assumed: those of {root}/train in"
     assert of_timm.note == f"{assumed} timm's order (numbers by value, case ignored): 9, 10, A, b"

@@ -34,7 +34,8 @@ from training.mirror import Mirror
 from training.progression import Progression
 from training.run_folder import RunFolder, starts
 
-DONE, STOPPED = 0, 75
+DONE = 0
+STOPPED = 75
 ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
 
 
@@ -57,7 +58,9 @@ class Counter:
     """An engine whose steps add one to a tensor, which the engine replaces, or changes in place."""
 
     def __init__(self, processes):
-        self.processes, self.topology, self.device = processes, processes.topology, torch.device("cpu")
+        self.processes = processes
+        self.topology = processes.topology
+        self.device = torch.device("cpu")
         self.places = {"changed": torch.zeros(3), "replaced": torch.zeros(())}
 
     def step(self):
@@ -87,7 +90,9 @@ def test_all_go_back_to_a_step_that_a_process_remembers_and_one_that_is_new_gets
             return value
 
         processes.pass_on = pass_on
-        engine, memory, memories = Counter(processes), Memory([]), set()
+        engine = Counter(processes)
+        memory = Memory([])
+        memories = set()
         if new:
             assert memory.restore(engine).step == 4
         else:
@@ -166,7 +171,8 @@ def test_a_run_that_is_told_to_stop_between_two_generations_saves_before_the_nex
     if step == 6:
         start(ScriptedEngine(), "run.steps=6")
     before = start.content() if step == 6 else None
-    engine, memory = elastic_engine(), Mock(spec=Memory, signal=signal.SIGTERM)
+    engine = elastic_engine()
+    memory = Mock(spec=Memory, signal=signal.SIGTERM)
     with pytest.raises(
         Stopped, match=f"^SIGTERM: saved at step {step};" if step else "^SIGTERM: the same command begins"
     ):
@@ -177,7 +183,8 @@ def test_a_run_that_is_told_to_stop_between_two_generations_saves_before_the_nex
 
 
 def test_a_generation_that_has_nothing_left_to_do_ends_the_run_though_it_is_told_to_stop(start):
-    engine, memory = elastic_engine(), Mock(spec=Memory, signal=signal.SIGTERM)
+    engine = elastic_engine()
+    memory = Mock(spec=Memory, signal=signal.SIGTERM)
     scores = {"top1": 0.5, "top5": 0.5}
     *_, end = start(engine, progression=Progression(step=12, scores=scores), memory=memory)
     assert end["event"] == "end" and not engine.steps
@@ -273,7 +280,8 @@ def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_
     lockf = Mock(side_effect=BlockingIOError(errno.EAGAIN, "locked"))
     monkeypatch.setattr("training.run_folder.fcntl.lockf", lockf)
     monkeypatch.setattr("training.run_folder._LOCK_TRIALS", 1)  # each call opens the folder once
-    memory, alone = Memory([]), Processes(topology.Topology(), torch.device("cpu"))
+    memory = Memory([])
+    alone = Processes(topology.Topology(), torch.device("cpu"))
     memory.begin(0)
     with pytest.raises(ConfigError, match="is in use by another process"):
         memory.open_folder(mirrored, alone)
@@ -293,7 +301,8 @@ def test_the_folder_is_not_waited_for_once_its_generation_is_over(mirrored, monk
     lockf = Mock(side_effect=BlockingIOError(errno.EAGAIN, "locked"))
     monkeypatch.setattr("training.run_folder.fcntl.lockf", lockf)
     monkeypatch.setattr("training.run_folder._LOCK_TRIALS", 1)  # each call opens the folder once
-    memory, processes = Memory([]), Mock(spec=Processes)
+    memory = Memory([])
+    processes = Mock(spec=Processes)
     processes.check.side_effect = [None, Regroup]
     memory.begin(1)
     with pytest.raises(Regroup):
@@ -337,7 +346,8 @@ def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, 
     overrides = (*ELASTIC, *small, "run.resume=never", f"checkpoint.mirror={tmp_path / 'mirror'}")
     result, said = run_and_strike(struck, Topology(3, 1), strikes, overrides)
     assert result == site.result()
-    there, here = tmp_path / "mirror", struck / "run"
+    there = tmp_path / "mirror"
+    here = struck / "run"
     for path in (*here.glob("*.json*"), *here.glob("checkpoints/*")):
         assert (there / path.relative_to(here)).read_bytes() == path.read_bytes()
     assert len(list(there.glob("checkpoints/*"))) == len(list(here.glob("checkpoints/*")))

@@ -23,7 +23,8 @@ SUFFIXES = (exported.ONNX, exported.PROGRAM)
 CLASSES = ("model.classes=3", "model.image_size=16", "data.source=folder")
 RECIPE = loading.dump(loading.load(QUICKSTART, [*TINY, *CLASSES]))
 IMAGES = torch.full((2, 3, 16, 16), 7, dtype=torch.uint8)
-MODEL, WEIGHTS = "archive/models/model.json", "archive/data/weights/"
+MODEL = "archive/models/model.json"
+WEIGHTS = "archive/data/weights/"
 
 
 class Means(torch.nn.Module):
@@ -92,7 +93,9 @@ def write(tmp_path):
 
 def batch(images, valid):
     numbers = torch.arange(len(images))
-    return MicroBatch(images.to(memory_format=torch.channels_last), numbers, numbers, valid, 0, 0, ())
+    return MicroBatch(
+        images.to(memory_format=torch.channels_last), numbers, numbers, valid=valid, number=0, step=0, unreadable=()
+    )
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -151,11 +154,13 @@ def test_numbers_in_other_files_are_refused(write):
     onnx = pytest.importorskip("onnx")
     path = write(exported.ONNX)
     content = onnx.load(str(path))
-    graph, tensor = content.graph, content.graph.initializer[0]
+    graph = content.graph
+    tensor = content.graph.initializer[0]
     tensor.ClearField("float_data")
     tensor.data_location = tensor.EXTERNAL
     entry = tensor.external_data.add()
-    entry.key, entry.value = "location", "inside.bin"
+    entry.key = "location"
+    entry.value = "inside.bin"
     inner = onnx.helper.make_graph([], "inner", [], [], [tensor])
     del graph.initializer[:]
     graph.node.append(onnx.helper.make_node("If", ["axes"], ["other"], then_branch=inner, else_branch=inner))
@@ -182,7 +187,8 @@ def edited(members, name, change):
 
 def test_no_part_of_a_file_runs_code(write, tmp_path):
     """Sample inputs and sizes that torch.export.load would unpickle or evaluate are never opened."""
-    marker, buffer = tmp_path / "marker", io.BytesIO()
+    marker = tmp_path / "marker"
+    buffer = io.BytesIO()
     torch.save(Payload(marker), buffer)
 
     def hostile(content):

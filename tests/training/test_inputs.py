@@ -30,9 +30,17 @@ def photos(tmp_path_factory):
 
 # What a recipe of timm does to images and targets, all at once.
 AUGMENTED = (
-    *("data.balance=sampling", "data.repeats=2", "data.loss=bce", "data.bce_threshold=0.2"),
-    *("data.mixing=timm", "data.mixup=0.8", "data.cutmix=1", "data.augment=three_augment"),
-    *("data.color_jitter=0.3", "data.random_erasing=0.5", "data.random_erasing_mode=pixel"),
+    "data.balance=sampling",
+    "data.repeats=2",
+    "data.loss=bce",
+    "data.bce_threshold=0.2",
+    "data.mixing=timm",
+    "data.mixup=0.8",
+    "data.cutmix=1",
+    "data.augment=three_augment",
+    "data.color_jitter=0.3",
+    "data.random_erasing=0.5",
+    "data.random_erasing_mode=pixel",
 )
 
 
@@ -83,6 +91,7 @@ def test_a_stopped_run_goes_on_to_equal_bits(one, tmp_path):
 def test_two_ranks_are_one_process(one, tmp_path, stages):
     """The stage with the loss has no images: it learns from the first how many there are of each class."""
     train_to_the_end(2, *one[0], *stages, f"run.output={tmp_path / 'run'}")
-    two, whole = Outcome(tmp_path / "run"), Outcome(one[1])
+    two = Outcome(tmp_path / "run")
+    whole = Outcome(one[1])
     assert two.of("train") == whole.of("train")
     assert two.tensors() == whole.tensors()

@@ -15,7 +15,10 @@ from tests.training.test_several_ranks import FAILED, TWO_STAGES, assert_same_ou
 pytestmark = pytest.mark.multiprocess
 
 GTOPK = (  # ranks.RECIPE asks for the tree, which is for dense gradients
-    *("exchange.order=fast", "exchange.method=gtopk", "exchange.density=0.05", "exchange.density_warmup=[0.3]"),
+    "exchange.order=fast",
+    "exchange.method=gtopk",
+    "exchange.density=0.05",
+    "exchange.density_warmup=[0.3]",
     "exchange.compress=update",
 )
 LATE_GTOPK = ("exchange.compress=gradient", "exchange.delay=1")
@@ -40,7 +43,8 @@ def die(who, moment, number, rank):
 @pytest.mark.slow  # test_resume.py kills one process, the last test resumes residuals
 def test_twenty_kills_leave_no_trace_over_changing_topologies(tmp_path):
     """On one to four processes, 10 steps in each topology with a checkpoint at each. Ranks that are left end, too."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     recipe = (*ranks.SMALL, *GTOPK, *LATE_GTOPK, "checkpoint.every_epochs=0.2", "run.epochs=8")
     for end, size, stages in ((10, 1, ()), (20, 2, ()), (30, 2, TWO_STAGES), (40, 4, TWO_STAGES)):
         for folder, kills in ((whole, ()), (killed, KILLS)):
@@ -55,7 +59,8 @@ def test_twenty_kills_leave_no_trace_over_changing_topologies(tmp_path):
             else:
                 train_until(end, size - 1, size, *overrides)
     assert_same_outcome(killed, whole)
-    found, expected = replica_files(killed), replica_files(whole)
+    found = replica_files(killed)
+    expected = replica_files(whole)
     assert len(found) == 2
     assert_bitwise_equal(found, expected)
     assert any(tensor.any() for tensor in flat(found).values())

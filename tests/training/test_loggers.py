@@ -26,7 +26,8 @@ class Wandb:
     """What W&B received, a dictionary for each session; `broken`: operation -> the error that it raises."""
 
     def __init__(self):
-        self.sessions, self.broken = [], {}
+        self.sessions = []
+        self.broken = {}
         self.module = module("wandb", init=self.init, Error=type("Error", (Exception,), {}))
 
     def init(self, *, mode=None, **about):
@@ -52,7 +53,9 @@ class Mlflow:
     """What MLflow received, by run; parameters cannot be changed, as with MLflow."""
 
     def __init__(self):
-        self.runs, self.broken, self._active = {}, {}, None
+        self.runs = {}
+        self.broken = {}
+        self._active = None
         names = ("start_run", "log_params", "log_metrics", "end_run")
         self.module = module("mlflow", **{name: getattr(self, name) for name in names})
 

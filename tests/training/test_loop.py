@@ -29,8 +29,14 @@ def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_ch
     decay = [final + (3 - final) * (1 - t / 10) ** 2 for t in range(10)]
     assert engine.rates == pytest.approx([0.0, 1.5, *decay], rel=1e-12)
     assert [(event["event"], event["step"]) for event in events] == [
-        *(("train", 4), ("eval", 6), ("checkpoint", 6), ("train", 8)),
-        *(("train", 12), ("eval", 12), ("checkpoint", 12), ("end", 12)),
+        ("train", 4),
+        ("eval", 6),
+        ("checkpoint", 6),
+        ("train", 8),
+        ("train", 12),
+        ("eval", 12),
+        ("checkpoint", 12),
+        ("end", 12),
     ]
     assert [event["file"][-5:] for event in start.events("checkpoint")] == ["06.pt", "12.pt"]
 
@@ -165,7 +171,8 @@ def test_the_utilisation_counts_what_each_epoch_costs(start, monkeypatch):
 
 def test_left_out_images_are_named_and_counted_and_the_loss_is_that_of_the_others(start):
     """An engine's loss is a mean over the whole batch, in which images that were left out stand as 0: half of 24."""
-    lines, whole = [], start(ScriptedEngine())[0]
+    lines = []
+    whole = start(ScriptedEngine())[0]
     (half, *_) = start(ScriptedEngine(images=12, unreadable=("a.jpg: empty", "b.jpg: empty")), say=lines.append)
     assert [event["unreadable_images"] for event in start.events("train")] == [8, 16, 24]
     named = [line for line in lines if line.startswith("left out: ")]
@@ -288,7 +295,11 @@ def test_a_signal_stops_after_the_step_and_saves_it(start, number, step):
 def test_a_signal_of_the_launcher_before_the_loop_is_kept_and_not_named(monkeypatch):
     monkeypatch.setenv("POD_LAUNCHER", "1")
     monkeypatch.setattr(stopping, "_noted", None)
-    lost, found = lambda *_: found.append("lost"), []
+    found = []
+
+    def lost(*_):
+        found.append("lost")
+
     handlers = {number: signal.signal(number, lost) for number in (signal.SIGINT, signal.SIGUSR1)}
     try:
         stopping.listen_early()
@@ -303,7 +314,8 @@ def test_a_signal_of_the_launcher_before_the_loop_is_kept_and_not_named(monkeypa
 
 
 def test_a_termination_just_before_the_loop_is_kept_and_one_after_it_changes_nothing():
-    found, lost = [], []
+    found = []
+    lost = []
     old = signal.signal(signal.SIGTERM, lambda *_: lost.append("lost"))
 
     def note(number, frame):
@@ -327,7 +339,11 @@ def test_a_termination_just_before_the_loop_is_kept_and_one_after_it_changes_not
 def test_a_termination_while_torch_loads_is_kept_for_the_loop(monkeypatch):
     """Unheard it ends the process, or is lost where the process is the first one of a container."""
     monkeypatch.setattr(stopping, "_noted", None)
-    lost, found = lambda *_: found.append("lost"), []
+    found = []
+
+    def lost(*_):
+        found.append("lost")
+
     handlers = {number: signal.signal(number, lost) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         stopping.withhold()  # as the launcher does before it becomes train.py
@@ -368,7 +384,8 @@ def test_log_lines_have_the_share_of_waiting_and_a_run_is_input_bound_above_a_te
     start, monkeypatch, waited, shares, workers
 ):
     """Each step takes a second; of the first case half of the first four is waiting, then none, then all."""
-    engine, lines = ScriptedEngine(waited=waited), []
+    engine = ScriptedEngine(waited=waited)
+    lines = []
     monkeypatch.setattr("training.monitor.time.monotonic", lambda: 1000 + len(engine.steps))
     *_, end = start(engine, "data.workers=3", say=lines.append)
     assert [event["data_wait"] for event in start.events("train")] == pytest.approx(shares)
@@ -418,16 +435,24 @@ def test_the_host_waits_for_the_device_on_log_steps_only(start, tiny, monkeypatc
     step, as on other devices.
     """
     overrides = (
-        *("run.steps=6", "log.every_steps=2"),
-        *("data.mixup=0.2", "data.cutmix=0.85", "average.step_decay=0.9", "average.epoch_decay=0.9"),
-        *("precision.weights=float32", "precision.compute=bfloat16", "precision.dynamic_loss_scale=true"),
+        "run.steps=6",
+        "log.every_steps=2",
+        "data.mixup=0.2",
+        "data.cutmix=0.85",
+        "average.step_decay=0.9",
+        "average.epoch_decay=0.9",
+        "precision.weights=float32",
+        "precision.compute=bfloat16",
+        "precision.dynamic_loss_scale=true",
         "schedule.peak=0.1",
     )
     recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
     engine = factory.create(recipe, arithmetic.divide(recipe), steps_per_epoch=6)
     engine.weights._update.host_may_read = False
     monkeypatch.setattr(norms, "host_may_read", lambda device: False)
-    waits, by_step, step = Waits(), {}, Trainer._step
+    waits = Waits()
+    by_step = {}
+    step = Trainer._step
     for method in ("tolist", "numpy", "cpu", "__array__"):  # these read without an operation
         real = getattr(torch.Tensor, method)
 

@@ -9,7 +9,8 @@ import pytest
 from common.errors import UserError
 from training.metrics import Metrics, last_events, lines, read_events
 
-TRAIN, EVAL = {"event": "train", "step": 2, "loss": 0.5}, {"event": "eval", "step": 2, "top1": 0.25}
+TRAIN = {"event": "train", "step": 2, "loss": 0.5}
+EVAL = {"event": "eval", "step": 2, "top1": 0.25}
 
 
 @pytest.fixture

@@ -27,8 +27,14 @@ from training.run_folder import RunFolder
 DRAWING = (*ranks.RECIPE, *ranks.SMALL, "batch.micro=12")
 # A plainer one with as many steps, for which files are sent and when: half an epoch is five steps.
 RECIPE = (
-    *(*TINY, *ranks.SMALL, "batch.global=6", "batch.micro=6", "run.steps=10", "model.image_size=8"),
-    *("checkpoint.every_epochs=0.15", "evaluation.every_epochs=9"),
+    *TINY,
+    *ranks.SMALL,
+    "batch.global=6",
+    "batch.micro=6",
+    "run.steps=10",
+    "model.image_size=8",
+    "checkpoint.every_epochs=0.15",
+    "evaluation.every_epochs=9",
 )
 MEMORY = "memory://bucket/runs/mine"
 
@@ -214,7 +220,8 @@ def test_several_checkpoints_without_manifests_are_no_first_transfer_of_a_new_ru
 
 def test_a_transfer_that_is_cut_off_is_begun_once_more_at_once(mirrored, tmp_path, monkeypatch, capsys):
     """A regroup of an elastic run cuts connections, and its last checkpoint may be long in coming."""
-    put_file, cut = LocalFileSystem.put_file, [ConnectionError("cut off")]
+    put_file = LocalFileSystem.put_file
+    cut = [ConnectionError("cut off")]
 
     def failing(system, *arguments, **options):
         if cut:
@@ -242,7 +249,8 @@ def test_manifests_come_last_and_go_first_once_the_next_is_there(tmp_path, monke
         checkpoints.save(step, {"engine": {"w": torch.zeros(9)}}, None, [{"residual": torch.zeros(9)}])
         mirror.wait()
         there = {f"checkpoints/step-0000000{step}.{kind}" for kind in ("pt", "json", "replica-0000.pt")}
-    first, second = order[:3], order[3:]
+    first = order[:3]
+    second = order[3:]
     assert first[-1] == "checkpoints/step-00000001.json" and len(first) == 3
     assert second[2] == "checkpoints/step-00000002.json" and second[3] == "-step-00000001.json"
     assert len(second) == 6

@@ -21,7 +21,7 @@ def test_an_event_goes_to_metrics_tensorboard_and_terminal_and_a_resumed_run_is_
         {"event": "train", "step": 2, "loss": 2.5},
     ]
     for step, own in ((0, events[:2]), (1, events[2:])):
-        tensorboard = TensorBoardLogger(Session("a run", {}, tmp_path, step, None, print))
+        tensorboard = TensorBoardLogger(Session("a run", {}, tmp_path, step=step, earlier=None, say=print))
         session = Monitor(Metrics(tmp_path / "metrics.jsonl", 10**6), [tensorboard], said.append)
         for event in own:
             about = {key: value for key, value in event.items() if key not in ("event", "step")}
@@ -43,11 +43,13 @@ def test_the_rate_leaves_out_what_was_not_training_and_seconds_add_up_over_sessi
     monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
     clock = Clock(50.0, 20.0, 10.0)
     now[0] += 10
-    clock.images, clock.operations = 60, 1200.0
+    clock.images = 60
+    clock.operations = 1200.0
     clock.paused += 4
     assert clock.lap(1.5) == (60 / 6, 1200 / 6, 0.25)
     now[0] += 5
-    clock.images, clock.operations = 10, 30.0
+    clock.images = 10
+    clock.operations = 30.0
     assert clock.lap(2.5) == (10 / 5, 30 / 5, 0.2)
     assert (clock.seconds(), clock.paused, clock.waited) == (65, 24, 12.5)
     now[0] += 5

@@ -32,7 +32,8 @@ def test_a_stopped_run_goes_on_to_equal_bits(one, tmp_path):
 def test_two_ranks_are_one_process(one, tmp_path, stages):
     """Each of two stages has something to train: the stem, and the head."""
     train_to_the_end(2, *PART, *stages, f"run.output={tmp_path / 'run'}")
-    two, whole = Outcome(tmp_path / "run"), Outcome(one)
+    two = Outcome(tmp_path / "run")
+    whole = Outcome(one)
     assert two.of("train") == whole.of("train")
     assert two.tensors() == whole.tensors()
 
@@ -47,7 +48,8 @@ def test_a_stage_without_anything_to_train_is_refused(tmp_path):
 def test_the_other_weights_are_those_that_the_run_starts_from(one, tmp_path):
     keys = (*PART, "model.train=classifier", f"model.init_from={one}", "run.seed=3", f"run.output={tmp_path / 'run'}")
     train_to_the_end(1, *keys)
-    start, end = read(str(one)).tensors, Outcome(tmp_path / "run").engine["weights"]
+    start = read(str(one)).tensors
+    end = Outcome(tmp_path / "run").engine["weights"]
     for name, tensor in end.items():
         same = torch.equal(tensor.float(), start[name].float())
         assert same != name.startswith("head.classifier."), name

@@ -23,7 +23,8 @@ class Scored(ScriptedEngine):
 @pytest.mark.parametrize(("patience", "end"), [(1, 6), (2, 8), (3, 12), (None, 12)])
 def test_a_run_ends_after_so_many_evaluations_without_a_better_one(start, patience, end):
     """An equal score is not better. With three the ninth hit comes in time."""
-    engine, lines = Scored(), []
+    engine = Scored()
+    lines = []
     events = start(engine, *OFTEN, f"evaluation.patience={patience or 'null'}", say=lines.append)
     assert engine.steps == list(range(end))
     last = [(event["event"], event["step"]) for event in events if event["event"] != "train"][-3:]

@@ -90,7 +90,8 @@ def recorded(tiny, tmp_path, monkeypatch):
     """recorded(*overrides, updates=..., error=None, rank=0): the calls, the lines and the name of what was written."""
 
     def record(*overrides, updates=4, error=None, rank=0, device="cuda"):
-        memory, lines = Memory(monkeypatch), []
+        memory = Memory(monkeypatch)
+        lines = []
         recipe = tiny(f"run.output={tmp_path / 'run'}", *overrides)
         engine = ScriptedEngine()
         engine.topology = Topology(2, 1, rank, rank)

@@ -185,7 +185,8 @@ KILLS = [
 def before_call(patch, moment, number, action):
     """Has action() called before the `number`-th call of a moment's operation."""
     owner, name = MOMENTS[moment]
-    function, calls = getattr(owner, name), itertools.count(1)
+    function = getattr(owner, name)
+    calls = itertools.count(1)
 
     def disturbed(*arguments, **keywords):
         if next(calls) == number:

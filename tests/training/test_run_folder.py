@@ -139,7 +139,8 @@ def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gon
 
 
 def test_a_report_that_looks_at_the_lock_for_an_instant_keeps_no_run_out(opened, begun, monkeypatch):
-    lock, refused = run_folder.fcntl.lockf, [errno.EAGAIN, errno.EACCES]
+    lock = run_folder.fcntl.lockf
+    refused = [errno.EAGAIN, errno.EACCES]
 
     def lockf(*arguments):
         if refused:
@@ -163,13 +164,17 @@ def test_a_file_system_without_locks_is_called_that_and_may_be_used(opened, begu
     opened("run.lock=false")
 
 
-TRAIN, END = {"event": "train", "step": 8}, {"event": "end", "step": 8, "top1": 0.5, "seconds": 9}
+TRAIN = {"event": "train", "step": 8}
+END = {"event": "end", "step": 8, "top1": 0.5, "seconds": 9}
 
 
 @pytest.mark.parametrize(
     ("last", "finished"),
     [
-        *((END, True), (TRAIN, False), ([1], False), ({"event": "end"}, False)),
+        (END, True),
+        (TRAIN, False),
+        ([1], False),
+        ({"event": "end"}, False),
         *(({**END, **odd}, False) for odd in ({"top1": "all"}, {"top1": math.nan}, {"seconds": None})),
     ],
 )

@@ -17,11 +17,15 @@ from tools import shards
 
 pytestmark = pytest.mark.multiprocess
 
-TRAIN, VALIDATION = draw(60), draw(30, seed=1)
+TRAIN = draw(60)
+VALIDATION = draw(30, seed=1)
 COUNTS = ("data.train_images=60", "data.validation_images=30")
 # Two updates an epoch; the first of the recipe's two image sizes is that of one epoch.
 LENGTH = (
-    *("batch.global=24", "batch.micro=6", "batch.evaluation=30", "checkpoint.every_epochs=1000"),
+    "batch.global=24",
+    "batch.micro=6",
+    "batch.evaluation=30",
+    "checkpoint.every_epochs=1000",
     "log.noise_scale=false",  # a sum over processes
 )
 # Tables are made beside the test's files, without a network and without bars.

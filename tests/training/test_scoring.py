@@ -28,7 +28,8 @@ LABELS, TAKEN_FOR = np.random.default_rng(0).integers(0, 7, (2, 60))
 class Answers:
     """Stands in for an engine: an image's first pixel is the class that it is taken for, the next ones follow it."""
 
-    topology, device = Topology(), torch.device("cpu")
+    topology = Topology()
+    device = torch.device("cpu")
     processes = Processes(topology, device)
 
     def __init__(self):
@@ -48,20 +49,24 @@ def batches(size, unreadable=()):
     for number, start in enumerate(range(0, 60, size)):
         positions = range(start, min(start + size, 60))
         read = [i for i in positions if i not in unreadable]
-        images, labels = torch.zeros(size, 3, 1, 1, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64)
-        images[: len(read), 0, 0, 0], labels[: len(read)] = torch.tensor(TAKEN_FOR[read]), torch.tensor(LABELS[read])
+        images = torch.zeros(size, 3, 1, 1, dtype=torch.uint8)
+        labels = torch.zeros(size, dtype=torch.int64)
+        images[: len(read), 0, 0, 0] = torch.tensor(TAKEN_FOR[read])
+        labels[: len(read)] = torch.tensor(LABELS[read])
         messages = tuple(f"{i}.jpg: empty" for i in positions if i in unreadable)
-        yield MicroBatch(images, labels, None, len(read), number, 0, messages)
+        yield MicroBatch(images, labels, None, valid=len(read), number=number, step=0, unreadable=messages)
 
 
 @pytest.mark.parametrize("size", [1, 7, 59, 100])
 @pytest.mark.parametrize("unreadable", [(), (1, 8, 9)])
 def test_every_readable_image_counts_once_whatever_the_batch_size(size, unreadable):
     """Losses are rounded to multiples of 2**-24. The engine is given every batch: other stages of a pipeline wait."""
-    labels, taken_for = np.delete(LABELS, unreadable), np.delete(TAKEN_FOR, unreadable)
+    labels = np.delete(LABELS, unreadable)
+    taken_for = np.delete(TAKEN_FOR, unreadable)
     ranks = (labels - taken_for) % 7
     losses = ranks + np.log(np.exp(-np.arange(7)).sum())
-    report, engine = score(Answers(), batches(size, unreadable), 7), Answers()
+    report = score(Answers(), batches(size, unreadable), 7)
+    engine = Answers()
     expected = np.zeros((7, 7), dtype=int)
     np.add.at(expected, (labels, taken_for), 1)
     assert report.confusion.tolist() == expected.tolist()
@@ -110,7 +115,8 @@ def test_the_table_has_the_worst_class_first_and_names_that_are_no_formulas(tmp_
     assert shares == sorted(shares) and rows[-1]["class"] == "ibex"
     row = next(row for row in rows if row["class"] == "@sum")
     wrong = np.bincount(TAKEN_FOR[LABELS == 2], minlength=7)
-    right, wrong[2] = wrong[2], 0
+    right = wrong[2]
+    wrong[2] = 0
     assert (row["images"], row["top1"]) == ((LABELS == 2).sum(), right / (LABELS == 2).sum())
     assert (row["times"], row["taken_for"]) == (wrong.max(), ("=1+1", "-2", "@sum", "+3", *CLASSES[4:])[wrong.argmax()])
     write_class_table(tmp_path / "classes.csv", rows)
@@ -135,7 +141,7 @@ def test_weights_of_a_pipeline_that_one_replica_could_not_train_are_scored():
     stored = StoredWeights(Path("w.pt"), model.state_dict())
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     with closing(engine_with(stored, recipe)) as engine:
-        batch = MicroBatch(images, torch.zeros(2, dtype=torch.int64), None, 2, 0, 0, ())
+        batch = MicroBatch(images, torch.zeros(2, dtype=torch.int64), None, valid=2, number=0, step=0, unreadable=())
         assert engine.predict_step(batch).shape == (2, recipe.model.classes)
 
 

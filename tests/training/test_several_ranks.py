@@ -24,7 +24,10 @@ from training.metrics import read_events
 
 pytestmark = pytest.mark.multiprocess
 
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75
 TWO_STAGES = ("parallel.stages=2", "parallel.split=[blocks.3.0]")
 # The noise scale is a sum over processes, whose last bits depend on how many there are.
 SMALL = (*ranks.SMALL, "log.noise_scale=false")
@@ -32,7 +35,8 @@ SMALL = (*ranks.SMALL, "log.noise_scale=false")
 
 def in_this_process(*overrides, stop_at=None):
     """train.py with ranks.RECIPE, which SIGTERM stops at a step (from 1): exit code, lines, and lines of stderr."""
-    out, errors = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    errors = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
         patch.setattr(TorchEngine, "train_step", TorchEngine.train_step)  # so that it is put back
@@ -85,7 +89,8 @@ def single(tmp_path_factory, _one_thread):
 
 
 def test_four_ranks_write_what_one_process_does_and_print_that_a_run_is_finished(single, tmp_path):
-    one, four = single, tmp_path / "run"
+    one = single
+    four = tmp_path / "run"
     lines = train_to_the_end(4, *SMALL, *TWO_STAGES, f"run.output={four}")
     assert_same_outcome(four, one)
     ours, theirs = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (four, one))
@@ -117,7 +122,8 @@ TIMES = ([1.0, 1.0, 1.0], [1.0, 4.0, 1.0], [1.0, 4.0, 1.0], [3.0, 1.0, 1.0])  # 
 
 def give_times(rank):
     """The replicas' speeds are those of TIMES, in the place of measured ones."""
-    times, follow = iter(TIMES), Speeds.follow
+    times = iter(TIMES)
+    follow = Speeds.follow
 
     def given(speeds, shares, seconds):
         assert len(seconds) == 3 and min(seconds) > 0

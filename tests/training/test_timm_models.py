@@ -19,8 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 ARCHITECTURES = ("resnet18", "convnext_atto", "vit_tiny_patch16_224")
 # Ten steps of 24 images; layers draw, images are mixed and weights are rounded stochastically.
 SMALL = (
-    *(*ranks.SMALL, "data.glyph_size=32", "data.image_sizes=null", "log.noise_scale=false"),
-    *("model.width=null", "model.depth=null", "model.name=timm", "model.image_size=32", "model.drop_path=0.1"),
+    *ranks.SMALL,
+    "data.glyph_size=32",
+    "data.image_sizes=null",
+    "log.noise_scale=false",
+    "model.width=null",
+    "model.depth=null",
+    "model.name=timm",
+    "model.image_size=32",
+    "model.drop_path=0.1",
 )
 
 
@@ -49,9 +56,11 @@ def test_a_stopped_run_goes_on_to_equal_bits(runs, tmp_path, architecture):
 def test_two_replicas_in_tree_order_are_one_process(runs, tmp_path, architecture):
     """Running statistics, which are added up in float64 over replicas, to float32's rounding; all else to the bit."""
     train_to_the_end(2, *overrides(architecture, tmp_path / "run"))
-    two, one = Outcome(tmp_path / "run"), Outcome(runs / architecture)
+    two = Outcome(tmp_path / "run")
+    one = Outcome(runs / architecture)
     assert two.of("train") == one.of("train")
-    tensors, expected = flat(two.engine), flat(one.engine)
+    tensors = flat(two.engine)
+    expected = flat(one.engine)
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
         if "running_" in name:

@@ -126,7 +126,8 @@ def test_state_dicts_of_others_are_found_where_their_scripts_put_them(tmp_path):
 
 
 def test_safetensors_carry_recipe_classes_and_which_weights_they_are_if_they_were_written_so(tmp_path):
-    plain, full = str(tmp_path / "plain.safetensors"), str(tmp_path / "full.safetensors")
+    plain = str(tmp_path / "plain.safetensors")
+    full = str(tmp_path / "full.safetensors")
     about = {"recipe": "run: {steps: 2}", "classes": json.dumps(["a", "b"]), "weights": "step_average"}
     safetensors.torch.save_file(tensors(), plain)
     safetensors.torch.save_file(tensors(), full, about)

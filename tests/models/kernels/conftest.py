@@ -12,7 +12,8 @@ def _language_is_replaced_once_a_launch():
         yield
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replace = interpreter._patch_lang
+    launch = interpreter.GridExecutor.__call__
     done = set()  # of this launch: the names that a function sees, by their dictionary
 
     def replace_once(function):

@@ -79,7 +79,8 @@ def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout)
 @pytest.mark.parametrize("name", ["blocks.1.0", pytest.param("blocks.1.1", marks=pytest.mark.slow)])
 def test_all_kernels_together_are_timms_block(name, monkeypatch):
     """Without a residual, and with one. Statistics before squeeze and excitation come from the convolution."""
-    merged, merge = [], squeeze.merge_statistics
+    merged = []
+    merge = squeeze.merge_statistics
     monkeypatch.setattr(squeeze, "merge_statistics", lambda *given, **named: merged.append(1) or merge(*given, **named))
     plain, fused = pair(name, kernels=KERNELS)
     x = drawn((2, fused.conv_pw.in_channels, 6, 5), layout=torch.channels_last)
@@ -99,7 +100,8 @@ def test_gradients_that_others_hold_stay_as_they_are(layout):
     _, fused = pair("blocks.1.1")
     x, dy = (drawn((2, fused.conv_pw.in_channels, 3, 3), layout=layout, seed=seed) for seed in (1, 2))
     before = dy.clone()
-    first, second = results(fused, x, dy), results(fused, x, dy)
+    first = results(fused, x, dy)
+    second = results(fused, x, dy)
     assert torch.equal(dy, before)
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     y = fused(x)  # which wants no gradient
@@ -123,7 +125,8 @@ def test_a_mask_that_is_set_is_taken():
 
 def test_blocks_keep_their_names_and_others_are_not_replaced():
     model = model_of()
-    before, blocks = list(model.state_dict()), [name for name in model.names if name.startswith("blocks.")]
+    before = list(model.state_dict())
+    blocks = [name for name in model.names if name.startswith("blocks.")]
     assert patch(model, ["block"]) == []  # without the normalisation's kernels
     replaced = patch(model, ["group_norm", "block"])
     assert [name for name in replaced if name in model.names] == blocks

@@ -112,7 +112,9 @@ class _Calls:
     """CUDA's driver that notes calls; some fail."""
 
     def __init__(self, context=7, failing=()):
-        self.calls, self.context, self.failing = [], context, failing
+        self.calls = []
+        self.context = context
+        self.failing = failing
 
     def __getattr__(self, name):
         return functools.partial(self._call, name)
@@ -381,11 +383,11 @@ def test_triton_and_cuda_differ_in_one_rounding(simulated, setting):
 @simulates
 def test_the_suite_checks_them_and_no_others(simulated):
     """Where they cannot be compiled Triton's are not checked in their place."""
-    arguments = ((2, 32, 5, 6), CPU, torch.float16, torch.channels_last, 3, 1)
-    error, bound, _ = gpu_checks._cuda_group_conv(*arguments)
+    inputs = gpu_checks.Inputs((2, 32, 5, 6), CPU, torch.float16, torch.channels_last)
+    error, bound, _ = gpu_checks._cuda_group_conv(inputs, 3, 1)
     assert error <= bound
     with mock.patch.object(group_conv, "program_of", lambda *_: None), pytest.raises(AssertionError, match="compiled"):
-        gpu_checks._cuda_group_conv(*arguments)
+        gpu_checks._cuda_group_conv(inputs, 3, 1)
 
 
 @simulates
@@ -397,7 +399,7 @@ def test_a_compiler_sees_operators(simulated):
     operators = torch.ops.large_batch_efficientnet
     for statistics in (False, True):
         torch.library.opcheck(operators.group_conv_output, (x, weight, 1, False, statistics, "cuda"))
-    _, packed, _ = triton_group_conv._output(x, weight, 1, False, False, "cuda")
+    _, packed, _ = triton_group_conv._output(x, weight, 1, pads_same=False, statistics=False, language="cuda")
     torch.library.opcheck(operators.group_conv_gradients, (x, x, weight, packed, 1, False, [True, True], "cuda"))
 
 

@@ -119,7 +119,8 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     precision would change every third.
     """
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
-    conv, x = convolution(3, 2, "same", dtype=dtype), images((1, 32, 11, 8), form, dtype)
+    conv = convolution(3, 2, "same", dtype=dtype)
+    x = images((1, 32, 11, 8), form, dtype)
     y, dx, dw = check(conv, x)
     upstream = images(y.shape, dtype=dtype, seed=2)
     assert (dw.cpu() == stored(exact(conv, x, upstream)[2], dtype)).double().mean() > 0.98
@@ -220,7 +221,8 @@ def test_other_layouts_become_contiguous():
 @pytest.mark.parametrize("wanted", ["input", pytest.param("weight", marks=pytest.mark.slow)])
 def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
     """Images want none: the kernel for it does not run; as with frozen weights."""
-    conv, x = convolution(), images((1, 32, 4, 4))
+    conv = convolution()
+    x = images((1, 32, 4, 4))
     expected = dict(zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x, torch.ones(1, 32, 4, 4))[1:]))
     conv.weight.requires_grad_(wanted == "weight")
     x.requires_grad_(wanted == "input")
@@ -232,7 +234,8 @@ def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
 
 def test_a_second_derivative_is_refused():
     """And nothing is kept where no gradient is wanted."""
-    fused, x = FusedGroupConv2d.of(convolution()), images((1, 32, 4, 4)).requires_grad_()
+    fused = FusedGroupConv2d.of(convolution())
+    x = images((1, 32, 4, 4)).requires_grad_()
     with torch.no_grad():
         assert fused(x).grad_fn is None
     (gradient,) = torch.autograd.grad(fused(x).square().sum(), x, create_graph=True)
@@ -247,10 +250,22 @@ def test_what_the_kernels_take_and_what_not():
     taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}
     assert replaces(nn.Conv2d(**taken))
     for other in (
-        *({"groups": 32}, {"groups": 4}, {"groups": 1}, {"bias": True}, {"out_channels": 64}),
-        *({"dilation": 2, "padding": 2}, {"stride": 3}, {"stride": (1, 2)}, {"padding_mode": "reflect"}),
-        *({"kernel_size": 1, "padding": 0}, {"kernel_size": 7, "padding": 3}, {"kernel_size": (3, 5)}),
-        *({"kernel_size": 5}, {"padding": 0}, {"padding": (1, 0)}, {"padding": "same"}),
+        {"groups": 32},
+        {"groups": 4},
+        {"groups": 1},
+        {"bias": True},
+        {"out_channels": 64},
+        {"dilation": 2, "padding": 2},
+        {"stride": 3},
+        {"stride": (1, 2)},
+        {"padding_mode": "reflect"},
+        {"kernel_size": 1, "padding": 0},
+        {"kernel_size": 7, "padding": 3},
+        {"kernel_size": (3, 5)},
+        {"kernel_size": 5},
+        {"padding": 0},
+        {"padding": (1, 0)},
+        {"padding": "same"},
     ):
         assert not replaces(nn.Conv2d(**{**taken, **other})), other
     assert not replaces(FusedGroupConv2d.of(convolution()))

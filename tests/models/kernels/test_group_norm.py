@@ -68,7 +68,9 @@ class Residual(nn.Module):
 
     def __init__(self, norm, kept, residual):
         super().__init__()
-        self.norm, self.kept, self.residual = norm, kept, nn.Parameter(residual)
+        self.norm = norm
+        self.kept = kept
+        self.residual = nn.Parameter(residual)
 
     def forward(self, x):
         if isinstance(self.norm, FusedGroupNormAct):
@@ -111,7 +113,8 @@ def assert_close(actual, expected, tolerance):
 def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift, shape, tiles):
     """Sums of up to a hundred float32 terms, each rounded some ten times on the way: 16 eps of the largest."""
     norm = layer(shape[1], apply_act, shift)
-    x, dy = drawn(shape, layout=layout), drawn(shape, layout=layout, seed=2)
+    x = drawn(shape, layout=layout)
+    dy = drawn(shape, layout=layout, seed=2)
     actual = results(FusedGroupNormAct.of(norm), x, dy)
     assert_close(actual, exact(norm, x, dy), 16 * FLOAT32)
     assert actual[0].stride() == actual[1].stride() == x.stride()
@@ -170,7 +173,8 @@ def test_a_large_mean_takes_no_more_digits_than_with_torch(tiles):
 def test_an_image_has_the_same_bits_every_time_and_in_every_batch(tiles):
     """Whatever the layout of the gradient: the other format, or, as from a mean over pixels, one number for many."""
     norm = FusedGroupNormAct.of(layer(2, groups=2))
-    x, dy = drawn((2, 2, 7, 5)), drawn((2, 2, 1, 1), seed=2).expand(2, 2, 7, 5)
+    x = drawn((2, 2, 7, 5))
+    dy = drawn((2, 2, 1, 1), seed=2).expand(2, 2, 7, 5)
     first = results(norm, x, dy.contiguous())
     for again in (dy, dy.contiguous(memory_format=torch.channels_last)):
         assert all(torch.equal(one, other) for one, other in zip(first, results(norm, x, again)))
@@ -180,7 +184,8 @@ def test_an_image_has_the_same_bits_every_time_and_in_every_batch(tiles):
 
 def test_images_need_no_gradient_and_other_layouts_become_contiguous():
     norm = layer(12)
-    x, dy = drawn((2, 12, 7, 10))[..., ::2], drawn(SHAPES[0], seed=2)
+    x = drawn((2, 12, 7, 10))[..., ::2]
+    dy = drawn(SHAPES[0], seed=2)
     y = FusedGroupNormAct.of(norm)(x)
     gradients = torch.autograd.grad(y, [norm.weight, norm.bias], dy)
     expected, _, *others = exact(norm, x, dy)
@@ -214,7 +219,8 @@ def test_proxy_normalisation_is_fused_below_its_proxy(monkeypatch):
     with torch.no_grad():
         for number, parameter in enumerate(norm.parameters()):
             parameter.add_(0.3 * torch.randn(12, generator=torch.Generator().manual_seed(number)).to(DEVICE))
-    x, dy = drawn(SHAPES[0], layout=FORMATS[1]), drawn(SHAPES[0], seed=2)
+    x = drawn(SHAPES[0], layout=FORMATS[1])
+    dy = drawn(SHAPES[0], seed=2)
     fused = FusedGroupNormAct.of(norm)
     expected = exact(norm, x, dy)
     monkeypatch.setattr(F, "group_norm", None)

@@ -36,7 +36,8 @@ def check(name, *arguments):
 def test_normalisation_says_what_it_returns(layout, shift):
     norm = layer(8, shift=shift, dtype=torch.float16)
     x = drawn((2, 8, 3, 5), torch.float16, layout)
-    weight, bias = norm.weight.detach(), None if norm.bias is None else norm.bias.detach()
+    weight = norm.weight.detach()
+    bias = None if norm.bias is None else norm.bias.detach()
     kept = torch.ones(2, device=DEVICE)
     y, moments = group_norm._output(x, weight, bias, kept, x, 4, 1e-3, True)
     assert y.shape == x.shape
@@ -49,7 +50,8 @@ def test_normalisation_says_what_it_returns(layout, shift):
 def test_squeeze_and_excitation_says_what_it_returns(layout):
     block = model_of().block("blocks.1.0").to(DEVICE, torch.float16)
     x = drawn((2, block.bn2.num_channels, 3, 5), torch.float16, layout)
-    reduce, expand = block.se.conv_reduce, block.se.conv_expand
+    reduce = block.se.conv_reduce
+    expand = block.se.conv_expand
     parameters = [block.bn2.weight, block.bn2.bias, reduce.weight, reduce.bias, expand.weight, expand.bias]
     weight, bias, *layers = (parameter.detach() for parameter in parameters)
     arguments = (x, weight, bias, *layers, None, 1, 1, block.bn2.num_groups, 1e-3)
@@ -66,7 +68,7 @@ def test_squeeze_and_excitation_says_what_it_returns(layout):
 def test_the_convolution_says_what_it_returns(layout, statistics, wanted):
     x = drawn((2, 32, 5, 6), torch.float16, layout)
     weight = drawn((32, 16, 3, 3), torch.float16, layout)
-    y, packed, _ = group_conv._output(x, weight, 2, True, statistics, "triton")
+    y, packed, _ = group_conv._output(x, weight, 2, pads_same=True, statistics=statistics, language="triton")
     check("group_conv_output", x, weight, 2, True, statistics, "triton")
     check("group_conv_gradients", y, x, weight, packed, 2, True, list(wanted), "triton")
 

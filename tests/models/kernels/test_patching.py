@@ -23,7 +23,9 @@ def kinds(model, *types):
 def test_layers_are_replaced_by_name_of_kernel_and_their_names_returned():
     """The parameters are the same objects under the same names."""
     model = model_of()
-    before, state, owned = dict(model.named_parameters()), list(model.state_dict()), norm_parameters(model)
+    before = dict(model.named_parameters())
+    state = list(model.state_dict())
+    owned = norm_parameters(model)
     norms = kinds(model, "GroupNormAct")
     grouped = [name for name, module in model.named_modules() if getattr(module, "groups", 1) > 1]
     assert patch(model, ["group_norm"]) == norms == kinds(model, "FusedGroupNormAct")

@@ -40,7 +40,8 @@ class Pair(nn.Module):
 
     def __init__(self, name, dtype=torch.float32):
         super().__init__()
-        self.block, self.norm = model_of().block(name), BLOCKS[name]
+        self.block = model_of().block(name)
+        self.norm = BLOCKS[name]
         self.channels = self.block.get_submodule(self.norm).num_channels
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -106,7 +107,8 @@ def test_half_precision_is_rounded_once(layout, tiles):
 @pytest.mark.slow
 def test_gradients_of_any_layout_and_one_image_alone_give_the_same_bits(tiles):
     pair = Pair("blocks.1.0").fused()
-    x, dy = drawn((2, pair.channels, 3, 2)), drawn((2, pair.channels, 1, 1), seed=2).expand(2, pair.channels, 3, 2)
+    x = drawn((2, pair.channels, 3, 2))
+    dy = drawn((2, pair.channels, 1, 1), seed=2).expand(2, pair.channels, 3, 2)
     first = results(pair, x, dy.contiguous())
     for again in (dy, dy.contiguous(memory_format=torch.channels_last)):
         assert all(torch.equal(one, other) for one, other in zip(first, results(pair, x, again)))
@@ -114,7 +116,8 @@ def test_gradients_of_any_layout_and_one_image_alone_give_the_same_bits(tiles):
 
 def test_only_the_input_is_kept_for_the_backward_pass():
     """Of tensors as large as it."""
-    pair, kept = Pair("blocks.1.0").fused(), []
+    pair = Pair("blocks.1.0").fused()
+    kept = []
     x = drawn((1, pair.channels, 9, 9)).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         pair(x)
@@ -130,7 +133,8 @@ def test_a_second_derivative_is_refused():
 
 
 def test_blocks_keep_the_names_of_their_parameters_and_others_are_not_replaced():
-    model, plain = model_of(), model_of()
+    model = model_of()
+    plain = model_of()
     before = dict(model.named_parameters())
     blocks = [name for name in model.names if name.startswith("blocks.")]
     assert patch(model, ["squeeze"]) == blocks

@@ -84,12 +84,12 @@ def form_results(form, given, groups):
     if form in (PLAIN, LINEAR):
         found["y"] = library.activated(x, norm, form == PLAIN, kept, residual)
         dz = torch.empty_like(x) if form == PLAIN else None
-        sums = library.gradient_sums(form, x, norm, dy, kept, dz)
+        sums = library.gradient_sums(form, x, norm, dy=dy, kept=kept, dz=dz)
         dweight, dbias, by_group = library.merged_gradients(form, x, norm, sums)
         if form == PLAIN:
             found["dx"] = library.input_gradient(LINEAR, x, norm, by_group, dz)
         else:
-            found["dx"] = library.input_gradient(LINEAR, x, norm, by_group, dy, kept)
+            found["dx"] = library.input_gradient(LINEAR, x, norm, by_group=by_group, dy=dy, kept=kept)
     elif form == POOLED:
         found["pooled"] = library.pooled(x, norm)
         by_pixel = Gate(None, by_pixel)
@@ -116,7 +116,7 @@ def form_exact(form, given, groups):
         each if each is None else each.requires_grad_() for each in given.double()
     )
     z = normalised(x, groups, weight, bias)
-    found, loss = _behind(form, z, dy, kept, residual, gate, dpooled)
+    found, loss = _behind(form, z, dy, kept=kept, residual=residual, gate=gate, dpooled=dpooled)
     wanted = {"dx": x, "dweight": weight, "dbias": bias, **({"dgate": gate} if form == GATED else {})}
     return _with_gradients(found, loss, wanted, z)
 
@@ -167,11 +167,12 @@ def convolution_results(given, after, weight, by, around):
     given, after: operands of the normalisations before and behind; without these, `given.x` and `after.dy` are those of
     the convolution.
     """
-    x, found = given.x, {}
+    x = given.x
+    found = {}
     before = behind = None
     if around.before:
         before = Norm(library.group_moments(x, around.before, EPS), given.weight, given.bias)
-    y, moments = library.convolution(x, weight, by, before, around.behind, EPS)
+    y, moments = library.convolution(x, weight, by, before=before, groups=around.behind, eps=EPS)
     found["y"] = y
     if around.behind:
         found["moments"] = moments
@@ -180,7 +181,9 @@ def convolution_results(given, after, weight, by, around):
         sums = library.gradient_sums(GATED, y, norm, after.dy)
         _, _, by_group = library.merged_gradients(GATED, y, norm, sums, gates)
         behind = Behind(y, norm, gates, by_group)
-    dx, found["dweights"], sums = library.convolution_gradients(x, weight, by, after.dy, before, behind)
+    dx, found["dweights"], sums = library.convolution_gradients(
+        x, weight, by, dy=after.dy, before=before, behind=behind
+    )
     if around.before:
         found["dz"] = dx
         found["dweight"], dbias, by_group = library.merged_gradients(PLAIN, x, before, sums)
@@ -196,7 +199,8 @@ def convolution_exact(given, after, weight, by, around):
     weight = weight.double().requires_grad_()
     after = after.double()
     wanted = {"dweights": weight, "dx": x}
-    inner, z = x, None
+    inner = x
+    z = None
     if around.before:
         z = normalised(x, around.before, *parameters[:2])
         inner = F.silu(z)
@@ -205,13 +209,14 @@ def convolution_exact(given, after, weight, by, around):
     right = (by.out_width - 1) * by.stride + by.kernel - x.shape[2] - by.left
     padded = F.pad(inner.permute(0, 3, 1, 2), (by.left, max(right, 0), by.top, max(below, 0)))
     y = F.conv2d(padded, weight, stride=by.stride, groups=len(weight) // 16).permute(0, 2, 3, 1)
-    found, loss = {"y": y}, (y * after.dy).sum()
+    found = {"y": y}
+    loss = (y * after.dy).sum()
     if around.behind:
         by_group = y.unflatten(-1, (around.behind, -1))
         variance, mean = torch.var_mean(by_group, (1, 2, 4), correction=0)
         found["moments"] = torch.stack([mean, (variance + EPS).rsqrt()], -1)
         behind = normalised(y, around.behind, after.weight, after.bias)
-        _, loss = _behind(GATED, behind, after.dy, None, None, after.gate, after.dpooled)
+        _, loss = _behind(GATED, behind, after.dy, kept=None, residual=None, gate=after.gate, dpooled=after.dpooled)
     return _with_gradients(found, loss, wanted, z)
 
 

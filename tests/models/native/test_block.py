@@ -131,7 +131,8 @@ def test_what_needs_no_gradient_gets_none(name):
     _, ours = pair(name)
     x = entering(ours)
     expected = results(ours, x)
-    y, names = ours(x), [name for name, _ in ours.named_parameters()]
+    y = ours(x)
+    names = [name for name, _ in ours.named_parameters()]
     found = torch.autograd.grad(y, list(ours.parameters()), images(*y.shape, seed=9))
     assert_same(dict(zip(names, found)), {name: expected[name] for name in names})
     for frozen in (names[::2], names):
@@ -225,7 +226,8 @@ def test_the_head_pools_what_it_never_stores():
     plain = model_of(width=0.25, depth=0.1)
     ours = copy.deepcopy(plain)
     patch(ours)
-    plain, ours = plain.block("head"), ours.block("head")
+    plain = plain.block("head")
+    ours = ours.block("head")
     assert type(ours) is NativeHead
     x = images(5, plain.conv_head.in_channels, 3, 4)
     dy = torch.randn(5, 10, generator=torch.Generator().manual_seed(3))

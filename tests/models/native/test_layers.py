@@ -145,7 +145,9 @@ class Residual(nn.Module):
 
     def __init__(self, layer, kept, residual):
         super().__init__()
-        self.layer, self.kept, self.residual = layer, kept, nn.Parameter(residual)
+        self.layer = layer
+        self.kept = kept
+        self.residual = nn.Parameter(residual)
 
     def forward(self, x):
         if isinstance(self.layer, NativeGroupNormAct):
@@ -156,8 +158,10 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("apply_act", [True, False])
 def test_a_residual_is_added_to_what_is_kept_of_each_image(apply_act):
     """An image that is dropped keeps the bits of the residual, and has no gradient. In either layout."""
-    layer, kept = norm(24, apply_act), torch.tensor([1.25, 0.0, 1.25])
-    x, residual = images(3, 24, 5, 7), images(3, 24, 5, 7, seed=2)
+    layer = norm(24, apply_act)
+    kept = torch.tensor([1.25, 0.0, 1.25])
+    x = images(3, 24, 5, 7)
+    residual = images(3, 24, 5, 7, seed=2)
     whole = Residual(layer, kept, residual)
     expected = exact(whole, x)
     for each in (residual, residual.contiguous()):
@@ -170,14 +174,16 @@ def test_a_residual_is_added_to_what_is_kept_of_each_image(apply_act):
 def test_a_mean_over_pixels_may_follow():
     """Its gradient is one number for many pixels."""
     layer = ours(norm(12), NativeGroupNormAct)
-    x, dy = images(2, 12, 7, 5), drawn(2, 12, 1, 1, seed=3).expand(2, 12, 7, 5)
+    x = images(2, 12, 7, 5)
+    dy = drawn(2, 12, 1, 1, seed=3).expand(2, 12, 7, 5)
     assert same(results(layer, x, dy), results(layer, x, dy.contiguous()))
 
 
 def test_proxy_normalization_is_ours_below_its_proxy(monkeypatch):
     """The proxy's own arithmetic stays torch's, which adds two roundings and sums of 105 terms."""
     layer = norm(12, kind=ProxyNormAct)
-    fused, x = ours(layer, NativeProxyNormAct), images(3, 12, 7, 5)
+    fused = ours(layer, NativeProxyNormAct)
+    x = images(3, 12, 7, 5)
     expected = exact(layer, x)
     monkeypatch.setattr(nn.functional, "group_norm", None)
     assert_close(results(fused, x), expected, 32)
@@ -186,7 +192,8 @@ def test_proxy_normalization_is_ours_below_its_proxy(monkeypatch):
 
 def test_only_the_input_is_kept_for_the_backward_pass():
     """Beside it: the parameters, and two numbers for each image and group."""
-    layer, x = ours(norm(12), NativeGroupNormAct), images(2, 12, 7, 5).requires_grad_()
+    layer = ours(norm(12), NativeGroupNormAct)
+    x = images(2, 12, 7, 5).requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(x)
@@ -211,7 +218,8 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 def test_what_needs_no_gradient_gets_none(name):
     """Frozen parameters, or an input without gradient; the gradients of the others keep their bits."""
     make, kind = LAYERS[name]
-    layer, x = ours(make(), kind), images(2, 16, 5, 3)
+    layer = ours(make(), kind)
+    x = images(2, 16, 5, 3)
     expected = results(layer, x)
     y = layer(x)
     assert same(
@@ -244,16 +252,23 @@ def test_which_layers_are_taken():
     taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}
     assert GroupConv2d.replaces(nn.Conv2d(**taken))
     for other in (
-        *({"groups": 32}, {"groups": 4}, {"groups": 1}, {"bias": True}, {"out_channels": 64}),
-        *({"dilation": 2, "padding": 2}, {"stride": 3}, {"stride": (1, 2)}, {"padding_mode": "reflect"}),
-        *({"kernel_size": 1, "padding": 0}, {"kernel_size": 9, "padding": 4}, {"kernel_size": (3, 5)}),
-        *(
-            {"kernel_size": 4, "padding": 2},
-            {"kernel_size": 5},
-            {"padding": 0},
-            {"padding": (1, 0)},
-            {"padding": "same"},
-        ),
+        {"groups": 32},
+        {"groups": 4},
+        {"groups": 1},
+        {"bias": True},
+        {"out_channels": 64},
+        {"dilation": 2, "padding": 2},
+        {"stride": 3},
+        {"stride": (1, 2)},
+        {"padding_mode": "reflect"},
+        {"kernel_size": 1, "padding": 0},
+        {"kernel_size": 9, "padding": 4},
+        {"kernel_size": (3, 5)},
+        {"kernel_size": 4, "padding": 2},
+        {"kernel_size": 5},
+        {"padding": 0},
+        {"padding": (1, 0)},
+        {"padding": "same"},
     ):
         assert not GroupConv2d.replaces(nn.Conv2d(**{**taken, **other})), other
     assert not GroupConv2d.replaces(Conv2dSame(32, 32, 3, dilation=2, groups=2, bias=False))
@@ -261,8 +276,13 @@ def test_which_layers_are_taken():
 
     assert Pointwise.replaces(nn.Conv2d(3, 5, 1))
     for other in (
-        *(nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 1, stride=2), nn.Conv2d(4, 4, 1, padding=1)),
-        *(nn.Conv2d(4, 4, (1, 3)), nn.Conv1d(4, 4, 1), nn.Linear(4, 4), ours(nn.Conv2d(4, 4, 1), Pointwise)),
+        nn.Conv2d(4, 4, 1, groups=2),
+        nn.Conv2d(4, 4, 1, stride=2),
+        nn.Conv2d(4, 4, 1, padding=1),
+        nn.Conv2d(4, 4, (1, 3)),
+        nn.Conv1d(4, 4, 1),
+        nn.Linear(4, 4),
+        ours(nn.Conv2d(4, 4, 1), Pointwise),
     ):
         assert not Pointwise.replaces(other), other
 

@@ -64,9 +64,10 @@ def assert_exact(actual, expected, terms, case):
 
 
 def check_normalization(images, height, width, channels, groups, forms=FORMS, bias=True, around=True):
-    given = operands(images, height, width, channels, bias, around)
+    given = operands(images, height, width, channels=channels, bias=bias, around=around)
     for form in forms:
-        actual, expected = form_results(form, given, groups), form_exact(form, given, groups)
+        actual = form_results(form, given, groups)
+        expected = form_exact(form, given, groups)
         case = f"form {form}, {images} x {height} x {width} x {channels}, {groups} groups"
         y = [{"y": each.pop("y")} for each in (actual, expected) if "y" in each]
         if y:
@@ -85,7 +86,8 @@ def convolved(setting, shape, bias=True):
 
 def check_convolution(setting, shape, around, bias=True):
     operands_of_it = convolved(setting, shape, bias)
-    actual, expected = convolution_results(*operands_of_it, around), convolution_exact(*operands_of_it, around)
+    actual = convolution_results(*operands_of_it, around)
+    expected = convolution_exact(*operands_of_it, around)
     # Terms of outputs and of input gradients, or of the weights' gradients.
     terms = max(16 * setting[0] ** 2, shape[0] * shape[1] * shape[2])
     assert_exact(actual, expected, terms, f"{setting}, {shape}, {around}")
@@ -143,7 +145,7 @@ def test_moments_behind_a_convolution_are_those_of_its_output():
         weight *= 1e-2
         weight[:, 0] = 0
         weight[:, 0, 1, 1] = 30
-        y, moments = library.convolution(given.x, weight, by, None, 4, 0.0)
+        y, moments = library.convolution(given.x, weight, by, before=None, groups=4, eps=0.0)
         variances, means = torch.var_mean(y.double().unflatten(-1, (4, -1)), (1, 2, 4), correction=0)
         assert (means > 1000 * variances.sqrt()).all()
         torch.testing.assert_close(moments[..., 0].double(), means, rtol=FLOAT32 / 2, atol=0)
@@ -217,7 +219,8 @@ def test_what_is_not_finite_stays_in_its_image(shape, value):
 
     x = given.x.clone()
     x[1, -1, 2, 3] = value
-    found, clean = results(x), results(given.x)
+    found = results(x)
+    clean = results(given.x)
     others = [image for image in range(shape[0]) if image != 1]
     for name in ("y", "moments", "dz", "dx", "activated", "whole", "pooled", "pooled alone"):
         assert torch.equal(found[name][others], clean[name][others]), name

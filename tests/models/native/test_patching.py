@@ -33,7 +33,8 @@ def pixels(count, size, seed=2):
 
 def results(model, images, forward=None):
     """Logits, the gradients of all parameters, and the running statistics."""
-    model.draws.step, model.draws.micro_batch = 3, 1
+    model.draws.step = 3
+    model.draws.micro_batch = 1
     model.zero_grad()
     logits = (forward or model)(images)
     logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).to(logits.dtype))
@@ -52,10 +53,12 @@ def kinds(model, *types):
 def test_layers_are_turned_in_place_and_their_names_returned():
     """Parameters are the same objects under the same names, with the same values."""
     model = small(drop_path=0.2, dropout=0.1)
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     owned = norm_parameters(model)
-    norms, blocks = kinds(model, GroupNormAct), [name for name in model.names if name.startswith("blocks.")]
+    norms = kinds(model, GroupNormAct)
+    blocks = [name for name in model.names if name.startswith("blocks.")]
     grouped = [name for name, module in model.named_modules() if getattr(module, "groups", 1) > 1]
     names = patch(model)
     assert sorted(names) == sorted(kinds(model, *KINDS)) and len(names) == len(set(names))
@@ -108,7 +111,8 @@ def test_a_copy_and_a_part_of_a_patched_model_are_patched():
         expected = model(images)
         assert torch.equal(copy.deepcopy(model)(images), expected)
         cut = model.names.index("blocks.2.0")
-        first, second = model.part(model.names[:cut]), model.part(model.names[cut:])
+        first = model.part(model.names[:cut])
+        second = model.part(model.names[cut:])
         assert torch.equal(second(first(images)), expected)
     assert patch(second) == []
 
@@ -120,8 +124,14 @@ def test_a_copy_and_a_part_of_a_patched_model_are_patched():
 @pytest.mark.parametrize(
     "keys",
     [
-        *({"norm": "group"}, {"norm": "layer"}, {"norm": "batch"}, {"proxy_norm": True}),
-        *({"group_size": 8}, {"group_size": 1}, {"padding": "torch"}, {"width": 0.5, "padding": "same"}),
+        {"norm": "group"},
+        {"norm": "layer"},
+        {"norm": "batch"},
+        {"proxy_norm": True},
+        {"group_size": 8},
+        {"group_size": 1},
+        {"padding": "torch"},
+        {"width": 0.5, "padding": "same"},
         {"drop_path": 0.4, "dropout": 0.3},
     ],
     ids=str,
@@ -131,7 +141,8 @@ def test_a_patched_model_is_as_exact_as_torchs(keys, sizes):
     by line; in training, and in evaluation."""
     count, size, training = sizes
     plain = small(**keys).train(training)
-    ours, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    ours = copy.deepcopy(plain)
+    exact = copy.deepcopy(plain).double()
     assert patch(ours)
     images = pixels(count, size)
     expected = results(exact, images)
@@ -142,10 +153,12 @@ def test_a_patched_model_is_as_exact_as_torchs(keys, sizes):
 
 def test_stochastic_depth_and_dropout_draw_the_same(monkeypatch):
     """The same masks in the same order; there is no other state, torch's generator included."""
-    drawn, draw = [], Draws.keep_mask
+    drawn = []
+    draw = Draws.keep_mask
     monkeypatch.setattr(Draws, "keep_mask", lambda self, *given: drawn.append(given[:3]) or draw(self, *given))
     model = small(drop_path=0.4, dropout=0.3)
-    images, state = pixels(6, 32), torch.get_rng_state()
+    images = pixels(6, 32)
+    state = torch.get_rng_state()
     results(model, images)
     before = [*drawn]
     drawn.clear()

@@ -24,14 +24,21 @@ EVERYTHING = (
     "ipu.exchange_memory_target=memory", "parallel.recompute=true", "precision.dynamic_loss_scale=true",
     "ipu.keep_activations=[blocks.2.3]",
 )  # fmt: skip
-PIPELINED, SHARDED = Chain("poptorch.PipelinedExecution"), Chain("poptorch.ShardedExecution")
-STRATEGY, TILES = "Options.setExecutionStrategy", "Options.TensorLocations.numIOTiles"
-STOCHASTIC, PARTIALS = "Options.Precision.enableStochasticRounding", "Options.Precision.setPartialsType"
+PIPELINED = Chain("poptorch.PipelinedExecution")
+SHARDED = Chain("poptorch.ShardedExecution")
+STRATEGY = "Options.setExecutionStrategy"
+TILES = "Options.TensorLocations.numIOTiles"
+STOCHASTIC = "Options.Precision.enableStochasticRounding"
+PARTIALS = "Options.Precision.setPartialsType"
 REDUCTION = "Options.Training.setMeanAccumulationAndReplicationReductionStrategy"
 POST, RUNNING = (Name(f"poptorch.MeanReductionStrategy.{name}") for name in ("Post", "Running"))
-MEMORY, ITERATIONS = "Options.setAvailableMemoryProportion", "Options.deviceIterations"
-HALF, FLOAT = Name("torch.half"), Name("torch.float")
-GROUPS, ENGINE, PREFETCH = "groupNormStridedChannelGrouping", "engineOptions", "defaultPrefetchBufferingDepth"
+MEMORY = "Options.setAvailableMemoryProportion"
+ITERATIONS = "Options.deviceIterations"
+HALF = Name("torch.half")
+FLOAT = Name("torch.float")
+GROUPS = "groupNormStridedChannelGrouping"
+ENGINE = "engineOptions"
+PREFETCH = "defaultPrefetchBufferingDepth"
 PORTABLE = {"target.deterministicWorkers": "portable", "opt.enableMultiAccessCopies": "false"}
 
 
@@ -154,7 +161,8 @@ FULL = ("precision.compute=float32", "precision.weights=float32")
 
 def check(*overrides):
     made = small(*overrides)
-    batch, replicas = made.batch, made.parallel.replicas or 1
+    batch = made.batch
+    replicas = made.parallel.replicas or 1
     accumulation = batch.global_ // (batch.micro * replicas)
     rules.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages))
 

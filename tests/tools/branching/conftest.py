@@ -12,7 +12,9 @@ from tests.conftest import QUICKSTART, TINY
 from tools.branching import session
 from training.checkpoint import CheckpointFolder
 
-BATCH, PER_EPOCH, EPOCHS = 24, 59, 20
+BATCH = 24
+PER_EPOCH = 59
+EPOCHS = 20
 TOTAL = PER_EPOCH * EPOCHS
 RATE = 3000.0  # images a second
 PAUSE = 2.0  # seconds of an evaluation

@@ -52,7 +52,8 @@ def train(folder, run, batch):
     if os.environ.get("DOUBLE_FAILS") == folder.name:
         print(LINE, file=sys.stderr)
         return int(os.environ["DOUBLE_CODE"])
-    size, pairs = batch["global"], batch["schedule"]
+    size = batch["global"]
+    pairs = batch["schedule"]
     multiple = int(pairs[-1][1]) // size if pairs else 1
     loss = loss_of(step, multiple, batch["rate_rule"], run["seed"], run["steps"] - step)
     events = [{"event": "eval", "loss": loss}, {"event": "end", "images": run["steps"] * size}]

@@ -17,10 +17,12 @@ def expected(noise, rate, multiple, factor, steps):
     """Expected loss after a branch: exact, by the mean and the variance of each coordinate."""
     total = 0.0
     for curvature in CURVATURES:
-        mean, variance = START, 0.0
+        mean = START
+        variance = 0.0
         for each in falling(rate * factor, steps // multiple):
             shrink = 1 - each * curvature
-            mean, variance = shrink * mean, shrink**2 * variance + each**2 * noise / multiple
+            mean = shrink * mean
+            variance = shrink**2 * variance + each**2 * noise / multiple
         total += curvature * (mean**2 + variance) / 2
     return total / len(CURVATURES)
 

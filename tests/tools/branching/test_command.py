@@ -23,10 +23,15 @@ from tools.branching import session
 from tools.branching.plan import RULES, Branch
 from tools.branching.source import branch_recipe, read
 
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75
 DOUBLE = (str(ROOT / "tests" / "tools" / "branching" / "double.py"),)
 WHOLE = ("--points", "2", "--share", "0.4")  # of 1180 steps: six branches of 36 steps from each of two checkpoints
-STEPS, BRANCHES, POINTS = 36, 12, (5 * PER_EPOCH, 15 * PER_EPOCH)
+STEPS = 36
+BRANCHES = 12
+POINTS = (5 * PER_EPOCH, 15 * PER_EPOCH)
 FEW = ("--points", "1", "--share", "0.1")  # four branches
 FIRST, SECOND, THIRD = (f"step-{10 * PER_EPOCH:08d}-{kind}" for kind in ("order-0", "order-1", "x2-sqrt"))
 
@@ -52,8 +57,10 @@ def branched(call):
 def whole(tmp_path_factory):
     """A run with all twelve branches, the picture of them, and the lines that the command printed."""
     place = tmp_path_factory.mktemp("whole")
-    run, picture = run_in(place), place / "branches.png"
-    out, err = io.StringIO(), io.StringIO()
+    run = run_in(place)
+    picture = place / "branches.png"
+    out = io.StringIO()
+    err = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setattr(session, "_POLL_SECONDS", 0.01)

@@ -16,7 +16,8 @@ from tools.diagnosis.links import Method
 from tools.diagnosis.splitting import PARTS, Rank, spread
 
 GPU = {"device": "an H100", "reading": 0.1}
-LITTLE, MUCH = Evidence(0.3, 0.2), Evidence(3.0, 0.2)
+LITTLE = Evidence(0.3, 0.2)
+MUCH = Evidence(3.0, 0.2)
 
 
 def method(name, seconds, evidence=LITTLE, **keys):
@@ -24,7 +25,9 @@ def method(name, seconds, evidence=LITTLE, **keys):
     return Method(Candidate(chosen, seconds, 0.0, evidence=evidence), None)
 
 
-DENSE, HALF, TOPK = method("dense", 0.4, Evidence(0.0, 0.0)), method("half", 0.21), method("topk", 0.02)
+DENSE = method("dense", 0.4, Evidence(0.0, 0.0))
+HALF = method("half", 0.21)
+TOPK = method("topk", 0.02)
 METHODS = (DENSE, HALF, TOPK, method("gtopk", 0.012, pattern="butterfly"))
 UNSURE = (DENSE, method("half", 0.21, None), method("topk", 0.02, MUCH))
 LOCAL = method("local", 0.01, bits=4)
@@ -47,7 +50,7 @@ def advised(*overrides, lag=0.01, device="cpu", cores=8, reading=0.1, methods=ME
         hosts=["b"],
         reading=SimpleNamespace(share_of_bytes=reading),
         links=links and SimpleNamespace(bandwidth=spread([125e6])),
-        ranks=[Rank(1, 1, 0, "b", 1.0, 0.0, lag)],
+        ranks=[Rank(1, 1, 0, host="b", mean=1.0, deviation=0.0, lag=lag)],
     )
     return advise(recipe, found)
 

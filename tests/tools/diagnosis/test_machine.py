@@ -24,14 +24,25 @@ MICRO_BATCH = 0.150  # seconds on the slowest stage
 def planned_exchange(exposed, *overrides, measured=True, by_itself=BY_ITSELF):
     """Machine that was measured with an exchange that adds `exposed` seconds to a step; its plan's seconds of that."""
     recipe = loading.load(QUICKSTART, ["parallel.replicas=2", "exchange.method=dense", *overrides])
-    stages, work = recipe.parallel.stages, workload.of(recipe)
+    stages = recipe.parallel.stages
+    work = workload.of(recipe)
     batch = arithmetic.divide(recipe, 2)
     share = [stage.multiply_adds / max(each.multiply_adds for each in work.stages) for stage in work.stages]
     own = {rank: [batch.accumulation * MICRO_BATCH * share[rank % stages]] for rank in range(2 * stages)}
     whole = batch.accumulation * MICRO_BATCH
     passes = Passes(own, {0: [whole], 1: [whole]})
     step = whole + exposed + 0.01
-    times = Times(batch.accumulation, stages, 1, [step], [0.0], [step], [whole + 0.01], [0.01], passes)
+    times = Times(
+        batch.accumulation,
+        stages,
+        1,
+        as_trained=[step],
+        waited=[0.0],
+        from_memory=[step],
+        without_exchange=[whole + 0.01],
+        update=[0.01],
+        passes=passes,
+    )
     # A ring of two: each sends half of the gradient twice.
     bandwidth = work.gradient_bytes * max(stage.parameters for stage in work.stages) / by_itself
     candidate = choice.Candidate(exchange.named("dense"), by_itself, 0.0)

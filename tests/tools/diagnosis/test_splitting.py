@@ -112,7 +112,8 @@ def test_what_does_not_add_up_or_repeat_is_doubted(measured, reasons):
 
 def test_straggling_is_the_deviation_over_replicas_and_steps():
     """Lengths 4 and 5, over their mean: 0.5 / 4.5, whether replicas or steps differ; only chance averages out."""
-    lasting, chance = times({0: [4.0, 4.0], 1: [5.0, 5.0]}), times({0: [4.0, 5.0], 1: [5.0, 4.0]})
+    lasting = times({0: [4.0, 4.0], 1: [5.0, 5.0]})
+    chance = times({0: [4.0, 5.0], 1: [5.0, 4.0]})
     for measured, longer in ((lasting, 0.5), (chance, 0.25)):
         assert splitting.straggling(measured, 4) == pytest.approx(0.5 / 4.5)
         assert splitting.straggling(measured, 16) == pytest.approx(longer / 4.5)
@@ -123,7 +124,8 @@ def test_spans_become_seconds_of_ranks_and_replicas():
     spans = []
     for step in (3, 4):
         for rank, (start, end) in enumerate(((0, 2), (1, 3), (0, 3), (2, 6))):
-            who, middle = (rank // 2, rank % 2, rank), (start + end) / 2
+            who = (rank // 2, rank % 2, rank)
+            middle = (start + end) / 2
             spans.append(Span(*who, "load", 0, step, start - 0.5, start))
             spans.append(Span(*who, "forward", 0, step, start, middle))
             spans.append(Span(*who, "backward", 0, step, middle, end))

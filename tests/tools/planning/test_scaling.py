@@ -47,7 +47,8 @@ def test_pipelines_idle_for_one_micro_batch_less_than_stages(overrides, idle):
 
 def test_stages_on_ipus_fill_twice_or_take_turns():
     """128 replicas: 16 micro batches and 2 K - 2 = 2 to fill and drain, each as long as the slowest stage takes."""
-    parts, passes = step(BOW, 128, "pod").parts, [stage.multiply_adds for stage in setting("pod")[1].stages]
+    parts = step(BOW, 128, "pod").parts
+    passes = [stage.multiply_adds for stage in setting("pod")[1].stages]
     assert parts["compute"] + parts["imbalance"] == pytest.approx(16 * 3 * max(passes) / BOW.rate.value)
     assert parts["bubble"] == pytest.approx(2 * 3 * max(passes) / BOW.rate.value)
     turns = step(BOW, 128, "pod", "parallel.schedule=sharded").parts

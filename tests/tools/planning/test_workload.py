@@ -18,7 +18,8 @@ from tests.conftest import QUICKSTART, ROOT
 from tools.planning import machine, workload
 
 POD = ROOT / "configs" / "pod256.yaml"
-BOW, A100 = machine.load("bow_pod"), machine.load("dgx_a100")
+BOW = machine.load("bow_pod")
+A100 = machine.load("dgx_a100")
 
 
 def work_of(config, *overrides):
@@ -80,7 +81,8 @@ def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(optimi
         rounding="stochastic",
         seed=0,
     )
-    kept, update = state._buffers, state._update
+    kept = state._buffers
+    update = state._update
     buffers = [kept.gradients, kept.weights, kept.working, *kept.slots.values()]
     if recipe.optimizer.scratch:
         buffers += [update._weights, *update._slots.values()]

@@ -50,7 +50,8 @@ def test_training_images_are_those_that_the_engine_is_fed(tiny):
     source = open_source(recipe.data, 10, "train")
     micro_batches = engine.training_batches(source, range(2))
     feed = Feed(image_settings(recipe), Processes(Topology(), torch.device("cpu")), torch.device("cpu"))
-    expected, targets = [], []
+    expected = []
+    targets = []
     for step in range(2):
         steps = range(step, step + 1)
         feed.start(micro_batches, steps=steps, share=range(2), rows=recipe.batch.micro, size=64)

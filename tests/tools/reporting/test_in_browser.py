@@ -42,7 +42,8 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
 
 def opened(path, more=""):
     """(what PROBE finds in the page, lines on the console, among them each request that the page's policy refuses)."""
-    page, copy = path.read_text(), path.with_name("copy.html")
+    page = path.read_text()
+    copy = path.with_name("copy.html")
     assert page.count("</body>") == 1 and "Content-Security-Policy\" content=\"default-src 'none';" in page
     copy.write_text(page.replace("</body>", more + PROBE))
     command = [CHROMIUM, *SWITCHES, f"--user-data-dir={path.parent / 'profile'}", copy.resolve().as_uri()]

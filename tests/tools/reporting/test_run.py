@@ -60,8 +60,13 @@ def test_a_run_whose_folder_is_locked_is_running(tmp_path):
 @pytest.mark.parametrize(
     ("skipped", "in_row"),
     [
-        *(([0, 6, 12, 36], 36), ([0, 6, 12, 35], 23), ([0, 0, 0, 24], 24), ([0, 0, 0, 21], 21)),
-        *(([0, 0, 0, 20], None), ([0, 6, 12, 24], None), ([6, 12, 18, 18], None)),
+        ([0, 6, 12, 36], 36),
+        ([0, 6, 12, 35], 23),
+        ([0, 0, 0, 24], 24),
+        ([0, 0, 0, 21], 21),
+        ([0, 0, 0, 20], None),
+        ([0, 6, 12, 24], None),
+        ([6, 12, 18, 18], None),
     ],
 )
 def test_a_run_of_skipped_updates_failed(tmp_path, skipped, in_row):

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-EPOCHS, STEPS_PER_EPOCH = 4, 22
+EPOCHS = 4
+STEPS_PER_EPOCH = 22
 
 
 def top1(momentum, peak, epoch):
@@ -38,9 +39,11 @@ def main(arguments):
 
 
 def train(folder, values, resumes):
-    metrics, checkpoint = folder / "metrics.jsonl", folder / "checkpoint"
+    metrics = folder / "metrics.jsonl"
+    checkpoint = folder / "checkpoint"
     done, length = json.loads(checkpoint.read_text()) if resumes and checkpoint.exists() else (0, 0)
-    needed, trials = os.environ.get("DOUBLE_NEEDS"), os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
+    needed = os.environ.get("DOUBLE_NEEDS")
+    trials = os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
     if needed and values["run.name"][-1] in trials and not Path(needed).exists():
         print(f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr)
         return 2

@@ -14,7 +14,10 @@ from tests.waiting import wait_until
 from tools import sweep
 from tools.sweeping import report, scheduler
 
-DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75
+DONE = 0
+FAILED = 1
+WRONG_INPUT = 2
+STOPPED = 75
 DOUBLE = str(ROOT / "tests" / "tools" / "sweeping" / "double.py")
 FILE = """
 recipe: {recipe}
@@ -46,7 +49,9 @@ class Sweep:
     """A sweep file and its folder."""
 
     def __init__(self, path, capfd):
-        self.folder, self.file, self._capfd = path / "found", path / "some.yaml", capfd
+        self.folder = path / "found"
+        self.file = path / "some.yaml"
+        self._capfd = capfd
         self.output = path / "output"  # of a process
         self.define()
 

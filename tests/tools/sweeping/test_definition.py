@@ -160,7 +160,8 @@ def test_the_sweeps_of_the_repository_can_be_trained(path):
 
 
 def test_an_average_that_the_recipe_does_not_keep_is_no_metric(found):
-    space, metric = "{optimizer.momentum: {low: 0, high: 0.5}}", "metric: epoch_average.top1"
+    space = "{optimizer.momentum: {low: 0, high: 0.5}}"
+    metric = "metric: epoch_average.top1"
     with pytest.raises(ConfigError, match=r"metric: epoch_average\.top1, but .*; set average\.epoch_decay"):
         found(space, metric)
     assert found(space, f"{metric}\noverrides: [average.epoch_decay=0.9]").base.average.epoch_decay

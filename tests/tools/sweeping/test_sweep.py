@@ -68,7 +68,15 @@ def test_the_picture_marks_the_best_trial_in_each_panel(tmp_path, monkeypatch):
     file.write_text(f"recipe: {QUICKSTART}\ntrials: 3\nmetric: top1\nspace: {space}\n")
     trials = [(0, 0.5, 4.0, 32), (1, 0.9, 2.0, 64), (2, 0.7, 1.0, 32)]
     records = [
-        Record(number, "complete", value, {"schedule.peak": peak, "batch.global": batch}, 3.0, 1.0, None)
+        Record(
+            number,
+            "complete",
+            value,
+            parameters={"schedule.peak": peak, "batch.global": batch},
+            epochs=3.0,
+            seconds=1.0,
+            reason=None,
+        )
         for number, value, peak, batch in trials
     ]
     draw_picture(tmp_path / "picture.png", read(file, []), records, None)
@@ -108,7 +116,8 @@ def test_the_median_pruner_ends_what_is_worse_than_half(undrawn, some, monkeypat
         code, data = some.data("--trials", "6")
         assert code == DONE
         rows = {row["trial"]: row for row in data["leaderboard"]}
-        states, complete = {}, []
+        states = {}
+        complete = []
         for number, (_, _, values) in some.stored().items():
             worse = len(complete) >= 2 and reached(values) < statistics.median(complete)
             states[number] = "pruned" if worse else "complete"
@@ -139,7 +148,8 @@ CHANGES = (
 
 def test_a_sweep_may_grow_and_move_but_a_changed_one_is_refused_by_the_name_of_what_changed(undrawn, some):
     assert some("--trials", "1")[0] == DONE
-    text, first = some.file.read_text(), some.stored()
+    text = some.file.read_text()
+    first = some.stored()
     for before, after, difference in CHANGES:
         some.file.write_text(text.replace(before, after))
         code, _, err = some()

@@ -20,8 +20,14 @@ from .loader import DataLoader  # noqa: F401
 from .options import Options, TensorLocationSettings  # noqa: F401
 
 for _name in (
-    *("DataLoaderMode", "Error", "MeanReductionStrategy", "OutputMode", "OverlapMode", "PipelinedExecution"),
-    *("ReductionType", "ShardedExecution"),
+    "DataLoaderMode",
+    "Error",
+    "MeanReductionStrategy",
+    "OutputMode",
+    "OverlapMode",
+    "PipelinedExecution",
+    "ReductionType",
+    "ShardedExecution",
 ):
     globals()[_name] = getattr(_table, _name)
 

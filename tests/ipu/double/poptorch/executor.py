@@ -68,7 +68,8 @@ class PoplarExecutor:
 
     def __init__(self, model, options, optimizer=None):
         options.frozen = True
-        self.model, self.options = model, options
+        self.model = model
+        self.options = options
         self._optimizer = self._values = self._program = None
         self._host_is_stale = False
         if optimizer is not None:
@@ -91,14 +92,16 @@ class PoplarExecutor:
         self._check(program, [tensor[: len(tensor) // count] for tensor in args])
         rounds = self.options.value("Precision.enableStochasticRounding", False)
         self._rounded = optim.stochastic if rounds else optim.nearest
-        self._program, self._state = program, {}
+        self._program = program
+        self._state = {}
         if self._optimizer is not None:
             self._make_state()
         self._attach()
 
     def _check(self, program, micro_batch):
         """Refuses what PopTorch cannot compile."""
-        training, options = self._optimizer is not None, self.options
+        training = self._optimizer is not None
+        options = self.options
         _marks.clear()
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
             outputs = program(*micro_batch)
@@ -155,7 +158,8 @@ class PoplarExecutor:
 
     def _train(self, micro_batches):
         """The outputs of all micro batches, after the update."""
-        outputs, scale = [], self._optimizer.loss_scaling
+        outputs = []
+        scale = self._optimizer.loss_scaling
         sums = [{} for _ in range(self.options.replicas)]
         for number, inputs in enumerate(micro_batches):
             self._program.zero_grad(set_to_none=True)
@@ -193,7 +197,8 @@ class PoplarExecutor:
 
     def _collected(self, tensors):
         """One output of all micro batches; a scalar becomes one element each. The sum is each replica's own."""
-        mode, replicas = self.options.value("outputMode"), self.options.replicas
+        mode = self.options.value("outputMode")
+        replicas = self.options.replicas
         assert mode in (poptorch.OutputMode.All, poptorch.OutputMode.Sum), "the double knows All and Sum"
         if mode == poptorch.OutputMode.Sum:
             tensors = [sum(tensors[replica::replicas]) for replica in range(replicas)]
@@ -252,7 +257,8 @@ class PoplarExecutor:
                 if before[name] != after[name]:
                     raise poptorch.Error(f"Problem with {name}. Values are constant but do not match.")
         optimizer.device_state = weakref.WeakMethod(self._read_state)
-        self._optimizer, self._values = optimizer, values
+        self._optimizer = optimizer
+        self._values = values
         if self.isAttachedToDevice():
             self._write_state()
 

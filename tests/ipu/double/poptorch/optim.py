@@ -41,7 +41,8 @@ class VariableAttributes:
     """Attributes that may change after compilation: those that the constructor was given, not those of groups only."""
 
     def __init__(self, names, allowed):
-        self.names, self._allowed = set(names), allowed
+        self.names = set(names)
+        self._allowed = allowed
 
     def markAsConstant(self, attr):
         assert attr in self._allowed, f"Unknown attribute {attr}, allowed values: {self._allowed}"
@@ -115,7 +116,8 @@ class RMSprop(Optimizer):
 
     def update(self, values, weight, gradient, state, rounded):
         gradient = gradient + values["weight_decay"] * weight.float()
-        alpha, square = values["alpha"], state["Accl1___"]
+        alpha = values["alpha"]
+        square = state["Accl1___"]
         _set(square, alpha * square.float() + (1.0 - alpha) * gradient * gradient, rounded)
         update = values["lr"] * (gradient / (square.float() + values["eps"]).sqrt())
         if "Accl3___" in state:
@@ -132,11 +134,14 @@ class LAMB(Optimizer):
         return {"Accl1___": first, "Accl2___": second, **count}
 
     def update(self, values, weight, gradient, state, rounded):
-        narrow, (beta1, beta2) = weight.dtype, values["betas"]
-        first, second = state["Accl1___"], state["Accl2___"]
+        narrow = weight.dtype
+        (beta1, beta2) = values["betas"]
+        first = state["Accl1___"]
+        second = state["Accl2___"]
         _set(first, beta1 * first.float() + (1.0 - beta1) * gradient, rounded)
         _set(second, beta2 * second.float() + (1.0 - beta2) * gradient * gradient, rounded)
-        mean, square = first.float(), second.float()
+        mean = first.float()
+        square = second.float()
         if "Step___" in state:
             state["Step___"] += 1
             mean = mean / (1.0 - beta1 ** state["Step___"])
@@ -153,7 +158,8 @@ class LAMB(Optimizer):
 
 def _trust(max_weight_norm, weight, update):
     """min(||w||, max) / ||u||; 1 where any of the three is 0 (willow/src/patterns/adamdecompose.cpp)."""
-    weight_square, update_square = weight.square().sum(), update.square().sum()
+    weight_square = weight.square().sum()
+    update_square = update.square().sum()
     if max_weight_norm == 0 or weight_square == 0 or update_square == 0:
         return 1.0
     return weight_square.sqrt().clamp(max=max_weight_norm) / update_square.sqrt()

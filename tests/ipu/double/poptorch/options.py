@@ -14,9 +14,12 @@ class Recorder:
     """
 
     def __init__(self, table, path, root=None):
-        self.table, self.path, self.root = table, path, root or self
+        self.table = table
+        self.path = path
+        self.root = root or self
         if root is None:
-            self.calls, self.frozen = [], False
+            self.calls = []
+            self.frozen = False
 
     def __getattr__(self, name):
         if name.startswith("__") or name in ("calls", "frozen", "table"):
