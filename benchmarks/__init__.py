@@ -6,4 +6,5 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "benchmarks" / "cache"
 RESULTS = ROOT / "docs" / "results"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-QUIET = ("log.tensorboard=false", "log.trust_ratios=false")  # overrides: what runs that only benchmarks look at omit
+# Overrides that omit from a run what only people would look at.
+QUIET = ("log.tensorboard=false", "log.trust_ratios=false")

@@ -1,9 +1,11 @@
 """The suite's section from JPEG files to updates: our engine with each of its readers, beside images in memory."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import itertools
-from typing import Callable, Dict, Iterator, Tuple
+from typing import Callable, Dict, Iterator, List, Tuple
 
 from benchmarks import packages
 from benchmarks.gpu_measure import LEAST_TURNS, Row, Session, missing, recipe, seconds_of
@@ -16,66 +18,117 @@ from recipe.config import Recipe
 
 FILES = "JPEG to update"
 MEMORY = "images on the device"
-_NEEDED = {"simplejpeg": "simplejpeg", "safetensors": "safetensors"}  # module -> what installs it
-_READERS: Dict[str, Dict[str, str]] = {"torch": _NEEDED, "dali": {**_NEEDED, "nvidia.dali": "nvidia-dali-cuda130"}}
+# What each reader needs: module -> what installs it.
+_NEEDED = {"simplejpeg": "simplejpeg", "safetensors": "safetensors"}
+_READERS: Dict[str, Dict[str, str]] = {
+    "torch": _NEEDED,
+    "dali": {**_NEEDED, "nvidia.dali": "nvidia-dali-cuda130"},
+}
 _SETTLING = 2  # turns until no image is left that workers had ready before
 
 
 def files(session: Session) -> Iterator[Row]:
-    """Images a second from class folders of JPEG files, decoded, cropped and flipped by the plan's workers."""
+    """Yield images a second from class folders of JPEG files.
+
+    The plan's workers decode, crop and flip them.
+
+    Args:
+        session: of the section.
+    """
     if packages.missing(["skimage"]):
-        yield missing(session.section, "all", "scikit-image, which has the photographs, is not installed")
+        why = "scikit-image, which has the photographs, is not installed"
+        yield missing(session.section, "all", why)
         return
     from benchmarks.drawn_photographs import CLASSES, FOLDER, photographs
 
     photographs()
-    place = (f"model.classes={len(CLASSES)}", f"data.root={FOLDER.parent}", f"data.train_folder={FOLDER.name}")
-    measures = {MEMORY: functools.partial(_from_memory, session, place)}
-    measures.update({f"{reader} reader": functools.partial(_from_files, session, place, reader) for reader in _READERS})
+    place = (
+        f"model.classes={len(CLASSES)}",
+        f"data.root={FOLDER.parent}",
+        f"data.train_folder={FOLDER.name}",
+    )
+    measures: Dict[str, Callable[[], Row]] = {
+        MEMORY: functools.partial(_from_memory, session, place)
+    }
+    for reader in _READERS:
+        measures[f"{reader} reader"] = functools.partial(_from_files, session, place, reader)
     yield from session.attempts(measures)
 
 
-def _plan(session: Session, place: Tuple[str, ...], *overrides: str) -> Recipe:
+def _recipe(session: Session, place: Tuple[str, ...], *overrides: str) -> Recipe:
+    """Return the recipe of the engine that is measured.
+
+    Args:
+        session: of the section.
+        place: overrides that name the files.
+        *overrides: others.
+    """
     plan = session.plan
     kernels = "triton" if session.device.type == "cuda" else "torch"
-    engine = (f"engine.memory_format={plan.layout}", f"engine.kernels={kernels}", f"data.workers={plan.workers}")
+    engine = [
+        f"engine.memory_format={plan.layout}",
+        f"engine.kernels={kernels}",
+        f"data.workers={plan.workers}",
+    ]
     return recipe(plan, plan.micro, *place, *engine, *overrides)
 
 
 def _from_memory(session: Session, place: Tuple[str, ...]) -> Row:
+    """Measure updates from images that lie on the device."""
     with contextlib.ExitStack() as stack:
-        step = ours(_plan(session, place), stack)
-        return _row(session, MEMORY, step, 1)
+        step = ours(_recipe(session, place), stack)
+        return _row(session, MEMORY, step, settling_turns=1)
 
 
 def _from_files(session: Session, place: Tuple[str, ...], reader: str) -> Row:
-    absent = [_READERS[reader][name] for name in packages.missing(list(_READERS[reader]))]
+    """Measure updates from files.
+
+    Args:
+        session: of the section.
+        place: overrides that name the files.
+        reader: as data.reader.
+    """
+    installs = _READERS[reader]
+    absent = [installs[module] for module in packages.missing(list(installs))]
     if absent:
         raise ImportError(f"not installed: {', '.join(absent)}")
+    # Where simplejpeg is missing, this cannot be imported.
     from data.sources import open_source
 
-    plan = _plan(session, place, f"data.reader={reader}")
-    source: Source = open_source(plan.data, plan.model.classes, "train")
-    engine = factory.create(plan, divide(plan, 1), steps_per_epoch=len(source) // plan.batch.global_)
-    batches, numbers = engine.training_batches(source, range(10**6)), itertools.count()
+    engine_recipe = _recipe(session, place, f"data.reader={reader}")
+    source: Source = open_source(engine_recipe.data, engine_recipe.model.classes, "train")
+    steps = len(source) // engine_recipe.batch.global_
+    engine = factory.create(engine_recipe, divide(engine_recipe, 1), steps_per_epoch=steps)
+    batches = engine.training_batches(source, range(10**6))  # more than there is time for
+    numbers = itertools.count()
+
+    def step() -> object:
+        """Make the next update."""
+        return engine.train_step(batches, one_step(next(numbers)), lr=0.01)
+
     try:
-        return _row(
-            session, f"{reader} reader", lambda: engine.train_step(batches, one_step(next(numbers)), lr=0.01), _SETTLING
-        )
+        return _row(session, f"{reader} reader", step, settling_turns=_SETTLING)
     finally:
         batches.close()
         engine.close()
 
 
-def _row(session: Session, what: str, step: Callable[[], object], settling: int) -> Row:
-    """Args: settling: turns that do not count."""
-    plan, rates = session.plan, []
-    for turn in range(settling + plan.turns):
+def _row(session: Session, what: str, step: Callable[[], object], *, settling_turns: int) -> Row:
+    """Return images a second of the plan's turns, or of as many as there is time for.
+
+    Args:
+        session: of the section.
+        what: name of the figure.
+        step: makes an update.
+        settling_turns: that come before and do not count.
+    """
+    plan = session.plan
+    rates: List[float] = []
+    for turn in range(settling_turns + plan.turns):
         if len(rates) >= LEAST_TURNS and session.over():
             break
         seconds = seconds_of(step, plan.loaded, session.device)
-        if turn >= settling:
+        if turn >= settling_turns:
             rates.append(plan.micro / seconds)
-    return Row(
-        session.section, what, tuple(rates), "images/s", note=f"micro batch {plan.micro}, {plan.workers} workers"
-    )
+    note = f"micro batch {plan.micro}, {plan.workers} workers"
+    return Row(session.section, what, tuple(rates), "images/s", note=note)

@@ -1,5 +1,7 @@
 """The suite's section on the wait for the first update: with no Triton program in the cache, and with all of them."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import tempfile
@@ -19,9 +21,13 @@ WARM = "all programs in the cache"
 
 
 def first_step(session: Session) -> Iterator[Row]:
-    """Seconds from the creation of the engine to the end of its first update, in fresh processes that share a cache.
+    """Yield seconds from the creation of the engine to the end of its first update.
 
-    cuDNN's search is in both, as it keeps nothing on the disk.
+    They are of two fresh processes that share a cache. cuDNN's search is in both, as it keeps
+    nothing on the disk.
+
+    Args:
+        session: of the section.
     """
     note = f"G16, bfloat16, micro batch {session.plan.micro}, from the engine's creation on"
     with tempfile.TemporaryDirectory() as folder:
@@ -29,6 +35,7 @@ def first_step(session: Session) -> Iterator[Row]:
             try:
                 (seconds,) = ranks.stream(session.left(), _seconds, session.plan, folder)
             except (RuntimeError, TimeoutError) as error:
+                # Where the first fails, the second would not find all programs.
                 yield missing(session.section, what, reason(error))
                 return
             yield Row(session.section, what, (seconds,), "s", note=note)
@@ -36,6 +43,7 @@ def first_step(session: Session) -> Iterator[Row]:
 
 def _seconds(plan: Plan, folder: str) -> Iterator[float]:
     """Yield the seconds of a first update with Triton's cache in a `folder`."""
+    # In this process alone, and before Triton compiles.
     os.environ["TRITON_CACHE_DIR"] = folder
     device = torch.device(plan.device)
     if device.type == "cuda":

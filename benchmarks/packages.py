@@ -5,24 +5,34 @@ from typing import List
 
 from common.errors import ConfigError
 
-# By the name that is imported; what torch brings along (numpy, typing_extensions, triton) is not here.
+# By the name that is imported; what torch brings along (numpy, typing_extensions, triton) is not
+# here.
 _NEEDED = {"pydantic": "pydantic", "yaml": "pyyaml", "timm": "timm", "torchvision": "torchvision"}
 
 
 def check(command: str) -> None:
-    """Raises ConfigError: something is not installed; one line says what, and how to bring it."""
-    absent = ", ".join(package for name, package in _NEEDED.items() if missing([name]))
+    """Check that all packages are installed.
+
+    Args:
+        command: what needs them, the first words of the line.
+
+    Raises:
+        ConfigError: some are not; one line says which, and how to bring them.
+    """
+    absent = [_NEEDED[name] for name in missing(list(_NEEDED))]
     if absent:
+        fault = f"{command}: not installed: {', '.join(absent)}"
         remedy = "bring wheels (docs/gpu.md), then: python -m pip install --no-index --no-deps wheels/*.whl"
-        raise ConfigError(f"{command}: not installed: {absent}; {remedy}")
+        raise ConfigError(f"{fault}; {remedy}")
 
 
 def missing(names: List[str]) -> List[str]:
-    """Those of the modules that cannot be imported."""
-    return [name for name in names if not _found(name)]
+    """Return those modules of `names` that cannot be imported."""
+    return [name for name in names if not _can_be_imported(name)]
 
 
-def _found(name: str) -> bool:
+def _can_be_imported(name: str) -> bool:
+    """Return whether a module is there, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # the package that holds the module is missing

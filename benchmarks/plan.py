@@ -16,24 +16,38 @@ from tools.planning.published import Comparison, Series
 
 
 def main() -> None:
+    """Compare all predictions with what was published."""
     as_json = claims.begin(__doc__, takes="5 seconds", quick="5 seconds").json
-    pods, gpus = _compared(published.PODS), _compared(published.A100)
-    rows = [
-        {
-            "series": each.name,
-            "replicas": each.replicas,
-            "published": each.published,
-            "predicted": round(each.predicted),
-            "error": round(each.error, 4),
-        }
-        for each in (*pods, *gpus)
+    pods = _compared(published.PODS)
+    gpus = _compared(published.A100)
+    claimed = [
+        _claim("worst_error_bow_pods", pods, "<= 0.05"),
+        _claim("worst_error_a100", gpus, "<= 0.08"),
     ]
-    made = [
-        claims.claim(f"worst_error_{name}", [max(abs(each.error) for each in compared)], "relative", goal)
-        for name, compared, goal in (("bow_pods", pods, "<= 0.05"), ("a100", gpus, "<= 0.08"))
-    ]
-    claims.report("plan", rows, made, as_json)
+    rows = [_row(comparison) for comparison in (*pods, *gpus)]
+    claims.report("plan", rows, claimed, as_json)
 
 
-def _compared(many: Sequence[Series]) -> List[Comparison]:
-    return [comparison for series in many for comparison in published.compare(series)]
+def _compared(several: Sequence[Series]) -> List[Comparison]:
+    """Return the comparisons of several series."""
+    comparisons = []
+    for series in several:
+        comparisons += published.compare(series)
+    return comparisons
+
+
+def _row(comparison: Comparison) -> dict:
+    """Return the row of a comparison; rates are images a second."""
+    return {
+        "series": comparison.name,
+        "replicas": comparison.replicas,
+        "published": comparison.published,
+        "predicted": round(comparison.predicted),
+        "error": round(comparison.error, 4),
+    }
+
+
+def _claim(name: str, comparisons: Sequence[Comparison], goal: str) -> dict:
+    """Return a claim about the worst of some predictions."""
+    worst = max(abs(comparison.error) for comparison in comparisons)
+    return claims.claim(name, [worst], "relative", goal)

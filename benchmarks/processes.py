@@ -4,26 +4,51 @@ import contextlib
 from pathlib import Path
 from typing import Dict, List, Union
 
+# Letters of the third field of /proc/PROCESS/stat: stopped, traced, zombie, dead.
+_NOT_RUNNING = "TtZX"
+
 
 def children(parent: int) -> List[int]:
-    """Child processes; none of a process that is gone."""
+    """Return the child processes of a `parent`; none of one that is gone."""
     with contextlib.suppress(OSError):
-        return [int(text) for text in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        return [int(number) for number in text.split()]
     return []
 
 
 def tree(root: int) -> List[int]:
-    return [root, *(process for child in children(root) for process in tree(child))]
+    """Return the process `root` and all that descend from it, each before its children."""
+    processes = [root]
+    for child in children(root):
+        processes += tree(child)
+    return processes
 
 
 def runs(process: int) -> bool:
-    """Whether it is there, and neither stopped nor dead."""
+    """Return whether a `process` is there, and neither stopped nor dead."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX"
+        text = Path(f"/proc/{process}/stat").read_text()
+        # The second field, the name, is in brackets, and may itself hold brackets and blanks.
+        fields_after_name = text.rpartition(")")[2].split()
+        return fields_after_name[0] not in _NOT_RUNNING
     return False
 
 
 def kilobytes(process: Union[int, str], file: str) -> Dict[str, int]:
-    """All amounts of memory in a process's `status` or `smaps_rollup`, by name. Raises OSError if it is gone."""
-    lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
-    return {words[0].rstrip(":"): int(words[1]) for words in map(str.split, lines) if words[-1:] == ["kB"]}
+    """Return all amounts of memory of a process, by name.
+
+    Args:
+        process: its number, or "self".
+        file: `status` or `smaps_rollup`.
+
+    Raises:
+        OSError: the process is gone.
+    """
+    text = Path(f"/proc/{process}/{file}").read_text()
+    amounts = {}
+    for line in text.splitlines():
+        words = line.split()
+        # Other lines, such as the name of the process, are no amounts.
+        if words and words[-1] == "kB":
+            amounts[words[0].rstrip(":")] = int(words[1])
+    return amounts

@@ -1,17 +1,19 @@
 """GroupNorm and SiLU on one thread beside a copy of their input: ours, and torch's, forward and backward.
 
-A copy reads and writes its tensor once. Forward has to read its input twice, for the moments and for the output, and to
-write once: 1.5 copies. Backward reads input and gradient twice and writes once: 2.5 copies. A tensor that fits in a
-cache is copied at the cache's rate, and then arithmetic is the limit.
+A copy reads and writes its tensor once. Forward has to read its input twice, for the moments and
+for the output, and to write once: 1.5 copies. Backward reads input and gradient twice and writes
+once: 2.5 copies. A tensor that fits in a cache is copied at the cache's rate, and then arithmetic
+is the limit.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import statistics
 import time
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn import functional as F
@@ -21,16 +23,26 @@ from models.native import library
 from models.native.library import LINEAR, PLAIN, Norm
 
 ROUNDS = 15
-GROUPS, EPS = 4, 1e-3
+GROUPS = 4
+EPS = 1e-3
 COPY = "copy"
-FORWARD, BACKWARD = "forward", "backward"
-OURS, TORCH = "ours", "torch"
+OUR_FORWARD = "ours, forward"
+OUR_BACKWARD = "ours, backward"
+TORCH_FORWARD = "torch, forward"
+TORCH_BACKWARD = "torch, backward"
 _BYTES_OF_A_TURN = 1 << 26  # that a turn reads at least, so that clocks are exact
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+# Options of mallopt, in glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_FLOAT32 = 4  # bytes
 
 
 class Shape(NamedTuple):
-    """A micro batch that a normalisation with SiLU gets. size: pixels a side."""
+    """A micro batch that a normalisation with SiLU gets, float32 [images, size, size, channels].
+
+    model: that has this normalisation.
+    size: pixels a side.
+    """
 
     model: str
     images: int
@@ -39,13 +51,16 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return 4 * self.images * self.size**2 * self.channels
+        """Return the size of the tensor in memory."""
+        pixels = self.images * self.size**2
+        return _FLOAT32 * pixels * self.channels
 
     def __str__(self) -> str:
-        return f"{self.model} [{self.images}, {self.channels}, {self.size}, {self.size}]"
+        side = self.size
+        return f"{self.model} [{self.images}, {self.channels}, {side}, {side}]"
 
 
-# From the largest of each model, 53, 37 and 8 MiB, down to 0.4 MiB.
+# Images, size, channels: from the largest of each model, 53, 37 and 8 MiB, down to 0.4 MiB.
 SHAPES = (
     Shape("B0 64 px", 32, 32, 64),
     Shape("B0 64 px", 32, 16, 96),
@@ -64,90 +79,185 @@ Seconds = Dict[str, List[float]]  # of calls, by side
 
 
 def measure() -> Tuple[List[dict], List[dict]]:
-    """Rows and claims. In a process of its own, because it changes how memory is allocated."""
+    """Measure all shapes; return rows and claims."""
+    # In a process of its own, because it changes how memory is allocated.
     (times,) = ranks.run(1, _times)
-    return [each for shape, found in times.items() for each in rows(shape, found)], norm_claims(times)
+    all_rows = []
+    for shape, seconds in times.items():
+        all_rows.extend(rows(shape, seconds))
+    return all_rows, norm_claims(times)
 
 
 def norm_claims(times: Dict[Shape, Seconds]) -> List[dict]:
-    """Claims about the worst median of time over a copy, of shapes that no cache holds: elsewhere a copy does not take
-    the time of memory, and e^x is the limit."""
-    made = []
-    for name, side, goal in (("", FORWARD, "<= 2.5"), ("_backward", BACKWARD, "<= 4")):
-        large = [found for shape, found in times.items() if shape.bytes > _BEYOND_CACHES]
-        over = [claims.ratios(found[f"{OURS}, {side}"], found[COPY]) for found in large]
-        made.append(claims.claim(f"norm_time_over_copy{name}", max(over, key=statistics.median), "times", goal))
-    return made
+    """Return claims about time over a copy, of the shape where its median is worst.
 
-
-def rows(shape: Shape, times: Seconds) -> List[dict]:
-    """Rows of a shape; the limit is a copy."""
-    copy = times[COPY]
+    Args:
+        times: of all shapes. Only those count that no cache holds: elsewhere a copy does not take
+            the time of memory, and e^x is the limit.
+    """
+    large = []
+    for shape, seconds in times.items():
+        if shape.bytes > _BEYOND_CACHES:
+            large.append(seconds)
     return [
-        {
-            "part": f"norm, {shape}",
-            "side": name,
-            "threads": 1,
-            "workers": 0,
-            **claims.milliseconds(values),
-            "mebibytes": shape.bytes / 2**20,
-            "limit_ms": 1e3 * statistics.median(copy),
-            "time_over_limit": claims.median_ratio(values, copy),
-        }
-        for name, values in times.items()
+        _worst_claim("norm_time_over_copy", large, OUR_FORWARD, goal="<= 2.5"),
+        _worst_claim("norm_time_over_copy_backward", large, OUR_BACKWARD, goal="<= 4"),
     ]
 
 
+def _worst_claim(name: str, times: List[Seconds], side: str, *, goal: str) -> dict:
+    """Return the claim about a side over a copy, of the worst of some shapes."""
+    over_copy = [claims.ratios(seconds[side], seconds[COPY]) for seconds in times]
+    worst = max(over_copy, key=statistics.median)
+    return claims.claim(name, worst, "times", goal)
+
+
+def rows(shape: Shape, times: Seconds) -> List[dict]:
+    """Return a row for each side; the limit is a copy.
+
+    Args:
+        shape: of the input.
+        times: of all sides.
+    """
+    copy = times[COPY]
+    limit = statistics.median(copy)
+    rows_of_shape = []
+    for side, seconds in times.items():
+        rows_of_shape.append(
+            {
+                "part": f"norm, {shape}",
+                "side": side,
+                "threads": 1,
+                "workers": 0,
+                **claims.milliseconds(seconds),
+                "mebibytes": shape.bytes / 2**20,
+                "limit_ms": 1e3 * limit,
+                "time_over_limit": claims.median_ratio(seconds, copy),
+            }
+        )
+    return rows_of_shape
+
+
+class _Noise(NamedTuple):
+    """The input of a normalisation, and the gradient of its output.
+
+    x, dy: [N, H, W, C].
+    weight, bias: [C].
+    """
+
+    x: torch.Tensor
+    dy: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class _Passes(NamedTuple):
+    """The two passes of a normalisation with SiLU; backward uses what forward has computed."""
+
+    forward: Callable[[], object]
+    backward: Callable[[], object]
+
+
 def sides(shape: Shape) -> Dict[str, Callable[[], object]]:
-    """Functions that take turns, on noise."""
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(shape.images, shape.size, shape.size, shape.channels, generator=generator) for _ in range(2))
-    weight, bias = (torch.rand(shape.channels, generator=generator) for _ in range(2))
-    norm = Norm(library.group_moments(x, GROUPS, EPS), weight, bias)
-    y = torch.empty_like(x)
+    """Return the functions that take turns, on noise.
 
-    def forward() -> torch.Tensor:
-        moments = library.group_moments(x, GROUPS, EPS)
-        return library.activated(x, Norm(moments, weight, bias), silu=True)
-
-    def backward() -> Tuple[torch.Tensor, ...]:
-        dx = torch.empty_like(x)
-        sums = library.gradient_sums(PLAIN, x, norm, dy, dz=dx)
-        dweight, dbias, by_group = library.merged_gradients(PLAIN, x, norm, sums)
-        return library.input_gradient(LINEAR, x, norm, by_group, dx, out=dx), dweight, dbias
-
-    # torch's are faster in torch's own layout.
-    inputs = [x.permute(0, 3, 1, 2).contiguous(), weight.clone(), bias.clone()]
-    theirs = [tensor.requires_grad_() for tensor in inputs]
-    made = F.silu(F.group_norm(theirs[0], GROUPS, *theirs[1:], EPS))
-    dmade = dy.permute(0, 3, 1, 2).contiguous()
-
-    def torch_forward() -> torch.Tensor:
-        with torch.no_grad():
-            return F.silu(F.group_norm(theirs[0], GROUPS, *theirs[1:], EPS))
-
+    Args:
+        shape: of the input.
+    """
+    noise = _noise(shape)
+    ours = _our_passes(noise)
+    torchs = _torchs_passes(noise)
+    copied = torch.empty_like(noise.x)
     return {
-        COPY: lambda: y.copy_(x),
-        f"{OURS}, {FORWARD}": forward,
-        f"{OURS}, {BACKWARD}": backward,
-        f"{TORCH}, {FORWARD}": torch_forward,
-        f"{TORCH}, {BACKWARD}": lambda: torch.autograd.grad(made, theirs, dmade, retain_graph=True),
+        COPY: lambda: copied.copy_(noise.x),
+        OUR_FORWARD: ours.forward,
+        OUR_BACKWARD: ours.backward,
+        TORCH_FORWARD: torchs.forward,
+        TORCH_BACKWARD: torchs.backward,
     }
 
 
+def _noise(shape: Shape) -> _Noise:
+    """Return the noise of a shape, the same for all sides."""
+    generator = torch.Generator().manual_seed(0)
+    size = (shape.images, shape.size, shape.size, shape.channels)
+    x = torch.randn(size, generator=generator)
+    dy = torch.randn(size, generator=generator)
+    weight = torch.rand(shape.channels, generator=generator)
+    bias = torch.rand(shape.channels, generator=generator)
+    return _Noise(x, dy, weight, bias)
+
+
+def _our_passes(noise: _Noise) -> _Passes:
+    """Return our functions, which take and return [N, H, W, C]."""
+    x, dy, weight, bias = noise
+    norm = Norm(library.group_moments(x, GROUPS, EPS), weight, bias)
+
+    def forward() -> torch.Tensor:
+        """Return the output."""
+        moments = library.group_moments(x, GROUPS, EPS)
+        return library.activated(x, Norm(moments, weight, bias), silu=True)
+
+    def backward() -> Sequence[Optional[torch.Tensor]]:
+        """Return the gradients of input, weight and bias."""
+        dx = torch.empty_like(x)
+        sums = library.gradient_sums(PLAIN, x, norm, dy=dy, dz=dx)
+        dweight, dbias, by_group = library.merged_gradients(PLAIN, x, norm, sums)
+        # In place: until here `dx` is the gradient before the activation.
+        library.input_gradient(LINEAR, x, norm, by_group, dy=dx, out=dx)
+        return dx, dweight, dbias
+
+    return _Passes(forward, backward)
+
+
+def _torchs_passes(noise: _Noise) -> _Passes:
+    """Return torch's functions, which take and return [N, C, H, W]."""
+    # They are faster in torch's own layout.
+    x = noise.x.permute(0, 3, 1, 2).contiguous()
+    dy = noise.dy.permute(0, 3, 1, 2).contiguous()
+    # Copies, because ours must not build graphs.
+    weight = noise.weight.clone()
+    bias = noise.bias.clone()
+    inputs = (x, weight, bias)
+    for tensor in inputs:
+        tensor.requires_grad_()
+
+    def output() -> torch.Tensor:
+        """Return the output, with a graph where gradients are enabled."""
+        normalised = F.group_norm(x, GROUPS, weight, bias=bias, eps=EPS)
+        return F.silu(normalised)
+
+    # Every backward pass runs through the graph of this one output.
+    y = output()
+
+    def forward() -> torch.Tensor:
+        """Return the output."""
+        with torch.no_grad():
+            return output()
+
+    def backward() -> Sequence[torch.Tensor]:
+        """Return the gradients of input, weight and bias."""
+        return torch.autograd.grad(y, inputs, dy, retain_graph=True)
+
+    return _Passes(forward, backward)
+
+
 def _times(rank: int) -> Dict[Shape, Seconds]:
-    """Seconds of each shape's sides."""
+    """Return the seconds of each shape's sides."""
     _keep_memory()
-    found = {}
-    for shape in claims.progress(claims.less(SHAPES, SHAPES[1::4]), "norm, shape"):
-        found[shape] = claims.in_turn(sides(shape), ROUNDS, functools.partial(_seconds, shape), what=None)
-    return found
+    shapes = claims.less(SHAPES, SHAPES[1::4])
+    times = {}
+    for shape in claims.progress(shapes, "norm, shape"):
+        call_seconds = functools.partial(_call_seconds, shape)
+        times[shape] = claims.in_turn(sides(shape), ROUNDS, call_seconds, what=None)
+    return times
 
 
-def _seconds(shape: Shape, side: Callable[[], object], _: int) -> float:
-    """Seconds of a call, the mean of so many that clocks are exact, after one that brings the tensors to the caches."""
-    calls = -(-_BYTES_OF_A_TURN // shape.bytes)
+def _call_seconds(shape: Shape, side: Callable[[], object], turn: int) -> float:
+    """Return the seconds of a call, the mean of so many that clocks are exact."""
+    # Once before, to bring the tensors to the caches.
     side()
+    calls = math.ceil(_BYTES_OF_A_TURN / shape.bytes)
     start = time.perf_counter()
     for _ in range(calls):
         side()
@@ -157,10 +267,14 @@ def _seconds(shape: Shape, side: Callable[[], object], _: int) -> float:
 def _keep_memory() -> None:
     """Have this process keep the memory of tensors that are freed.
 
-    By default glibc returns blocks of 32 MiB and more to the kernel at once, and getting them again costs more than a
-    copy. In a training step other tensors keep that from happening. Relies on mallopt(3) of glibc, which torch's
-    allocator calls; tried with glibc 2.36. Where it has no effect, the largest shape takes three times as long.
+    By default glibc returns blocks of 32 MiB and more to the kernel at once, and getting them again
+    costs more than a copy. In a training step other tensors keep that from happening. Relies on
+    mallopt(3) of glibc, which torch's allocator calls; tried with glibc 2.36. Where it has no
+    effect, the largest shape takes three times as long.
     """
     libc = ctypes.CDLL(None)
-    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1)):
-        assert libc.mallopt(option, value) == 1, option
+    # No block is too large to be kept, and none is too much.
+    options = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1}
+    for option, value in options.items():
+        is_set = libc.mallopt(option, value) == 1
+        assert is_set, option

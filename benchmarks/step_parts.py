@@ -1,9 +1,10 @@
 """Where the time of our step goes on one thread, and how far each part is from what its arithmetic or memory allows.
 
-Times are those of torch's profiler, which lengthens a step by about four percent; functions of ours get a name in it.
-The limit of a call is the larger of two times: its multiply-adds at the rate of a product of 1024 x 1024 matrices, and
-the bytes of what it reads and writes at the rate of a copy of as many. The rates are measured in the same turns. A
-part's limit adds up those of its calls as they are made: a call that is superfluous is within its limit.
+Times are those of torch's profiler, which lengthens a step by about four percent; functions of ours
+get a name in it. The limit of a call is the larger of two times: its multiply-adds at the rate of a
+product of 1024 x 1024 matrices, and the bytes of what it reads and writes at the rate of a copy of
+as many. The rates are measured in the same turns. A part's limit adds up those of its calls as they
+are made: a call that is superfluous is within its limit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ import functools
 import math
 import os
 import statistics
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 from unittest import mock
 
 import torch
@@ -50,16 +63,32 @@ _LIBRARY = {
 }
 _CONVOLUTION_PASSES = {"convolution": 1, "convolution_gradients": 2}
 _IN_PLACE = ("multiply_",)
-_EXCITED = "_Excited"  # how the autograd functions with squeeze and excitation are named; the rest of their time is its
+# How the autograd functions with squeeze and excitation are named; the rest of their time is its.
+_EXCITED = "_Excited"
 _PRODUCTS = ("aten::linear", "aten::mm", "aten::addmm")
+# Torch's functions of a convolution, and which of their inputs has its channels.
+_CHANNELS_OF = {"aten::pad": 0, "aten::conv2d": 1, "aten::convolution_backward": 2}
 _COLORS = 3  # channels by which the stem's convolution is known
-_UPDATE_BYTES = 20  # a parameter: gradient read, weight and momentum read and written, in float32
+_FLOAT32 = 4  # bytes
+# For a parameter: gradient read, weight and momentum read and written.
+_UPDATE_BYTES = 5 * _FLOAT32
 _SIZE = 1024  # of the product whose rate is the limit
 _COPIES = tuple(4**power for power in range(8, 14))  # bytes of copies, 64 KiB to 64 MiB
 
+_STEP = "step"
+_PRODUCT = "product"
+_Side = Union[str, int]  # the step, the product, or the bytes of a copy
+
+Shapes = Sequence[Sequence[int]]  # of a function's inputs; () for one that is no tensor
+
 
 class Call(NamedTuple):
-    """A part's call: multiply-adds, and bytes read and written."""
+    """A call of a function.
+
+    part: of the step.
+    multiply_adds: that it computes.
+    bytes: that it reads and writes.
+    """
 
     part: str
     multiply_adds: int
@@ -67,57 +96,122 @@ class Call(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """multiply_adds: a second. bytes: read and written a second, by the bytes that a copy reads and writes."""
+    """The work that the machine does in a second.
+
+    multiply_adds: of a large product.
+    bytes: read and written by a copy, by the bytes that this copy reads and writes.
+    """
 
     multiply_adds: float
     bytes: Dict[int, float]
 
     def limit(self, call: Call) -> float:
-        """Return the seconds that a call takes at least."""
+        """Return the seconds that a `call` takes at least."""
+        arithmetic = call.multiply_adds / self.multiply_adds
         if not call.bytes:
-            return call.multiply_adds / self.multiply_adds
-        nearest = min(self.bytes, key=lambda size: abs(math.log(size / call.bytes)))
-        return max(call.multiply_adds / self.multiply_adds, call.bytes / self.bytes[nearest])
+            return arithmetic
+        # The rate of the copy that is nearest in size: what fits in a cache moves faster.
+        distances = {size: abs(math.log(size / call.bytes)) for size in self.bytes}
+        nearest = min(distances, key=distances.__getitem__)
+        memory = call.bytes / self.bytes[nearest]
+        return max(arithmetic, memory)
 
 
 def measure(plans: Mapping[str, Recipe]) -> List[dict]:
-    """Rows of each step. In a process of its own, whose profiler prints nothing."""
+    """Measure the parts of steps; return rows.
+
+    Args:
+        plans: recipe of each step by name, with native kernels.
+    """
+    # In a process of its own, whose profiler prints nothing.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    (found,) = ranks.run(1, _rows, dict(plans))
-    return found
+    (all_rows,) = ranks.run(1, _rows, dict(plans))
+    return all_rows
 
 
 def _rows(rank: int, plans: Dict[str, Recipe]) -> List[dict]:
-    return [row for name, plan in plans.items() for row in rows_of(name, plan)]
+    """Return the rows of all steps."""
+    all_rows = []
+    for name, plan in plans.items():
+        all_rows.extend(rows_of(name, plan))
+    return all_rows
 
 
 def rows_of(name: str, plan: Recipe) -> List[dict]:
-    """Rows of one step, and of all of it. Args: plan: names native kernels."""
+    """Measure the parts of one step; return rows of them and of the whole.
+
+    Args:
+        name: of the step.
+        plan: its recipe, with native kernels.
+    """
     ours = ranks.Ours(plan, steps_per_epoch=1)
     calls = counted(ours)
-    left, right = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
-    product = torch.empty(_SIZE, _SIZE)
-    sides: Dict[Any, Callable[[], Any]] = {
-        "step": lambda: profiled(ours),
-        "product": lambda: claims.seconds(lambda: torch.mm(left, right, out=product)),
-        **{size: functools.partial(_copy_seconds, *torch.ones(2, size, dtype=torch.uint8)) for size in _COPIES},
+    # Steps take turns with a product and with copies, whose rates are the limits.
+    sides: Dict[_Side, Callable[[], Any]] = {
+        _STEP: functools.partial(profiled, ours),
+        _PRODUCT: functools.partial(claims.seconds, _product()),
     }
+    for size in _COPIES:
+        # Written once before the first turn, so that all pages are there.
+        source, target = torch.ones(2, size, dtype=torch.uint8)
+        sides[size] = functools.partial(_copy_seconds, source, target)
     turns = claims.in_turn(sides, ROUNDS, lambda side, _: side(), what=f"parts, {name}, turn")
-    copies = {2 * size: 2 * size / statistics.median(turns[size]) for size in _COPIES}
-    rates = Rates(_SIZE**3 / statistics.median(turns["product"]), copies)
-    return rows(f"parts, {name}", turns["step"], calls, rates)
+    return rows(f"parts, {name}", turns[_STEP], calls, rates=_rates(turns))
 
 
-def rows(name: str, steps: Sequence[Dict[str, float]], calls: Sequence[Call], rates: Rates) -> List[dict]:
-    """Rows of a step's parts. Args: steps: seconds by part of some steps. calls: of a step."""
+def _product() -> Callable[[], object]:
+    """Return a function that multiplies two matrices."""
+    size = (_SIZE, _SIZE)
+    left = torch.randn(size)
+    right = torch.randn(size)
+    product = torch.empty(size)
+    return functools.partial(torch.mm, left, right, out=product)
+
+
+def _rates(turns: Mapping[_Side, Sequence[Any]]) -> Rates:
+    """Return the rates of the product and the copies."""
+    multiply_adds = _SIZE**3 / statistics.median(turns[_PRODUCT])
+    rates = Rates(multiply_adds, bytes={})
+    for size in _COPIES:
+        moved = 2 * size  # read and written
+        rates.bytes[moved] = moved / statistics.median(turns[size])
+    return rates
+
+
+def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return the seconds of a copy, the mean of so many that clocks are exact."""
+    calls = max(1, _COPIES[-1] // source.numel())
+
+    def copy() -> None:
+        for _ in range(calls):
+            target.copy_(source)
+
+    return claims.seconds(copy) / calls
+
+
+def rows(
+    name: str,
+    steps: Sequence[Dict[str, float]],
+    calls: Sequence[Call],
+    rates: Rates,
+) -> List[dict]:
+    """Return rows of a step's parts, and of the whole.
+
+    Args:
+        name: of the step.
+        steps: seconds by part of some steps.
+        calls: of a step.
+        rates: by which their limits are computed.
+    """
     whole = [sum(step.values()) for step in steps]
-    made = []
+    rows_of_step = []
     for part in (*PARTS, ALL):
-        seconds = whole if part == ALL else [step[part] for step in steps]
-        own = [call for call in calls if part in (call.part, ALL)]
-        limit = sum(map(rates.limit, own))
-        median = statistics.median(seconds)
-        made.append(
+        seconds = whole
+        part_calls = calls
+        if part != ALL:
+            seconds = [step[part] for step in steps]
+            part_calls = [call for call in calls if call.part == part]
+        rows_of_step.append(
             {
                 "part": name,
                 "side": part,
@@ -125,114 +219,204 @@ def rows(name: str, steps: Sequence[Dict[str, float]], calls: Sequence[Call], ra
                 "workers": 0,
                 **claims.milliseconds(seconds),
                 "share": claims.median_ratio(seconds, whole),
-                "million_multiply_adds": sum(call.multiply_adds for call in own) / 1e6 if own else None,
-                "mebibytes": sum(call.bytes for call in own) / 2**20 if own else None,
-                "limit_ms": 1e3 * limit if own else None,
-                "time_over_limit": median / limit if own else None,
+                **_limit_columns(part_calls, rates, statistics.median(seconds)),
             }
         )
-    return made
+    return rows_of_step
+
+
+def _limit_columns(calls: Sequence[Call], rates: Rates, seconds: float) -> Dict[str, Any]:
+    """Return the columns on the work of some calls, which took so long; None without calls."""
+    if not calls:
+        columns = ("million_multiply_adds", "mebibytes", "limit_ms", "time_over_limit")
+        return dict.fromkeys(columns)
+    multiply_adds = sum(call.multiply_adds for call in calls)
+    moved = sum(call.bytes for call in calls)
+    limit = sum(rates.limit(call) for call in calls)
+    return {
+        "million_multiply_adds": multiply_adds / 1e6,
+        "mebibytes": moved / 2**20,
+        "limit_ms": 1e3 * limit,
+        "time_over_limit": seconds / limit,
+    }
+
+
+# What the profiler sees ---------------------------------------------------------------------------
 
 
 def profiled(ours: ranks.Ours) -> Dict[str, float]:
-    """Seconds of each part in a step."""
-    found = dict.fromkeys(PARTS, 0.0)
+    """Make a step; return the seconds of each part.
+
+    Args:
+        ours: our engine.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
     for event in _events(ours):
-        found[part_of(event)] += 1e-6 * event.self_cpu_time_total
-    return found
+        seconds[part_of(event)] += 1e-6 * event.self_cpu_time_total
+    return seconds
 
 
 def counted(ours: ranks.Ours) -> List[Call]:
-    """Calls of all parts but the rest in a step."""
+    """Make a step; return the calls of all parts but the rest.
+
+    Args:
+        ours: our engine.
+    """
     calls: List[Call] = []
-    for event in _events(ours, calls):
+    # Calls of our own functions are added while the step is made.
+    events = _events(ours, calls)
+    for event in events:
         part = part_of(event)
-        if part not in (UPDATE, REST):
-            calls.extend(Call(part, *work) for work in _work(event.name, event.input_shapes))
-    return [*calls, Call(UPDATE, 0, _UPDATE_BYTES * ours.engine.weights.flat.numel())]
+        if part in (UPDATE, REST):
+            continue
+        call = _torchs_call(part, event.name, _shapes(event))
+        if call is not None:
+            calls.append(call)
+    # The update is a single pass over all parameters.
+    parameters = ours.engine.weights.flat.numel()
+    calls.append(Call(UPDATE, multiply_adds=0, bytes=_UPDATE_BYTES * parameters))
+    return calls
 
 
 def _events(ours: ranks.Ours, calls: Optional[List[Call]] = None) -> Sequence[FunctionEvent]:
-    """Events of a step. Args: calls: where to add those of our functions."""
-    ours.engine.recorder.named = True
+    """Make a step; return its events, and add the calls of our functions to `calls`."""
+    recorder = ours.engine.recorder
+    assert recorder is not None, "TorchEngine has one"
+    recorder.named = True
     with contextlib.ExitStack() as stack:
         for name, part in _LIBRARY.items():
-            stack.enter_context(mock.patch.object(library, name, _named(name, part, calls)))
-        with torch.autograd.profiler.profile(record_shapes=True) as profile, record_function("step"):
-            ours.update()
+            named = _named(name, part, calls)
+            stack.enter_context(mock.patch.object(library, name, named))
+        profile = stack.enter_context(torch.autograd.profiler.profile(record_shapes=True))
+        stack.enter_context(record_function("step"))
+        ours.update()
     return profile.function_events
 
 
 def _named(name: str, part: str, calls: Optional[List[Call]]) -> Callable:
-    """One of our functions with its part's name in the profile."""
+    """Return a function of ours that has its part's name in the profile, and adds its calls."""
     function = getattr(library, name)
 
     @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         with record_function(part):
-            made = function(*given, **named)
+            result = function(*arguments, **keywords)
         if calls is not None:
-            read = [value for key, value in named.items() if key != "out"]  # which is what is made
-            written = given[0] if name in _IN_PLACE else made
-            moved = sum(4 * tensor.numel() for tensor in _tensors((given, *read, written)))
-            multiply_adds = 0
-            if name in _CONVOLUTION_PASSES:
-                x, weight, geometry = given[:3]
-                pixels = len(x) * geometry.out_height * geometry.out_width
-                multiply_adds = _CONVOLUTION_PASSES[name] * pixels * weight.numel()
-            calls.append(Call(part, multiply_adds, moved))
-        return made
+            moved = _moved_bytes(name, arguments, keywords, result)
+            calls.append(Call(part, _multiply_adds(name, arguments), moved))
+        return result
 
     return call
 
 
-def _tensors(of: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples."""
-    if isinstance(of, torch.Tensor):
-        yield of
-    elif isinstance(of, tuple):
-        for each in of:
-            yield from _tensors(each)
+def _multiply_adds(name: str, arguments: Sequence[Any]) -> int:
+    """Return the multiply-adds of a call of ours. Only those of convolutions count."""
+    if name not in _CONVOLUTION_PASSES:
+        return 0
+    x, weight, geometry = arguments[:3]
+    passes = _CONVOLUTION_PASSES[name]
+    pixels = geometry.out_height * geometry.out_width
+    return passes * len(x) * pixels * weight.numel()
+
+
+def _moved_bytes(
+    name: str,
+    arguments: Tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    result: Any,
+) -> int:
+    """Return the bytes that a call of ours reads and writes."""
+    read: List[Any] = list(arguments)
+    for keyword, value in keywords.items():
+        # Memory for the result, which is not read.
+        if keyword != "out":
+            read.append(value)
+    written = arguments[0] if name in _IN_PLACE else result
+    tensors = _tensors((*read, written))
+    elements = sum(tensor.numel() for tensor in tensors)
+    return _FLOAT32 * elements
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested tuples."""
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, tuple):
+        for value in nested:
+            yield from _tensors(value)
+
+
+def _shapes(event: FunctionEvent) -> Shapes:
+    """Return the shapes of an event's inputs."""
+    shapes: Any = event.input_shapes  # annotated as a single one in torch 2.14
+    return shapes
 
 
 def part_of(event: FunctionEvent) -> str:
-    """The part whose time an event's own is, without that of the events within it."""
-    found = None
+    """Return the part that an event's own time belongs to, which is without that of events within.
+
+    Args:
+        event: of the profile.
+    """
+    part = None
     above: Optional[FunctionEvent] = event
     while above is not None:
-        if above.name in PARTS:  # a function of ours, or the engine's span "update"
+        # A function of ours, or the engine's span "update".
+        if above.name in PARTS:
             return above.name
         if above.name.startswith(_EXCITED):
             return SQUEEZE
-        found = found or _part_of_torch(above.name, above.input_shapes)
+        # Of torch's functions the innermost counts, if none of ours is around it.
+        if part is None:
+            part = _part_of_torch(above.name, _shapes(above))
         above = above.cpu_parent
-    return found or REST
+    return REST if part is None else part
 
 
-def _part_of_torch(name: str, shapes: Sequence[Sequence[int]]) -> Optional[str]:
-    """The part of one of torch's functions outside squeeze and excitation; None if it is none of its own."""
+def _part_of_torch(name: str, shapes: Shapes) -> Optional[str]:
+    """Return the part of a function of torch's, or None.
+
+    Within squeeze and excitation it is another one.
+    """
     if name in _PRODUCTS:
         return PRODUCTS
-    channels = {"aten::pad": 0, "aten::conv2d": 1, "aten::convolution_backward": 2}.get(name)  # whose tensor has them
-    if channels is None:
+    if name not in _CHANNELS_OF:
         return None
-    return STEM if shapes[channels][1] == _COLORS else CONVOLUTIONS
+    channels = shapes[_CHANNELS_OF[name]][1]
+    return STEM if channels == _COLORS else CONVOLUTIONS
 
 
-def _work(name: str, shapes: Sequence[Sequence[int]]) -> Iterator[Tuple[int, int]]:
-    """Yield multiply-adds and bytes of one of torch's functions; those of a convolution with its gradients."""
+def _torchs_call(part: str, name: str, shapes: Shapes) -> Optional[Call]:
+    """Return the work of a function of torch's; a convolution's is all in its backward pass."""
     if name in ("aten::mm", "aten::addmm"):
-        *added, (rows, inner), (_, columns) = [shape for shape in shapes if shape]
-        elements = rows * inner + inner * columns + rows * columns + sum(map(math.prod, added))
-        yield rows * inner * columns, 4 * elements
-    elif name == "aten::convolution_backward":
-        y, x, weight = shapes[:3]
-        stem = weight[1] == _COLORS  # its input, the images, needs no gradient
-        multiply_adds = y[0] * math.prod(y[2:]) * math.prod(weight)
-        yield multiply_adds * (2 if stem else 3), 4 * (2 * math.prod(y) + (2 if stem else 3) * math.prod(x))
+        return _product_call(part, shapes)
+    if name == "aten::convolution_backward":
+        return _convolution_call(part, shapes)
+    return None
 
 
-def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Seconds of a copy, the mean of so many that clocks are exact."""
-    calls = max(1, _COPIES[-1] // source.numel())
-    return claims.seconds(lambda: [target.copy_(source) for _ in range(calls)]) / calls
+def _product_call(part: str, shapes: Shapes) -> Call:
+    """Return the work of a product of two matrices, to which something may be added."""
+    tensors = [shape for shape in shapes if shape]
+    left, right = tensors[-2:]
+    rows, inner = left
+    _, columns = right
+    # All are read, and the product is written.
+    elements = rows * columns
+    for shape in tensors:
+        elements += math.prod(shape)
+    return Call(part, rows * inner * columns, _FLOAT32 * elements)
+
+
+def _convolution_call(part: str, shapes: Shapes) -> Call:
+    """Return the work of a convolution's forward pass and of its gradients."""
+    y, x, weight = shapes[:3]
+    # Forward, the weights' gradient, and the input's. The stem's input, the images, needs none.
+    is_stem = weight[1] == _COLORS
+    passes = 2 if is_stem else 3
+    channels = y[1]
+    pixels = math.prod(y) // channels
+    multiply_adds = passes * pixels * math.prod(weight)
+    # Forward writes the output, and backward reads its gradient; each pass moves an input.
+    elements = 2 * math.prod(y) + passes * math.prod(x)
+    return Call(part, multiply_adds, _FLOAT32 * elements)

@@ -10,8 +10,14 @@ from common.command import Parser
 
 
 def add_option(parser: Parser) -> None:
-    """Add --write to a benchmark's command line."""
-    parser.add_argument("--write", action="store_true", help="renew the files in docs/results, which git tracks")
+    """Add --write to the command line of a benchmark.
+
+    Args:
+        parser: of the benchmark.
+    """
+    parser.add_argument(
+        "--write", action="store_true", help="renew the files in docs/results, which git tracks"
+    )
 
 
 def compare(texts: Mapping[Path, str]) -> None:
@@ -27,7 +33,11 @@ def compare(texts: Mapping[Path, str]) -> None:
             print(f"{name} is as --write would write it")
             continue
         print(f"{name} would change with --write:")
-        changed = difflib.unified_diff(
-            before.splitlines(), text.splitlines(), fromfile=name, tofile=f"{name} with --write", lineterm=""
+        changes = difflib.unified_diff(
+            before.splitlines(),
+            text.splitlines(),
+            fromfile=name,
+            tofile=f"{name} with --write",
+            lineterm="",
         )
-        print(*changed, sep="\n")
+        print(*changes, sep="\n")

@@ -19,7 +19,7 @@ import argparse
 import functools
 import signal
 import sys
-from typing import Callable, Dict, Iterable
+from typing import Callable, Dict, Iterable, List
 
 from benchmarks import RESULTS, claims, provenance, tracked
 from benchmarks.evidence import page
@@ -34,21 +34,27 @@ from common import cores
 from common.command import fail
 from common.errors import FAILED, STOPPED
 
-_ALL = (Photographs, Ladder2, HalfWeights, ExchangeLearning, Staleness)
-EXPERIMENTS: Dict[str, Experiment] = {each.name: each() for each in _ALL}
+EXPERIMENTS: Dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (Photographs(), Ladder2(), HalfWeights(), ExchangeLearning(), Staleness())
+}
 
 
 def main() -> int:
+    """Run the command, and return its exit code."""
     parser = claims.parser(__doc__)
-    parser.add_argument("name", nargs="?", choices=list(EXPERIMENTS), metavar="NAME", help="of --list")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=list(EXPERIMENTS),
+        metavar="NAME",
+        help="of --list",
+    )
     parser.add_argument("--list", action="store_true", help="the experiments")
     tracked.add_option(parser)
     options = claims.begin(parser, takes=Experiment.takes, quick=Experiment.quick_takes)
     if options.list:
-        for name, experiment in EXPERIMENTS.items():
-            runs = list(dict.fromkeys(experiment.wanted()))
-            done = sum(outcome(run) is not None for run in runs)
-            print(f"{name:<20} {done:>3} of {len(runs):>3} runs known so far are finished here   {experiment.question}")
+        _print_list()
         return 0
     if options.name is None:
         parser.error("name an experiment, or give --list")
@@ -56,12 +62,17 @@ def main() -> int:
 
 
 def command(name: str) -> Callable[[], int]:
-    """main() of a file that is the command of one experiment."""
+    """Return main() of a file that is the command of one experiment.
+
+    Args:
+        name: of the experiment, and of the file in benchmarks/.
+    """
     experiment = EXPERIMENTS[name]
-    about = f"{experiment.question}\n\n    python -m benchmarks.{name} [--quick] [--json] [--write]"
+    usage = f"    python -m benchmarks.{name} [--quick] [--json] [--write]"
 
     def main() -> int:
-        parser = claims.parser(about)
+        """Run the command, and return its exit code."""
+        parser = claims.parser(f"{experiment.question}\n\n{usage}")
         tracked.add_option(parser)
         options = claims.begin(parser, takes=experiment.takes, quick=experiment.quick_takes)
         return conclude(experiment, options)
@@ -69,37 +80,72 @@ def command(name: str) -> Callable[[], int]:
     return main
 
 
+def _print_list() -> None:
+    """Print the experiments, and how many of their runs are finished."""
+    for name, experiment in EXPERIMENTS.items():
+        known = dict.fromkeys(experiment.wanted())
+        done = sum(outcome(run) is not None for run in known)
+        state = f"{done:>3} of {len(known):>3} runs known so far are finished here"
+        print(f"{name:<20} {state}   {experiment.question}")
+
+
 def conclude(experiment: Experiment, options: argparse.Namespace) -> int:
-    """Train what is missing, compare or write the page (neither with --quick), print the rows; return the exit code."""
+    """Train what is missing, compare or write the page (neither with --quick), and print the rows.
+
+    Args:
+        experiment: the one that was named.
+        options: write: renew the page; json: also print an object.
+
+    Returns:
+        The exit code.
+    """
+    # SIGTERM stops training as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     quick = experiment.quick() if claims.quick() else []
-    # Train. What is finished is kept as runs end, so that an interruption loses nothing.
+    short = [run for series in quick for run in series.runs]
+
+    def wanted() -> List[Run]:
+        """Return the runs that are known by now."""
+        return short or experiment.wanted()
+
+    # What is finished is kept as runs end, so that an interruption loses nothing.
     try:
-        report = functools.partial(print, file=sys.stderr, flush=True)
-        short = [run for series in quick for run in series.runs]
-        train_all(lambda: short or experiment.wanted(), cores.available(), report, kept=options.write and not quick)
+        train_all(
+            wanted,
+            cores.available(),
+            functools.partial(print, file=sys.stderr, flush=True),
+            kept=options.write and not quick,
+        )
     except Lost as error:
         return fail(error, FAILED)
     except KeyboardInterrupt:
         return fail("stopped; the same command goes on", STOPPED)
     if quick:
         print("quick: short runs only, so no page is written")
-        claims.report(experiment.name, experiment.rows_of(quick), [], options.json, _about(short))
-        return 0
-    # Compare before anything is replaced.
+        rows = experiment.rows_of(quick)
+        claims.report(experiment.name, rows, [], options.json, about=_about(short))
+    else:
+        _conclude_page(experiment, options)
+    return 0
+
+
+def _conclude_page(experiment: Experiment, options: argparse.Namespace) -> None:
+    """Compare or write the page of an experiment whose runs are finished, and print the rows."""
+    # They are compared before anything is replaced.
     rows = experiment.rows()
     differing = page.differences(experiment, rows, RESULTS)
-    print(f"{len(differing)} of {len(rows)} rows differ from the earlier figures", *differing, sep="\n  ")
+    head = f"{len(differing)} of {len(rows)} rows differ from the earlier figures"
+    print(head, *differing, sep="\n  ")
     if options.write:
         page.write(experiment, rows, RESULTS)
         print(f"written: docs/results/{experiment.name}.md, .csv, .png")
     else:
         tracked.compare(page.texts(experiment, rows, RESULTS))
     print(f"verdict: {experiment.verdict(rows)}")
-    claims.report(experiment.name, rows, experiment.claims(), options.json, _about(experiment.wanted()))
-    return 0
+    about = _about(experiment.wanted())
+    claims.report(experiment.name, rows, experiment.claims(), options.json, about=about)
 
 
 def _about(runs: Iterable[Run]) -> Dict[str, str]:
-    """When and where the runs were trained, which need not be here and now."""
+    """Return when and where the runs were trained, which need not be here and now."""
     return provenance.about([provenance_of(run) for run in dict.fromkeys(runs)])

@@ -1,1 +1,4 @@
-"""Damaged and hostile input by the ten thousand: recipes, images, shards, runs, studies, checkpoints, programs."""
+"""Damaged and hostile input by the ten thousand.
+
+It comes as recipes, images, shards, runs, studies, checkpoints and programs.
+"""

@@ -112,7 +112,7 @@ def test_a_layer_that_is_a_little_wrong_does_not_pass():
     error, bound, _ = gpu_checks.compared(norm, wrong, (2, 16, 9, 9), torch.float16, torch.channels_last)
     assert error > bound
     for value in (error, float("nan")):
-        row = gpu_checks._row("norm", lambda value=value: (value, bound, "output"), 0)
+        row = gpu_checks._row("norm", lambda value=value: gpu_checks.Deviation(value, bound, "output"), 0)
         assert row.note.startswith("FAILED") and not gpu_checks.passed(row)
         assert json.dumps(row.columns(), allow_nan=False)
 
@@ -528,6 +528,6 @@ def test_the_suite_needs_no_more_packages_than_it_asks_for():
 )
 def test_readers_that_are_not_installed_cost_a_line(absent, row, why, monkeypatch, few_photographs):
     monkeypatch.setattr(packages, "missing", lambda names: [name for name in names if name == absent])
-    monkeypatch.setattr(gpu_files, "_row", lambda session, what, *rest: Row(session.section, what, (1.0,)))
+    monkeypatch.setattr(gpu_files, "_row", lambda session, what, *rest, **named: Row(session.section, what, (1.0,)))
     rows = {each.what: each for each in gpu_files.files(session())}
     assert rows[row].note == f"not measured: {why}"

@@ -20,7 +20,7 @@ def state():
 
 def test_claims_are_ratios_of_neighbouring_turns_and_bytes_of_what_persists(state):
     times = {OURS: [2.0, 6.0, 4.0], TIMM: [4.0, 6.0, 2.0], COPY: [1.0, 2.0, 1.0], ROUNDING: [3.0] * 3, CAST: [2.0] * 3}
-    made = {claim["name"]: claim for claim in optimizer.found(times, state)}
+    made = {claim["name"]: claim for claim in optimizer.claims_of(times, state)}
     assert made["time_over_timm_lars"]["value"] == 1.0 and made["time_over_timm_lars"]["spread"] == [0.5, 2.0]
     assert (made["time_over_copy_limit"]["value"], made["rounding_over_cast"]["value"]) == (3.0, 1.5)
     assert made["state_bytes_per_parameter"]["value"] == 4 and made["state_bytes_per_parameter"]["holds"]
