@@ -1,1 +1,3 @@
-"""What `parallel.elastic` promises, measured: strikes at random moments, replicas of different speeds, overhead."""
+"""What `parallel.elastic` promises, measured: strikes at random moments, replicas of different
+speeds, overhead.
+"""

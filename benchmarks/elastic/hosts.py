@@ -1,4 +1,6 @@
-"""The hosts of an elastic run as network namespaces, a launcher and a replica on each, and what strikes them."""
+"""The hosts of an elastic run as network namespaces, a launcher and a replica on each, and what
+strikes them.
+"""
 
 from __future__ import annotations
 
@@ -13,54 +15,86 @@ from benchmarks.faults.site import Ending, Session, Site, send
 from benchmarks.networks import Network
 
 KINDS = ("launcher", "cable for 20 s", "host replaced", "kill", "stop")
-_AWAY = {"launcher": 1.0, "cable for 20 s": 20.0, "host replaced": 8.0}  # seconds until it comes back
+_AWAY = {  # seconds until a host comes back
+    "launcher": 1.0,
+    "cable for 20 s": 20.0,
+    "host replaced": 8.0,
+}
 
 
 def members(said: str, replicas: int) -> List[int]:
-    """The replicas of a run's generation, by what its hosts have printed until now, one after another."""
-    found = re.findall(r"^generation (\d+): .* with replicas ([\d, ]+)$", said, re.M)
-    newest = max(found, key=lambda each: int(each[0]), default=None)
-    return list(range(replicas)) if newest is None else list(map(int, newest[1].split(", ")))
+    """Return the replicas of a run's newest generation.
+
+    Args:
+        said: what its hosts have printed until now, one after another.
+        replicas: of the whole run, all of which are members before the first line.
+    """
+    lines = re.findall(r"^generation (\d+): .* with replicas ([\d, ]+)$", said, re.M)
+    if not lines:
+        return list(range(replicas))
+    # The newest need not be the last line: the output of one host follows that of another.
+    _, numbers = max(lines, key=lambda line: int(line[0]))
+    return [int(number) for number in numbers.split(", ")]
 
 
 class Hosts(Launchers):
-    """A run over the hosts of a network, which `strikes` strikes."""
+    """A run over the hosts of a network, which `strike` strikes."""
 
     def __init__(self, site: Site, network: Network):
+        """
+        Args:
+            site: of the run.
+            network: with a host for each replica.
+        """
         super().__init__(site, network)
         self._earlier: List[Session] = []  # of hosts that were struck with their launchers
         self._returning: List[threading.Timer] = []
+        # Timers put new sessions in the place of others.
         self._lock = threading.Lock()
 
     def ranks(self) -> Dict[int, int]:
+        """Return the process numbers of the ranks that have been started, by rank."""
         with self._lock:
             return super().ranks()
 
     def said(self) -> str:
+        """Return what the launchers have printed until now, also those that were struck."""
         with self._lock:
-            return "\n".join([*(each.said() for each in self._earlier), super().said()])
+            earlier = [session.said() for session in self._earlier]
+            return "\n".join([*earlier, super().said()])
 
     def strike(self, kind: str, draws: random.Random) -> Tuple[int, ...]:
-        """Strike a host other than the first, or its rank, where all replicas are in the run and their hosts in reach;
-        the rank, or none if they are not. The host comes back by itself."""
-        whole = len(members(self.said(), self._network.hosts)) == self._network.hosts
+        """Strike a host other than the first, or its rank. The host comes back by itself.
+
+        Args:
+            kind: one of `KINDS`.
+            draws: chooses the host.
+
+        Returns:
+            The rank; nothing where not all replicas are in the run, or not all hosts in reach.
+        """
+        hosts = self._network.hosts
+        is_whole = len(members(self.said(), hosts)) == hosts
         processes = self.ranks()
-        if not whole or len(processes) < self._network.hosts or any(timer.is_alive() for timer in self._returning):
+        is_away = any(timer.is_alive() for timer in self._returning)
+        if not is_whole or len(processes) < hosts or is_away:
             return ()
-        host = draws.randrange(1, self._network.hosts)
+        host = draws.randrange(1, hosts)
         if kind in ("kill", "stop"):
             send(processes[host], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
             return (host,)
+        # The others are struck as a whole, and come back later.
         if kind != "launcher":
             self._network.connect(host, False)
         if kind != "cable for 20 s":
             self.sessions[host].process.kill()  # with it go its ranks
-        self._returning = [threading.Timer(_AWAY[kind], self._return, (host, kind))]
-        self._returning[0].start()
+        timer = threading.Timer(_AWAY[kind], self._return, (host, kind))
+        self._returning = [timer]
+        timer.start()
         return (host,)
 
     def _return(self, host: int, kind: str) -> None:
-        """The cable is plugged in again, or a new host runs the same command."""
+        """Plug in a host's cable again, or let a new host run the same command."""
         self._network.connect(host, True)
         if kind != "cable for 20 s":
             with self._lock:
@@ -68,12 +102,18 @@ class Hosts(Launchers):
                 self.sessions[host] = self._start(host)
 
     def wait(self, since: float) -> Ending:
-        """Until all launchers have ended, also those of hosts that are away when the run ends: these come back, look
-        for the master, and give up."""
+        """Wait until all launchers have ended, or one hangs.
+
+        Also those of hosts that are away when the run ends: these come back, look for the master,
+        and give up.
+
+        Args:
+            since: moment (time.monotonic) that the end is timed from.
+        """
         for timer in self._returning:
             timer.join()
         return super().wait(since)
 
     def _code(self, codes: Sequence[Optional[int]]) -> Optional[int]:
-        """The first host's: one that was away cannot know how the run ended."""
+        """Return the first host's code: one that was away cannot know how the run ended."""
         return codes[0]

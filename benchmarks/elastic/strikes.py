@@ -1,4 +1,6 @@
-"""An elastic run whose replicas are struck, or its launchers stopped, at random moments, beside one undisturbed."""
+"""An elastic run whose replicas are struck, or its launchers stopped, at random moments, beside one
+undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks import CACHE
 from benchmarks.elastic import hosts
 from benchmarks.elastic.stops import Stop, restarts, stopped
-from benchmarks.faults.hosts import RATE, SiteOnHosts
-from benchmarks.faults.site import Result, Session, Site, Topology
+from benchmarks.faults.hosts import RATE, AnySession, SiteOnHosts
+from benchmarks.faults.site import Result, Site, Topology
 from benchmarks.networks import Network
 from benchmarks.processes import runs
 from common.errors import DONE
@@ -37,12 +39,19 @@ _SIGNALS = {  # of others SIGKILL
     "two": (signal.SIGKILL, signal.SIGKILL),
     "meeting": (signal.SIGKILL, signal.SIGSTOP),
 }
-_MEETING = 1.5  # seconds at most from a kill until another is stopped, while those that are left meet
+# Seconds at most from a kill until another is stopped, while those that are left meet.
+_MEETING = 1.5
 _EVERY = {"evaluation": 10, "checkpoint": 3}  # steps after which the recipe has one
 
 
 class Planned(NamedTuple):
-    """A run. on_hosts: each replica on a host of its own, with a cable. stops: it is stopped, and started again."""
+    """A run that is to be made.
+
+    topology: of the run.
+    seed: of the moments and all that is random.
+    on_hosts: each replica has a host of its own, with a cable.
+    stops: it is stopped, and started again.
+    """
 
     topology: Topology
     seed: int
@@ -50,16 +59,24 @@ class Planned(NamedTuple):
     stops: bool = False
 
     def __str__(self) -> str:
-        return f"{'stops ' if self.stops else ''}{self.where} {self.seed} {EPOCHS}"
+        kind = "stops " if self.stops else ""
+        return f"{kind}{self.where} {self.seed} {EPOCHS}"
 
     @property
     def where(self) -> str:
+        """Return the topology, and whether it is on hosts, as text."""
         return f"{self.topology} on hosts" if self.on_hosts else str(self.topology)
 
 
 class Strike(NamedTuple):
-    """kind: of KINDS or hosts.KINDS, or "while another joins". seconds: from the strike until a step was done that had
-    not been, less the median step of the run."""
+    """A strike, and what it cost.
+
+    kind: of KINDS or hosts.KINDS, or "while another joins".
+    ranks: that were struck.
+    step: how far the run was.
+    seconds: from the strike until a step was done that had not been, less the median step of the
+        run.
+    """
 
     kind: str
     ranks: Tuple[int, ...]
@@ -68,9 +85,18 @@ class Strike(NamedTuple):
 
 
 class Struck(NamedTuple):
-    """A run: its topology, strikes, whether it ended with the undisturbed bits, steps whose events differ from the
-    undisturbed run's, starts from a checkpoint (other than by the same command after a stop), changes of the
-    generation, and seconds that these took in all; or its stops, which have no such seconds."""
+    """A run that was disturbed.
+
+    topology: of the run, as text.
+    strikes: in their order.
+    same: whether it ended with the undisturbed bits.
+    wrong_steps: whose events differ from the undisturbed run's.
+    restarts: starts from a checkpoint, other than by the same command after a stop.
+    generations: changes of the generation.
+    seconds: that these took in all.
+    output: of all its sessions, if it did not end with the undisturbed bits.
+    stops: instead of strikes; such a run has no such seconds.
+    """
 
     topology: str
     strikes: List[Strike]
@@ -83,40 +109,83 @@ class Struck(NamedTuple):
     stops: Sequence[Stop] = ()
 
 
-class _Watch(threading.Thread):
-    """Notes when each step was done, and when each generation began."""
+class _Moment(NamedTuple):
+    """A strike that was made, before its cost is known.
 
-    def __init__(self, site: Site, session: Session):
+    kind, ranks, step: see `Strike`.
+    when: by time.monotonic.
+    """
+
+    kind: str
+    ranks: Tuple[int, ...]
+    step: int
+    when: float
+
+
+class _Watch(threading.Thread):
+    """Notes when each step was done, and when each generation began.
+
+    times: moments at which the number of steps was another one, and that number.
+    changes: moments at which generations began.
+    """
+
+    def __init__(self, site: Site, session: AnySession):
+        """
+        Args:
+            site: of the run.
+            session: that is watched until it ends.
+        """
         super().__init__(daemon=True)
-        self._site, self._session = site, session
-        self.times: List[Tuple[float, int]] = []  # that there were more steps, and how many
+        self._site = site
+        self._session = session
+        self.times: List[Tuple[float, int]] = []
         self.changes: List[float] = []
 
     def run(self) -> None:
+        """Look again and again until the session has ended."""
+        before = 0
         while self._session.running:
-            now, steps = time.monotonic(), self._site.steps()
-            if steps != (self.times[-1][1] if self.times else 0):
+            now = time.monotonic()
+            steps = self._site.steps()
+            if steps != before:
                 self.times.append((now, steps))
-            found = len(re.findall(r"^generation ", self._session.said(), re.M))
-            self.changes += [now] * (found - len(self.changes))
+                before = steps
+            said = self._session.said()
+            generations = len(re.findall(r"^generation ", said, re.M))
+            self.changes += [now] * (generations - len(self.changes))
             time.sleep(_POLL_SECONDS)
 
     def after(self, moment: float, steps: int) -> Optional[float]:
-        """When more than so many steps were done, after a moment."""
-        return next((when for when, number in self.times if when > moment and number > steps), None)
+        """Return when, after a `moment`, more than so many `steps` were done; None if never."""
+        for when, number in self.times:
+            if when > moment and number > steps:
+                return when
+        return None
 
     def intervals(self) -> List[float]:
-        return [after - before for (before, _), (after, _) in zip(self.times, self.times[1:])]
+        """Return the seconds from each moment of `times` to the next."""
+        return [after - before for before, after in self._neighbours()]
 
     def around_changes(self) -> List[float]:
-        """Seconds between the steps before and after each change of the generation."""
+        """Return the seconds between the steps before and after each change of the generation."""
+        seconds = []
+        for before, after in self._neighbours():
+            if any(before < change <= after for change in self.changes):
+                seconds.append(after - before)
+        return seconds
+
+    def _neighbours(self) -> List[Tuple[float, float]]:
+        """Return each moment of `times` with the next."""
         moments = [when for when, _ in self.times]
-        pairs = [(before, after) for before, after in zip(moments, moments[1:])]
-        return [after - before for before, after in pairs if any(before < change <= after for change in self.changes)]
+        return list(zip(moments, moments[1:]))
 
 
 def undisturbed(folder: Path) -> Result:
-    """Of one process."""
+    """Make a run of one process that nothing happens to.
+
+    Args:
+        folder: an empty place for it.
+    """
     site = Site(folder, Topology(1, 1), _OVERRIDES)
     ending = site.start().wait(0.0)
     assert ending.code == DONE, ending.said
@@ -132,127 +201,243 @@ def struck(planned: Planned, expected: Result, folder: Path) -> Struck:
         folder: an empty place for it.
     """
     overrides = (*_OVERRIDES, *ELASTIC)
-    with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network(planned.topology.replicas, RATE)) if planned.on_hosts else None
-        if planned.stops and network is not None:
-            return _stopped(planned, SiteOnHosts(folder, planned.topology, overrides, network), expected)
-        site = Site(folder, planned.topology, overrides)
+    topology = planned.topology
+    if not planned.on_hosts:
+        site = Site(folder, topology, overrides)
         if planned.stops:
             return _stopped(planned, site, expected)
-        return _struck(planned, site, site.start() if network is None else hosts.Hosts(site, network), expected)
+        return _struck(planned, site, site.start(), expected)
+    with Network(topology.replicas, RATE) as network:
+        if planned.stops:
+            site_on_hosts = SiteOnHosts(folder, topology, overrides, network)
+            return _stopped(planned, site_on_hosts, expected)
+        # A plain site: `Hosts` itself starts a launcher on each host.
+        site = Site(folder, topology, overrides)
+        return _struck(planned, site, hosts.Hosts(site, network), expected)
 
 
 def _stopped(planned: Planned, site: Site, expected: Result) -> Struck:
-    """A run whose launchers are told to stop again and again."""
-    stops, endings = stopped(site, STEPS, random.Random(str(planned)))
+    """Make a run whose launchers are told to stop again and again.
+
+    Args:
+        planned: the run.
+        site: of the run.
+        expected: of the undisturbed run.
+    """
+    draws = random.Random(str(planned))
+    stops, endings = stopped(site, STEPS, draws)
     result = site.result() if endings[-1].code == DONE else None
+    is_same = result == expected
+    output = "\n".join(ending.said for ending in endings)
     return Struck(
         topology=planned.where,
         strikes=[],
-        same=result == expected,
+        same=is_same,
         wrong_steps=_differing(expected, result),
         restarts=restarts(endings),
         generations=0,
         seconds=0.0,
-        output="" if result == expected else "\n".join(ending.said for ending in endings),
+        output="" if is_same else output,
         stops=stops,
     )
 
 
 def _differing(expected: Result, result: Optional[Result]) -> int:
-    """Steps with events that only one of two runs has. Args: result: None if the run did not end."""
+    """Return how many steps have events that only one of two runs has.
+
+    Args:
+        expected: of the undisturbed run.
+        result: None if the run did not end.
+    """
+    right = expected.events
     events = [] if result is None else result.events
-    wrong = {event["step"] for event in expected.events if event not in events}
-    wrong |= {event["step"] for event in events if event not in expected.events}
-    return len(wrong)
+    lacking = [event for event in right if event not in events]
+    surplus = [event for event in events if event not in right]
+    return len({event["step"] for event in [*lacking, *surplus]})
 
 
-def _struck(planned: Planned, site: Site, session: Union[Session, hosts.Hosts], expected: Result) -> Struck:
-    topology, draws = planned.topology, random.Random(f"{planned.topology} {planned.seed}")
+def _struck(planned: Planned, site: Site, session: AnySession, expected: Result) -> Struck:
+    """Strike a run that has been started until it ends.
+
+    Args:
+        planned: the run.
+        site: of the run.
+        session: of the run.
+        expected: of the undisturbed run.
+    """
+    draws = random.Random(f"{planned.topology} {planned.seed}")
+    # From before the first strike: its cost shows in the times of steps.
     watch = _Watch(site, session)
     watch.start()
-    session.reach(3, 0.0)
-    made = []
-    while session.running and site.steps() < STEPS - _LAST:
-        time.sleep(draws.uniform(*_PAUSES))
-        kind = draws.choice(hosts.KINDS if planned.on_hosts else KINDS)
-        if kind in _EVERY:
-            session.reach((site.steps() // _EVERY[kind] + 1) * _EVERY[kind], draws.uniform(0, 0.05))
-        if session.running and site.steps() < STEPS - _LAST:
-            if isinstance(session, hosts.Hosts):
-                ranks = session.strike(kind, draws)
-            else:
-                kind, ranks = _strike(kind, topology, session, draws)
-            if ranks:
-                made.append((kind, ranks, site.steps(), time.monotonic()))
+    moments = _strike_again_and_again(planned, site, session, draws)
     ending = session.wait(0.0)
     watch.join()
+    # What a strike cost is known only now that the usual step is.
     usual = statistics.median(watch.intervals())
-    strikes = []
-    for kind, ranks, steps, moment in made:
-        after = watch.after(moment, steps)
-        strikes.append(Strike(kind, ranks, steps, max(0.0, (after or time.monotonic()) - moment - usual)))
+    strikes = [_with_cost(moment, watch, usual) for moment in moments]
     result = site.result() if ending.code == DONE else None
+    is_same = result == expected
     around = watch.around_changes()
     return Struck(
         topology=planned.where,
         strikes=strikes,
-        same=result == expected,
+        same=is_same,
         wrong_steps=_differing(expected, result),
         restarts=restarts([ending]),
         generations=len(watch.changes),
         seconds=sum(around) - usual * len(around),
-        output="" if result == expected else ending.said,
+        output="" if is_same else ending.said,
     )
 
 
-def _strike(kind: str, topology: Topology, session: Session, draws: random.Random) -> Tuple[str, Tuple[int, ...]]:
-    """Strike, but leave one replica whole that has the run's state. The kind, and the ranks; none if that is not
-    possible now."""
+def _with_cost(moment: _Moment, watch: _Watch, usual: float) -> Strike:
+    """Return a strike with its cost.
+
+    Args:
+        moment: that it was made at.
+        watch: of the run, which has ended.
+        usual: seconds of the median step.
+    """
+    after = watch.after(moment.when, moment.step)
+    if after is None:
+        after = time.monotonic()
+    seconds = max(0.0, after - moment.when - usual)
+    return Strike(moment.kind, moment.ranks, moment.step, seconds)
+
+
+def _strike_again_and_again(
+    planned: Planned, site: Site, session: AnySession, draws: random.Random
+) -> List[_Moment]:
+    """Strike a run until it is about to end; return the strikes.
+
+    Args:
+        planned: the run.
+        site: of the run.
+        session: of the run.
+        draws: chooses the moments, the kinds, and who is struck.
+    """
+    moments = []
+    session.reach(3, 0.0)
+    while session.running and site.steps() < STEPS - _LAST:
+        time.sleep(draws.uniform(*_PAUSES))
+        kind = draws.choice(hosts.KINDS if planned.on_hosts else KINDS)
+        # Some strike as the next evaluation or checkpoint begins.
+        if kind in _EVERY:
+            every = _EVERY[kind]
+            following = (site.steps() // every + 1) * every
+            session.reach(following, draws.uniform(0, 0.05))
+        # The run has gone on meanwhile.
+        if not session.running or site.steps() >= STEPS - _LAST:
+            continue
+        if isinstance(session, hosts.Hosts):
+            ranks = session.strike(kind, draws)
+        else:
+            kind, ranks = _strike(kind, planned.topology, session, draws)
+        if ranks:
+            moment = _Moment(kind, ranks, site.steps(), time.monotonic())
+            moments.append(moment)
+    return moments
+
+
+def _strike(
+    kind: str, topology: Topology, session: AnySession, draws: random.Random
+) -> Tuple[str, Tuple[int, ...]]:
+    """Strike, but leave one replica whole that has the run's state.
+
+    Args:
+        kind: one of `KINDS`.
+        topology: of the run.
+        session: of the run.
+        draws: chooses replicas and their stages.
+
+    Returns:
+        The kind, and the ranks; none if that is not possible now.
+    """
+    signals = _SIGNALS.get(kind, (signal.SIGKILL,))
     members = hosts.members(session.said(), topology.replicas)
     processes = session.ranks()
-    running = [
-        r for r in range(topology.replicas) if all(map(runs, (processes.get(n, 0) for n in _ranks(r, topology))))
-    ]
-    whole, waiting = [r for r in members if r in running], [r for r in running if r not in members]
-    signals = _SIGNALS.get(kind, (signal.SIGKILL,))
-    victims = draws.sample(whole, len(signals)) if len(whole) > len(signals) else []
+    running = _running(topology, processes)
+    # One of those that are whole must be left.
+    whole = [replica for replica in members if replica in running]
+    victims: List[int] = []
+    if len(whole) > len(signals):
+        victims = draws.sample(whole, len(signals))
+    # A replica is on its way back: another is struck as it joins, or it is struck itself.
+    waiting = [replica for replica in running if replica not in members]
     joining = bool(waiting) and signal.SIGSTOP not in signals
-    if not victims and joining:
-        victims = [draws.choice(waiting)]  # on its way back: another joins, or is struck as it does
-    ranks = tuple(draws.choice(_ranks(replica, topology)) for replica in victims)
-    for rank, sent in zip(ranks, signals):
-        if kind == "meeting" and sent == signal.SIGSTOP:
+    if joining and not victims:
+        victims = [draws.choice(waiting)]
+    # One stage of each: the others end by that.
+    ranks = [draws.choice(_ranks(replica, topology)) for replica in victims]
+    for rank, number in zip(ranks, signals):
+        if kind == "meeting" and number == signal.SIGSTOP:
             time.sleep(draws.uniform(0, _MEETING))
         with contextlib.suppress(ProcessLookupError):
-            os.kill(processes[rank], sent)
-    return "while another joins" if joining else kind, ranks
+            os.kill(processes[rank], number)
+    called = "while another joins" if joining else kind
+    return called, tuple(ranks)
+
+
+def _running(topology: Topology, processes: Dict[int, int]) -> List[int]:
+    """Return the replicas all of whose ranks run.
+
+    Args:
+        topology: of the run.
+        processes: numbers by rank; those that have not been started are not there.
+    """
+    running = []
+    for replica in range(topology.replicas):
+        ranks = _ranks(replica, topology)
+        if all(runs(processes.get(rank, 0)) for rank in ranks):
+            running.append(replica)
+    return running
 
 
 def _ranks(replica: int, topology: Topology) -> range:
-    return range(replica * topology.stages, (replica + 1) * topology.stages)
+    """Return the ranks of a replica, one for each stage."""
+    first = replica * topology.stages
+    return range(first, first + topology.stages)
 
 
-def all_runs(planned: List[Planned], progress) -> List[Struck]:
-    """Those that were made before are read from the cache."""
+def all_runs(
+    planned: List[Planned],
+    progress: Callable[[List[Planned], str], Iterable[Planned]],
+) -> List[Struck]:
+    """Make runs; those that were made before are read from the cache.
+
+    Args:
+        planned: the runs.
+        progress: yields these, and tells how many are done; takes the name of one, too.
+    """
     cache = CACHE / "elastic" / "strikes.jsonl"
     cache.parent.mkdir(parents=True, exist_ok=True)
-    known: Dict[str, Struck] = {}
-    if cache.exists():
-        for line in cache.read_text().splitlines():
-            key, fields = json.loads(line)
-            known[key] = Struck(**fields)._replace(
-                strikes=[Strike(*each) for each in fields["strikes"]],
-                stops=[Stop(*each) for each in fields.get("stops", ())],
-            )
-    found = []
+    known = _read(cache)
+    expected: Optional[Result] = None
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
-        expected: Optional[Result] = None
-        for each in progress(planned, "run"):
-            if str(each) not in known:
-                expected = expected or undisturbed(Path(folder) / "undisturbed")
-                known[str(each)] = struck(each, expected, Path(folder) / str(each).replace(" ", "-"))
-                with open(cache, "a", encoding="utf-8") as stream:
-                    stream.write(json.dumps([str(each), known[str(each)]._asdict()]) + "\n")
-            found.append(known[str(each)])
-    return found
+        for this in progress(planned, "run"):
+            key = str(this)
+            if key in known:
+                continue
+            # Only where a run is made at all is there anything to be compared.
+            if expected is None:
+                expected = undisturbed(Path(folder) / "undisturbed")
+            run = struck(this, expected, Path(folder) / key.replace(" ", "-"))
+            known[key] = run
+            line = json.dumps([key, run._asdict()])
+            with open(cache, "a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+    return [known[str(this)] for this in planned]
+
+
+def _read(cache: Path) -> Dict[str, Struck]:
+    """Return the runs in the file of the cache, by key."""
+    known: Dict[str, Struck] = {}
+    if not cache.exists():
+        return known
+    for line in cache.read_text().splitlines():
+        key, fields = json.loads(line)
+        fields["strikes"] = [Strike(*values) for values in fields["strikes"]]
+        # Older files have no stops.
+        fields["stops"] = [Stop(*values) for values in fields.get("stops", ())]
+        known[key] = Struck(**fields)
+    return known

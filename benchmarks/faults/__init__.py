@@ -1,1 +1,3 @@
-"""Faults at random moments of real runs: after each, the resumed run must end with the undisturbed run's bits."""
+"""Faults at random moments of real runs: after each, the resumed run must end with the undisturbed
+run's bits.
+"""

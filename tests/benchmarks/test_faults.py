@@ -170,7 +170,7 @@ def test_runs_of_one_process_are_tried_side_by_side_after_the_others(monkeypatch
     monkeypatch.setattr(command, "Bench", Forged)
     topologies = [ONE, Topology(2, 1), ONE, Topology(2, 2)]
     planned = [command.Planned("run killed", topology, number) for number, topology in enumerate(topologies)]
-    assert [each.number for each, _ in command._made(planned, 0)] == [1, 3, 0, 2]
+    assert [each.number for each, _ in command._outcomes(planned, 0)] == [1, 3, 0, 2]
     assert began[2:] == [ONE, ONE]
 
 
