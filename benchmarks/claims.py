@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import operator
 import os
 import statistics
@@ -31,6 +32,7 @@ from tools import formats
 
 _QUICK = "BENCHMARK_QUICK"
 _SECONDS = 5.0  # between two lines of progress
+_STUDENT = 2.776  # two-sided 95 % of Student's t with 4 degrees of freedom
 _Any = TypeVar("_Any")
 _Key = TypeVar("_Key", bound=Hashable)
 _COMPARISONS: Dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge}
@@ -189,6 +191,15 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
         under: the divisors.
     """
     return statistics.median(ratios(over, under))
+
+
+def interval_of_difference(variance: float) -> float:
+    """Return half of the two-sided 95 % interval of the difference of two means of three runs.
+
+    Args:
+        variance: of the difference, the sum of the variances of both means.
+    """
+    return _STUDENT * math.sqrt(variance)
 
 
 def milliseconds(seconds: Sequence[float], per: str = "") -> dict:

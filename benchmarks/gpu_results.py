@@ -1,7 +1,6 @@
 """What the GPU suite concludes and writes: claims, and DEVICE.md and .json, for docs/results/gpu/."""
 
 import json
-import math
 import re
 import statistics
 from pathlib import Path
@@ -21,8 +20,6 @@ NO_PEER = "timm's efficientnet_b4 compiled did not finish"
 _PEER = f"{TIMM}, efficientnet"
 _COMPARED = tuple(comparison.name for comparison in CLAIMED)
 _OTHER_SIZES = (MICROS.name, AUTO.name)
-# Two-sided 95 % of Student's t with 4 degrees of freedom: two means of three seeds.
-_STUDENT = 2.776
 _LEAST_INTERVAL = 0.1  # points: three seeds may be alike by chance
 
 _HOW = """\
@@ -245,7 +242,7 @@ def _accuracy_claims(rows: Sequence[Row]) -> List[dict]:
     cpu = accuracies[CPU]
     difference = abs(statistics.mean(device) - statistics.mean(cpu))
     variance = _variance_of_mean(device) + _variance_of_mean(cpu)
-    interval = max(_LEAST_INTERVAL, _STUDENT * math.sqrt(variance))
+    interval = max(_LEAST_INTERVAL, claims.interval_of_difference(variance))
     return [_SAME.claim([difference / interval])]
 
 

@@ -39,7 +39,6 @@ TRIAL_EPOCHS = 5
 TRIAL_SEEDS = (0, 1)
 SEEDS = (2, 3, 4)
 TARGET = 0.9  # of top-1, of which it is told after how many updates it is reached
-STUDENT = 2.776  # two-sided 95 % of Student's t with 4 degrees of freedom: two means of three seeds
 # Local steps, on replicas with SMALLEST images each: between two means as many images as in an
 # update of LARGEST.
 REPLICAS = 4
@@ -254,7 +253,7 @@ class Ladder2(Experiment):
             if row is not smallest:
                 variance = (smallest["top1_sd"] ** 2 + row["top1_sd"] ** 2) / len(SEEDS)
                 row["lost"] = round(smallest["top1_mean"] - row["top1_mean"], 3)
-                row["interval"] = round(STUDENT * variance**0.5, 3)
+                row["interval"] = round(claims.interval_of_difference(variance), 3)
             reached = sorted(to_target(run) for run in series.runs)
             middle = reached[len(reached) // 2]
             row["to_target"] = None if middle == math.inf else round(middle)

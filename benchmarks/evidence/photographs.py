@@ -51,7 +51,6 @@ WARMUP = 7
 TRIAL_EPOCHS = 22
 TRIAL_SEEDS = (0,)
 SEEDS = (2, 3, 4)
-STUDENT = 2.776  # two-sided 95 % of Student's t with 4 degrees of freedom: two means of three seeds
 LOCAL_REPLICAS = 4
 LOCAL_STEPS = LARGEST // (LOCAL_REPLICAS * SMALLEST)
 PLANNED_ON = "dgx_a100"
@@ -550,7 +549,7 @@ def _planned_seconds(recipe: Recipe) -> float:
 def _interval(row: Mapping[str, float], other: Mapping[str, float]) -> float:
     """Return half of the 95 % interval of the difference of two rows' top-1."""
     variance = row["top1_sd"] ** 2 + other["top1_sd"] ** 2
-    return STUDENT * (variance / len(SEEDS)) ** 0.5
+    return claims.interval_of_difference(variance / len(SEEDS))
 
 
 def _at_largest(rows: Sequence[dict], kind: str) -> List[dict]:
