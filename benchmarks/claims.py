@@ -62,7 +62,7 @@ def parser(description: Optional[str]) -> Parser:
 def begin(
     command: Union[Parser, str, None],
     takes: Union[str, Callable[[argparse.Namespace], str]],
-    quick: str,
+    quick: Union[str, Callable[[argparse.Namespace], str]],
     where: str = "on two cores, longer beside other work",
 ) -> argparse.Namespace:
     """Read the command line and print how long the benchmark takes.
@@ -71,7 +71,7 @@ def begin(
         command: the parser, or the description of a benchmark without options of its own.
         takes: time of the whole benchmark without other work, or a function of the options that
             returns it.
-        quick: time with --quick.
+        quick: time with --quick, or such a function.
         where: the machine on which it takes so long.
 
     Returns:
@@ -79,13 +79,16 @@ def begin(
     """
     reader = command if isinstance(command, Parser) else parser(command)
     options = reader.parse_args()
+    if options.quick and getattr(options, "write", False):
+        reader.error("--write renews pages of whole measurements: give it without --quick")
     whole = takes(options) if callable(takes) else takes
+    part = quick(options) if callable(quick) else quick
     os.environ.pop(_QUICK, None)
     if options.quick:
         os.environ[_QUICK] = "1"  # in the environment for the processes that are started from here
-        _say(f"takes about {quick} {where}")
+        _say(f"takes about {part} ({where})")
     else:
-        _say(f"takes about {whole} {where}; --quick: {quick}")
+        _say(f"takes about {whole} ({where}); --quick: {part}")
     return options
 
 

@@ -58,8 +58,9 @@ def photographs() -> List[Path]:
         "pillow": metadata.version("pillow"),
         "scikit-image": metadata.version("scikit-image"),
     }
-    is_there = manifest.exists() and json.loads(manifest.read_text()) == versions
-    if not is_there:
+    are_made = manifest.exists() and json.loads(manifest.read_text()) == versions
+    # Somebody may have deleted some since.
+    if not are_made or not all(path.exists() for path in paths):
         shutil.rmtree(FOLDER, ignore_errors=True)
         make(paths)
         # Written last, so that files of an interrupted call are made again.

@@ -1,6 +1,6 @@
 """The bits that tiny runs end with, in this checkout and in an earlier one: a refactoring must not change them.
 
-    python -m benchmarks.golden [--against REVISION] [--json]
+    python -m benchmarks.golden [--against REVISION] [--quick] [--json]
 
 Each case is a whole run of the quickstart recipe, started as users start it, so any revision with
 these commands can be compared. Sums depend on the CPU and on torch, so both sides are computed here
@@ -133,7 +133,7 @@ def _tensors(tree: object, name: str = "") -> Iterator[Tuple[str, torch.Tensor]]
 
 
 def digest(checkout: Path, case: Case) -> str:
-    """Train a case, and return the SHA-256 of every tensor that its run leaves.
+    """Train a case, and return the SHA-256 of all tensors of its newest checkpoint.
 
     Args:
         checkout: whose program trains.

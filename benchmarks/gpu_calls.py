@@ -8,7 +8,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -134,12 +134,13 @@ def chosen(names: Sequence[str]) -> Call:
 
 
 def measured(plan: Plan, call: Call, folder: Path) -> Measured:
-    """Measure all sections of a call; its files are renewed after every row.
+    """Measure all sections of a call.
 
     Args:
         plan: sizes, and the time of the call.
         call: is measured.
-        folder: of the files; those of an earlier call are added to, unless this is the first.
+        folder: of the files, which are renewed after every row; those of an earlier call are added
+            to, unless this is the first.
 
     Returns:
         The earlier calls' rows, but those of these sections, and the new ones.
@@ -147,15 +148,13 @@ def measured(plan: Plan, call: Call, folder: Path) -> Measured:
     end = time.monotonic() + plan.total
     (about,) = ranks.stream(min(_FIRST, plan.total), machine, plan.device)
     result = _before(call, folder, about)
-    files_written: List[Path] = []
     for section in call.sections:
         left = end - time.monotonic()
         _say(f"{section.name}: {left:.0f} s are left")
         for row in _within(min(left, section.seconds + _GRACE), section, plan):
             result = result._replace(rows=latest([*result.rows, row]))
             _say(f"  {_described(row)}")
-            files_written = write(result, folder)
-    _say(f"written: {', '.join(str(file) for file in files_written)}")
+            write(result, folder)
     return result
 
 

@@ -321,7 +321,8 @@ def _results(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> _Tensors:
 def _lars(form: Mapping[str, Any], device: torch.device) -> Deviation:
     """Check LARS on float32 state.
 
-    Each number of the state is a few roundings of numbers up to the largest weight away.
+    The bound: each number of the state may be off by a few roundings of numbers as large as the
+    largest weight.
 
     Args:
         form: options of LARS.

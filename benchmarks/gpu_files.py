@@ -98,19 +98,18 @@ def _from_files(session: Session, place: Tuple[str, ...], reader: str) -> Row:
     engine_recipe = _recipe(session, place, f"data.reader={reader}")
     source: Source = open_source(engine_recipe.data, engine_recipe.model.classes, "train")
     steps = len(source) // engine_recipe.batch.global_
-    engine = factory.create(engine_recipe, divide(engine_recipe, 1), steps_per_epoch=steps)
-    batches = engine.training_batches(source, range(10**6))  # more than there is time for
-    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
+        engine = factory.create(engine_recipe, divide(engine_recipe, 1), steps_per_epoch=steps)
+        stack.callback(engine.close)
+        batches = engine.training_batches(source, range(10**6))  # more than there is time for
+        stack.callback(batches.close)
+        numbers = itertools.count()
 
-    def step() -> object:
-        """Make the next update."""
-        return engine.train_step(batches, one_step(next(numbers)), lr=0.01)
+        def step() -> object:
+            """Make the next update."""
+            return engine.train_step(batches, one_step(next(numbers)), lr=0.01)
 
-    try:
         return _row(session, f"{reader} reader", step, settling_turns=_SETTLING)
-    finally:
-        batches.close()
-        engine.close()
 
 
 def _row(session: Session, what: str, step: Callable[[], object], *, settling_turns: int) -> Row:

@@ -269,9 +269,9 @@ class Session:
     ) -> Iterator[Row]:
         """Let sides take turns, and yield their rows.
 
-        There is one of each side as soon as it is warm; after all turns again one of each that took
-        them, then one of each that failed. All sides exist at once. The last ones are left out
-        where time runs out.
+        A row of each side comes as soon as it is warm; after all turns a second one of each side
+        that took them, then one of each that failed. All sides exist at once. The last ones are
+        left out where time runs out.
 
         Args:
             makers: of the sides, by name.

@@ -130,8 +130,8 @@ def made_claims(rows: Sequence[Row], absent: str = NO_PEER) -> List[dict]:
 def _b4_claims(rows: Sequence[Row], absent: str) -> List[dict]:
     """Return the speedup over timm, and our rate; neither holds unless timm's own model finished.
 
-    The speedup is that of our G16 at its best over the faster of timm's compiled models, each in
-    the better dtype, at one micro batch. The rate is the best of ours at any micro batch.
+    The speedup is that of our G16 at its best over timm's own model compiled, at one micro batch.
+    The rate is the best of ours at any micro batch.
 
     Args:
         rows: of all sections.
@@ -153,7 +153,7 @@ def _b4_claims(rows: Sequence[Row], absent: str) -> List[dict]:
     best = _fastest(ours)
     best_at_any_size = _fastest([*ours, *ours_at_other_sizes])
     peer = _fastest(peers)
-    # The G16 in timm's code, which is among the peers, does not stand in for timm's own model.
+    # Kept rows may be of the G16 in timm's code, which does not stand in for timm's own model.
     has_peer = any(row.what.startswith(_PEER) for row in peers)
     reason = "none of ours finished" if has_peer else absent
 

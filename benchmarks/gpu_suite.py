@@ -114,9 +114,12 @@ def _options() -> argparse.Namespace:
 
     def duration(options: argparse.Namespace) -> str:
         """Return how long the call takes that some `options` choose."""
-        return f"10 minutes at most ({_chosen(options).summary})"
+        return f"10 minutes at most for {_chosen(options).summary}"
 
-    return claims.begin(parser, duration, quick="3 minutes", where="on an NVIDIA GPU")
+    options = claims.begin(parser, duration, quick="3 minutes", where="on an NVIDIA GPU")
+    if options.dry_run and options.write:
+        parser.error("--write renews pages of whole measurements: give it without --dry-run")
+    return options
 
 
 def _chosen(options: argparse.Namespace) -> Call:
@@ -166,9 +169,13 @@ def _measured(options: argparse.Namespace, call: Call) -> Measured:
             return gpu_calls.measured(DRY_PASS, call, nowhere)
         plan = dataclasses.replace(REAL, total=share * REAL.total)
         # The pages are of whole measurements.
+        if options.quick:
+            return gpu_calls.measured(plan, call, nowhere)
         pages = RESULTS if options.write else CACHE
-        folder = claims.less(pages / "gpu", nowhere)
-        return gpu_calls.measured(plan, call, folder)
+        folder = pages / "gpu"
+        measured = gpu_calls.measured(plan, call, folder)
+        print(f"the files are in {folder}", file=sys.stderr)
+        return measured
 
 
 def _print_sections() -> None:

@@ -92,7 +92,7 @@ class Side(NamedTuple):
     """
 
     run: Callable[[Any], object]
-    prepare: Callable[[int], Any] = int
+    prepare: Callable[[int], Any] = lambda turn: turn
 
 
 def sides() -> Dict[Key, Side]:

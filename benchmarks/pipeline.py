@@ -292,7 +292,8 @@ def rank_peaks(rank: int, side: str, split: Sequence[str]) -> Peak:
         update()
     peak = kilobytes("self", "status")["VmHWM"]
     processes.part()
-    return Peak(rise=(peak - before) / 1000, whole=peak / 1000)
+    # What Linux calls kB are 1,024 bytes.
+    return Peak(rise=(peak - before) * 1024 / 1e6, whole=peak * 1024 / 1e6)
 
 
 def _update_of(side: str, split: Sequence[str], processes: Processes) -> Callable[[], None]:

@@ -8,17 +8,13 @@ mixing, schedule and seeds on 4 processes with 16 images each, in a loop of a fe
 torch's DDP with the hook `powerSGD_hook` (rank 2, warm start, error feedback; the first ten updates
 dense). With LARS as there, and with SGD (momentum 0.9, peak 0.01), for which the hook's error
 feedback is sound. A loss is against DDP without the hook with the same seed: five seeds of digits,
-two of glyphs. `kb_sent` is what a process sends in an update, by a ring. Finished runs are cached
-under benchmarks/cache/.
+two of glyphs. `kb_sent` is what a process sends in an update after the dense ones, by a ring.
+Finished runs are cached under benchmarks/cache/.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from common.command import run
 
     run(__file__)
@@ -83,7 +79,7 @@ class Outcome(NamedTuple):
     """A finished run.
 
     top1: share of all validation images that it knows.
-    values: that all processes together add up in an update, on average.
+    values: that all processes together add up in an update after the dense ones, on average.
     """
 
     top1: float
@@ -123,7 +119,14 @@ def outcome(side: Side, seed: int) -> Outcome:
     """
     changes = overrides(side, seed)
     # All that a run depends on, so that another choice makes another file.
-    content = [QUICKSTART.read_text(), RANK, DENSE_UPDATES, side.compresses, *changes]
+    content = [
+        QUICKSTART.read_text(),
+        REPLICAS,
+        RANK,
+        DENSE_UPDATES,
+        side.compresses,
+        *changes,
+    ]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     path = CACHE / "power_sgd" / f"{digest[:12]}.json"
     if not path.exists():

@@ -175,7 +175,9 @@ def _result_of_rank(rank: int, worker: _Worker) -> Any:
     try:
         message = worker.receive()
     except EOFError:
-        message = _Message(True, "died without a word")
+        worker.process.join()
+        fault = f"died without a word, with exit code {worker.process.exitcode}"
+        message = _Message(True, fault)
     if message.failed:
         raise RuntimeError(f"rank {rank}: {message.value}")
     return message.value

@@ -244,7 +244,7 @@ class Work:
 
 
 def updates() -> Dict[str, List[float]]:
-    """Return the seconds of each kind of update, turn by turn, on as many threads as torch has."""
+    """Return the seconds of each kind of update, turn by turn."""
     works = {name: Work(name) for name in (GRADIENT, UPDATE, DENSE)}
     return claims.in_turn(works, _UPDATES, _seconds)
 

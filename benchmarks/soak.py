@@ -138,22 +138,37 @@ def measure(run: Run, folder: Path) -> List[Sample]:
     environment = launchers.without(os.environ)
     environment.update(_GIVING_BACK)
     environment["OMP_NUM_THREADS"] = "1"
-    samples: List[Sample] = []
     with subprocess.Popen(
         bound_to_parent(command),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,
     ) as process:
-        while process.poll() is None:
-            step = _reached(folder / "metrics.jsonl")
-            if step:
-                samples.append(sample(process.pid, step))
-            time.sleep(_SAMPLE_SECONDS)
+        try:
+            samples = _samples(process, folder / "metrics.jsonl")
+        finally:
+            # After an error the end of the context would wait for the whole training.
+            process.kill()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     # Later ones are of a run that is ending.
     return [taken for taken in samples if taken.step < steps()]
+
+
+def _samples(process: subprocess.Popen[bytes], log: Path) -> List[Sample]:
+    """Look at a run every second until it ends.
+
+    Args:
+        process: of the run, with its other processes below it.
+        log: of the run.
+    """
+    samples = []
+    while process.poll() is None:
+        step = _reached(log)
+        if step:
+            samples.append(sample(process.pid, step))
+        time.sleep(_SAMPLE_SECONDS)
+    return samples
 
 
 def _reached(log: Path) -> int:
@@ -175,12 +190,14 @@ def sample(root: int, step: int) -> Sample:
     files = 0
     threads = 0
     for process in tree(root):
-        # It may be gone by now.
+        # It may be gone by now, or amid this: then nothing of it counts.
         with contextlib.suppress(OSError):
             used = kilobytes(process, "smaps_rollup")
+            open_files = _entries(f"/proc/{process}/fd")
+            tasks = _entries(f"/proc/{process}/task")
             memory += used["Anonymous"] + used["Pss_Shmem"]
-            files += _entries(f"/proc/{process}/fd")
-            threads += _entries(f"/proc/{process}/task")
+            files += open_files
+            threads += tasks
     return Sample(step, memory, files, threads)
 
 

@@ -8,7 +8,6 @@ is the limit.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import statistics
@@ -18,7 +17,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch.nn import functional as F
 
-from benchmarks import claims, ranks
+from benchmarks import claims, processes, ranks
 from models.native import library
 from models.native.library import LINEAR, PLAIN, Norm
 
@@ -31,9 +30,6 @@ OUR_BACKWARD = "ours, backward"
 TORCH_FORWARD = "torch, forward"
 TORCH_BACKWARD = "torch, backward"
 _BYTES_OF_A_TURN = 1 << 26  # that a turn reads at least, so that clocks are exact
-# Options of mallopt, in glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
 _FLOAT32 = 4  # bytes
 
 
@@ -244,7 +240,9 @@ def _torchs_passes(noise: _Noise) -> _Passes:
 
 def _times(rank: int) -> Dict[Shape, Seconds]:
     """Return the seconds of each shape's sides."""
-    _keep_memory()
+    # In a training step other tensors keep the memory. Where this has no effect, the largest shape
+    # takes three times as long.
+    processes.keep_freed_memory()
     shapes = claims.less(SHAPES, SHAPES[1::4])
     times = {}
     for shape in claims.progress(shapes, "norm, shape"):
@@ -262,19 +260,3 @@ def _call_seconds(shape: Shape, side: Callable[[], object], turn: int) -> float:
     for _ in range(calls):
         side()
     return (time.perf_counter() - start) / calls
-
-
-def _keep_memory() -> None:
-    """Have this process keep the memory of tensors that are freed.
-
-    By default glibc returns blocks of 32 MiB and more to the kernel at once, and getting them again
-    costs more than a copy. In a training step other tensors keep that from happening. Relies on
-    mallopt(3) of glibc, which torch's allocator calls; tried with glibc 2.36. Where it has no
-    effect, the largest shape takes three times as long.
-    """
-    libc = ctypes.CDLL(None)
-    # No block is too large to be kept, and none is too much.
-    options = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1}
-    for option, value in options.items():
-        is_set = libc.mallopt(option, value) == 1
-        assert is_set, option

@@ -6,7 +6,8 @@ Eight hosts of `benchmarks/networks.py` with cables of 50 Mbit/s and a rank of t
 quickstart's model, its digits, its optimizer, 12 epochs of 22 updates, three seeds. After each
 epoch the validation images are scored. A run is there with the first epoch from which on its top-1
 stays at what the dense run of its seed ends with, less half a point. Its time is that of the
-program itself, from its first update to that epoch's end, evaluations included.
+program itself, from its first update to that epoch's last one, with the evaluations of the epochs
+before.
 
 The only checkpoint is written at the end, after the time is taken: the first host gets the states
 of all replicas for it, 8 MB from each with a sparse exchange, and such an epoch takes less time
@@ -21,11 +22,7 @@ machine can go on with the next seed; times are only compared with those of the 
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":  # before the imports: see run
-    sys.path[0] = os.path.abspath(f"{__file__}/../..")
     from common.command import run
 
     run(__file__)
@@ -34,6 +31,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 import statistics
 from pathlib import Path

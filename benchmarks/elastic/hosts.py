@@ -20,6 +20,7 @@ _AWAY = {  # seconds until a host comes back
     "cable for 20 s": 20.0,
     "host replaced": 8.0,
 }
+CHOICES = (KINDS, _AWAY)  # that decide how hosts are struck
 
 
 def members(said: str, replicas: int) -> List[int]:
@@ -100,6 +101,12 @@ class Hosts(Launchers):
             with self._lock:
                 self._earlier.append(self.sessions[host])
                 self.sessions[host] = self._start(host)
+
+    def close(self) -> None:
+        """Keep a host that is away from coming back, as after an error its network is removed."""
+        for timer in self._returning:
+            timer.cancel()
+            timer.join()
 
     def wait(self, since: float) -> Ending:
         """Wait until all launchers have ended, or one hangs.

@@ -37,6 +37,8 @@ _DELAYS = {  # seconds: shorter and longer than what they are to hit
     "replacement": (0.0, 8.0),
     "end": (0.0, 1.5),
 }
+# Decide how a run is stopped, and what is promised of it.
+CHOICES = (BOUND, MOMENTS, _SIGNALS, _TWICE, _SECOND, _STEPS, _DELAYS)
 _ANEW = "is started anew"
 _AT_ONCE = "ended at once by a second signal"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -14,14 +15,16 @@ import statistics
 import tempfile
 import threading
 import time
+import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from benchmarks import CACHE
-from benchmarks.elastic import hosts
+from benchmarks.elastic import hosts, stops
 from benchmarks.elastic.stops import Stop, restarts, stopped
 from benchmarks.faults.hosts import RATE, AnySession, SiteOnHosts
-from benchmarks.faults.site import Result, Site, Topology
+from benchmarks.faults.site import RECIPE, Result, Site, Topology
 from benchmarks.networks import Network
 from benchmarks.processes import runs
 from common.errors import DONE
@@ -42,6 +45,21 @@ _SIGNALS = {  # of others SIGKILL
 # Seconds at most from a kill until another is stopped, while those that are left meet.
 _MEETING = 1.5
 _EVERY = {"evaluation": 10, "checkpoint": 3}  # steps after which the recipe has one
+# Decide, beside what `Planned` has, what a run is and what happens to it: others make other runs.
+_CHOICES = (
+    RECIPE,
+    _OVERRIDES,
+    ELASTIC,
+    RATE,
+    _LAST,
+    _PAUSES,
+    KINDS,
+    _SIGNALS,
+    _MEETING,
+    _EVERY,
+    hosts.CHOICES,
+    stops.CHOICES,
+)
 
 
 class Planned(NamedTuple):
@@ -61,6 +79,12 @@ class Planned(NamedTuple):
     def __str__(self) -> str:
         kind = "stops " if self.stops else ""
         return f"{kind}{self.where} {self.seed} {EPOCHS}"
+
+    @property
+    def key(self) -> str:
+        """Return the key in the cache: the run as text, and a digest of what decides."""
+        digest = zlib.crc32(repr(_CHOICES).encode())
+        return f"{self} {digest:08x}"
 
     @property
     def where(self) -> str:
@@ -93,9 +117,9 @@ class Struck(NamedTuple):
     wrong_steps: whose events differ from the undisturbed run's.
     restarts: starts from a checkpoint, other than by the same command after a stop.
     generations: changes of the generation.
-    seconds: that these took in all.
+    seconds: that all changes of the generation took.
     output: of all its sessions, if it did not end with the undisturbed bits.
-    stops: instead of strikes; such a run has no such seconds.
+    stops: of a run that was stopped instead of struck; its generations and seconds are 0.
     """
 
     topology: str
@@ -127,6 +151,7 @@ class _Watch(threading.Thread):
 
     times: moments at which the number of steps was another one, and that number.
     changes: moments at which generations began.
+    ended: moment at which the session had ended, infinite before.
     """
 
     def __init__(self, site: Site, session: AnySession):
@@ -140,6 +165,7 @@ class _Watch(threading.Thread):
         self._session = session
         self.times: List[Tuple[float, int]] = []
         self.changes: List[float] = []
+        self.ended = math.inf
 
     def run(self) -> None:
         """Look again and again until the session has ended."""
@@ -154,6 +180,7 @@ class _Watch(threading.Thread):
             generations = len(re.findall(r"^generation ", said, re.M))
             self.changes += [now] * (generations - len(self.changes))
             time.sleep(_POLL_SECONDS)
+        self.ended = time.monotonic()
 
     def after(self, moment: float, steps: int) -> Optional[float]:
         """Return when, after a `moment`, more than so many `steps` were done; None if never."""
@@ -213,7 +240,8 @@ def struck(planned: Planned, expected: Result, folder: Path) -> Struck:
             return _stopped(planned, site_on_hosts, expected)
         # A plain site: `Hosts` itself starts a launcher on each host.
         site = Site(folder, topology, overrides)
-        return _struck(planned, site, hosts.Hosts(site, network), expected)
+        with contextlib.closing(hosts.Hosts(site, network)) as session:
+            return _struck(planned, site, session, expected)
 
 
 def _stopped(planned: Planned, site: Site, expected: Result) -> Struck:
@@ -249,11 +277,16 @@ def _differing(expected: Result, result: Optional[Result]) -> int:
         expected: of the undisturbed run.
         result: None if the run did not end.
     """
-    right = expected.events
-    events = [] if result is None else result.events
-    lacking = [event for event in right if event not in events]
-    surplus = [event for event in events if event not in right]
-    return len({event["step"] for event in [*lacking, *surplus]})
+    right = _counted(expected.events)
+    logged = _counted([] if result is None else result.events)
+    # Subtraction leaves those that one side has more often than the other.
+    differing = (right - logged) + (logged - right)
+    return len({json.loads(event)["step"] for event in differing})
+
+
+def _counted(events: List[dict]) -> Counter[str]:
+    """Return how often each of some events occurs, by its JSON with sorted keys."""
+    return Counter(json.dumps(event, sort_keys=True) for event in events)
 
 
 def _struck(planned: Planned, site: Site, session: AnySession, expected: Result) -> Struck:
@@ -299,8 +332,9 @@ def _with_cost(moment: _Moment, watch: _Watch, usual: float) -> Strike:
         usual: seconds of the median step.
     """
     after = watch.after(moment.when, moment.step)
+    # No step followed: the strike has cost all that was left of the run.
     if after is None:
-        after = time.monotonic()
+        after = watch.ended
     seconds = max(0.0, after - moment.when - usual)
     return Strike(moment.kind, moment.ranks, moment.step, seconds)
 
@@ -415,7 +449,7 @@ def all_runs(
     expected: Optional[Result] = None
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
         for this in progress(planned, "run"):
-            key = str(this)
+            key = this.key
             if key in known:
                 continue
             # Only where a run is made at all is there anything to be compared.
@@ -426,7 +460,7 @@ def all_runs(
             line = json.dumps([key, run._asdict()])
             with open(cache, "a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
-    return [known[str(this)] for this in planned]
+    return [known[this.key] for this in planned]
 
 
 def _read(cache: Path) -> Dict[str, Struck]:

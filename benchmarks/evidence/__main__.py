@@ -1,7 +1,7 @@
-"""Runs an experiment, or the rest of it, and compares what came out with its page: docs/results/NAME.{md,csv}.
+"""Run an experiment, or the rest of it, and compare what came out with its page: docs/results/NAME.{md,csv}.
 
-    python -m benchmarks.evidence NAME [--json]   two runs at a time on two cores; after an interruption it goes on
-    python -m benchmarks.evidence NAME --write    the same; then renews the page, and keeps all finished runs
+    python -m benchmarks.evidence NAME [--json]   with as many runs as the cores hold; after an interruption it goes on
+    python -m benchmarks.evidence NAME --write    the same; then renew the page, and keep all finished runs
     python -m benchmarks.evidence NAME --quick    one or a few short runs, and no page
     python -m benchmarks.evidence --list          the experiments, and how many of their runs are finished
 
@@ -52,13 +52,23 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="the experiments")
     tracked.add_option(parser)
-    options = claims.begin(parser, takes=Experiment.takes, quick=Experiment.quick_takes)
+    options = claims.begin(parser, takes=_takes, quick=_quick_takes)
     if options.list:
         _print_list()
         return 0
     if options.name is None:
         parser.error("name an experiment, or give --list")
     return conclude(EXPERIMENTS[options.name], options)
+
+
+def _takes(options: argparse.Namespace) -> str:
+    """Return how long the experiment takes that the options name."""
+    return EXPERIMENTS.get(options.name, Experiment).takes
+
+
+def _quick_takes(options: argparse.Namespace) -> str:
+    """Return how long that experiment takes with --quick."""
+    return EXPERIMENTS.get(options.name, Experiment).quick_takes
 
 
 def command(name: str) -> Callable[[], int]:

@@ -1,6 +1,7 @@
 """Float16 weights and no others: does stochastic rounding keep what rounding to nearest loses?"""
 
 import itertools
+import math
 from pathlib import Path
 from typing import List, Sequence
 
@@ -44,6 +45,8 @@ class HalfWeights(Experiment):
     def rows_of(self, series: Sequence[Series]) -> List[dict]:
         """Return the rows, with the validation loss above that of float32 weights, seed by seed.
 
+        A seed counts only where neither of its two runs diverged.
+
         Args:
             series: finished ones.
         """
@@ -52,7 +55,9 @@ class HalfWeights(Experiment):
         for place, row in enumerate(rows):
             # At each peak rate float32 weights come first.
             exact = losses[place - place % len(WEIGHTS)]
-            behind = [loss - other for loss, other in zip(losses[place], exact)]
+            differences = [loss - other for loss, other in zip(losses[place], exact)]
+            # The loss of a diverged run is infinite, and so would be the mean.
+            behind = [difference for difference in differences if math.isfinite(difference)]
             row.update(two("behind", behind))
         return rows
 
@@ -104,11 +109,19 @@ def _loss(run: Run) -> float:
 
 def _clear_peaks(rows: Sequence[dict], kind: str) -> List[float]:
     """Return the peak rates at which a kind of weights differs from float32 beyond chance."""
-    return [row["peak"] for row in rows if row["weights"] == kind and _is_clear(row)]
+    exact = {row["peak"]: row for row in rows if row["weights"] == KEPT}
+    compared = [row for row in rows if row["weights"] == kind]
+    return [row["peak"] for row in compared if _is_clear(row, exact[row["peak"]])]
 
 
-def _is_clear(row: dict) -> bool:
-    """Return whether a difference from float32 weights is more than chance explains."""
+def _is_clear(row: dict, exact: dict) -> bool:
+    """Return whether a row differs from the `exact` one, of float32, by more than chance."""
+    # Without float32's runs there is nothing to compare with, and without the others the
+    # difference is plain. PAIRED is for the differences of all seeds.
+    if exact["diverged"]:
+        return False
+    if row["diverged"]:
+        return True
     by_chance = PAIRED * row["behind_sd"] / row["seeds"] ** 0.5
     return abs(row["behind_mean"]) > by_chance
 

@@ -6,7 +6,18 @@ import itertools
 import math
 import statistics
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, cast
+from typing import (
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    cast,
+)
 
 from benchmarks import claims
 from benchmarks.evidence import page
@@ -24,7 +35,7 @@ from benchmarks.evidence.tuning import FourRates, rounded
 from optim import schedule
 from recipe.batch import lengths, peak_learning_rate, steps_per_epoch
 from recipe.config import Recipe
-from recipe.course import Course
+from recipe.course import Course, Update
 from tools.planning import batches
 
 CLASSES = 50
@@ -323,7 +334,7 @@ Updates of {NESTEROV} to the target, and those that the noise scale of one run a
             rows: of the table.
         """
         by_place = _by_place(rows)
-        largest = ", ".join(f"{name} {kept(rows, name)}" for name in RULES)
+        largest = ", ".join(f"{name} {largest_without_loss(rows, name)}" for name in RULES)
         best = max(RULES, key=lambda name: by_place[EPOCHS_EQUAL, name, LARGEST]["top1_mean"])
         losses = []
         for kind, name in itertools.product((GROWING, LOCAL), (NESTEROV, LARS)):
@@ -406,7 +417,7 @@ def _by_place(rows: Sequence[dict]) -> Dict[Tuple[str, str, int], dict]:
     return {(row["kind"], row["optimizer"], row["batch"]): row for row in rows}
 
 
-def kept(rows: Sequence[dict], optimizer: str) -> int:
+def largest_without_loss(rows: Sequence[dict], optimizer: str) -> int:
     """Return the largest batch up to which no batch loses more than a point at equal epochs.
 
     Args:
@@ -426,10 +437,14 @@ def kept(rows: Sequence[dict], optimizer: str) -> int:
 
 def updates_of(run: Run) -> int:
     """Return how many updates a `run` has."""
-    recipe = run.recipe()
+    return sum(1 for _ in _updates(run.recipe()))
+
+
+def _updates(recipe: Recipe) -> Iterator[Update]:
+    """Return the updates of a run."""
     length = lengths(recipe, _train_images(recipe))
     course = Course(recipe, length.steps_per_epoch, length.total)
-    return sum(1 for _ in course.updates())
+    return course.updates()
 
 
 def _train_images(recipe: Recipe) -> int:
@@ -449,7 +464,7 @@ def to_target(run: Run) -> float:
         The updates; infinite if it never is there.
     """
     recipe = run.recipe()
-    updates_per_epoch = steps_per_epoch(_train_images(recipe), recipe.batch.global_)
+    per_epoch = steps_per_epoch(_train_images(recipe), recipe.batch.global_)
     # The line begins with guessing.
     epoch_before = 0.0
     top1_before = 1 / recipe.model.classes
@@ -457,10 +472,22 @@ def to_target(run: Run) -> float:
     for epoch, top1 in zip(epochs, values):
         if top1 >= TARGET:
             share = (TARGET - top1_before) / (top1 - top1_before)
-            return updates_per_epoch * (epoch_before + share * (epoch - epoch_before))
+            steps = per_epoch * (epoch_before + share * (epoch - epoch_before))
+            return _updates_in(recipe, steps)
         epoch_before = epoch
         top1_before = top1
     return math.inf
+
+
+def _updates_in(recipe: Recipe, steps: float) -> float:
+    """Return the updates in the first steps of a run, with a share of the one in which they end."""
+    # With a batch that grows an update takes several steps.
+    updates = 0.0
+    for update in _updates(recipe):
+        if steps <= update.end:
+            return update.index + (steps - update.step) / update.steps
+        updates = update.index + 1
+    return updates
 
 
 # Predictions from the noise scale -----------------------------------------------------------------

@@ -445,7 +445,7 @@ def _local(optimizer: str) -> Tuple[str, ...]:
 
 
 def _final(optimizer: str) -> Tuple[str, ...]:
-    """Return the overrides of the largest batch whose final part has the smallest."""
+    """Return the overrides of a run at the largest batch, whose final part is at the smallest."""
     return (*_batch(SMALLEST, optimizer), _schedule(_SHRINKING))
 
 

@@ -8,13 +8,13 @@ its line there and its folder in the cache.
 """
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import json
 import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -25,10 +25,10 @@ from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequenc
 
 import torch
 
-from benchmarks import CACHE, QUIET, RESULTS, ROOT, provenance
+from benchmarks import CACHE, QUIET, RESULTS, ROOT, processes, provenance
 from benchmarks.provenance import Provenance
 from common import yaml_text
-from common.errors import FAILED, STOPPED
+from common.errors import DONE, FAILED, STOPPED
 from common.json_io import parse_json
 from data.glyphs import GlyphsSource
 from data.sources import open_source
@@ -50,12 +50,11 @@ _KEPT_FIELDS = {
     "eval": ("event", "step", "epoch", "loss", "top1"),
     "end": ("event", "step", "top1", "step_average", "epoch_average"),
 }
-# Parameters of mallopt, by their numbers in glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
-# The same for programs that begin.
+# Have a program that begins keep freed memory, as `processes.keep_freed_memory` does.
 _KEEP_BUFFERS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 _DIVERGED = "diverged.txt"  # in the folder of a run that did not come to its end: why
+# The line that train.py prints of a TrainingError, on stderr.
+_TRAINING_ERROR = re.compile(r"^step \d+: .*start a new run with a lower .*$", re.MULTILINE)
 
 
 class Run(NamedTuple):
@@ -318,7 +317,9 @@ def _started(run: Run) -> BaseProcess:
 def _serve(run: Run) -> None:
     """Train in a process of its own, which ends with the one that started it."""
     die_with_parent()
-    _keep_buffers()
+    # Buffers are else given back after each operation, and to get them again takes a fifth of such
+    # small steps.
+    processes.keep_freed_memory()
     os.chdir(ROOT)
     RUNS.mkdir(parents=True, exist_ok=True)
     with open(f"{run.folder}.log", "a") as stream:
@@ -335,18 +336,6 @@ def _serve(run: Run) -> None:
     os._exit(code)
 
 
-def _keep_buffers() -> None:
-    """Have this process keep freed memory.
-
-    Buffers are else given back after each operation, and to get them again takes a fifth of such
-    small steps.
-    """
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, -1)
-
-
 def train_here(run: Run) -> int:
     """Train in this process, or in several that it starts.
 
@@ -357,18 +346,41 @@ def train_here(run: Run) -> int:
         The exit code; one that diverged has come to its end.
     """
     if run.processes > 1:
-        environment = launchers.without(os.environ)
-        environment["OMP_NUM_THREADS"] = "1"
-        environment.update(_KEEP_BUFFERS)
-        command = bound_to_parent(run.command())
-        return subprocess.run(command, env=environment, check=False).returncode
+        return _launch(run)
     try:
         train(run.recipe())
     except Stopped:
         return STOPPED
     except TrainingError as error:
-        (run.folder / _DIVERGED).write_text(f"{error}\n")
-    return 0
+        _note_divergence(run, str(error))
+    return DONE
+
+
+def _launch(run: Run) -> int:
+    """Train in several processes, and return the exit code as `train_here` does."""
+    environment = launchers.without(os.environ)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment.update(_KEEP_BUFFERS)
+    launched = subprocess.run(
+        bound_to_parent(run.command()),
+        env=environment,
+        check=False,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    )
+    print(launched.stderr, end="", file=sys.stderr)
+    # Only its message tells a run that diverged from one that failed: the exit codes are the same.
+    message = _TRAINING_ERROR.search(launched.stderr)
+    if launched.returncode == FAILED and message:
+        _note_divergence(run, message[0])
+        return DONE
+    return launched.returncode
+
+
+def _note_divergence(run: Run, message: str) -> None:
+    """Note in its folder that a run diverged, by its error message."""
+    (run.folder / _DIVERGED).write_text(f"{message}\n")
 
 
 @functools.lru_cache(maxsize=None)

@@ -118,9 +118,12 @@ def _signal_rank(number: signal.Signals, said: str) -> Strike:
     """Return the strike that sends a signal to one rank, of which `said` has {rank} in it."""
 
     @_on_one_host
-    def strike(site: Site, session: Session, draws: random.Random) -> Effect:
+    def strike(site: Site, session: Session, draws: random.Random) -> Optional[Effect]:
         """Send the signal to a rank of a `session` of a `site`, chosen by `draws`."""
         ranks = session.ranks()
+        # The run was faster, so that the trial will be tried again.
+        if not ranks:
+            return None
         since = time.monotonic()
         rank = draws.choice(sorted(ranks))
         send(ranks.pop(rank), number)

@@ -22,7 +22,6 @@ from benchmarks.networks import Network
 from data.digits import DigitsSource
 from parallel.parent_death import bound_to_parent
 
-_SESSIONS = 3  # in which a run that nothing more happens to must end
 _TOO_LATE = 4  # times that a run may end before the fault strikes
 _FOLDERS = {"train": "train", "validation": "val"}  # of images in shards, by split
 
@@ -243,14 +242,10 @@ def _judged(kind: Kind, site: Site, strike: _Strike, reference: Result) -> _Comp
 
 
 def _resumed(site: Site, kind: Kind) -> List[str]:
-    """Start the run again until it ends; return what was wrong."""
-    wrong = []
-    for number in range(_SESSIONS):
-        ending = site.start().wait(time.monotonic())
-        if number == 0:
-            wrong += _unsaid(kind.resumed, ending)
-        if ending.code == 0:
-            return wrong
+    """Start the run again, which must go on to its end; return what was wrong."""
+    ending = site.start().wait(time.monotonic())
+    wrong = _unsaid(kind.resumed, ending)
+    if ending.code != 0:
         wrong.append(f"resumed, it ended with {ending.code}: {_tail(ending.said)}")
     return wrong
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import claims, plan
+from common.errors import WRONG_INPUT
 from tests.conftest import ROOT
 
 _FILES = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*/__main__.py")]
@@ -40,6 +41,20 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
         assert said.startswith("takes about ") and ("; --quick: " in said) is hint is not claims.quick()
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "quick"),
+    [("photographs", "ten hours", "1 minute"), ("exchange_learning", "five hours", "3 minutes")],
+)
+def test_an_experiment_says_how_long_it_takes_itself(name, whole, quick, monkeypatch):
+    main = importlib.import_module("benchmarks.evidence.__main__").main
+    for option, said in (([], f"takes about {whole}, .*; --quick: {quick}$"), (["--quick"], f"takes about {quick} ")):
+        monkeypatch.setattr(claims, "_say", mock.Mock(side_effect=Begun))
+        monkeypatch.setattr(sys, "argv", ["evidence", name, *option])
+        with pytest.raises(Begun):
+            main()
+        assert re.match(said, claims._say.call_args.args[0])
+
+
 # The others change no file that git tracks.
 WRITING = (
     "benchmarks.evidence.__main__", "benchmarks.exchange_learning", "benchmarks.gpu_suite", "benchmarks.staleness",
@@ -53,6 +68,18 @@ def test_what_git_tracks_is_written_with_an_option(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, "--write"])
     with pytest.raises(Begun):
         importlib.import_module(name).main()
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [*((name, "--quick") for name in WRITING), ("benchmarks.gpu_suite", "--dry-run")]
+)
+def test_what_is_measured_in_small_is_not_written(name, other, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which a dry run sets: it is as before in the end
+    monkeypatch.setattr(sys, "argv", [name, "--write", other])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main()
+    assert ended.value.code == WRONG_INPUT
+    assert f"without {other}" in capsys.readouterr().err
 
 
 def test_no_other_benchmark_knows_where_results_are():

@@ -1,5 +1,6 @@
 """The benchmark of elastic runs: whom it strikes, and what it takes a strike to cost."""
 
+import contextlib
 import json
 import random
 import signal
@@ -106,6 +107,33 @@ def test_a_change_costs_the_time_between_the_steps_around_it():
     watch.changes = [4.0]
     assert watch.around_changes() == [3.0]
     assert watch.after(2.5, 3) == 7.0 and watch.after(2.5, 2) == 5.0 and watch.after(8.0, 1) is None
+
+
+def test_a_strike_that_no_step_followed_costs_what_was_left_of_the_run(monkeypatch):
+    watch = strikes._Watch(None, SimpleNamespace(running=False))
+    monkeypatch.setattr(strikes.time, "monotonic", lambda: 8.0)
+    watch.run()
+    monkeypatch.setattr(strikes.time, "monotonic", lambda: 90.0)  # the session has been waited for
+    assert strikes._with_cost(strikes._Moment("kill", (0,), 4, 6.5), watch, usual=0.5).seconds == 1.0
+
+
+def test_no_host_comes_back_to_a_network_that_an_error_has_removed(monkeypatch, tmp_path):
+    timer = threading.Timer(60, pytest.fail)
+    timer.daemon = True  # so that a failure of this test does not wait for it
+
+    def start(session, site, network):
+        session._returning = [timer]
+        timer.start()
+
+    def fail(*arguments):
+        raise RuntimeError("a line of the log is damaged")
+
+    monkeypatch.setattr(hosts.Hosts, "__init__", start)
+    monkeypatch.setattr(strikes, "Network", lambda hosts, rate: contextlib.nullcontext())
+    monkeypatch.setattr(strikes, "_struck", fail)
+    with pytest.raises(RuntimeError, match="damaged"):
+        strikes.struck(Planned(Topology(3, 1), 0, on_hosts=True), Result("", []), tmp_path / "run")
+    assert not timer.is_alive()
 
 
 def test_what_differs_and_what_restarts_is_claimed():
@@ -250,6 +278,8 @@ def test_steps_with_events_of_one_run_only_are_counted():
     result = Result("", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}, {"step": 3, "loss": 1.0}])
     assert strikes._differing(expected, expected) == 0
     assert strikes._differing(expected, result) == strikes._differing(expected, None) == 2
+    twice = Result("", [*expected.events, expected.events[1]])
+    assert strikes._differing(expected, twice) == strikes._differing(twice, expected) == 1
 
 
 def test_runs_with_stops_are_kept_beside_those_with_strikes(tmp_path, monkeypatch):
@@ -267,6 +297,18 @@ def test_runs_with_stops_are_kept_beside_those_with_strikes(tmp_path, monkeypatc
     del fields["stops"]
     file.write_text(json.dumps([key, fields]) + "\n")
     assert json.dumps(strikes.all_runs(planned[:1], lambda items, what: items)) == json.dumps(made[:1])
+
+
+def test_runs_of_another_recipe_are_made_again(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(strikes, "CACHE", tmp_path)
+    monkeypatch.setattr(strikes, "undisturbed", lambda folder: Result("", []))
+    monkeypatch.setattr(strikes, "struck", lambda each, *_: made.append(each) or STRUCK_RUN)
+    planned = [Planned(Topology(3, 1), 0)]
+    for choices in (strikes._CHOICES, strikes._CHOICES, ("parallel.silence=3",)):
+        monkeypatch.setattr(strikes, "_CHOICES", choices)
+        strikes.all_runs(planned, lambda items, what: items)
+    assert made == planned * 2
 
 
 def test_rates_add_up():

@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -27,6 +28,7 @@ SHORT = (
     "run.steps=3", "schedule.warmup_steps=1", "batch.global=24", "batch.micro=12", "data.train_images=48",
     "data.validation_images=20", "batch.evaluation=20", "log.every_steps=1",
 )  # fmt: skip
+DIVERGING = (*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0")
 
 
 @pytest.fixture(autouse=True)
@@ -145,11 +147,15 @@ def launched(folder):
     run = Run((*SHORT, "parallel.replicas=2"), 0, replicas=2)
     train_all(lambda: [run], 2, print)
     assert outcome(run).top1 >= 0
+    diverges(Run((*DIVERGING, "parallel.replicas=2"), 0, replicas=2))
 
 
 def diverged(folder):
+    diverges(Run(DIVERGING, 0))
+
+
+def diverges(run):
     """An outcome, and not trained again."""
-    run = Run((*SHORT, "optimizer.name=sgd", "schedule.peak=1e30", "precision.max_skipped_steps=0"), 0)
     said = []
     for _ in range(2):
         train_all(lambda: [run], 1, said.append, kept=True)
@@ -171,6 +177,31 @@ def failed(folder):
     with pytest.raises(Lost, match=f"train.py .*run.seed=9.* see {run.folder}.log"):
         train_all(lambda: [run], 1, print)
     assert "no such thing" in run.folder.with_suffix(".log").read_text()
+
+
+def launching(monkeypatch, program):
+    """A run of two processes that a program of one line stands for, in its folder."""
+    run = Run(SHORT, 0, replicas=2)
+    run.folder.mkdir(parents=True)
+    monkeypatch.setattr(Run, "command", lambda run: [sys.executable, "-c", f"import sys; {program}"])
+    return run
+
+
+@pytest.mark.parametrize("code", [1, 75])
+def test_several_processes_that_diverged_have_come_to_their_end(monkeypatch, capsys, code):
+    """As one has. A run that was stopped has another exit code, and goes on."""
+    message = "step 3: the training loss is 9: the run has diverged; start a new run with a lower schedule.peak"
+    lines = f"{message}\nrank 0 failed with exit code 1 (host a); all ranks stopped\n"
+    run = launching(monkeypatch, f"sys.stderr.write({lines!r}); sys.exit({code})")
+    assert runs.train_here(run) == (0 if code == 1 else code)
+    assert capsys.readouterr().err == lines
+    assert outcome(run) == (Outcome(1 / 50, float("inf"), float("inf"), message) if code == 1 else None)
+
+
+def test_several_processes_that_failed_have_not(monkeypatch):
+    run = launching(monkeypatch, "sys.exit('rank 0 failed with exit code 1 (host a); all ranks stopped')")
+    assert runs.train_here(run) == 1
+    assert outcome(run) is None
 
 
 # Searches ---------------------------------------------------------------------------------------------------------
@@ -337,7 +368,7 @@ def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, 
 
 
 def row(mean, sd=0.5, **labels):
-    return {**labels, "seeds": 3, "top1_mean": mean, "top1_sd": sd}
+    return {**labels, "seeds": 3, "diverged": 0, "top1_mean": mean, "top1_sd": sd}
 
 
 @pytest.mark.parametrize(
@@ -350,6 +381,30 @@ def test_rounding_to_nearest_is_behind_beyond_what_chance_explains(lost, said):
         behind = lost if kind == "float16 nearest" and peak < 0.3 else 0
         rows.append({**row(70, peak=peak, weights=kind), "behind_mean": behind / 100, "behind_sd": 0.01})
     assert re.match(said, command.EXPERIMENTS["half_weights"].verdict(rows))
+
+
+@pytest.mark.parametrize(
+    ("exact", "nearest", "said"),
+    [(0, 1, "nearest 0.03125"), (0, 3, "nearest 0.03125"), (1, 3, "nearest none"), (3, 3, "nearest none")],
+)
+def test_diverged_runs_have_no_loss_to_compare_but_are_a_difference_beside_float32(monkeypatch, exact, nearest, said):
+    """At the lowest peak so many runs of float32 weights and of rounding to nearest diverge."""
+    lost = Outcome(0.02, float("inf"), float("inf"), "step 3")
+
+    def outcome(run):
+        if "schedule.peak=0.03125" not in run.overrides:
+            return Outcome(0.5, 1.0, 1.0)
+        diverging = exact if "precision.weights=float32" in run.overrides else 0
+        if "precision.rounding=nearest" in run.overrides:
+            diverging = nearest
+        return lost if run.seed < diverging else Outcome(0.5, 1.0, 1.0)
+
+    for module in ("experiment", "half_weights"):
+        monkeypatch.setattr(f"benchmarks.evidence.{module}.outcome", outcome)
+    rows = command.EXPERIMENTS["half_weights"].rows()
+    left = 3 - max(exact, nearest)
+    assert (rows[2]["behind_mean"], rows[2]["behind_sd"]) == (0.0 if left else None, 0.0 if left > 1 else None)
+    assert command.EXPERIMENTS["half_weights"].verdict(rows).endswith(f"rounding to {said}.")
 
 
 @pytest.mark.parametrize("name", [name for name in command.EXPERIMENTS if (RESULTS / f"{name}.csv").exists()])

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.faults import __main__ as command
 from benchmarks.faults import hosts, trial
 from benchmarks.faults.kinds import KINDS, ONE, STEPS, Kind
-from benchmarks.faults.site import Ending, Result, Topology
+from benchmarks.faults.site import Ending, Result, Session, Topology
 from benchmarks.faults.trial import Bench, Trial
 
 ONE_OF_EACH = {each.kind: each for each in command.plan()}  # the benchmark tries all
@@ -74,6 +74,22 @@ def test_what_does_not_survive_is_told(bench, monkeypatch):
     assert "it ended with 1" in tried(stopped, resumed._replace(code=1), resumed).wrong
     assert "other weights" in tried(stopped, resumed, result=reference._replace(digest="abd")).wrong
     assert "always ended before the fault" in tried(*[resumed] * 4).wrong
+
+
+class Ended(Session):
+    """A session that has ended, so that no rank is up."""
+
+    def __init__(self):
+        pass
+
+    def ranks(self):
+        return {}
+
+
+@pytest.mark.parametrize("kind", ["rank killed", "rank stopped"])
+def test_no_rank_is_struck_where_the_run_was_faster(kind):
+    """The trial is tried again."""
+    assert KINDS[kind].strike(None, Ended(), random.Random(0)) is None
 
 
 def test_other_weights_events_and_steps_are_noticed():
@@ -146,6 +162,17 @@ def test_the_command_goes_on_where_it_was_stopped(tried, tmp_path):
     assert len((tmp_path / "faults" / "trials.jsonl").read_text().splitlines()) == trials
     code, made = tried(*chosen, "--seed", "1")
     assert (code, len(made)) == (0, trials)
+
+
+def test_trials_of_a_kind_that_has_changed_are_made_again(monkeypatch):
+    """More of them change none that was made."""
+    planned = command.Planned("rank killed", Topology(2, 1), 0)
+    kind, before = KINDS["rank killed"], planned.key(0)
+    keys = []
+    for other in ({"trials": {}}, {"codes": (2,)}, {"said": "killed"}, {"overrides": ("parallel.silence=9",)}):
+        monkeypatch.setitem(KINDS, "rank killed", kind._replace(**other))
+        keys.append(planned.key(0))
+    assert keys[0] == before and len(set(keys)) == 4
 
 
 def test_quick_trials_are_not_kept(tried, tmp_path):

@@ -376,7 +376,7 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
     gpu_suite.main()
     assert folders == [RESULTS / "gpu", CACHE / "gpu"]
     captured = capsys.readouterr()
-    assert captured.err.startswith("takes about 10 minutes at most (checks of kernels; B4 G16 at 380 px beside timm")
+    assert captured.err.startswith("takes about 10 minutes at most for checks of kernels; B4 G16 at 380 px beside timm")
     printed = json.loads(captured.out.splitlines()[-1])
     assert printed == {key: content[key] for key in printed} | {"rows": [row.columns() for row in WRITTEN]}
 

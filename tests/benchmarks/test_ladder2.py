@@ -57,6 +57,13 @@ def test_rates_between_are_geometric_means_and_lengths_are_as_declared(tuned):
     assert recipe.batch.global_ * recipe.exchange.local_steps == ladder2.BATCHES[-1]
 
 
+@pytest.mark.parametrize(("epoch", "updates"), [(1, 640), (6, 3840), (7.5, 4320), (9.3, 4848), (15, 5520)])
+def test_updates_to_the_target_are_those_of_a_batch_that_grows(tuned, monkeypatch, epoch, updates):
+    """640 an epoch at first, then half, a quarter and an eighth as many: from epochs 6, 9 and 12 on."""
+    monkeypatch.setattr("benchmarks.evidence.ladder2.curve", lambda *_: ([epoch], [ladder2.TARGET]))
+    assert ladder2.to_target(tuned[GROWING, LARS, SMALLEST].runs[0]) == pytest.approx(updates)
+
+
 def rows_of(lost):
     found = [
         {"kind": EPOCHS_EQUAL, "optimizer": name, "batch": batch, "lost": None if batch == SMALLEST else points,
@@ -69,7 +76,8 @@ def rows_of(lost):
 
 def test_the_verdict_is_the_largest_batch_before_the_first_that_loses():
     rows = rows_of(dict.fromkeys(RULES, (0, 0.5, 1.2, 0.5, 3)) | {LARS: (0, -0.2, 0.3, 0.9, 1.0)})
-    assert ladder2.kept(rows, NESTEROV) == 192 and ladder2.kept(rows, LARS) == 1536
+    assert ladder2.largest_without_loss(rows, NESTEROV) == 192
+    assert ladder2.largest_without_loss(rows, LARS) == 1536
     verdict = Ladder2().verdict(rows)
     assert f"{LARS} 1536" in verdict and f"{NESTEROV} 192" in verdict and f"Best at 1536: {LARS}" in verdict
     assert "growing batch of LARS gradient 0.7" in verdict

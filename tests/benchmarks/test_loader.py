@@ -1,5 +1,6 @@
 """The loader's benchmark measures the right images, the work of all threads, and checks its files."""
 
+import shutil
 import threading
 import time
 
@@ -73,3 +74,5 @@ def test_files_are_made_once_for_each_version(tmp_path, monkeypatch):
         monkeypatch.setattr(drawn_photographs, "_VERSION", version)
         assert len(drawn_photographs.photographs()) == 5
     assert made == [5, 5]
+    shutil.rmtree(tmp_path / "few")
+    assert len(drawn_photographs.photographs()) == 5 and made == [5, 5, 5]

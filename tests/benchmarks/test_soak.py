@@ -50,6 +50,27 @@ def test_what_is_kept_shows_and_what_is_no_longer_shared_does_not():
     assert (start.threads, shared.threads) == (1, 2)
 
 
+@pytest.mark.parametrize("lost", ["fd", "task"])
+def test_a_process_that_ends_as_it_is_read_does_not_count_at_all(monkeypatch, lost):
+    def entries(folder):
+        if folder.endswith(lost):
+            raise FileNotFoundError(folder)
+        return 7
+
+    monkeypatch.setattr(soak, "_entries", entries)
+    assert sample(os.getpid(), 50) == Sample(50, 0, 0, 0)
+
+
+def test_an_error_ends_the_training(monkeypatch, tmp_path):
+    late = tmp_path / "late"
+    program = f"import pathlib, time; time.sleep(2); pathlib.Path({str(late)!r}).touch()"
+    monkeypatch.setattr(soak, "bound_to_parent", lambda command: [sys.executable, "-c", program])
+    monkeypatch.setattr(soak, "_reached", lambda log: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        soak.measure(soak.Run((), ()), tmp_path)
+    assert not late.exists()
+
+
 def test_the_slope_is_of_what_comes_after_the_warm_up():
     """3 kB an update from the thousandth on, and a jump before."""
     samples = [Sample(step, 5e5 * (step >= 500) + 3.0 * step, 20, 5) for step in range(0, soak.STEPS, 50)]
