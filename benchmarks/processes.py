@@ -63,8 +63,8 @@ def keep_freed_memory() -> None:
     """Have this process keep the memory that it frees.
 
     By default glibc returns large blocks, such as those of tensors, to the kernel at once, and
-    getting them again takes longer than a copy. Relies on mallopt(3) of glibc, which torch's
-    allocator calls; tried with glibc 2.36.
+    getting them again takes longer than a copy. Relies on mallopt(3) of glibc, whose malloc torch
+    calls for tensors; tried with glibc 2.36.
     """
     if sys.platform != "linux":
         return

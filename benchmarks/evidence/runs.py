@@ -221,7 +221,8 @@ def train_all(
 
     Raises:
         Lost: a run failed.
-        KeyboardInterrupt: Ctrl-C; the runs have saved themselves before.
+        KeyboardInterrupt: Ctrl-C; runs of one process have saved themselves before, those of
+            several go on from their last checkpoint.
     """
     # Threads would not live on in forked processes, and runs are to be the same everywhere.
     torch.set_num_threads(1)
@@ -249,7 +250,8 @@ def train_all(
                 arguments = " ".join(run.arguments)
                 report(f"{arguments}: {figures}; {len(pending)} more known to come")
     finally:
-        # A process that is terminated saves and ends: the next start goes on there.
+        # A run in one process saves and ends: the next start goes on there. One in several dies
+        # with the process that has started them, and goes on from its last checkpoint.
         for process in running:
             process.terminate()
         for process in running:
@@ -287,7 +289,7 @@ def _checked(run: Run, code: Optional[int]) -> str:
 
     Raises:
         Lost: it failed.
-        KeyboardInterrupt: it was stopped, and has saved itself.
+        KeyboardInterrupt: it was stopped, and has saved itself if it is of one process.
     """
     result = outcome(run)
     if code == STOPPED:
