@@ -36,7 +36,7 @@ from parallel.costs import Link
 from parallel.evidence import MEASURED
 from recipe.exchange import Auto, Exchange
 from recipe.kinds import Registry
-from recipe.section import first_fault
+from recipe.section import Section, first_fault
 
 if TYPE_CHECKING:
     import torch
@@ -370,7 +370,7 @@ def variants(section: Exchange) -> List[Method]:
     They are in order, from the most faithful on.
     """
     forms = []
-    for _, method in _methods().items():
+    for _, method in _in_order():
         forms += method.variants(section)
     return forms
 
@@ -381,7 +381,7 @@ def candidates(section: Exchange) -> List[Method]:
     They are the variants with the keys of `section`, and those of which a loss was measured.
     """
     methods: List[Method] = []
-    for kind, method in _methods().items():
+    for kind, method in _in_order():
         forms = method.variants(section)
         labels = {form.section.label for form in forms}
         methods += forms
@@ -397,6 +397,23 @@ def named(name: str) -> Method:
     # Sending nothing is no variant, since `auto` never takes it.
     methods = [of(Exchange(method="none")), *variants(Exchange(method="auto"))]
     return next(method for method in methods if method.name == name)
+
+
+def _in_order() -> List[Tuple[Type[Section], Type[Method]]]:
+    """Return the sections of all methods and these, from the most faithful on.
+
+    The files of this package are in that order, those of users follow.
+    """
+    modules = [f"{__package__}.{file}" for file in _FILES]
+
+    def place(registered: Tuple[Type[Section], Type[Method]]) -> int:
+        """Return the place of the file that has a method."""
+        _, method = registered
+        module = method.__module__
+        return modules.index(module) if module in modules else len(modules)
+
+    # Not the order of registration: whoever imports one of these files registers its methods first.
+    return sorted(_methods().items(), key=place)
 
 
 def _methods() -> Registry[Type[Method]]:

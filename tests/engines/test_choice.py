@@ -15,7 +15,7 @@ from parallel.processes import Processes
 from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
-from recipe.exchange import Exchange
+from recipe.exchange import Auto, Exchange
 from tests import ranks
 from tests.engines import threads
 
@@ -56,6 +56,29 @@ def resolved(tiny, monkeypatch):
         return chosen.exchange, lines
 
     return resolve
+
+
+def test_methods_are_weighed_in_one_order_whichever_was_imported_first(monkeypatch):
+    """A program of one's own may import one of their files, or register a method, before `auto` asks."""
+    section = Exchange(method="auto")
+    expected = [method.name for method in exchange.variants(section)]
+    assert expected[0] == "dense" and expected.index("half") < expected.index("topk") < expected.index("gtopk owners")
+    candidates = [method.section.label for method in exchange.candidates(section)]
+
+    half = exchange.named("half")
+
+    class Own(exchange.Method):
+        @classmethod
+        def variants(cls, section):
+            return [half]
+
+    registered = dict(sorted(exchange.METHODS.items(), key=lambda item: item[1].__module__, reverse=True))
+    assert next(iter(registered.values())).__module__ == "parallel.topk"
+    monkeypatch.setattr(exchange.METHODS, "_implementations", registered)
+    assert [method.name for method in exchange.variants(section)] == expected
+    assert [method.section.label for method in exchange.candidates(section)] == candidates
+    monkeypatch.setattr(exchange.METHODS, "_implementations", {Auto: Own, **registered})
+    assert [method.name for method in exchange.variants(section)] == [*expected, "half"]
 
 
 def test_slow_links_get_gtopk_and_fast_ones_dense(resolved):
