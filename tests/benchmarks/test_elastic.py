@@ -21,9 +21,19 @@ from benchmarks.faults import site as faults_site
 from benchmarks.faults.site import Ending, Result, Session, Topology
 
 TRAINS = "training, or a loss is not noticed yet"
-STRUCK_RUN = Struck("3x1", [Strike("kill", (0,), 5, 0.5)], True, 0, 0, 4, 3.0, "", [])
+STRUCK_RUN = Struck(
+    "3x1",
+    [Strike("kill", (0,), 5, 0.5)],
+    True,
+    wrong_steps=0,
+    restarts=0,
+    generations=4,
+    seconds=3.0,
+    output="",
+    stops=[],
+)
 STOPS = [Stop("SIGTERM", TRAINS, 75, 2.0, True), Stop("SIGINT, SIGTERM", "before the first step", 75, 4.0, True)]
-STOPPED_RUN = Struck("3x1", [], True, 0, 0, 0, 0.0, "", STOPS)
+STOPPED_RUN = Struck("3x1", [], True, wrong_steps=0, restarts=0, generations=0, seconds=0.0, output="", stops=STOPS)
 
 
 @pytest.fixture
@@ -71,7 +81,9 @@ def ended(tmp_path, monkeypatch):
 
     def end(*launchers):
         run = hosts.Hosts.__new__(hosts.Hosts)
-        run._earlier, run._returning, run._lock = [], [], threading.Lock()
+        run._earlier = []
+        run._returning = []
+        run._lock = threading.Lock()
         ends = [f"import sys, time; time.sleep({seconds}); sys.exit({code})" for code, seconds in launchers]
         run.sessions = [Session(site, [sys.executable, "-c", text], environment) for text in ends]
         return run.wait(0.0)
@@ -92,11 +104,13 @@ def test_a_launcher_that_never_ends_hangs(ended, monkeypatch):
 
 def test_any_host_may_tell_which_replicas_make_up_the_newest_generation():
     said = "generation {}: going on at step 9 of 300 with replicas {}\n"
-    first, second = said.format(2, "0, 1, 2") + said.format(9, "0, 1"), said.format(10, "1")
+    first = said.format(2, "0, 1, 2") + said.format(9, "0, 1")
+    second = said.format(10, "1")
     assert hosts.members(first + second, 3) == hosts.members(second + first, 3) == [1]
     assert hosts.members("", 3) == [0, 1, 2]
     run = hosts.Hosts.__new__(hosts.Hosts)
-    run._lock, run._earlier = threading.Lock(), [SimpleNamespace(said=lambda: first)]
+    run._lock = threading.Lock()
+    run._earlier = [SimpleNamespace(said=lambda: first)]
     run.sessions = [SimpleNamespace(said=lambda: second), SimpleNamespace(said=lambda: "")]
     assert hosts.members(run.said(), 3) == [1] and run.said().count("generation") == 3
 
@@ -138,7 +152,7 @@ def test_no_host_comes_back_to_a_network_that_an_error_has_removed(monkeypatch, 
 
 def test_what_differs_and_what_restarts_is_claimed():
     made = [Strike("kill", (0,), 5, 0.5), Strike("stop", (1,), 9, 3.5), Strike("kill", (0,), 15, 0.7)]
-    good = Struck("3x1", made, True, 0, 0, 4, 12.0, "")
+    good = Struck("3x1", made, True, wrong_steps=0, restarts=0, generations=4, seconds=12.0, output="")
     bad = good._replace(same=False, wrong_steps=2, restarts=1)
     found = {each["name"]: each["value"] for each in _claims([good, bad, STOPPED_RUN._replace(same=False)])}
     assert found["strikes"] == 6 and found["runs_with_the_undisturbed_bits"] == pytest.approx(1 / 3)
@@ -222,7 +236,10 @@ class Sessions:
     """Stands for a site: sessions that end with a code each as soon as they get a signal, or at once without one."""
 
     def __init__(self, codes):
-        self.codes, self.sent, self.topology, self.started = list(codes), [], Topology(3, 1), 0
+        self.codes = list(codes)
+        self.sent = []
+        self.topology = Topology(3, 1)
+        self.started = 0
 
     def start(self):
         self.started += 1

@@ -82,7 +82,9 @@ def trained_on(run, day, processor):
 
 def test_only_finished_runs_with_a_folder_are_kept(monkeypatch):
     """Neither one that is being trained, nor one that was never here."""
-    finished, training, elsewhere = Run(SHORT, 0), Run(SHORT, 1), Run(SHORT, 2)
+    finished = Run(SHORT, 0)
+    training = Run(SHORT, 1)
+    elsewhere = Run(SHORT, 2)
     for run in (finished, training):
         trained_on(run, "2026-11-20", "Some CPU")
     monkeypatch.setattr(runs, "outcome", lambda run: None if run == training else Outcome(0.5, 1.0, 1.0))
@@ -102,7 +104,8 @@ def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, commands)
 
 
 def _train(rank, size, folder, commands):
-    runs.RUNS, runs.KEPT = folder, folder.parent / "runs.jsonl"
+    runs.RUNS = folder
+    runs.KEPT = folder.parent / "runs.jsonl"
     for part in (by_its_command, launched) if commands else (trained_once, diverged, failed):
         part(folder)
 
@@ -238,7 +241,8 @@ def losses(monkeypatch):
 class Two(Experiment):
     """Two series of runs that are not trained."""
 
-    name, question = "two", "Which of two?"
+    name = "two"
+    question = "Which of two?"
 
     def series(self):
         return [Series({"kind": kind}, (f"schedule.peak={number}",)) for number, kind in ((1, "one"), (2, "other"))]

@@ -23,7 +23,8 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     bits = found["top1_loss_bits_4_glyphs"]
     assert (bits["value"], bits["holds"]) == (pytest.approx(2), False)
     assert bits["spread"] == pytest.approx([2 - 1 / 5**0.5, 2 + 1 / 5**0.5])
-    rows, needed = made.rows(), {each.labels["exchange"]: len(each.seeds) for each in made.series()}
+    rows = made.rows()
+    needed = {each.labels["exchange"]: len(each.seeds) for each in made.series()}
     assert all(needed[name] == 5 for _, (name, _), _ in exchange_learning.CLAIMS.values()) and needed["dense"] == 5
     assert rows[0]["lost_mean"] == 0
     # 0.48 M parameters around a ring of four: 6/4 of 4 bytes each; local steps send as much once in eight updates.

@@ -49,8 +49,11 @@ class Sessions:
     """A run whose sessions end in this order, with this result."""
 
     def __init__(self, endings, result):
-        self.run, self._endings = None, iter(endings)
-        self.start, self.steps, self.result = lambda: self, lambda: 1, lambda: result
+        self.run = None
+        self._endings = iter(endings)
+        self.start = lambda: self
+        self.steps = lambda: 1
+        self.result = lambda: result
         self.reach, self.wait = lambda step, delay: True, lambda since: next(self._endings)
 
 
@@ -66,7 +69,8 @@ def test_what_does_not_survive_is_told(bench, monkeypatch):
         monkeypatch.setitem(KINDS, "forgery", kind)
         return bench.trial("forgery", Topology(1, 1), random.Random(0))
 
-    stopped, resumed = Ending(75, 1.0, "stopping"), Ending(0, 1.0, "resuming")
+    stopped = Ending(75, 1.0, "stopping")
+    resumed = Ending(0, 1.0, "resuming")
     assert tried(stopped, resumed).wrong == ""
     assert "exit code -9 instead of (75,)" in tried(Ending(-9, 1.0, "stopping"), resumed).wrong
     assert "not said: stopping" in tried(Ending(75, 1.0, "nothing"), resumed).wrong
@@ -104,7 +108,7 @@ def test_other_weights_events_and_steps_are_noticed():
 
 
 def test_one_fault_that_is_not_survived_fails_the_claim():
-    good = Trial("rank killed", "2x1", 5, 1, 0.1, 0, 0, "", 0.4)
+    good = Trial("rank killed", "2x1", 5, code=1, detection=0.1, repeated=0, lost=0, wrong="", noticed=0.4)
     bad = good._replace(wrong="other weights", lost=2, detection=40.0, noticed=3.0)
     assert [each["holds"] for each in command._claims([good] * 500)] == [True] * 5
     found = command._claims([good] * 498 + [bad])
@@ -135,14 +139,16 @@ def tried(monkeypatch, tmp_path):
             made.append((name, topology))
             if len(made) == run.fails:
                 raise KeyboardInterrupt
-            return Trial(name, str(topology), 5, 1, 0.1, 0, 0, run.wrong)
+            return Trial(name, str(topology), 5, code=1, detection=0.1, repeated=0, lost=0, wrong=run.wrong)
 
     def run(*arguments):
         made.clear()
         monkeypatch.setattr("sys.argv", ["faults", *arguments])
         return command.main(), list(made)
 
-    made, run.fails, run.wrong = [], None, ""
+    made = []
+    run.fails = None
+    run.wrong = ""
     monkeypatch.setenv("BENCHMARK_QUICK", "")  # so that what is set is undone
     monkeypatch.setattr(command, "CACHE", tmp_path)
     monkeypatch.setattr(command, "Bench", Forged)
@@ -150,11 +156,13 @@ def tried(monkeypatch, tmp_path):
 
 
 def test_the_command_goes_on_where_it_was_stopped(tried, tmp_path):
-    chosen, trials = ("--kind", "rank killed"), sum(KINDS["rank killed"].trials.values())
+    chosen = ("--kind", "rank killed")
+    trials = sum(KINDS["rank killed"].trials.values())
     tried.fails = 11
     with pytest.raises(KeyboardInterrupt):
         tried(*chosen)
-    tried.fails, tried.wrong = None, "other weights"
+    tried.fails = None
+    tried.wrong = "other weights"
     code, made = tried(*chosen)
     assert (code, len(made)) == (1, trials - 10)
     tried.wrong = ""
@@ -167,7 +175,8 @@ def test_the_command_goes_on_where_it_was_stopped(tried, tmp_path):
 def test_trials_of_a_kind_that_has_changed_are_made_again(monkeypatch):
     """More of them change none that was made."""
     planned = command.Planned("rank killed", Topology(2, 1), 0)
-    kind, before = KINDS["rank killed"], planned.key(0)
+    kind = KINDS["rank killed"]
+    before = planned.key(0)
     keys = []
     for other in ({"trials": {}}, {"codes": (2,)}, {"said": "killed"}, {"overrides": ("parallel.silence=9",)}):
         monkeypatch.setitem(KINDS, "rank killed", kind._replace(**other))
@@ -182,7 +191,8 @@ def test_quick_trials_are_not_kept(tried, tmp_path):
 
 
 def test_runs_of_one_process_are_tried_side_by_side_after_the_others(monkeypatch):
-    both, began = threading.Barrier(2, timeout=30), []
+    both = threading.Barrier(2, timeout=30)
+    began = []
 
     class Forged:
         def __init__(self, folder):
@@ -192,7 +202,7 @@ def test_runs_of_one_process_are_tried_side_by_side_after_the_others(monkeypatch
             began.append(topology)
             if topology == ONE:
                 both.wait()
-            return Trial(name, str(topology), 5, 1, 0.1, 0, 0, "")
+            return Trial(name, str(topology), 5, code=1, detection=0.1, repeated=0, lost=0, wrong="")
 
     monkeypatch.setattr(command, "Bench", Forged)
     topologies = [ONE, Topology(2, 1), ONE, Topology(2, 2)]
@@ -216,7 +226,8 @@ class Cables:
     """A network that notes what is done to its cables."""
 
     def __init__(self, number):
-        self.hosts, self.done = number, []
+        self.hosts = number
+        self.done = []
         self.connect = self.limit = lambda *what: self.done.append(what)
 
 
@@ -225,7 +236,8 @@ def test_each_side_of_a_cut_link_must_say_so():
     said = hosts.cut(site, None, random.Random(0)).said
     assert site.network.done == [(1, False)]
     silence = "rank {} (replica {}, stage 0): rank {} has said nothing for 4 s: it is stopped"
-    own, other = silence.format(1, 1, 0), silence.format(0, 0, 1)
+    own = silence.format(1, 1, 0)
+    other = silence.format(0, 0, 1)
     master = "the launcher at the master 10.84.0.1:29500 has said nothing for 5 s"
     for first, second, right in [(other, own, True), (other, master, True), ("", own, False), (other, "", False)]:
         text = f"host 0 ended with 1:\n{first}\n\nhost 1 ended with 1:\n{second}\n"
@@ -233,7 +245,8 @@ def test_each_side_of_a_cut_link_must_say_so():
 
 
 def test_a_cable_is_mended_and_a_host_goes_on(monkeypatch):
-    network, sent = Cables(3), []
+    network = Cables(3)
+    sent = []
     site = SimpleNamespace(network=network)
     monkeypatch.setattr(hosts, "_MOMENT", (0.0, 0.01))
     monkeypatch.setattr(hosts, "_SLOW", (0.05, 0.05))

@@ -85,7 +85,8 @@ def test_code_that_an_input_brings_along_is_seen_to_run(monkeypatch, run):
 @pytest.mark.parametrize(("reading", "growth"), [(range(3000), 32 * 1000), (range(1200), 0), (range(2990, 3000), 0)])
 def test_a_steady_leak_is_memory_growth_and_warm_up_is_not(reading, growth, monkeypatch):
     """32 kB a piece: small ones would fit into holes of the heap that is inherited from the tests before."""
-    held, numbers = [], itertools.count()
+    held = []
+    numbers = itertools.count()
 
     def read(data, folder):
         if next(numbers) in reading:

@@ -190,7 +190,9 @@ def test_a_fault_costs_one_row_and_one_that_the_device_does_not_survive_the_sect
 
 @pytest.mark.parametrize("fits", [1, 3], ids=["no warming call", "no turn"])
 def test_a_side_that_fails_is_closed_and_freed_before_the_next_is_called(fits):
-    left, seen, closed = [], [], []
+    left = []
+    seen = []
+    closed = []
 
     class Failing:
         calls = 0
@@ -212,7 +214,8 @@ def test_a_side_that_fails_is_closed_and_freed_before_the_next_is_called(fits):
 
     sides = {"bad": failing, "good": other}
     rows = {row.what: row for row in session(turns=4).compare(sides, abs, "s", warm_up=2)}
-    good, bad = rows["good"], rows["bad"]
+    good = rows["good"]
+    bad = rows["bad"]
     assert bad.note == "not measured: out of memory" and len(good.repetitions) == 4
     # Turns begin from either end: two warming calls, bad and good, good and bad.
     assert seen == ([False] * 6 if fits == 1 else [True] * 4 + [False] * 2)
@@ -314,7 +317,8 @@ def test_the_second_call_adds_to_what_the_first_wrote_row_by_row(tmp_path, monke
 # What is written.
 
 (BF16,) = (each.name for each in gpu_training.CLAIMED)
-PEER, OTHER = "timm, efficientnet_b4, compiled", "timm, G16, compiled"
+PEER = "timm, efficientnet_b4, compiled"
+OTHER = "timm, G16, compiled"
 WRITTEN = [
     Row("checks", "norm", (0.5,), limit=1.0, note="passed: output"),
     Row(BF16, PEER, (1000.0, 1100.0), "images/s", note="micro batch 128"),
@@ -347,7 +351,8 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
     measured = Measured(WRITTEN, {"first": about})
     files = gpu_results.write(measured, tmp_path / "gpu")
     assert [file.name for file in files] == ["nvidia-h100-80gb-hbm3.json", "nvidia-h100-80gb-hbm3.md"]
-    page, content = files[1].read_text(), json.loads(files[0].read_text())
+    page = files[1].read_text()
+    content = json.loads(files[0].read_text())
     assert verdicts(WRITTEN) == {
         "b4_speedup_over_timm_compiled": (pytest.approx(2.0), False),
         "b4_images_per_second": (2600, True),

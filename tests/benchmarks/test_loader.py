@@ -66,7 +66,8 @@ def test_photographs_are_like_imagenets(folder):
 
 
 def test_files_are_made_once_for_each_version(tmp_path, monkeypatch):
-    made, make = [], drawn_photographs.make
+    made = []
+    make = drawn_photographs.make
     monkeypatch.setattr(drawn_photographs, "FOLDER", tmp_path / "few")
     monkeypatch.setattr(drawn_photographs, "COUNT", 5)
     monkeypatch.setattr(drawn_photographs, "make", lambda paths: made.append(len(paths)) or make(paths))

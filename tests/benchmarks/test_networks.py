@@ -17,7 +17,8 @@ from common.errors import ConfigError
 from parallel.sparse import Sparse
 from tests.conftest import ROOT
 
-RATE, SIZE = 8_000_000, 250_000
+RATE = 8_000_000
+SIZE = 250_000
 
 
 @pytest.fixture
@@ -35,10 +36,13 @@ def swap(rank, meet):
     """The fastest of three swaps (noise only ever adds time): seconds in which two ranks send each other SIZE bytes at
     once, and what went over the cable for that."""
     distributed.all_reduce(torch.zeros(1))
-    sent, received, found = torch.full((SIZE,), rank, dtype=torch.uint8), torch.empty(SIZE, dtype=torch.uint8), []
+    sent = torch.full((SIZE,), rank, dtype=torch.uint8)
+    received = torch.empty(SIZE, dtype=torch.uint8)
+    found = []
     for _ in range(3):
         meet()
-        before, start = networks.traffic(), time.perf_counter()
+        before = networks.traffic()
+        start = time.perf_counter()
         operations = [distributed.P2POp(distributed.irecv, received, 1 - rank)]
         operations.append(distributed.P2POp(distributed.isend, sent, 1 - rank))
         for work in distributed.batch_isend_irecv(operations):

@@ -12,7 +12,9 @@ from benchmarks.evidence.staleness import largest_stable_rate
     [
         *((0.0, delay, 2 * math.sin(math.pi / (4 * delay + 2))) for delay in (1, 16)),
         *((momentum, 0, 2 * (1 + momentum)) for momentum in (0.5, 0.9)),
-        *((0.5, 1, None), (0.9, 4, None), (0.9, 16, None)),
+        (0.5, 1, None),
+        (0.9, 4, None),
+        (0.9, 16, None),
     ],
 )
 def test_a_weight_that_is_trained_so_goes_out_of_bounds_above_it_only(momentum, delay, known):
@@ -20,7 +22,8 @@ def test_a_weight_that_is_trained_so_goes_out_of_bounds_above_it_only(momentum, 
     momentum 2 sin(pi / (4 delay + 2)), without delay 2 (1 + momentum), that of the heavy ball (Polyak 1964)."""
 
     def last(rate):
-        weights, velocity = [1.0] * (delay + 1), 0.0
+        weights = [1.0] * (delay + 1)
+        velocity = 0.0
         for _ in range(3000):
             velocity = momentum * velocity + weights[-1 - delay]
             weights.append(weights[-1] - rate * velocity)

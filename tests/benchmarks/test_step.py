@@ -66,7 +66,8 @@ def test_with_files_each_side_has_its_fastest_setting(monkeypatch):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_timms_model_gets_images_in_its_layout(name):
     plan = step.recipe(*step.SMALL)
-    loop, seen = Loop(plan.model, lr=0.1, layout=LAYOUTS[name]), []
+    loop = Loop(plan.model, lr=0.1, layout=LAYOUTS[name])
+    seen = []
     loop._model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     loop.update([(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))])
     assert seen[0].is_contiguous(memory_format=LAYOUTS[name])
@@ -96,7 +97,8 @@ def test_without_our_functions_there_is_no_figure(monkeypatch):
 
 @pytest.mark.parametrize(("model", "overrides"), [("B0 64 px", step.B0), ("B4 224 px", step.B4)])
 def test_shapes_of_normalisations_are_those_of_the_models(model, overrides):
-    plan, found = step.recipe(*overrides), set()
+    plan = step.recipe(*overrides)
+    found = set()
 
     def see(module, given, made):
         found.add((plan.batch.micro, *made.shape[2:], made.shape[1]))
@@ -163,7 +165,8 @@ def test_parts_of_a_step_have_all_its_work_and_all_its_time(native):
 def test_a_call_moves_what_it_reads_and_writes(native):
     """An addition in place reads and writes its tensor; memory that is given for an output is not read."""
     calls = []
-    y, gate = torch.ones(1, 2, 2, 16), torch.ones(1, 16)
+    y = torch.ones(1, 2, 2, 16)
+    gate = torch.ones(1, 16)
     step_parts._named("multiply_", step_parts.SQUEEZE, calls)(y, gate)
     norm = library.Norm(library.group_moments(y, 4, 1e-3), torch.ones(16), torch.ones(16))
     by_group = torch.zeros(1, 4, 2)
