@@ -17,7 +17,7 @@ from typing import IO, Iterator, Union
 from common.errors import DISK_FULL, ConfigError
 
 # A name that starts as an environment variable does in a shell: $HOME, ${SCRATCH}.
-_VARIABLE = re.compile(r"(?:^|/)(\$(?P<name>[A-Za-z_]\w*)|\$\{(?P<braced>\w+)\})")
+_VARIABLE = re.compile(r"(?:^|/)(\$[A-Za-z_]\w*|\$\{\w+\})")
 
 
 def expanded(path: str) -> str:
@@ -32,7 +32,7 @@ def expanded(path: str) -> str:
     # Nobody means a new folder called $HOME. In addresses it is a name: Azure's container $web.
     variable = _VARIABLE.search(path)
     if variable and "://" not in path and not os.path.exists(path):
-        name = variable["name"] or variable["braced"]
+        name = variable[1].strip("${}")
         raise ValueError(
             f"{variable[1]} is not replaced here; write ${{{name}:-DEFAULT}} in a file, or the path"
         )
