@@ -11,6 +11,9 @@ import torch
 from signatures import poptorch
 from torch import multiprocessing
 
+_OVERWRITE = "the last one may be overwritten"
+_SHUTDOWN = "no more are wanted"
+
 
 class DataLoader:
     """Iterates once over batches for a whole call, which a process of its own reads into `buffer_size` buffers; what
@@ -40,8 +43,13 @@ class DataLoader:
         self._taken, self._buffers = 0, self._pipe.recv()
 
     def terminate(self):
-        """Ends the process, by force where it does not answer. The real one waits for 20 seconds before."""
+        """Ends the process, by force where it does not answer. The real one waits for 20 seconds before.
+
+        It is told to end: workers that were forked meanwhile hold the pipe open, too.
+        """
         if self._process is not None:
+            with contextlib.suppress(ConnectionError):
+                self._pipe.send(_SHUTDOWN)
             self._pipe.close()
             self._process.join(timeout=5)
             self._process.terminate()
@@ -55,7 +63,7 @@ class DataLoader:
         assert self._process is not None
         try:
             if self._taken:
-                self._pipe.send("the last one may be overwritten")
+                self._pipe.send(_OVERWRITE)
             slot, rows = self._pipe.recv()
         except (EOFError, ConnectionError):  # a process that ended without an error is waited for, as by the real one
             while True:
@@ -76,11 +84,11 @@ def _fill(pipe, batches, slots):
         buffers = [[tensor.clone().share_memory_() for tensor in first] for _ in range(slots)]
         pipe.send(buffers)
         for number, batch in enumerate(itertools.chain([first], batches)):
-            if number >= slots:
-                pipe.recv()
+            if number >= slots and pipe.recv() == _SHUTDOWN:
+                return
             for buffer, tensor in zip(buffers[number % slots], batch):
                 buffer[: len(tensor)].copy_(tensor)
             pipe.send((number % slots, len(batch[0])))
         pipe.send((0, 0))
-        while True:
-            pipe.recv()
+        while pipe.recv() != _SHUTDOWN:
+            pass
