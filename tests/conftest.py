@@ -1,4 +1,5 @@
-"""Shared by all tests: a small recipe, and one thread: threads that share busy cores wait for each other."""
+"""Shared by all tests: a small recipe, and one thread: threads that share busy cores wait for each
+other."""
 
 import contextlib
 import gc
@@ -16,13 +17,16 @@ from recipe import loading
 # Programs that tests start compute on one thread too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton reads this where a kernel is defined. Without a GPU its interpreter runs kernels on the CPU.
+# Triton reads this where a kernel is defined. Without a GPU its interpreter runs kernels on the
+# CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-RECIPES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "sweeps")
+RECIPES = sorted(
+    path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "sweeps"
+)
 
 # A quarter of a million parameters on digits: a step takes milliseconds.
 TINY = (
@@ -41,19 +45,24 @@ TINY = (
 
 
 def pytest_configure():
-    """Programs that tests start are ranks of what the tests start, not of what started the tests."""
+    """Programs that tests start are ranks of what the tests start, not of what started the
+    tests."""
     launchers.forget(os.environ)
 
 
 def pytest_collection_modifyitems(items):
-    """Files that start ranks begin first, and of all others the longest, so that short ones are left for the end."""
+    """Files that start ranks begin first, and of all others the longest, so that short ones are
+    left for the end."""
     several = {item.path for item in items if item.get_closest_marker("multiprocess")}
     lengths = {path: path.stat().st_size for path in {item.path for item in items}}
     items.sort(key=lambda item: (item.path not in several, -lengths[item.path]))
 
 
 def pytest_collection_finish():
-    """Collections of garbage pass over what stays until the end: modules, and 6,000 tests. Each took 0.1 s."""
+    """Collections of garbage pass over what stays until the end: modules, and 6,000 tests.
+
+    Each took 0.1 s.
+    """
     gc.collect()
     gc.freeze()
 
@@ -65,7 +74,10 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    """Tests neither use nor change the user's cache. All test runs of a checkout share their compiled libraries."""
+    """Tests neither use nor change the user's cache.
+
+    All test runs of a checkout share their compiled libraries.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         compiled = ROOT / ".pytest_cache" / "compiled"
@@ -78,7 +90,8 @@ def _own_cache(tmp_path_factory):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """small_disk("8m"): the folder of a real file system of that size; only root can make one, and not everywhere."""
+    """small_disk("8m"): the folder of a real file system of that size; only root can make one, and
+    not everywhere."""
     mount = tmp_path / "disk"
 
     def make(size):
@@ -95,7 +108,8 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def undrawn_confusion(monkeypatch):
-    """evaluate.py writes an empty file in the place of its picture, which takes longer than the scores.
+    """evaluate.py writes an empty file in the place of its picture, which takes longer than the
+    scores.
 
     Returns what draws it.
     """

@@ -1,4 +1,5 @@
-"""Imported last by the server that ranks are forked from: no rank looks through the server's modules for garbage."""
+"""Imported last by the server that ranks are forked from: no rank looks through the server's
+modules for garbage."""
 
 import gc
 

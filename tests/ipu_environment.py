@@ -1,4 +1,5 @@
-"""Loaded by ./run_tests.sh --ipu-environment: what torch 2.0.1 cannot do on a CPU is skipped there, and says so."""
+"""Loaded by ./run_tests.sh --ipu-environment: what torch 2.0.1 cannot do on a CPU is skipped there,
+and says so."""
 
 import pytest
 
@@ -22,10 +23,12 @@ CANNOT = {
 def pytest_configure(config):
     # Raised within torch 2.0.1 itself, by torch.load(weights_only=True).
     config.addinivalue_line("filterwarnings", "ignore:TypedStorage is deprecated:UserWarning")
-    # An unbuffered file that Python 3.8 leaves to its collector. Which test meets it depends on all tests before it,
-    # and whose it is was not found: neither tempfile's nor os.fdopen's. The newer Python never tells of one.
+    # An unbuffered file that Python 3.8 leaves to its collector. Which test meets it depends on all
+    # tests before it, and whose it is was not found: neither tempfile's nor os.fdopen's. The newer
+    # Python never tells of one.
     config.addinivalue_line(
-        "filterwarnings", r"ignore:Exception ignored in. <_io\.FileIO:pytest.PytestUnraisableExceptionWarning"
+        "filterwarnings",
+        r"ignore:Exception ignored in. <_io\.FileIO:pytest.PytestUnraisableExceptionWarning",
     )
 
 

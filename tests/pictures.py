@@ -5,7 +5,8 @@ from PIL import Image
 
 
 def write_pictures(root, classes=("a", "b"), size=12, **counts):
-    """Write noise below root/SPLIT/CLASS, `counts` PNG files a class in each split; return `root`."""
+    """Write noise below root/SPLIT/CLASS, `counts` PNG files a class in each split; return
+    `root`."""
     draws = np.random.default_rng(0)
     for split, count in counts.items():
         for name in classes:

@@ -11,8 +11,8 @@ from typing import List, NamedTuple
 from tests.conftest import QUICKSTART
 from tests.world import addresses, ends, of_torchrun, set_up_rank, started
 
-# A run that draws in every way a run can, of two epochs of 5 steps, the second with larger images. 12 micro batches a
-# step are 1, 2, 3 or 4 replicas'.
+# A run that draws in every way a run can, of two epochs of 5 steps, the second with larger images.
+# 12 micro batches a step are 1, 2, 3 or 4 replicas'.
 RECIPE = (
     "run.device=cpu",
     "run.epochs=2",
@@ -49,7 +49,8 @@ SMALL = (
 
 
 class Ended(NamedTuple):
-    """How a rank ended: its exit code (minus the signal), its lines, and seconds after the first rank to end."""
+    """How a rank ended: its exit code (minus the signal), its lines, and seconds after the first
+    rank to end."""
 
     code: int
     out: List[str]
@@ -58,7 +59,8 @@ class Ended(NamedTuple):
 
 
 def run(size, function, *args, only=None, timeout=240, **environment):
-    """Call function(rank, size, *args) in `size` processes; return how each ended, in the order of the ranks.
+    """Call function(rank, size, *args) in `size` processes; return how each ended, in the order of
+    the ranks.
 
     Args:
         only: the ranks to start; all, if None.
@@ -71,7 +73,11 @@ def run(size, function, *args, only=None, timeout=240, **environment):
         when = {rank: time.monotonic() for rank in ends(processes, folder, timeout)}
         first = min(when.values())
         return [
-            Ended(process.exitcode, *(_lines(folder / f"{name}-{rank}") for name in ("out", "err")), when[rank] - first)
+            Ended(
+                process.exitcode,
+                *(_lines(folder / f"{name}-{rank}") for name in ("out", "err")),
+                when[rank] - first,
+            )
             for rank, process in processes.items()
         ]
 

@@ -1,4 +1,5 @@
-"""Weights that recognise the pictures of named classes, made without training: for tests of who is called what."""
+"""Weights that recognise the pictures of named classes, made without training: for tests of who is
+called what."""
 
 import zlib
 
@@ -10,7 +11,8 @@ from models.families import build
 
 
 def write_classes(root, names, count=2, size=16):
-    """Write `count` pictures of each class, which all have its pattern, into root/NAME; return `root`."""
+    """Write `count` pictures of each class, which all have its pattern, into root/NAME; return
+    `root`."""
     for name in names:
         (root / name).mkdir(parents=True)
         for number in range(count):
@@ -19,14 +21,16 @@ def write_classes(root, names, count=2, size=16):
 
 
 def picture(name, number, size=16):
-    """The pattern of a class, uint8 [size, size, 3], with a little noise of its own for each number."""
+    """The pattern of a class, uint8 [size, size, 3], with a little noise of its own for each
+    number."""
     pattern = np.random.default_rng(zlib.crc32(name.encode())).integers(20, 236, (size, size, 3))
     noise = np.random.default_rng(number).integers(-8, 9, (size, size, 3))
     return (pattern + noise).astype(np.uint8)
 
 
 def recognizer(recipe, names):
-    """The state dict of the recipe's model with a classifier whose row i answers to pictures of names[i]."""
+    """The state dict of the recipe's model with a classifier whose row i answers to pictures of
+    names[i]."""
     model = build(recipe.model, seed=0).eval()
     classifier = model.get_submodule("head.classifier")
     seen = []

@@ -1,4 +1,5 @@
-"""Triton's launches without a GPU: they go through its own launcher to a CUDA driver that records them.
+"""Triton's launches without a GPU: they go through its own launcher to a CUDA driver that records
+them.
 
 Only for processes of their own, which do not interpret kernels.
 """
@@ -23,7 +24,8 @@ _BYTES = {"u64": 8, "f64": 8, "u32": 4, "f32": 4, "u16": 2, "u8": 1}
 class Launch(NamedTuple):
     """A launch of a kernel.
 
-    passed: values of the program's parameters, as the driver has got them. expected: those of the kernel's arguments.
+    passed: values of the program's parameters, as the driver has got them. expected: those of the
+    kernel's arguments.
     """
 
     name: str
@@ -36,9 +38,18 @@ class Launch(NamedTuple):
 def start(folder: Path) -> ctypes.CDLL:
     """Make the driver Triton's, and return it. folder: gets its library."""
     library = folder / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}"]
+    flags = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-Wl,-soname,{library.name}",
+    ]
     subprocess.run(["cc", *flags, "-o", library, _SOURCE], check=True)
-    # Triton links its launcher to the one in this folder, and finds it by name where it is loaded already.
+    # Triton links its launcher to the one in this folder, and finds it by name where it is loaded
+    # already.
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     driver = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     driver.launched_values.restype = ctypes.POINTER(ctypes.c_uint64)
@@ -47,7 +58,8 @@ def start(folder: Path) -> ctypes.CDLL:
 
 
 def launched(driver: ctypes.CDLL, work) -> list:
-    """Compile and launch the kernels of `work()`; return the Launches in their order. driver: see `start`."""
+    """Compile and launch the kernels of `work()`; return the Launches in their order. driver: see
+    `start`."""
     made = []
     run = triton.JITFunction.run
 
@@ -57,7 +69,10 @@ def launched(driver: ctypes.CDLL, work) -> list:
         sizes = [_BYTES[kind] for kind in _parameters(ptx)]
         driver.expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
         run(kernel, *values, grid=grid, warmup=False, **named)
-        passed = [driver.launched_programs(), *(driver.launched_values()[place] for place in range(len(sizes)))]
+        passed = [
+            driver.launched_programs(),
+            *(driver.launched_values()[place] for place in range(len(sizes))),
+        ]
         arguments = {**dict(zip(kernel.arg_names, values, strict=False)), **named}
         expected = [grid[0], *(value % 2**64 for value in _values(kernel, arguments))]
         masks = [2 ** (8 * size) - 1 for size in (8, *sizes)]
@@ -89,8 +104,8 @@ def _parameters(ptx: str) -> list:
 def _values(kernel: triton.JITFunction, arguments: dict) -> list:
     """The values of a program's parameters by Triton's rules, from the kernel's arguments.
 
-    Tuples follow one another as their values do. Constants, None and, unless the kernel forbids it, 1 are compiled into
-    the program. Last are two pointers to memory that Triton's tools use.
+    Tuples follow one another as their values do. Constants, None and, unless the kernel forbids it,
+    1 are compiled into the program. Last are two pointers to memory that Triton's tools use.
     """
     values = []
     for parameter in kernel.params:

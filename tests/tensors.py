@@ -7,7 +7,11 @@ def flat(tree, prefix=""):
     """A nested dictionary of tensors as {"/a/b": tensor}."""
     if isinstance(tree, torch.Tensor):
         return {prefix: tree}
-    return {name: leaf for key, branch in tree.items() for name, leaf in flat(branch, f"{prefix}/{key}").items()}
+    return {
+        name: leaf
+        for key, branch in tree.items()
+        for name, leaf in flat(branch, f"{prefix}/{key}").items()
+    }
 
 
 def assert_bitwise_equal(actual, expected):

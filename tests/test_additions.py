@@ -1,4 +1,5 @@
-"""Each kind is added by one schema class and one file, in tests/additions, and trains; no other file knows of it."""
+"""Each kind is added by one schema class and one file, in tests/additions, and trains; no other
+file knows of it."""
 
 import contextlib
 import importlib
@@ -27,15 +28,21 @@ ADDITIONS = {
 def tiny(name):
     """The small recipe, of which another family of models has no width and depth."""
     foreign = ("model.width", "model.depth") if name == "model" else ()
-    return [*(key for key in TINY if not key.startswith(foreign)), "run.steps=4", "log.every_steps=1"]
+    return [
+        *(key for key in TINY if not key.startswith(foreign)),
+        "run.steps=4",
+        "log.every_steps=1",
+    ]
 
 
 def train_all(rank, size, folder):
-    """Train the plain run and one with each addition, which this process imports; return the plan of another family."""
+    """Train the plain run and one with each addition, which this process imports; return the plan
+    of another family."""
     import train
     from engines.torch_engine import TorchEngine
 
-    TorchEngine.peak_flops = lambda engine: 1e12  # measuring takes a second, and enters the utilisation alone
+    # measuring takes a second, and enters the utilisation alone
+    TorchEngine.peak_flops = lambda engine: 1e12
     for name, overrides in {"plain": (), **ADDITIONS}.items():
         if name != "plain":
             importlib.import_module(f"tests.additions.{name}")
@@ -50,7 +57,9 @@ def check_the_exchange(keys):
     """A batch that grows goes with it, and a cut into stages binds it."""
     growing = loading.load(QUICKSTART, [*keys, "batch.schedule=[[0,24],[48,48]]"])
     batch.divide(growing)  # refuses what does not go together
-    assert checks.bound_to_cut(growing, 3) == "part adds 3 replicas' gradients as they lie in a stage"
+    assert (
+        checks.bound_to_cut(growing, 3) == "part adds 3 replicas' gradients as they lie in a stage"
+    )
     assert checks.bound_to_cut(growing, 2) == ""
 
 
@@ -63,7 +72,8 @@ def plan_of(keys):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folder of a run by what was added to it, "plain" without; the family without width is planned, too."""
+    """Folder of a run by what was added to it, "plain" without; the family without width is
+    planned, too."""
     folder = tmp_path_factory.mktemp("runs")
     (planned,) = world.run(1, train_all, folder, connect=False)
     assert planned["widest"] == [] and planned["model"]["parameters"] > 0
@@ -88,7 +98,9 @@ def test_all_of_them_train_on_two_replicas_and_are_scored_and_exported(tmp_path)
     command("-m", "tools.export", *words, str(run))
     assert list((run / "export").iterdir())
     # Without the file that adds it a kind is unknown, and the line says what may be missing.
-    done = subprocess.run([sys.executable, "evaluate.py", "--checkpoint", str(run)], cwd=ROOT, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "evaluate.py", "--checkpoint", str(run)], cwd=ROOT, capture_output=True
+    )
     assert done.returncode == 2 and b"--import" in done.stderr
 
 
@@ -107,7 +119,8 @@ def losses(folder):
 
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_an_addition_trains(runs, name):
-    """The run is not the plain one, except that a logger only writes down what the plain one has, too."""
+    """The run is not the plain one, except that a logger only writes down what the plain one has,
+    too."""
     found = losses(runs / name)
     assert len(found) == 4 and (found == losses(runs / "plain")) == (name == "logger")
     resolved = (runs / name / "config.yaml").read_text()
@@ -117,4 +130,6 @@ def test_an_addition_trains(runs, name):
 
 def test_a_logger_has_the_losses_of_the_run(runs):
     lines = (runs / "logger" / "losses.txt").read_text().splitlines()
-    assert [(int(step), float(loss)) for step, loss in map(str.split, lines)] == losses(runs / "logger")
+    assert [(int(step), float(loss)) for step, loss in map(str.split, lines)] == losses(
+        runs / "logger"
+    )

@@ -1,4 +1,5 @@
-"""Manifests for schedulers: their commands are accepted, and what follows an exit code is what the code means."""
+"""Manifests for schedulers: their commands are accepted, and what follows an exit code is what the
+code means."""
 
 import re
 import shlex
@@ -44,14 +45,20 @@ def test_the_job_of_kubernetes_trains_on_as_many_hosts_as_it_has_pods(jobset, mo
     options = options_of(container["command"][2].replace("$JOB_COMPLETION_INDEX", "1"))
     assert options.nnodes == job["parallelism"] == job["completions"] and options.node_rank == 1
     assert job["completionMode"] == "Indexed", "no other mode sets JOB_COMPLETION_INDEX"
-    # <jobset>-<group>-<number of the job>-<index of the pod>.<subdomain>, which is the JobSet's name.
+    # <jobset>-<group>-<number of the job>-<index of the pod>.<subdomain>, which is the JobSet's
+    # name.
     name = jobset["metadata"]["name"]
-    assert options.master == f"{name}-{group['name']}-0-0.{name}" and jobset["spec"]["network"]["enableDNSHostnames"]
+    assert (
+        options.master == f"{name}-{group['name']}-0-0.{name}"
+        and jobset["spec"]["network"]["enableDNSHostnames"]
+    )
     recipe = loading.load(ROOT / options.config, options.overrides)
     assert recipe.checkpoint.mirror and recipe.data.root == "/images"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
-    assert mounts["images"] == recipe.data.root and recipe.run.output.startswith(mounts["runs"] + "/")
+    assert mounts["images"] == recipe.data.root and recipe.run.output.startswith(
+        mounts["runs"] + "/"
+    )
 
 
 def test_the_job_of_kubernetes_starts_again_after_75_and_not_after_2(jobset):
@@ -63,7 +70,10 @@ def test_the_job_of_kubernetes_starts_again_after_75_and_not_after_2(jobset):
         assert rule["action"] in ACTIONS
         on_codes = rule.get("onExitCodes")
         if on_codes:
-            assert on_codes["operator"] == "In" and on_codes["containerName"] == pod["containers"][0]["name"]
+            assert (
+                on_codes["operator"] == "In"
+                and on_codes["containerName"] == pod["containers"][0]["name"]
+            )
             actions.update(dict.fromkeys(on_codes["values"], rule["action"]))
         else:
             assert rule["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
@@ -82,10 +92,15 @@ def test_the_task_of_skypilot_goes_on_after_75_from_its_mirror(sky):
 
 def test_the_package_of_the_mirror_is_installed_in_the_version_of_fsspec(sky):
     """s3fs needs exactly this one."""
-    version = re.search(r"^fsspec==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
+    version = re.search(r"^fsspec==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[
+        1
+    ]
     assert sky["setup"].endswith(f" && .venv/bin/python -m pip install s3fs=={version}")
     kubernetes = (DOCS / "kubernetes.yaml").read_text()
-    assert f"docker build --build-arg STORE=s3fs=={version} -t registry.example/largebatch:latest ." in kubernetes
+    assert (
+        f"docker build --build-arg STORE=s3fs=={version} -t registry.example/largebatch:latest ."
+        in kubernetes
+    )
     recipe = (ROOT / "Dockerfile").read_text()
     assert "\nARG STORE=\n" in recipe and f"--build-arg STORE=s3fs=={version} " in recipe
 

@@ -1,4 +1,5 @@
-"""Credentials in data.root reach the server that asks for them, and no file, service or line of output."""
+"""Credentials in data.root reach the server that asks for them, and no file, service or line of
+output."""
 
 import base64
 import re
@@ -32,7 +33,9 @@ TOKEN = "c2lnbmF0dXJl"
 LOGIN = f"{USER}:{PASSWORD}"
 QUERY = f"sv=2024&sig={TOKEN}"
 SECRETS = re.compile(
-    "|".join((PASSWORD, "hunter2", TOKEN, base64.b64encode(LOGIN.encode()).decode().rstrip("="))).encode()
+    "|".join(
+        (PASSWORD, "hunter2", TOKEN, base64.b64encode(LOGIN.encode()).decode().rstrip("="))
+    ).encode()
 )
 
 
@@ -65,7 +68,8 @@ def with_credentials(url):
 
 
 def secrets_below(folder):
-    """The files below a folder that have a secret in their names, their contents, or packed in an archive."""
+    """The files below a folder that have a secret in their names, their contents, or packed in an
+    archive."""
     found = []
     for path in (path for path in folder.rglob("*") if path.is_file()):
         parts = [str(path).encode(), path.read_bytes()]
@@ -93,8 +97,21 @@ def call(monkeypatch, capfd, tmp_path):
 
 
 def recipe(root, output, *more):
-    overrides = (*TINY, "data.source=shards", f"data.root={root}", "model.classes=2", "batch.global=6", "batch.micro=6")
-    overrides = (*overrides, "run.steps=4", "data.workers=1", "checkpoint.every_epochs=0.2", f"run.output={output}")
+    overrides = (
+        *TINY,
+        "data.source=shards",
+        f"data.root={root}",
+        "model.classes=2",
+        "batch.global=6",
+        "batch.micro=6",
+    )
+    overrides = (
+        *overrides,
+        "run.steps=4",
+        "data.workers=1",
+        "checkpoint.every_epochs=0.2",
+        f"run.output={output}",
+    )
     return ("--config", QUICKSTART, *overrides, *more)
 
 
@@ -108,7 +125,13 @@ def test_no_file_service_or_line_has_them(server, call, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     run = tmp_path / "run"
     url = with_credentials(server.url)
-    assert call(train.main, *recipe(url, run, "log.wandb=true", "log.mlflow=true", "log.tensorboard=true"))[0] == DONE
+    assert (
+        call(
+            train.main,
+            *recipe(url, run, "log.wandb=true", "log.mlflow=true", "log.tensorboard=true"),
+        )[0]
+        == DONE
+    )
     assert server.url in (run / "config.yaml").read_text()
     assert f"data.root={server.url}" in (run / "environment.json").read_text()
     assert call(evaluate.main, "--checkpoint", run, f"data.root={url}")[0] == DONE
@@ -119,10 +142,15 @@ def test_no_file_service_or_line_has_them(server, call, tmp_path, monkeypatch):
     assert server.url in received and not SECRETS.search(received.encode())
     for name in ("environment.json", "config.yaml"):  # older versions stored what they were given
         (run / name).write_text((run / name).read_text().replace(server.url, url))
-    assert call(report.main, run)[0] == DONE and call(export.main, run, "--format", "safetensors")[0] == DONE
+    assert (
+        call(report.main, run)[0] == DONE
+        and call(export.main, run, "--format", "safetensors")[0] == DONE
+    )
 
 
-def test_a_run_is_resumed_with_those_that_it_is_given_again(server, call, tmp_path, monkeypatch, before_step):
+def test_a_run_is_resumed_with_those_that_it_is_given_again(
+    server, call, tmp_path, monkeypatch, before_step
+):
     """From the command line, the environment or ~/.netrc: all are the same run."""
 
     def until(step, root):
@@ -172,7 +200,16 @@ def test_trials_of_a_sweep_have_them_and_its_files_do_not(server, call, tmp_path
     def main(arguments):
         return sweep.main(arguments, trainer=[str(trainer)])
 
-    arguments = ("--config", definition, "--output", folder, "--trials", 1, "data.source=shards", f"data.root={url}")
+    arguments = (
+        "--config",
+        definition,
+        "--output",
+        folder,
+        "--trials",
+        1,
+        "data.source=shards",
+        f"data.root={url}",
+    )
     assert call(main, *arguments)[0] == DONE
     assert server.url in (folder / "best.yaml").read_text()
     assert not secrets_below(folder)

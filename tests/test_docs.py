@@ -15,7 +15,8 @@ from tests import world
 from tests.conftest import QUICKSTART, ROOT
 
 KEYS, LIBRARY, COMMANDS = (
-    (ROOT / "docs" / f"{name}.md").read_text() for name in ("coming_from", "library", "first_commands")
+    (ROOT / "docs" / f"{name}.md").read_text()
+    for name in ("coming_from", "library", "first_commands")
 )
 ROWS = [
     line.split("|")[5]
@@ -34,7 +35,8 @@ SHOWN = [
 @pytest.mark.parametrize("text", ROWS[2:], ids=str.strip)
 def test_keys_beside_the_flags_of_others_make_a_recipe(text):
     overrides = [each for part in re.findall(r"`([^`]*=[^`]*)`", text) for each in part.split()]
-    loading.load(QUICKSTART, [each for each in overrides if "DIR" not in each])  # an unknown key is an error
+    # an unknown key is an error
+    loading.load(QUICKSTART, [each for each in overrides if "DIR" not in each])
 
 
 def trains(rank, size, sparse):
@@ -57,19 +59,29 @@ def test_there_are_ten_first_commands_and_each_is_one_line_of_a_screen():
 
 
 # What is measured: scores and losses, times, sizes of files, noise scales.
-MEASURED = re.compile(r"[\d.]+%|(?<=loss )[\d.]+|\d+:\d\d:\d\d|[\d.]+(?= MB)|\d+ ± \d+|(?<=critical   )\d+")
+MEASURED = re.compile(
+    r"[\d.]+%|(?<=loss )[\d.]+|\d+:\d\d:\d\d|[\d.]+(?= MB)|\d+ ± \d+|(?<=critical   )\d+"
+)
 
 
 def as_pattern(line):
     """A line in which numbers that are measured may be others."""
     words = map(re.escape, MEASURED.split(line))
     numbers = [re.sub(r"[\d.:]+", r"[\\d.:]+", measured) for measured in MEASURED.findall(line)]
-    return re.compile("".join(word + number for word, number in itertools.zip_longest(words, numbers, fillvalue="")))
+    return re.compile(
+        "".join(
+            word + number for word, number in itertools.zip_longest(words, numbers, fillvalue="")
+        )
+    )
 
 
 def test_only_what_is_measured_may_differ_from_the_page():
-    pattern = as_pattern("evaluation after epoch 6.00: top1 91.67%  loss 0.4419, 5.0 MB, noise scale 131 ± 44, 0:00:45")
-    assert pattern.fullmatch("evaluation after epoch 6.00: top1 9.1%  loss 1.2, 15.1 MB, noise scale 1 ± 4, 1:00:00")
+    pattern = as_pattern(
+        "evaluation after epoch 6.00: top1 91.67%  loss 0.4419, 5.0 MB, noise scale 131 ± 44, 0:00:45"
+    )
+    assert pattern.fullmatch(
+        "evaluation after epoch 6.00: top1 9.1%  loss 1.2, 15.1 MB, noise scale 1 ± 4, 1:00:00"
+    )
     assert not pattern.fullmatch(
         "evaluation after epoch 5.00: top1 9.1%  loss 1.2, 15.1 MB, noise scale 1 ± 4, 1:00:00"
     )
@@ -82,8 +94,17 @@ def test_the_first_commands_do_what_the_page_shows(tmp_path):
     for path in ROOT.iterdir():
         if path.name not in (".git", "runs", "doctor", "report.html"):
             (tmp_path / path.name).symlink_to(path)
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 600}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    options = {
+        "cwd": tmp_path,
+        "env": environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 600,
+    }
     for command, shown in SHOWN:
         done = subprocess.run(shlex.split(command), **options)
         assert done.returncode == 0, (command, done.stderr)

@@ -1,4 +1,5 @@
-"""tools/environment.sh: uv installs by its hash; where it cannot be had, or fails, pip does, with the same options."""
+"""tools/environment.sh: uv installs by its hash; where it cannot be had, or fails, pip does, with
+the same options."""
 
 import os
 import subprocess
@@ -7,7 +8,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-# In the place of the environment's Python: writes down how pip is called, and "installs" uv unless told not to.
+# In the place of the environment's Python: writes down how pip is called, and "installs" uv unless
+# told not to.
 PYTHON = """#!/usr/bin/env bash
 echo "pip $*" >> "$LOG"
 case "$*" in
@@ -30,7 +32,8 @@ esac
 
 @pytest.fixture
 def install(tmp_path):
-    """install(uv, pip, **variables): exit code, and the calls of uv and pip that install the requirements."""
+    """install(uv, pip, **variables): exit code, and the calls of uv and pip that install the
+    requirements."""
 
     def call(uv, pip="works", **variables):
         venv = tmp_path / "venv"
@@ -42,11 +45,19 @@ def install(tmp_path):
         names = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "PYTHONDONTWRITEBYTECODE")
         environment = {key: value for key, value in os.environ.items() if key not in names}
         environment.update(LOG=str(log), VENV=str(venv), UV=uv, PIP=pip, **variables)
-        line = f'. {ROOT}/tools/environment.sh; install "{venv}" needed.txt --require-hashes || exit 1'
+        line = (
+            f'. {ROOT}/tools/environment.sh; install "{venv}" needed.txt --require-hashes || exit 1'
+        )
         command = ["bash", "-c", f"set -eu; {line}"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
         assert not (venv / "uv").exists(), "uv stays among what runs there"
-        calls = [line for line in log.read_text().splitlines() if not line.startswith(("pip -m pip config", "index"))]
+        calls = [
+            line
+            for line in log.read_text().splitlines()
+            if not line.startswith(("pip -m pip config", "index"))
+        ]
         return done.returncode, [line for line in calls if "--target" not in line], log.read_text()
 
     return call
@@ -55,7 +66,9 @@ def install(tmp_path):
 def test_uv_installs_alone(install, tmp_path):
     code, calls, log = install("works")
     python = tmp_path / "venv" / "bin" / "python"
-    assert code == 0 and calls == [f"uv pip install --quiet --python {python} --require-hashes -r needed.txt"]
+    assert code == 0 and calls == [
+        f"uv pip install --quiet --python {python} --require-hashes -r needed.txt"
+    ]
     (fetched,) = [line for line in log.splitlines() if "--target" in line]
     assert "--require-hashes" in fetched and fetched.endswith("tools/uv.txt")
 
@@ -64,12 +77,18 @@ def test_uv_installs_alone(install, tmp_path):
 def test_pip_takes_its_place(install, uv):
     code, calls, _ = install(uv)
     assert code == 0
-    assert calls[-1] == "pip -m pip install --disable-pip-version-check --quiet --require-hashes -r needed.txt"
+    assert (
+        calls[-1]
+        == "pip -m pip install --disable-pip-version-check --quiet --require-hashes -r needed.txt"
+    )
     assert install(uv, pip="fails")[0] == 1
 
 
 def test_uv_gets_the_index_of_pip(install):
-    assert "index https://mirror.example/simple" in install("works", PIP_INDEX_URL="https://mirror.example/simple")[2]
+    assert (
+        "index https://mirror.example/simple"
+        in install("works", PIP_INDEX_URL="https://mirror.example/simple")[2]
+    )
     assert "index none" in install("works")[2]
 
 
@@ -92,7 +111,11 @@ def test_an_environment_whose_python_was_removed_is_made_anew(tmp_path):
         (tmp_path / "env" / "bin" / "python").unlink(missing_ok=True)
         (tmp_path / "env" / "bin" / "python").symlink_to(link)
         subprocess.run(["bash", "-euc", script], check=True, capture_output=True)
-        calls = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("-m venv")]
+        calls = [
+            line
+            for line in (tmp_path / "log").read_text().splitlines()
+            if line.startswith("-m venv")
+        ]
         assert len(calls) == called
     assert calls == [f"-m venv {tmp_path}/env", f"-m venv --clear {tmp_path}/env"]
 

@@ -1,4 +1,5 @@
-"""evaluate.py: the scores of training, tables and picture beside the run, guesses by name, useful refusals."""
+"""evaluate.py: the scores of training, tables and picture beside the run, guesses by name, useful
+refusals."""
 
 import csv
 import json
@@ -53,7 +54,10 @@ def test_a_line_says_where_training_images_are_scored(command, tmp_path):
     images = write_pictures(tmp_path / "images", train=6, val=1)
     sizes = ("model.classes=2", "batch.global=2", "batch.micro=2", "run.steps=4")
     places = (f"data.root={images}", f"run.output={tmp_path / 'run'}", "data.validation_share=0.6")
-    assert train.main(["--config", str(QUICKSTART), *TINY, *sizes, "data.source=folder", *places]) == DONE
+    assert (
+        train.main(["--config", str(QUICKSTART), *TINY, *sizes, "data.source=folder", *places])
+        == DONE
+    )
     line = "the model was trained on images that are scored: scores say nothing about others"
     for override, is_said in (
         ("data.validation_share=0.6", False),
@@ -86,7 +90,10 @@ def command(capsys, undrawn_confusion):
             "CUDA out of memory. Tried to allocate 2 GiB",
             "out of memory; lower .*batch.evaluation.*, then rerun the same",
         ),
-        ("DataLoader worker (pid(s) 7) exited unexpectedly", "a process that loads images was killed, .* data.workers"),
+        (
+            "DataLoader worker (pid(s) 7) exited unexpectedly",
+            "a process that loads images was killed, .* data.workers",
+        ),
         ("an operator failed", None),
     ],
 )
@@ -107,20 +114,26 @@ def test_faults_of_the_machine_are_one_line(command, monkeypatch, error, line, i
 
 @pytest.mark.parametrize("weights", ["trained", "step_average", "epoch_average"])
 def test_it_finds_the_scores_of_training(run, command, weights):
-    """An average is float32, and must not be rounded to the run's float16. The batch size matters to 1e-6 at most."""
+    """An average is float32, and must not be rounded to the run's float16.
+
+    The batch size matters to 1e-6 at most.
+    """
     folder, end = run
     last = [event for event in events(folder) if event["event"] == "eval"][-1]
     assert len({last["loss"], last["step_average"]["loss"], last["epoch_average"]["loss"]}) == 3
     expected = last if weights == "trained" else end[weights]
     code, lines, errors = command("--checkpoint", folder, "--weights", weights)
     assert (code, errors) == (DONE, [])
-    assert f"{weights} weights: top1 {expected['top1']:.2%}  top5 {expected['top5']:.2%}" in lines[0]
+    assert (
+        f"{weights} weights: top1 {expected['top1']:.2%}  top5 {expected['top5']:.2%}" in lines[0]
+    )
     scores = scores_in(folder)
     assert (scores["top1"], scores["top5"]) == (expected["top1"], expected["top5"])
     assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-12)
     assert (scores["weights"], scores["images"], scores["unreadable"]) == (weights, 360, 0)
     losses = []
-    for override in ("batch.evaluation=7", "model.image_size=24"):  # any resolution, where other numbers come out
+    for override in ("batch.evaluation=7", "model.image_size=24"):
+        # any resolution, where other numbers come out
         assert command("--checkpoint", folder, "--weights", weights, override)[0] == DONE
         losses.append(scores_in(folder)["loss"])
     assert losses[0] == pytest.approx(scores["loss"], 1e-6) and losses[1] != losses[0]
@@ -146,7 +159,9 @@ def test_table_and_picture_are_written_beside_the_run_or_elsewhere(
     scores = scores_in(folder)
     by_class = {row["class"]: row for row in scores["classes"]}
     assert scores["macro_recall"] == pytest.approx(sum(float(row["top1"]) for row in rows) / 10)
-    assert scores["macro_f1"] == pytest.approx(sum(row["f1"] or 0 for row in by_class.values()) / 10)
+    assert scores["macro_f1"] == pytest.approx(
+        sum(row["f1"] or 0 for row in by_class.values()) / 10
+    )
     assert lines[1] == (
         f"macro: precision {scores['macro_precision']:.1%}  recall {scores['macro_recall']:.1%}  "
         f"F1 {scores['macro_f1']:.1%}; calibration error {scores['calibration_error']:.1%}"
@@ -155,10 +170,16 @@ def test_table_and_picture_are_written_beside_the_run_or_elsewhere(
         assert min(picture.size) > 300
     elsewhere = tmp_path / "a" / "b"
     assert command("--checkpoint", folder, "--best", "--output", elsewhere)[0] == DONE
-    assert {path.name for path in elsewhere.iterdir()} == {"classes.csv", "confusion.png", "scores.json"}
+    assert {path.name for path in elsewhere.iterdir()} == {
+        "classes.csv",
+        "confusion.png",
+        "scores.json",
+    }
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(run, command, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(
+    run, command, tmp_path, monkeypatch
+):
     (tmp_path / "file").touch()
     monkeypatch.setattr(scoring, "score", pytest.fail)
     code, lines, errors = command("--checkpoint", run[0], "--output", tmp_path / "file" / "scores")
@@ -168,7 +189,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(ru
 
 
 @pytest.mark.parametrize("reason", ["without matplotlib", "with too many classes"])
-def test_scores_are_written_where_no_picture_can_be(run, command, tmp_path, undrawn_confusion, monkeypatch, reason):
+def test_scores_are_written_where_no_picture_can_be(
+    run, command, tmp_path, undrawn_confusion, monkeypatch, reason
+):
     """That of an earlier evaluation, in the same folder, goes."""
     arguments = ("--checkpoint", run[0], "--output", tmp_path)
     assert command(*arguments)[0] == DONE
@@ -196,14 +219,17 @@ def test_images_are_classified_by_name(run, command, tmp_path):
     arguments = ("--checkpoint", run[0], "--images", path)
     code, lines, _ = command(*arguments, path)
     assert code == DONE and lines[0] == lines[1] and lines[0].startswith(f"{path}: ")
-    shares = [float(share) for share in re.findall(r"\d (\d+\.\d)%", lines[0].partition(f"{path}: ")[2])]
+    shares = [
+        float(share) for share in re.findall(r"\d (\d+\.\d)%", lines[0].partition(f"{path}: ")[2])
+    ]
     assert len(shares) == 5 and shares == sorted(shares, reverse=True) and sum(shares) <= 100.3
     assert command(*arguments, "data.crop_fraction=0.5")[1] != lines[:1]
     assert command(*arguments, "batch.evaluation=7")[1] == lines[:1]
 
 
 def test_folders_are_classified_in_batches_into_a_table(run, command, tmp_path):
-    """The rows are those of the images one by one; an unreadable one is left out where the recipe says so."""
+    """The rows are those of the images one by one; an unreadable one is left out where the recipe
+    says so."""
     source = DigitsSource("validation")
     for index in range(9):
         pixels = source.read(index).permute(1, 2, 0).numpy()
@@ -223,12 +249,16 @@ def test_folders_are_classified_in_batches_into_a_table(run, command, tmp_path):
     ]
     _, one_by_one, _ = command("--checkpoint", run[0], "--images", *files)
     for row, line in zip(rows, one_by_one):
-        assert line.startswith(f"{row['file']}: {row['class']} {float(row['probability']):.1%}, {row['class_2']} ")
+        assert line.startswith(
+            f"{row['file']}: {row['class']} {float(row['probability']):.1%}, {row['class_2']} "
+        )
     (tmp_path / "images" / "broken.jpg").write_bytes(b"no image")
     code, lines, (error,) = command(*arguments)
     assert code == WRONG_INPUT and "broken.jpg" in error and error.endswith("data.bad_images=skip")
     with open(table, newline="") as stream:
-        assert len(list(csv.DictReader(stream))) == 9, "the table of before was replaced by half of one"
+        assert len(list(csv.DictReader(stream))) == 9, (
+            "the table of before was replaced by half of one"
+        )
     code, lines, errors = command(*arguments, "data.bad_images=skip")
     assert (code, errors, len(lines)) == (DONE, [], 2)
     assert "broken.jpg: " in lines[0] and lines[0].endswith("; left out")
@@ -245,9 +275,14 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_model_is_opened(tm
     (tmp_path / "file").touch()
     for table, fault in (
         (tmp_path, "is a folder; name a file in it by --table"),
-        (tmp_path / "file" / "t.csv", "cannot be written: Not a directory; name another file by --table"),
+        (
+            tmp_path / "file" / "t.csv",
+            "cannot be written: Not a directory; name another file by --table",
+        ),
     ):
-        code = evaluate.main(["--checkpoint", "runs/none", "--images", "a.jpg", "--table", str(table)])
+        code = evaluate.main(
+            ["--checkpoint", "runs/none", "--images", "a.jpg", "--table", str(table)]
+        )
         assert (code, capsys.readouterr().err.strip()) == (WRONG_INPUT, f"{table}: {fault}")
 
 
@@ -266,13 +301,20 @@ def test_exported_weights_need_a_recipe_and_give_the_same_scores(run, command, t
     code, _, (error,) = command("--checkpoint", path)
     assert code == WRONG_INPUT and error.startswith(f"{path}: ") and "--config FILE" in error
     code, lines, _ = command("--checkpoint", path, "--config", folder / "config.yaml", *out)
-    assert code == DONE and "does not name its classes" in lines[0] and f"top1 {end['top1']:.2%}" in lines[1]
+    assert (
+        code == DONE
+        and "does not name its classes" in lines[0]
+        and f"top1 {end['top1']:.2%}" in lines[1]
+    )
     safetensors.torch.save_file(content["engine"]["weights"], path, {"recipe": content["recipe"]})
     assert command("--checkpoint", path, *out)[1][:2] == lines[:2]
 
 
 def test_weights_of_timm_are_scored_by_their_name_as_timm_scores_them(command, tmp_path):
-    """Against timm's model on the images of timm's own transform. A pixel may differ by a level, the loss by little."""
+    """Against timm's model on the images of timm's own transform.
+
+    A pixel may differ by a level, the loss by little.
+    """
     pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
     weights = "resnet10t.c3_in1k"
     folder = write_pictures(tmp_path / "images", "abcde", size=100, val=1)
@@ -283,10 +325,14 @@ def test_weights_of_timm_are_scored_by_their_name_as_timm_scores_them(command, t
     given = (f"data.root={folder}", "model.classes=5", "data.workers=0", "batch.evaluation=5")
     code, lines, errors = command("--checkpoint", name, "--output", tmp_path / "scores", *given)
     assert (code, errors) == (DONE, [])
-    assert lines[0].startswith(f"images as timm's {weights}: model.image_size=224, model.mean=[0.485, ")
+    assert lines[0].startswith(
+        f"images as timm's {weights}: model.image_size=224, model.mean=[0.485, "
+    )
     found = json.loads((tmp_path / "scores" / "scores.json").read_text())
 
-    keys = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(weights).to_dict(), use_test_size=True)
+    keys = resolve_data_config(
+        pretrained_cfg=timm.get_pretrained_cfg(weights).to_dict(), use_test_size=True
+    )
     transform = create_transform(**keys, is_training=False)
     files = sorted((folder / "val").glob("*/*.png"))
     images = torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
@@ -300,13 +346,31 @@ def test_weights_of_timm_are_scored_by_their_name_as_timm_scores_them(command, t
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--checkpoint", "RUN", "--images", "nowhere.png"), "nowhere.png: No such file or directory; name an image"),
-        (("--checkpoint", "RUN", "--images", "/dev/zero"), "/dev/zero: not a regular file; name an image"),
+        (
+            ("--checkpoint", "RUN", "--images", "nowhere.png"),
+            "nowhere.png: No such file or directory; name an image",
+        ),
+        (
+            ("--checkpoint", "RUN", "--images", "/dev/zero"),
+            "/dev/zero: not a regular file; name an image",
+        ),
         (("--checkpoint", "RUN/checkpoints/step-00000008.pt", "--best"), "name one"),
-        (("--checkpoint", "RUN", "--images", "LARGE"), "large.png: 1 x 178956970 pixels of this kind take 4,831,838,1"),
-        (("--checkpoint", "RUN", "--images", "RUN/config.yaml"), "config.yaml: neither JPEG nor PNG"),
-        (("--checkpoint", "RUN", "model.width=0.5"), r"stem.conv_stem.weight is \[8, 3, 3, 3\], the model's is \[16"),
-        (("--checkpoint", "nowhere.pt2"), "nowhere.pt2: No such file or directory; name a file that tools.export"),
+        (
+            ("--checkpoint", "RUN", "--images", "LARGE"),
+            "large.png: 1 x 178956970 pixels of this kind take 4,831,838,1",
+        ),
+        (
+            ("--checkpoint", "RUN", "--images", "RUN/config.yaml"),
+            "config.yaml: neither JPEG nor PNG",
+        ),
+        (
+            ("--checkpoint", "RUN", "model.width=0.5"),
+            r"stem.conv_stem.weight is \[8, 3, 3, 3\], the model's is \[16",
+        ),
+        (
+            ("--checkpoint", "nowhere.pt2"),
+            "nowhere.pt2: No such file or directory; name a file that tools.export",
+        ),
     ],
 )
 def test_refusals_are_one_line(run, command, arguments, said, tmp_path):

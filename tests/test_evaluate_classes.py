@@ -1,4 +1,5 @@
-"""evaluate.py compares classes by name: other test sets than the training's, and weights that name no classes."""
+"""evaluate.py compares classes by name: other test sets than the training's, and weights that name
+no classes."""
 
 import csv
 import json
@@ -20,7 +21,12 @@ CLASSES = ("blue", "green", "red")  # of the model
 
 
 def overrides(root, classes, source="folder"):
-    own = (f"data.source={source}", f"data.root={root}", f"model.classes={classes}", "data.crop_fraction=1")
+    own = (
+        f"data.source={source}",
+        f"data.root={root}",
+        f"model.classes={classes}",
+        "data.crop_fraction=1",
+    )
     return (*TINY, *own, "data.workers=0", "precision.compute=float32")
 
 
@@ -59,17 +65,27 @@ def own(tmp_path):
     ],
     ids=str,
 )
-def test_classes_are_scored_under_their_names(own, command, tmp_path, source, theirs, absent, unknown):
-    """A perfect model stays perfect whatever else is in the test set, and no image is counted for another class."""
+def test_classes_are_scored_under_their_names(
+    own, command, tmp_path, source, theirs, absent, unknown
+):
+    """A perfect model stays perfect whatever else is in the test set, and no image is counted for
+    another class."""
     place = write_classes(tmp_path / "images/val", theirs)
     if source == "shards":
         place = tmp_path / "shards/val"
-        assert shards.main(["pack", str(tmp_path / "images/val"), str(place), "--workers", "1"]) == DONE
-    code, said, errors, rows = command("--checkpoint", own, f"data.root={place.parent}", f"data.source={source}")
+        assert (
+            shards.main(["pack", str(tmp_path / "images/val"), str(place), "--workers", "1"])
+            == DONE
+        )
+    code, said, errors, rows = command(
+        "--checkpoint", own, f"data.root={place.parent}", f"data.source={source}"
+    )
     assert (code, errors) == (DONE, "")
     known = [name for name in theirs if name in CLASSES]
     assert f"top1 100.00%  loss 0.0000  ({2 * len(known)} images)" in said
-    assert {name: int(row["images"]) for name, row in rows.items()} == {name: 2 * (name in known) for name in CLASSES}
+    assert {name: int(row["images"]) for name, row in rows.items()} == {
+        name: 2 * (name in known) for name in CLASSES
+    }
     assert {rows[name]["top1"] for name in known} == {"1.0"}
     notes = [line for line in said.splitlines() if line.startswith(f"{place}: ")]
     assert (f"{place}: has no validation images of " in said) is (absent is not None)
@@ -83,24 +99,34 @@ def test_a_class_without_images_is_an_empty_folder_or_none(own, command, tmp_pat
     write_classes(tmp_path / "images/val", ("green", "red"))
     (tmp_path / "images/val/blue").mkdir()
     code, said, _, rows = command("--checkpoint", own, f"data.root={tmp_path / 'images'}")
-    assert code == DONE and "has no validation images of 1 class: blue" in said and rows["blue"]["images"] == "0"
+    assert (
+        code == DONE
+        and "has no validation images of 1 class: blue" in said
+        and rows["blue"]["images"] == "0"
+    )
 
 
 def test_other_classes_only_are_refused(own, command, tmp_path):
     place = write_classes(tmp_path / "images/val", ("cyan", "pink", "teal"))
     code, _, error, _ = command("--checkpoint", own, f"data.root={place.parent}")
     assert code == WRONG_INPUT and error.count("\n") == 1
-    assert f"{place}: none of its images is of a class that the model knows: it has cyan, pink, teal; " in error
+    assert (
+        f"{place}: none of its images is of a class that the model knows: it has cyan, pink, teal; "
+        in error
+    )
 
 
 NUMBERS = tuple(str(number) for number in range(1, 13))
 
 
 @pytest.mark.parametrize(
-    ("names", "train"), [(NUMBERS, False), (("ant", "Bee", "cat"), True), (("10a", "2B", "2a", "x"), False)], ids=str
+    ("names", "train"),
+    [(NUMBERS, False), (("ant", "Bee", "cat"), True), (("10a", "2B", "2a", "x"), False)],
+    ids=str,
 )
 def test_weights_that_name_no_classes_have_those_of_timm(command, tmp_path, names, train):
-    """The rows of the classifier are in the order of timm's own reader, whose labels the weights were trained on."""
+    """The rows of the classifier are in the order of timm's own reader, whose labels the weights
+    were trained on."""
     place = write_classes(tmp_path / "images/val", names)
     _, labels = find_images_and_targets(str(place))
     if train:  # which has a class that is missing in the validation images
@@ -118,17 +144,24 @@ def test_weights_that_name_no_classes_have_those_of_timm(command, tmp_path, name
     images = [str(place / name / "0.png") for name in names]
     code, said, _, _ = command(*about, "--images", *images)
     assert code == DONE and order in said
-    assert [line.partition(": ")[2].partition(" ")[0] for line in said.splitlines()[1:]] == list(names)
+    assert [line.partition(": ")[2].partition(" ")[0] for line in said.splitlines()[1:]] == list(
+        names
+    )
 
 
 def test_fewer_folders_than_weights_that_name_no_classes_have_are_refused(command, tmp_path):
     """Nobody can know which of them is missing, until there is an empty folder for it."""
     place = write_classes(tmp_path / "images/val", ("Bee", "cat"))
     keys = overrides(place.parent, 3)
-    torch.save(recognizer(loading.load(QUICKSTART, keys), ("ant", "Bee", "cat")), tmp_path / "model.pth")
+    torch.save(
+        recognizer(loading.load(QUICKSTART, keys), ("ant", "Bee", "cat")), tmp_path / "model.pth"
+    )
     about = ("--checkpoint", tmp_path / "model.pth", "--config", QUICKSTART, *keys)
     code, _, error, _ = command(*about)
-    assert code == WRONG_INPUT and f"{place}: 2 classes, but {tmp_path}/model.pth has 3 and does not name them" in error
+    assert (
+        code == WRONG_INPUT
+        and f"{place}: 2 classes, but {tmp_path}/model.pth has 3 and does not name them" in error
+    )
     (place / "ant").mkdir()
     code, said, _, _ = command(*about)
     assert code == DONE and "top1 100.00%" in said

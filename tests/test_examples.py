@@ -46,7 +46,8 @@ def run_own_model(rank, size, *overrides):
     """Return what the example prints as a program."""
     from engines.torch_engine import TorchEngine
 
-    TorchEngine.peak_flops = lambda engine: 1e12  # measuring takes a second, and enters the utilisation alone
+    # measuring takes a second, and enters the utilisation alone
+    TorchEngine.peak_flops = lambda engine: 1e12
     sys.argv = ["own_model", *overrides]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:

@@ -1,5 +1,5 @@
-"""What can be tested of the GPU path without a GPU: kernels compile, spill no registers and are launched
-with their arguments, and nothing waits.
+"""What can be tested of the GPU path without a GPU: kernels compile, spill no registers and are
+launched with their arguments, and nothing waits.
 
 The interpreter of the other tests takes code that Triton's compiler refuses.
 """
@@ -19,20 +19,24 @@ from torch.utils._pytree import tree_leaves
 
 from engines.base import one_step
 
-_ROOT = Path(__file__).resolve().parent.parent  # not from tests.conftest, which turns on the interpreter
+# not from tests.conftest, which turns on the interpreter
+_ROOT = Path(__file__).resolve().parent.parent
 
 
-# Kernels ----------------------------------------------------------------------------------------
+# Kernels ------------------------------------------------------------------------------------------
 
 
 def spilled_bytes(machine_code: bytes, folder: Path) -> int:
-    """Bytes of registers that a thread keeps in local memory, by the disassembler of Triton's wheel."""
+    """Bytes of registers that a thread keeps in local memory, by the disassembler of Triton's
+    wheel."""
     import triton
 
     file = folder / "kernel.cubin"
     file.write_bytes(machine_code)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run(
+        [tool, "-res-usage", file], capture_output=True, text=True, check=True
+    ).stdout
     return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
@@ -74,7 +78,8 @@ for form, compute, dtype in {updates}:
 for form, kernel, stride in {convolutions}:
     norm = group_norm.FusedGroupNormAct.of(GroupNormAct(64, 4, 1e-3)).half()
     block = squeeze.fuse(build(Model(name="efficientnet_b0"), seed=0).block("blocks.1.0")).half()
-    x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form).requires_grad_()
+    x = torch.zeros(2, 64, 16, 16, dtype=torch.float16).contiguous(memory_format=form)
+    x.requires_grad_()
     for kept, residual in ((x[:, 0, 0, 0].contiguous(), x), (None, None)):
         made = sound(lambda: norm.added(x, kept, residual).sum().backward())
         print(len(made) == 6)
@@ -115,8 +120,13 @@ _REST = [
         (_REST, [(torch.channels_last, 5, 1), (torch.contiguous_format, 3, 2)]),
     ],
 )
-def test_kernels_compile_for_a_gpu_spill_no_registers_and_get_their_arguments(tmp_path, updates, convolutions):
-    """Without atomics, which add in any order. Convolutions use tensor cores and wide loads of channels."""
+def test_kernels_compile_for_a_gpu_spill_no_registers_and_get_their_arguments(
+    tmp_path, updates, convolutions
+):
+    """Without atomics, which add in any order.
+
+    Convolutions use tensor cores and wide loads of channels.
+    """
     pytest.importorskip("triton")
     script = _COMPILE.format(updates=updates, convolutions=convolutions)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
@@ -132,7 +142,7 @@ def test_kernels_compile_for_a_gpu_spill_no_registers_and_get_their_arguments(tm
     assert ended.stdout.split() == ["True"] * (len(updates) + 7 * len(convolutions))
 
 
-# Waiting ----------------------------------------------------------------------------------------
+# Waiting ------------------------------------------------------------------------------------------
 
 META = torch.device("meta")
 _VALUES_FOR_THE_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select")
@@ -142,8 +152,8 @@ _WITHOUT_A_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_e
 class Waits(TorchDispatchMode):
     """Lists the operators for which the host would wait if the meta device were a GPU.
 
-    These are operators that return values to the host, and copies that are not asynchronous or whose memory on the
-    host is not page-locked. Page-locked is what was made so within.
+    These are operators that return values to the host, and copies that are not asynchronous or
+    whose memory on the host is not page-locked. Page-locked is what was made so within.
 
     Attributes:
         waits: names of the operators, in their order.
@@ -233,7 +243,8 @@ def test_copies_and_values_for_the_host_are_waits(program, waits):
 
 @pytest.fixture
 def engine_of(monkeypatch):
-    """engine_of(*overrides): an engine for configs/gpu.yaml on the meta device, and micro batches for it."""
+    """engine_of(*overrides): an engine for configs/gpu.yaml on the meta device, and micro batches
+    for it."""
     from data.batches import MicroBatch
     from engines import factory, torch_engine, tuning
     from recipe import loading
@@ -270,7 +281,8 @@ def engine_of(monkeypatch):
 
 
 def in_page_locked_memory(batches):
-    """The batches as the prefetcher leaves them: images on the device, labels in page-locked memory."""
+    """The batches as the prefetcher leaves them: images on the device, labels in page-locked
+    memory."""
     return [batch._replace(labels=batch.labels.pin_memory()) for batch in batches]
 
 

@@ -1,4 +1,5 @@
-"""Names of files and classes that cannot be encoded, steer terminals, or mean something in tables and pictures."""
+"""Names of files and classes that cannot be encoded, steer terminals, or mean something in tables
+and pictures."""
 
 import io
 import os
@@ -40,8 +41,19 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(images, tmp_path_factory, _one_thread):
     folder = tmp_path_factory.mktemp("runs") / "run"
-    overrides = ("model.classes=3", "batch.global=7", "batch.micro=7", "run.steps=2", "schedule.warmup_steps=1")
-    place = ("data.source=folder", "data.bad_images=skip", f"data.root={images}", f"run.output={folder}")
+    overrides = (
+        "model.classes=3",
+        "batch.global=7",
+        "batch.micro=7",
+        "run.steps=2",
+        "schedule.warmup_steps=1",
+    )
+    place = (
+        "data.source=folder",
+        "data.bad_images=skip",
+        f"data.root={images}",
+        f"run.output={folder}",
+    )
     # As a terminal that takes UTF-8 and nothing else; pytest's own stream may take anything here.
     said = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict")
     with pytest.MonkeyPatch.context() as patch:
@@ -92,5 +104,7 @@ def test_scores_table_picture_report_and_export_are_made(run, images, capsys):
 def test_other_names_are_printed_on_a_stdout_that_takes_ascii_only():
     code = "from common import command; command._open_streams(); print('caf\\xe9', '\\udce9')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True
+    )
     assert ended.stdout == b"caf\\xe9 \\udce9\n"

@@ -52,16 +52,24 @@ def test_the_package_and_the_users_folders_are_both_there(tmp_path):
     succeed([sys.executable, "-m", "pip", "install", *options, "."], source)
     assert [path.name for path in site.iterdir() if path.suffix != ".dist-info"] == ["largebatch"]
     compiled = (".cpp", ".cu", ".h")
-    sources = [path for room in setup.ROOMS for path in (ROOT / room).rglob("*") if path.suffix in compiled]
+    sources = [
+        path for room in setup.ROOMS for path in (ROOT / room).rglob("*") if path.suffix in compiled
+    ]
     assert len(sources) > 2
-    assert all((site / "largebatch" / path.relative_to(ROOT)).exists() for path in sources), "what is compiled"
+    assert all((site / "largebatch" / path.relative_to(ROOT)).exists() for path in sources), (
+        "what is compiled"
+    )
     assert (site / "largebatch" / "py.typed").exists()
     for number, name in enumerate(("data", "models", "tools"), 1):
         (project / name).mkdir(parents=True)
         (project / name / "__init__.py").write_text(f"OWN = {number}\n")
     program = project / "own.py"
-    program.write_text(PROGRAM.replace("import data", f"sys.path.append({str(site)!r})\nimport data", 1))
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    program.write_text(
+        PROGRAM.replace("import data", f"sys.path.append({str(site)!r})\nimport data", 1)
+    )
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[
+        1
+    ]
     succeed([sys.executable, program, ROOT / "configs" / "quickstart.yaml", version], project)
 
 

@@ -1,4 +1,5 @@
-"""Pages say what is so: files that they name are there, and figures are those of the results that they come from."""
+"""Pages say what is so: files that they name are there, and figures are those of the results that
+they come from."""
 
 import itertools
 import json
@@ -11,7 +12,11 @@ from tests.conftest import ROOT
 # The diary is history: it names what is gone.
 PAGES = [
     path
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
     if path.name != "diary.md" and "diary" not in path.parts
 ]
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -27,15 +32,26 @@ def ids(path):
 
 
 def named_files(text):
-    """Paths of the repository in backticks, without placeholders and what a benchmark leaves in its cache."""
+    """Paths of the repository in backticks, without placeholders and what a benchmark leaves in its
+    cache."""
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    path = re.compile(rf"(?:{ROOMS})(?:/[\w.-]+)*/[\w-]+\.(?:py|md|yaml|cpp|c|json|sh|png|csv|jsonl)")
-    return [span for span in spans if path.fullmatch(span) and "DEVICE" not in span and "/cache/" not in span]
+    path = re.compile(
+        rf"(?:{ROOMS})(?:/[\w.-]+)*/[\w-]+\.(?:py|md|yaml|cpp|c|json|sh|png|csv|jsonl)"
+    )
+    return [
+        span
+        for span in spans
+        if path.fullmatch(span) and "DEVICE" not in span and "/cache/" not in span
+    ]
 
 
 def named_modules(text):
     """Modules behind `python -m`."""
-    return set(re.findall(r"python -m ((?:tools|benchmarks|examples|recipe|training)(?:\.[a-z_0-9]+)*)", text))
+    return set(
+        re.findall(
+            r"python -m ((?:tools|benchmarks|examples|recipe|training)(?:\.[a-z_0-9]+)*)", text
+        )
+    )
 
 
 def is_module(name):
@@ -73,7 +89,8 @@ def value(text):
     return float(text.replace(",", ""))
 
 
-# Page, pattern of a figure on it; its source, pattern of the figure there; digits behind the point that are compared.
+# Page, pattern of a figure on it; its source, pattern of the figure there; digits behind the point
+# that are compared.
 FIGURES = [
     ("README.md", rf"{NUMBER} strikes, ", "docs/results/elastic.md", rf"\| strikes \| {NUMBER} \|", 0),
     (
@@ -120,13 +137,17 @@ def figures(page, pattern):
 
 
 def test_rates_of_the_h200_are_those_of_its_results():
-    """Pages and recipes have the rate that was measured, and the days of a training that follow from it."""
+    """Pages and recipes have the rate that was measured, and the days of a training that follow
+    from it."""
     pages = [path for path in itertools.chain(PAGES, RECIPES) if "results" not in path.parts]
     texts = {ids(path): path.read_text() for path in pages}
     for name in ("README.md", "docs/gpu.md", "configs/gpu.yaml"):
         assert f"{IMAGES_PER_SECOND:,.0f}" in texts[name], name
     assert round(350 * 1_281_167 / IMAGES_PER_SECOND / 86_400) == 3
-    for name in (*(ids(path) for path in RECIPES if path.parent.name == "ablation"), "configs/gpu.yaml"):
+    for name in (
+        *(ids(path) for path in RECIPES if path.parent.name == "ablation"),
+        "configs/gpu.yaml",
+    ):
         assert "three days" in texts[name], name
     speedup = CLAIMS["b4_speedup_over_timm_compiled"]["value"]
     for name in ("README.md", "docs/gpu.md"):
@@ -154,7 +175,9 @@ def test_no_page_calls_unmeasured_what_was_measured_on_a_gpu(page):
 
 def test_a_page_that_names_what_is_gone_is_found_out():
     text = "in `models/kernels/residual.py` and `docs/gpu.md`, by `python -m benchmarks.nothing`"
-    assert [name for name in named_files(text) if not (ROOT / name).exists()] == ["models/kernels/residual.py"]
+    assert [name for name in named_files(text) if not (ROOT / name).exists()] == [
+        "models/kernels/residual.py"
+    ]
     assert named_modules(text) == {"benchmarks.nothing"} and not is_module("benchmarks.nothing")
     assert OLD.search("weeks on one GPU (speed there: not measured)")
 
@@ -167,7 +190,9 @@ WITHDRAWN = (
 
 @pytest.mark.parametrize("name", WITHDRAWN)
 def test_withdrawn_goals_are_claimed_by_no_benchmark(name):
-    assert [ids(path) for path in (ROOT / "benchmarks").rglob("*.py") if name in path.read_text()] == []
+    assert [
+        ids(path) for path in (ROOT / "benchmarks").rglob("*.py") if name in path.read_text()
+    ] == []
 
 
 def test_claims_that_do_not_hold_are_called_so_where_they_stand():
@@ -197,5 +222,7 @@ def is_misjudged(line):
 
 def test_a_row_that_says_the_opposite_is_found_out():
     assert is_misjudged("| `worst_time_over_model` | 1.76 | 1.67 to 2.17 | <= 1.15 | holds |")
-    assert not is_misjudged("| `worst_time_over_model` | 1.76 | 1.67 to 2.17 | <= 1.15 | **does not hold** |")
+    assert not is_misjudged(
+        "| `worst_time_over_model` | 1.76 | 1.67 to 2.17 | <= 1.15 | **does not hold** |"
+    )
     assert is_misjudged("| `spilled_registers` | 2 | 0 | 0 | <= 0 | does not hold |")

@@ -10,7 +10,9 @@ from tests.conftest import ROOT
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer")
 
 # BaseLoader keeps `on` and `3.10` as the text that they are.
-WORKFLOW = yaml.load((ROOT / ".github" / "workflows" / "tests.yml").read_text(), Loader=yaml.BaseLoader)
+WORKFLOW = yaml.load(
+    (ROOT / ".github" / "workflows" / "tests.yml").read_text(), Loader=yaml.BaseLoader
+)
 JOBS = WORKFLOW["jobs"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -48,7 +50,9 @@ def test_each_python_is_found_by_the_name_that_the_workflow_gives_it():
     versions = JOBS["tests"]["strategy"]["matrix"]["python"]
     assert f">={versions[0]}" == PROJECT["requires-python"]
     assert set(versions) == set(re.findall(r"python(3\.1\d)\b", script))
-    assert [env["PYTHON"] for env in steps("env")] == ["python${{ matrix.python }}"] * 2 + ["python3.8"]
+    assert [env["PYTHON"] for env in steps("env")] == ["python${{ matrix.python }}"] * 2 + [
+        "python3.8"
+    ]
     assert "${PYTHON:-}" in script
     assert all("python-version" in settings for settings in steps("with"))
 
@@ -60,6 +64,8 @@ def test_the_citation_has_what_its_format_asks_for():
     assert citation["message"] and citation["type"] == "software"
     assert citation["title"] == (ROOT / "README.md").read_text().splitlines()[0].lstrip("# ")
     assert citation["license"] == PROJECT["license"]
-    holder = re.search(r"^Copyright \(c\) \d+ (.*)$", (ROOT / "LICENSE").read_text(), re.MULTILINE)[1]
+    holder = re.search(r"^Copyright \(c\) \d+ (.*)$", (ROOT / "LICENSE").read_text(), re.MULTILINE)[
+        1
+    ]
     assert citation["authors"] == [{"name": holder}]
     assert "version" not in citation

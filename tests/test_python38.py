@@ -1,4 +1,5 @@
-"""What the IPU path imports, and its tests, use nothing newer than Python 3.8; read by vermin, not run."""
+"""What the IPU path imports, and its tests, use nothing newer than Python 3.8; read by vermin, not
+run."""
 
 import re
 import subprocess
@@ -22,9 +23,14 @@ ON_IPU = (
 
 def vermin(*arguments):
     """(exit code, output) of vermin: 1 if something is newer than Python 3.8."""
-    command = [Path(sys.executable).with_name("vermin"), "--no-config-file", "--target=3.8-", "--violations"]
-    # `long` was a type of Python 2; here it is a tensor's method. No comment exempts a line, and to look for them takes
-    # a fifth of the time.
+    command = [
+        Path(sys.executable).with_name("vermin"),
+        "--no-config-file",
+        "--target=3.8-",
+        "--violations",
+    ]
+    # `long` was a type of Python 2; here it is a tensor's method. No comment exempts a line, and to
+    # look for them takes a fifth of the time.
     command += ["--no-tips", "--exclude", "long", "--no-parse-comments"]
     ended = subprocess.run([*command, *arguments], capture_output=True, text=True)
     return ended.returncode, ended.stdout + ended.stderr
@@ -33,9 +39,15 @@ def vermin(*arguments):
 def of_the_environment():
     """The files of the command by which ./run_tests.sh --ipu-environment runs tests."""
     script = (ROOT / "run_tests.sh").read_text(encoding="utf-8")
-    paths = re.findall(r"tests/[a-z_0-9/.]+", script[script.index("-m pytest") : script.index("make_environment\nsel")])
+    paths = re.findall(
+        r"tests/[a-z_0-9/.]+",
+        script[script.index("-m pytest") : script.index("make_environment\nsel")],
+    )
     assert "tests/ipu" in paths and "tests/test_train.py" in paths
-    return [ROOT / path for path in (*paths, "tests/conftest.py", "tests/tensors.py", "tests/ipu_environment.py")]
+    return [
+        ROOT / path
+        for path in (*paths, "tests/conftest.py", "tests/tensors.py", "tests/ipu_environment.py")
+    ]
 
 
 def assert_not_newer(*arguments):
@@ -44,7 +56,8 @@ def assert_not_newer(*arguments):
 
 
 def test_nothing_that_ipus_need_is_newer():
-    """Of annotations only those count that pydantic evaluates, in every schema; ruff looks at those of functions."""
+    """Of annotations only those count that pydantic evaluates, in every schema; ruff looks at those
+    of functions."""
     paths = (path for pattern in ("*.py", "*/**/*.py") for path in ROOT.glob(pattern))
     product = [path for path in paths if path.relative_to(ROOT).as_posix().startswith(ON_IPU)]
     schema = [path for path in product if "(Section)" in path.read_text(encoding="utf-8")]

@@ -1,4 +1,5 @@
-"""What a run shows to others: the sockets it listens at, the files it leaves, the packages it is made of."""
+"""What a run shows to others: the sockets it listens at, the files it leaves, the packages it is
+made of."""
 
 import contextlib
 import os
@@ -35,7 +36,9 @@ def listening(processes):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTENS and fields[9] in inodes:
-                words = struct.unpack(unpack.replace("<", ">"), bytes.fromhex(fields[1].partition(":")[0]))
+                words = struct.unpack(
+                    unpack.replace("<", ">"), bytes.fromhex(fields[1].partition(":")[0])
+                )
                 found.add(socket.inet_ntop(family, struct.pack(unpack, *words)))
     return found
 
@@ -44,10 +47,22 @@ def listening(processes):
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_of_one_host_listen_at_the_loopback_only(tmp_path):
-    """Launcher, stores and gloo, looked at until the run ends; they are there, and nothing is open to others."""
-    command = [sys.executable, "-m", "tools.launch", "--replicas", "2", "--config", "configs/quickstart.yaml", *TINY]
+    """Launcher, stores and gloo, looked at until the run ends; they are there, and nothing is open
+    to others."""
+    command = [
+        sys.executable,
+        "-m",
+        "tools.launch",
+        "--replicas",
+        "2",
+        "--config",
+        "configs/quickstart.yaml",
+        *TINY,
+    ]
     command += ["run.device=cpu", f"run.output={tmp_path / 'run'}"]
-    pod = subprocess.Popen(bound_to_parent(command), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    pod = subprocess.Popen(
+        bound_to_parent(command), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     seen = set()
     try:
         while pod.poll() is None:
@@ -70,7 +85,13 @@ def test_files_have_the_rights_that_the_user_gives_new_ones(tmp_path, tiny, monk
     finally:
         os.umask(before)
     made = list(tmp_path.rglob("*"))
-    assert {path.name for path in made} >= {"config.yaml", "metrics.jsonl", "checkpoints", "environment.json", "lock"}
+    assert {path.name for path in made} >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "environment.json",
+        "lock",
+    }
     for path in made:
         rights = stat.S_IMODE(path.stat().st_mode)
         assert rights & umask == 0 and rights & 0o600 == 0o600, path

@@ -1,4 +1,5 @@
-"""The command: exit codes, one line of complaint that names place and remedy, and nothing overwritten."""
+"""The command: exit codes, one line of complaint that names place and remedy, and nothing
+overwritten."""
 
 import json
 import shlex
@@ -27,12 +28,26 @@ def test_a_run_ends_with_0_prints_what_it_did_and_is_not_done_twice(command):
     commands = [shlex.split(text) for text in out[-1].partition("next: ")[2].split(" | ")]
     folder = str(command.folder)
     assert commands[0] == ["python", "evaluate.py", "--checkpoint", folder, "--best"]
-    assert commands[1:] == [["python", "-m", f"tools.{name}", folder] for name in ("report", "export")]
-    for name in ("config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "trace/timeline.png"):
+    assert commands[1:] == [
+        ["python", "-m", f"tools.{name}", folder] for name in ("report", "export")
+    ]
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "trace/timeline.png",
+    ):
         assert (command.folder / name).exists()
     spans = json.loads((command.folder / "trace" / "trace.json").read_text())["traceEvents"]
-    passes = [(each["args"]["step"], each["name"]) for each in spans if each.get("cat") in ("forward", "backward")]
-    assert sorted(passes) == [(step, f"{kind} 0") for step in (1, 2) for kind in ("backward", "forward")]
+    passes = [
+        (each["args"]["step"], each["name"])
+        for each in spans
+        if each.get("cat") in ("forward", "backward")
+    ]
+    assert sorted(passes) == [
+        (step, f"{kind} 0") for step in (1, 2) for kind in ("backward", "forward")
+    ]
     before = files(command.folder)
     code, (line,), errors = command("log.trace=2")  # again
     assert (code, errors) == (DONE, [])
@@ -42,32 +57,48 @@ def test_a_run_ends_with_0_prints_what_it_did_and_is_not_done_twice(command):
 
 def test_a_recipe_that_cannot_be_run_is_refused_with_its_place_and_a_remedy(command, tmp_path):
     for override, words in (
-        ("batch.micro=7", "batch.global 24 is not a multiple of 7 micro x 1 replica = 7; nearest: 21 or 28"),
+        (
+            "batch.micro=7",
+            "batch.global 24 is not a multiple of 7 micro x 1 replica = 7; nearest: 21 or 28",
+        ),
         ("batch.global=2400", "batch.global 2400 is more than the 1437 training images"),
-        ("model.classes=9", "data.source=digits: 10 classes, but model.classes is 9; set model.classes=10"),
+        (
+            "model.classes=9",
+            "data.source=digits: 10 classes, but model.classes is 9; set model.classes=10",
+        ),
         ("parallel.replicas=2", "parallel.replicas 2 needs 2 processes"),
     ):
         assert words in command.refuses("batch.micro=12", override)
     elastic = ("parallel.elastic=true", "exchange.order=tree", "parallel.minimum=2")
-    assert "parallel.minimum 2 is more than 1 replica; lower it, or start more" in command.refuses(*elastic)
+    assert "parallel.minimum 2 is more than 1 replica; lower it, or start more" in command.refuses(
+        *elastic
+    )
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"extends: {QUICKSTART}\noptimizer: {{momentun: 0.9}}\n")
     assert command.refuses(recipe=recipe).startswith(f"{recipe}: optimizer.momentun: unknown key; ")
-    assert command.refuses(recipe=tmp_path / "none.yaml").startswith(f"{tmp_path / 'none.yaml'}: No such file")
+    assert command.refuses(recipe=tmp_path / "none.yaml").startswith(
+        f"{tmp_path / 'none.yaml'}: No such file"
+    )
 
 
 def test_a_checkpoint_of_another_run_is_refused(command, stopped, tmp_path):
-    """Swapped in with its manifest. Also where its tensors fit: it would silently be another run's end."""
+    """Swapped in with its manifest.
+
+    Also where its tensors fit: it would silently be another run's end.
+    """
     stopped(3)
     stopped(3, "run.seed=1", f"run.output={tmp_path / 'other'}")
     for path in (tmp_path / "other" / "checkpoints").glob("step-00000003.*"):
         shutil.copy(path, command.folder / "checkpoints" / path.name)
     line = command.refuses()
-    assert line.startswith(f"{newest(command.folder)}: of another run: run.seed is 1 there, 0 here; ")
+    assert line.startswith(
+        f"{newest(command.folder)}: of another run: run.seed is 1 there, 0 here; "
+    )
 
 
 def test_a_run_whose_only_checkpoint_is_gone_is_refused(command, stopped):
-    """A single file without a manifest may be one that was cut off, but for the event in metrics.jsonl."""
+    """A single file without a manifest may be one that was cut off, but for the event in
+    metrics.jsonl."""
     stopped(1)
     checkpoints = command.folder / "checkpoints"
     for path in checkpoints.glob("step-*.json"):
@@ -101,7 +132,10 @@ def test_the_plan_of_the_quickstart_is_printed_without_loading_torch(tmp_path):
     ended = without_torch("train", "--dry-run", f"run.output={tmp_path / 'run'}", *recipe)
     assert (ended.returncode, ended.stderr) == (DONE, "")
     assert "48 = 12 micro x 4 accumulation x 1 replica (1 device)" in ended.stdout
-    assert "1160 steps = 40 epochs x 29 steps" in ended.stdout and "45 images left over" in ended.stdout
+    assert (
+        "1160 steps = 40 epochs x 29 steps" in ended.stdout
+        and "45 images left over" in ended.stdout
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -112,10 +146,16 @@ def test_the_plan_of_the_quickstart_is_printed_without_loading_torch(tmp_path):
         ("tools.launch", "run.resume=never", "already holds a run and run.resume is never"),
     ],
 )
-def test_the_folder_of_another_run_is_refused_before_torch_is_loaded(tmp_path, name, override, words):
+def test_the_folder_of_another_run_is_refused_before_torch_is_loaded(
+    tmp_path, name, override, words
+):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(loading.dump(loading.load(QUICKSTART)))
     ended = without_torch(name, "--config", QUICKSTART, f"run.output={folder}", override)
     assert ended.returncode == WRONG_INPUT
-    assert ended.stderr.startswith(f"{folder} ") and words in ended.stderr and ended.stderr.count("\n") == 1
+    assert (
+        ended.stderr.startswith(f"{folder} ")
+        and words in ended.stderr
+        and ended.stderr.count("\n") == 1
+    )

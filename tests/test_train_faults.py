@@ -1,4 +1,5 @@
-"""train.py when its folder, its images, its disk or its memory fail, and when it is told to stop."""
+"""train.py when its folder, its images, its disk or its memory fail, and when it is told to
+stop."""
 
 import os
 import re
@@ -24,11 +25,15 @@ def test_a_folder_that_is_lost_ends_the_run(command, before_step, remove, step):
     before_step(step, os.system, remove.format(command.folder))
     code, out, (error,) = command("log.tensorboard=false")
     assert code == FAILED and not any(line.startswith("done") for line in out)
-    assert error.startswith(str(command.folder)) and "removed, renamed, replaced or unmounted" in error
+    assert (
+        error.startswith(str(command.folder)) and "removed, renamed, replaced or unmounted" in error
+    )
     assert not command.folder.exists() or not list(command.folder.iterdir())
 
 
-def test_a_file_system_that_is_unmounted_ends_the_run_and_nothing_is_written_below(command, before_step, small_disk):
+def test_a_file_system_that_is_unmounted_ends_the_run_and_nothing_is_written_below(
+    command, before_step, small_disk
+):
     mount = small_disk("8m")
     before_step(3, subprocess.run, ["umount", "--lazy", mount])
     for folder in (mount, mount / "run"):
@@ -39,8 +44,11 @@ def test_a_file_system_that_is_unmounted_ends_the_run_and_nothing_is_written_bel
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], check=True)
 
 
-def test_an_unreadable_image_is_refused_by_name_and_may_be_left_out_in_the_same_folder(command, tmp_path):
-    """26 images in steps of 26: each of the 3 epochs meets the one that cannot be read, and counts it."""
+def test_an_unreadable_image_is_refused_by_name_and_may_be_left_out_in_the_same_folder(
+    command, tmp_path
+):
+    """26 images in steps of 26: each of the 3 epochs meets the one that cannot be read, and counts
+    it."""
     root = write_pictures(tmp_path / "images", train=13, val=2)
     bad = root / "train" / "a" / "0.png"
     for path in (bad, root / "val" / "a" / "0.png"):
@@ -51,7 +59,9 @@ def test_an_unreadable_image_is_refused_by_name_and_may_be_left_out_in_the_same_
     assert line.startswith(f"{bad}: ") and "data.bad_images=skip" in line
     code, out, errors = command(*overrides, "data.bad_images=skip")
     assert (code, errors) == (DONE, [])
-    assert [line for line in out if line.startswith("left out: ")] == [f"left out: {bad}: the file is empty"] * 3
+    assert [line for line in out if line.startswith("left out: ")] == [
+        f"left out: {bad}: the file is empty"
+    ] * 3
     assert [event["unreadable_images"] for event in events(command.folder, "train")] == [1, 2, 3]
     assert any("(3 images); 1 unreadable left out" in line for line in out)
 
@@ -66,8 +76,18 @@ def test_a_second_interrupt_exits_at_once_without_saving(command, before_step):
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_pipeline_saves_though_nobody_reads_its_output_any_more(tmp_path):
-    """As in `train.py | tee log`: the interrupt reaches both, and tee does not wait. Exit code 75 and one line."""
-    command = [sys.executable, "train.py", "--config", QUICKSTART, *SHORT, f"run.output={tmp_path / 'run'}"]
+    """As in `train.py | tee log`: the interrupt reaches both, and tee does not wait.
+
+    Exit code 75 and one line.
+    """
+    command = [
+        sys.executable,
+        "train.py",
+        "--config",
+        QUICKSTART,
+        *SHORT,
+        f"run.output={tmp_path / 'run'}",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(bound_to_parent([*command, "run.steps=1000000"]), cwd=ROOT, **pipes)
     while not process.stdout.readline().startswith("step "):
@@ -84,7 +104,10 @@ def test_ctrl_c_in_a_pipeline_saves_though_nobody_reads_its_output_any_more(tmp_
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("[enforce fail at alloc_cpu.cpp] can't allocate memory: you tried to allocate 36000000000000 bytes", "micro"),
+        (
+            "[enforce fail at alloc_cpu.cpp] can't allocate memory: you tried to allocate 36000000000000 bytes",
+            "micro",
+        ),
         ("CUDA out of memory. Tried to allocate 20.00 MiB", "micro"),
         ("DataLoader worker (pid 71) is killed by signal: Killed.", "workers"),
     ],
@@ -105,8 +128,11 @@ def fill(disk, leaving):
 
 
 @pytest.mark.parametrize("leaving", [0, 64 << 10], ids=["metrics", "checkpoint"])
-def test_a_full_disk_ends_the_run_with_1_and_a_run_with_room_resumes(command, before_step, small_disk, leaving):
-    """Before step 3 the disk fills up, so that not even a log line fits, or that but no checkpoint."""
+def test_a_full_disk_ends_the_run_with_1_and_a_run_with_room_resumes(
+    command, before_step, small_disk, leaving
+):
+    """Before step 3 the disk fills up, so that not even a log line fits, or that but no
+    checkpoint."""
     disk = small_disk("8m")
     before_step(3, fill, disk, leaving)
     recipe = ("log.every_steps=1", f"run.output={disk / 'run'}", "log.tensorboard=true")
@@ -114,7 +140,9 @@ def test_a_full_disk_ends_the_run_with_1_and_a_run_with_room_resumes(command, be
     before_step(0, None)
     assert code == FAILED
     assert error.startswith(f"{disk / 'run'}/")  # the file for which there is no room
-    assert error.endswith("; make room, then rerun the same command to resume from the last checkpoint")
+    assert error.endswith(
+        "; make room, then rerun the same command to resume from the last checkpoint"
+    )
     assert newest(disk / "run").name == "step-00000002.pt"
     assert not list((disk / "run" / "checkpoints").glob("*.tmp"))
 
@@ -123,5 +151,7 @@ def test_a_full_disk_ends_the_run_with_1_and_a_run_with_room_resumes(command, be
     assert (code, errors) == (DONE, [])
     assert "resuming at step 2 of 4" in out
     assert command("log.every_steps=1")[0] == DONE
-    ours, theirs = (torch.load(newest(folder), weights_only=True) for folder in (disk / "run", command.folder))
+    ours, theirs = (
+        torch.load(newest(folder), weights_only=True) for folder in (disk / "run", command.folder)
+    )
     assert_bitwise_equal(ours["engine"]["weights"], theirs["engine"]["weights"])

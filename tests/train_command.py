@@ -14,7 +14,13 @@ FAILED = 1
 WRONG_INPUT = 2
 STOPPED = 75
 # Four steps, a checkpoint after each.
-SHORT = (*TINY, "model.image_size=8", "batch.micro=24", "run.steps=4", "checkpoint.every_epochs=0.001")
+SHORT = (
+    *TINY,
+    "model.image_size=8",
+    "batch.micro=24",
+    "run.steps=4",
+    "checkpoint.every_epochs=0.001",
+)
 
 
 class Command:
@@ -27,7 +33,9 @@ class Command:
     def __call__(self, *overrides, output=None, recipe=QUICKSTART):
         """Exit code, lines of stdout, lines of stderr."""
         self._capfd.readouterr()
-        code = train.main(["--config", str(recipe), *SHORT, f"run.output={output or self.folder}", *overrides])
+        code = train.main(
+            ["--config", str(recipe), *SHORT, f"run.output={output or self.folder}", *overrides]
+        )
         captured = self._capfd.readouterr()
         return code, captured.out.splitlines(), captured.err.splitlines()
 
@@ -49,7 +57,11 @@ def command(tmp_path, capfd, monkeypatch):
 
 def files(folder):
     """{path: content} of all files below, but for the note of the sessions' environments."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "environment.json"}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "environment.json"
+    }
 
 
 def events(folder, kind):
@@ -62,7 +74,8 @@ def newest(folder):
 
 @pytest.fixture
 def before_step(monkeypatch):
-    """before_step(number, action, *arguments): has action(*arguments) called before a step (from 1) is done."""
+    """before_step(number, action, *arguments): has action(*arguments) called before a step (from 1)
+    is done."""
     original = TorchEngine.train_step
 
     def at(step, action, *arguments):
@@ -84,6 +97,9 @@ def stopped(command, before_step):
         before_step(step, signal.raise_signal, signal.SIGTERM)
         code, _, errors = command(*overrides)
         before_step(0, None)
-        assert (code, errors) == (STOPPED, [f"SIGTERM: saved at step {step}; the same command resumes"])
+        assert (code, errors) == (
+            STOPPED,
+            [f"SIGTERM: saved at step {step}; the same command resumes"],
+        )
 
     return stop

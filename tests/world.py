@@ -1,7 +1,7 @@
 """Runs a function in several ranks on this machine, connected by gloo.
 
-Ranks are forked from a server that has imported the heavy modules already. The function and its arguments travel by
-pickle: it must be at the top level of its module. Results come back by value.
+Ranks are forked from a server that has imported the heavy modules already. The function and its
+arguments travel by pickle: it must be at the top level of its module. Results come back by value.
 """
 
 import contextlib
@@ -55,7 +55,8 @@ _PRELOAD = (
 
 
 def fork_server():
-    """The multiprocessing context whose processes are forked from a running server that has loaded heavy modules."""
+    """The multiprocessing context whose processes are forked from a running server that has loaded
+    heavy modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
     forkserver.ensure_running()
@@ -63,29 +64,39 @@ def fork_server():
 
 
 def run(size, function, *args, timeout=240, connect=True, **environment):
-    """Return the results of function(rank, size, *args) in `size` processes, in the order of the ranks.
+    """Return the results of function(rank, size, *args) in `size` processes, in the order of the
+    ranks.
 
-    Each process has one torch thread, warnings that are errors, and torchrun's variables. If one fails, all are killed.
+    Each process has one torch thread, warnings that are errors, and torchrun's variables. If one
+    fails, all are killed.
 
     Args:
         timeout: seconds, for all ranks from their start to their results; also of every collective.
-        connect: whether torch.distributed is initialised with gloo before the call and destroyed after it.
+        connect: whether torch.distributed is initialised with gloo before the call and destroyed
+            after it.
         environment: further variables of the processes.
 
-    Raises RuntimeError with the output of all ranks where one fails; TimeoutError with the stacks of those that hang.
+    Raises RuntimeError with the output of all ranks where one fails; TimeoutError with the stacks
+    of those that hang.
     """
     call = pickle.dumps((function, args))
     variables = {**addresses(), **environment}
-    with started(range(size), _rank, size, call, timeout, connect, variables) as (processes, folder):
+    with started(range(size), _rank, size, call, timeout, connect, variables) as (
+        processes,
+        folder,
+    ):
         for rank in ends(processes, folder, timeout):
             if not (folder / f"result-{rank}").exists():
-                raise RuntimeError(f"rank {rank} failed, exit code {processes[rank].exitcode}\n{_output(folder)}")
+                raise RuntimeError(
+                    f"rank {rank} failed, exit code {processes[rank].exitcode}\n{_output(folder)}"
+                )
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in processes]
 
 
 @contextlib.contextmanager
 def started(ranks, target, *arguments):
-    """Processes {rank: process} that call target(rank, folder, *arguments), and the folder; killed at the end."""
+    """Processes {rank: process} that call target(rank, folder, *arguments), and the folder; killed
+    at the end."""
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes = {}
@@ -97,7 +108,10 @@ def started(ranks, target, *arguments):
 
 
 def ends(processes, folder, seconds):
-    """Yield the ranks as they end. Raises TimeoutError with the output and stacks of all where some hang."""
+    """Yield the ranks as they end.
+
+    Raises TimeoutError with the output and stacks of all where some hang.
+    """
     end = time.monotonic() + seconds
     waiting = {process.sentinel: rank for rank, process in processes.items()}
     while waiting:
@@ -107,14 +121,19 @@ def ends(processes, folder, seconds):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.3)
-            raise TimeoutError(f"ranks {sorted(waiting.values())} hang after {seconds} s\n{_output(folder)}")
+            raise TimeoutError(
+                f"ranks {sorted(waiting.values())} hang after {seconds} s\n{_output(folder)}"
+            )
         for sentinel in ready:
             processes[waiting[sentinel]].join()
             yield waiting.pop(sentinel)
 
 
 def _output(folder):
-    return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')}" for path in sorted(folder.glob("[oe]*-*")))
+    return "\n".join(
+        f"{path.name}:\n{path.read_text(errors='replace')}"
+        for path in sorted(folder.glob("[oe]*-*"))
+    )
 
 
 def _kill(process):
@@ -132,7 +151,11 @@ def _free_port():
 
 def addresses():
     """Variables by which ranks meet at the loopback."""
-    return {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
 
 
 def of_torchrun(rank, size):
@@ -140,7 +163,8 @@ def of_torchrun(rank, size):
 
 
 def set_up_rank(variables, out, err):
-    """Give a process its variables, files for stdout and stderr, stacks on SIGUSR1, and one thread."""
+    """Give a process its variables, files for stdout and stderr, stacks on SIGUSR1, and one
+    thread."""
     die_with_parent()
     os.setsid()
     for stream, path in ((1, out), (2, err)):
@@ -158,7 +182,9 @@ def _rank(rank, folder, size, call, timeout, connect, variables):
         if connect:
             store = distributed.FileStore(str(folder / "store"), size)
             limit = datetime.timedelta(seconds=timeout)
-            distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            distributed.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=limit
+            )
         result = function(rank, size, *args)
         if connect:
             distributed.destroy_process_group()

@@ -32,7 +32,9 @@ class PartOfSum(Running):
 
 @METHODS.implements(Part)
 class PartMethod(Method):
-    def seconds_over(self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int) -> float:
+    def seconds_over(
+        self, levels: Sequence[Tuple[int, Link]], replicas: int, gradient: Gradient, size: int
+    ) -> float:
         return sum(link.message(4.0 * gradient.elements) for _, link in levels)
 
     def create(self, setup: Setup) -> Optional[Running]:

@@ -27,8 +27,12 @@ class PatchesFamily(Family):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             stem = nn.Sequential(nn.Conv2d(3, section.channels, 4, stride=4), nn.SiLU())
-            head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(section.channels, section.classes))
-        model = BlockList([("preprocess", Preprocess(section.mean, section.std)), ("stem", stem), ("head", head)])
+            head = nn.Sequential(
+                nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(section.channels, section.classes)
+            )
+        model = BlockList(
+            [("preprocess", Preprocess(section.mean, section.std)), ("stem", stem), ("head", head)]
+        )
         model.draws = Draws(seed)
         return model
 
@@ -43,5 +47,7 @@ def shapes(section: Patches, image_size: int) -> Dict[str, BlockShape]:
     return {
         "preprocess": BlockShape(0, 0, 0, 0, pixels),
         "stem": BlockShape(48 * described, 49 * channels, channels, pixels + described, described),
-        "head": BlockShape(channels * classes, (channels + 1) * classes, classes, channels, classes),
+        "head": BlockShape(
+            channels * classes, (channels + 1) * classes, classes, channels, classes
+        ),
     }

@@ -13,7 +13,9 @@ class Sign(Optimizer):
     """Steps by the sign of the gradient."""
 
     name: Literal["sign"] = "sign"
-    share: float = Field(1.0, ge=0, le=1, description="share of the sign in a step; the rest is the gradient's")
+    share: float = Field(
+        1.0, ge=0, le=1, description="share of the sign in a step; the rest is the gradient's"
+    )
 
 
 @OPTIMIZERS.implements(Sign)

@@ -1,4 +1,5 @@
-"""All benchmarks print how long they take and their progress, have a quick form, and report claims in one way."""
+"""All benchmarks print how long they take and their progress, have a quick form, and report claims
+in one way."""
 
 import importlib
 import json
@@ -15,7 +16,9 @@ from tests.conftest import ROOT
 _FILES = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*/__main__.py")]
 _PARTS = [*(ROOT / "benchmarks").rglob("*.py")]
 BENCHMARKS = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in _FILES if "run(__file__)" in path.read_text()
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in _FILES
+    if "run(__file__)" in path.read_text()
 )
 
 
@@ -38,7 +41,10 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
         with pytest.raises(Begun):
             main()
         (said,) = claims._say.call_args.args
-        assert said.startswith("takes about ") and ("; --quick: " in said) is hint is not claims.quick()
+        assert (
+            said.startswith("takes about ")
+            and ("; --quick: " in said) is hint is not claims.quick()
+        )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,10 @@ def test_every_benchmark_says_how_long_it_takes_and_has_a_quick_form(name, monke
 )
 def test_an_experiment_says_how_long_it_takes_itself(name, whole, quick, monkeypatch):
     main = importlib.import_module("benchmarks.evidence.__main__").main
-    for option, said in (([], f"takes about {whole}, .*; --quick: {quick}$"), (["--quick"], f"takes about {quick} ")):
+    for option, said in (
+        ([], f"takes about {whole}, .*; --quick: {quick}$"),
+        (["--quick"], f"takes about {quick} "),
+    ):
         monkeypatch.setattr(claims, "_say", mock.Mock(side_effect=Begun))
         monkeypatch.setattr(sys, "argv", ["evidence", name, *option])
         with pytest.raises(Begun):
@@ -71,7 +80,8 @@ def test_what_git_tracks_is_written_with_an_option(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [*((name, "--quick") for name in WRITING), ("benchmarks.gpu_suite", "--dry-run")]
+    ("name", "other"),
+    [*((name, "--quick") for name in WRITING), ("benchmarks.gpu_suite", "--dry-run")],
 )
 def test_what_is_measured_in_small_is_not_written(name, other, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which a dry run sets: it is as before in the end
@@ -84,10 +94,19 @@ def test_what_is_measured_in_small_is_not_written(name, other, monkeypatch, caps
 
 def test_no_other_benchmark_knows_where_results_are():
     """`RESULTS` is docs/results."""
-    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in _PARTS}
-    knowing = {name for name, text in named.items() if re.search(r"\bRESULTS\b|[\"']docs[\"'/]", text)}
-    parts = {"benchmarks.__init__", "benchmarks.evidence.page", "benchmarks.evidence.runs"}  # parts of those that write
-    assert knowing == parts | {"benchmarks.evidence.__main__", "benchmarks.gpu_suite", "benchmarks.time_to_accuracy"}
+    named = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in _PARTS
+    }
+    knowing = {
+        name for name, text in named.items() if re.search(r"\bRESULTS\b|[\"']docs[\"'/]", text)
+    }
+    # parts of those that write
+    parts = {"benchmarks.__init__", "benchmarks.evidence.page", "benchmarks.evidence.runs"}
+    assert knowing == parts | {
+        "benchmarks.evidence.__main__",
+        "benchmarks.gpu_suite",
+        "benchmarks.time_to_accuracy",
+    }
 
 
 def test_progress_says_how_much_is_left(monkeypatch, capsys):
@@ -97,7 +116,10 @@ def test_progress_says_how_much_is_left(monkeypatch, capsys):
     for _ in claims.progress("abcd", "item"):
         now[0] += 6
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert (first, last) == ("item 1 of 4: 6 s, about 18 s left", "item 4 of 4: 24 s, about 0 s left")
+    assert (first, last) == (
+        "item 1 of 4: 6 s, about 18 s left",
+        "item 4 of 4: 24 s, about 0 s left",
+    )
     assert (list(claims.progress("abcd", "item")), capsys.readouterr().err) == (list("abcd"), "")
 
 
@@ -110,7 +132,9 @@ def test_sides_take_turns_in_alternating_order_and_the_first_turn_does_not_count
     assert claims.in_turn(sides, 3, lambda side, number: number) == {"a": [1, 2], "b": [1, 2]}
 
 
-def test_the_report_of_a_quick_benchmark_marks_its_claims_and_ends_with_one_object(monkeypatch, capsys):
+def test_the_report_of_a_quick_benchmark_marks_its_claims_and_ends_with_one_object(
+    monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["plan", "--quick", "--json"])
     plan.main()
     *lines, last = capsys.readouterr().out.splitlines()

@@ -32,19 +32,27 @@ STRUCK_RUN = Struck(
     output="",
     stops=[],
 )
-STOPS = [Stop("SIGTERM", TRAINS, 75, 2.0, True), Stop("SIGINT, SIGTERM", "before the first step", 75, 4.0, True)]
-STOPPED_RUN = Struck("3x1", [], True, wrong_steps=0, restarts=0, generations=0, seconds=0.0, output="", stops=STOPS)
+STOPS = [
+    Stop("SIGTERM", TRAINS, 75, 2.0, True),
+    Stop("SIGINT, SIGTERM", "before the first step", 75, 4.0, True),
+]
+STOPPED_RUN = Struck(
+    "3x1", [], True, wrong_steps=0, restarts=0, generations=0, seconds=0.0, output="", stops=STOPS
+)
 
 
 @pytest.fixture
 def struck(monkeypatch):
-    """kind, topology, ranks there, lines, ranks that do not run -> the kind, and ranks that were sent a signal."""
+    """kind, topology, ranks there, lines, ranks that do not run -> the kind, and ranks that were
+    sent a signal."""
 
     def strike(kind, topology, running, said, seed=0, stopped=()):
         sent = []
         monkeypatch.setattr(strikes, "runs", lambda process: process not in stopped)
         monkeypatch.setattr(strikes, "_MEETING", 0.0)
-        monkeypatch.setattr(strikes.os, "kill", lambda process, number: sent.append((process, number)))
+        monkeypatch.setattr(
+            strikes.os, "kill", lambda process, number: sent.append((process, number))
+        )
         session = SimpleNamespace(said=lambda: said, ranks=lambda: {rank: rank for rank in running})
         called, ranks = strikes._strike(kind, topology, session, random.Random(seed))
         assert [process for process, _ in sent] == list(ranks)
@@ -63,12 +71,16 @@ def test_one_replica_that_has_the_state_is_left(struck, seed):
     assert victim in (0, 2) and called == "while another joins"
     called, (first, second) = struck("two", Topology(3, 2), range(6), "", seed)
     assert first // 2 != second // 2 and called == "two"  # of two replicas
-    assert struck("stop", Topology(3, 1), (0, 1, 2), last.replace("2, 0", "2"), seed) == ("stop", ())
+    assert struck("stop", Topology(3, 1), (0, 1, 2), last.replace("2, 0", "2"), seed) == (
+        "stop",
+        (),
+    )
     joining = struck("kill", Topology(2, 1), (0, 1), last.replace("2, 0", "0"), seed)
     assert joining == ("while another joins", (1,))  # itself on its way back
     called, (first, second) = struck("meeting", Topology(3, 1), (0, 1, 2), "", seed)
     assert first != second and called == "meeting"
-    for kind in ("kill", "stop", "two", "meeting"):  # nobody has noticed yet that rank 2 was stopped
+    for kind in ("kill", "stop", "two", "meeting"):
+        # nobody has noticed yet that rank 2 was stopped
         assert struck(kind, Topology(3, 1), (0, 1, 2), last, seed, stopped=(2,))[1] in ((), (1,))
 
 
@@ -84,7 +96,10 @@ def ended(tmp_path, monkeypatch):
         run._earlier = []
         run._returning = []
         run._lock = threading.Lock()
-        ends = [f"import sys, time; time.sleep({seconds}); sys.exit({code})" for code, seconds in launchers]
+        ends = [
+            f"import sys, time; time.sleep({seconds}); sys.exit({code})"
+            for code, seconds in launchers
+        ]
         run.sessions = [Session(site, [sys.executable, "-c", text], environment) for text in ends]
         return run.wait(0.0)
 
@@ -128,7 +143,9 @@ def test_a_strike_that_no_step_followed_costs_what_was_left_of_the_run(monkeypat
     monkeypatch.setattr(strikes.time, "monotonic", lambda: 8.0)
     watch.run()
     monkeypatch.setattr(strikes.time, "monotonic", lambda: 90.0)  # the session has been waited for
-    assert strikes._with_cost(strikes._Moment("kill", (0,), 4, 6.5), watch, usual=0.5).seconds == 1.0
+    assert (
+        strikes._with_cost(strikes._Moment("kill", (0,), 4, 6.5), watch, usual=0.5).seconds == 1.0
+    )
 
 
 def test_no_host_comes_back_to_a_network_that_an_error_has_removed(monkeypatch, tmp_path):
@@ -151,12 +168,24 @@ def test_no_host_comes_back_to_a_network_that_an_error_has_removed(monkeypatch, 
 
 
 def test_what_differs_and_what_restarts_is_claimed():
-    made = [Strike("kill", (0,), 5, 0.5), Strike("stop", (1,), 9, 3.5), Strike("kill", (0,), 15, 0.7)]
-    good = Struck("3x1", made, True, wrong_steps=0, restarts=0, generations=4, seconds=12.0, output="")
+    made = [
+        Strike("kill", (0,), 5, 0.5),
+        Strike("stop", (1,), 9, 3.5),
+        Strike("kill", (0,), 15, 0.7),
+    ]
+    good = Struck(
+        "3x1", made, True, wrong_steps=0, restarts=0, generations=4, seconds=12.0, output=""
+    )
     bad = good._replace(same=False, wrong_steps=2, restarts=1)
-    found = {each["name"]: each["value"] for each in _claims([good, bad, STOPPED_RUN._replace(same=False)])}
+    found = {
+        each["name"]: each["value"]
+        for each in _claims([good, bad, STOPPED_RUN._replace(same=False)])
+    }
     assert found["strikes"] == 6 and found["runs_with_the_undisturbed_bits"] == pytest.approx(1 / 3)
-    assert (found["steps_with_images_lost_or_repeated"], found["restarts_from_checkpoint"]) == (2, 1)
+    assert (found["steps_with_images_lost_or_repeated"], found["restarts_from_checkpoint"]) == (
+        2,
+        1,
+    )
     assert found["median_seconds_lost"] == 0.7
     assert found["effective_time"] == pytest.approx(1 - 4 / 60)
 
@@ -167,13 +196,19 @@ def test_a_stop_resumed_if_it_ended_as_promised_and_the_run_came_to_the_undistur
     found = {each["name"]: each["value"] for each in _claims([STRUCK_RUN, *runs])}
     assert found["stops_that_resumed"] == pytest.approx(2 / 6)
     # A stop and a start are no time that a strike takes.
-    assert (found["strikes"], found["median_seconds_lost"], found["effective_time"]) == (1, 0.5, 0.95)
+    assert (found["strikes"], found["median_seconds_lost"], found["effective_time"]) == (
+        1,
+        0.5,
+        0.95,
+    )
 
 
 def test_stops_are_listed_by_phase_signal_and_code():
     other = Stop("SIGTERM", TRAINS, None, 180.0, False)
     rows = _rows_of_stops([STRUCK_RUN, STOPPED_RUN, STOPPED_RUN._replace(stops=[other])])
-    found = [(row["phase"], row["signal"], row["exit_code"], row["stops"], row["most"]) for row in rows]
+    found = [
+        (row["phase"], row["signal"], row["exit_code"], row["stops"], row["most"]) for row in rows
+    ]
     assert found == [
         ("before the first step", "SIGINT, SIGTERM", "75", 1, 4.0),
         (TRAINS, "SIGTERM", "75", 1, 2.0),
@@ -209,7 +244,13 @@ def test_what_a_run_was_doing_is_read_from_its_output(said, found):
         (75, STEP, {"saved": 6, "events": 6}, True),  # a loss broke it off
         (75, STEP, {"saved": 3, "events": 3}, False),  # the last checkpoint is not enough
         (75, STEP, {"saved": 6, "events": 7}, False),  # metrics of a step that is not saved
-        (75, "", {"before": 0, "events": 2}, True),  # an earlier session had logged more than it had saved
+        # an earlier session had logged more than it had saved
+        (
+            75,
+            "",
+            {"before": 0, "events": 2},
+            True,
+        ),
         (75, STEP, {"saved": 7, "events": 7, "seconds": 31.0}, False),
         (0, STEP, {"saved": 300, "events": 300}, True),
         (0, STEP, {"saved": 7, "events": 7}, False),
@@ -233,7 +274,8 @@ def test_a_session_after_a_stop_begins_from_a_checkpoint_and_no_other_does():
 
 
 class Sessions:
-    """Stands for a site: sessions that end with a code each as soon as they get a signal, or at once without one."""
+    """Stands for a site: sessions that end with a code each as soon as they get a signal, or at
+    once without one."""
 
     def __init__(self, codes):
         self.codes = list(codes)
@@ -243,7 +285,9 @@ class Sessions:
 
     def start(self):
         self.started += 1
-        session = SimpleNamespace(running=True, process=SimpleNamespace(send_signal=lambda number: sent(number)))
+        session = SimpleNamespace(
+            running=True, process=SimpleNamespace(send_signal=lambda number: sent(number))
+        )
 
         def sent(number):
             self.sent.append((self.started, number))
@@ -275,13 +319,18 @@ def test_a_run_is_stopped_at_each_moment_and_the_same_command_ends_it(killed, se
     site = Sessions([75] * number + [0])
     made, endings = stops.stopped(site, 300, random.Random(seed))
     assert len(made) == number and [ending.code for ending in endings] == [75] * number + [0]
-    # Each session but the last got a signal first, and some a second one, SIGTERM, which the stop names.
+    # Each session but the last got a signal first, and some a second one, SIGTERM, which the stop
+    # names.
     for session, stop in enumerate(made, start=1):
         names = [signal.Signals(each).name for to, each in site.sent if to == session]
         assert ", ".join(names) == stop.signal and names[1:] in ([], ["SIGTERM"])
         assert stop.phase == "a replacement starts or waits" and stop.as_promised
     # One rank was killed in the sessions that are to lose one.
-    assert len(killed) == len(set(killed)) == sum("loss" in each or each == "replacement" for each in stops.MOMENTS)
+    assert (
+        len(killed)
+        == len(set(killed))
+        == sum("loss" in each or each == "replacement" for each in stops.MOMENTS)
+    )
 
 
 def test_a_run_that_was_done_when_it_was_stopped_is_not_started_again(killed):
@@ -292,7 +341,9 @@ def test_a_run_that_was_done_when_it_was_stopped_is_not_started_again(killed):
 
 def test_steps_with_events_of_one_run_only_are_counted():
     expected = Result("", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
-    result = Result("", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}, {"step": 3, "loss": 1.0}])
+    result = Result(
+        "", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}, {"step": 3, "loss": 1.0}]
+    )
     assert strikes._differing(expected, expected) == 0
     assert strikes._differing(expected, result) == strikes._differing(expected, None) == 2
     twice = Result("", [*expected.events, expected.events[1]])
@@ -303,7 +354,9 @@ def test_runs_with_stops_are_kept_beside_those_with_strikes(tmp_path, monkeypatc
     """Also where the file is of a time without stops."""
     monkeypatch.setattr(strikes, "CACHE", tmp_path)
     monkeypatch.setattr(strikes, "undisturbed", lambda folder: Result("", []))
-    monkeypatch.setattr(strikes, "struck", lambda each, *_: STOPPED_RUN if each.stops else STRUCK_RUN)
+    monkeypatch.setattr(
+        strikes, "struck", lambda each, *_: STOPPED_RUN if each.stops else STRUCK_RUN
+    )
     planned = [Planned(Topology(3, 1), 0), Planned(Topology(3, 1), 0, stops=True)]
     made = strikes.all_runs(planned, lambda items, what: items)
     monkeypatch.setattr(strikes, "struck", None)
@@ -313,7 +366,9 @@ def test_runs_with_stops_are_kept_beside_those_with_strikes(tmp_path, monkeypatc
     key, fields = json.loads(file.read_text().splitlines()[0])
     del fields["stops"]
     file.write_text(json.dumps([key, fields]) + "\n")
-    assert json.dumps(strikes.all_runs(planned[:1], lambda items, what: items)) == json.dumps(made[:1])
+    assert json.dumps(strikes.all_runs(planned[:1], lambda items, what: items)) == json.dumps(
+        made[:1]
+    )
 
 
 def test_runs_of_another_recipe_are_made_again(tmp_path, monkeypatch):
@@ -329,5 +384,8 @@ def test_runs_of_another_recipe_are_made_again(tmp_path, monkeypatch):
 
 
 def test_rates_add_up():
-    """8 and 16 micro batches in a second of passes are 24 a second; a step of 24 in 1.25 s is 80 % of that."""
-    assert uneven.over_sum((Turn(1.25, 1.0, 8), Turn(1.25, 1.0, 16))) == pytest.approx(24 / 1.25 / 24)
+    """8 and 16 micro batches in a second of passes are 24 a second; a step of 24 in 1.25 s is 80 %
+    of that."""
+    assert uneven.over_sum((Turn(1.25, 1.0, 8), Turn(1.25, 1.0, 16))) == pytest.approx(
+        24 / 1.25 / 24
+    )

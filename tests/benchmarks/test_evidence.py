@@ -1,4 +1,5 @@
-"""The runner of experiments: what it trains, keeps and compares; and that verdicts follow from figures."""
+"""The runner of experiments: what it trains, keeps and compares; and that verdicts follow from
+figures."""
 
 import argparse
 import itertools
@@ -39,19 +40,30 @@ def kept(tmp_path, monkeypatch):
     return tmp_path / "runs"
 
 
-# Runs -------------------------------------------------------------------------------------------------------------
+# Runs ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_named_by_what_it_is():
     run = Run(("schedule.peak=1", "batch.global=96"), 0)
     assert run.folder == Run(("batch.global=96", "schedule.peak=1"), 0).folder
-    others = [run._replace(**{field: value}) for field, value in (("seed", 1), ("stages", 2), ("replicas", 2))]
-    assert len({each.folder for each in [run, *others, Run(("schedule.peak=2", "batch.global=96"), 0)]}) == 5
+    others = [
+        run._replace(**{field: value})
+        for field, value in (("seed", 1), ("stages", 2), ("replicas", 2))
+    ]
+    assert (
+        len(
+            {each.folder for each in [run, *others, Run(("schedule.peak=2", "batch.global=96"), 0)]}
+        )
+        == 5
+    )
 
 
 def test_of_a_log_the_last_line_and_every_noise_scale_are_kept(kept):
     run = Run(SHORT, 0)
-    log = [{"event": "train", "step": step, "epoch": step / 9, "loss": 1 / step, "lr": 1.0} for step in range(1, 778)]
+    log = [
+        {"event": "train", "step": step, "epoch": step / 9, "loss": 1 / step, "lr": 1.0}
+        for step in range(1, 778)
+    ]
     for event in log[100:200]:
         event["noise_scale"] = {"images": 5.0, "error": 1.0, "layers": {}}
     log.append({"event": "eval", "step": 777, "epoch": 7.0, "loss": 2.0, "top1": 0.5, "top5": 0.9})
@@ -68,7 +80,9 @@ def test_of_a_log_the_last_line_and_every_noise_scale_are_kept(kept):
     assert found["eval"] == [{"event": "eval", "step": 777, "epoch": 7.0, "loss": 2.0, "top1": 0.5}]
     assert found["end"][0]["top1"] == 0.5
     assert found["train"][-1] == {"event": "train", "step": 777, "epoch": 777 / 9, "loss": 1 / 777}
-    assert [event["noise_scale"] for event in found["train"][:-1]] == [{"images": 5.0, "error": 1.0}] * 100
+    assert [event["noise_scale"] for event in found["train"][:-1]] == [
+        {"images": 5.0, "error": 1.0}
+    ] * 100
     assert runs.events_of(Run(SHORT, 1)) == {}
     assert runs.provenance_of(Run(SHORT, 1)) == UNKNOWN
 
@@ -87,7 +101,9 @@ def test_only_finished_runs_with_a_folder_are_kept(monkeypatch):
     elsewhere = Run(SHORT, 2)
     for run in (finished, training):
         trained_on(run, "2026-11-20", "Some CPU")
-    monkeypatch.setattr(runs, "outcome", lambda run: None if run == training else Outcome(0.5, 1.0, 1.0))
+    monkeypatch.setattr(
+        runs, "outcome", lambda run: None if run == training else Outcome(0.5, 1.0, 1.0)
+    )
     for run in (finished, training, elsewhere):
         runs.keep(run)
     (line,) = runs.KEPT.read_text().splitlines()
@@ -98,7 +114,8 @@ def test_only_finished_runs_with_a_folder_are_kept(monkeypatch):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("commands", [False, True])
 def test_runs_are_trained_once_side_by_side_as_by_their_commands(kept, commands):
-    """In a fresh process: torch's autograd does not survive a fork of a process in which it was used."""
+    """In a fresh process: torch's autograd does not survive a fork of a process in which it was
+    used."""
     (ended,) = ranks.run(1, _train, kept, commands, timeout=240)
     assert ended.code == 0, "\n".join(ended.errors)
 
@@ -111,7 +128,8 @@ def _train(rank, size, folder, commands):
 
 
 def trained_once(folder):
-    """Another run is wanted once the first has ended; what is kept of both says what their folders say."""
+    """Another run is wanted once the first has ended; what is kept of both says what their folders
+    say."""
     first, second = (Run(SHORT, seed) for seed in range(2))
     said = []
 
@@ -125,10 +143,15 @@ def trained_once(folder):
     assert len(runs.KEPT.read_text().splitlines()) == 2
 
     def read():
-        return [(outcome(run), runs.curve(run, "eval", "top1"), runs.provenance_of(run)) for run in (first, second)]
+        return [
+            (outcome(run), runs.curve(run, "eval", "top1"), runs.provenance_of(run))
+            for run in (first, second)
+        ]
 
     before = read()
-    assert before[0][2].processors == (cores.processor(),) and before[0][2].torch == (torch.__version__,)
+    assert before[0][2].processors == (cores.processor(),) and before[0][2].torch == (
+        torch.__version__,
+    )
     shutil.rmtree(folder)
     assert read() == before
 
@@ -186,7 +209,9 @@ def launching(monkeypatch, program):
     """A run of two processes that a program of one line stands for, in its folder."""
     run = Run(SHORT, 0, replicas=2)
     run.folder.mkdir(parents=True)
-    monkeypatch.setattr(Run, "command", lambda run: [sys.executable, "-c", f"import sys; {program}"])
+    monkeypatch.setattr(
+        Run, "command", lambda run: [sys.executable, "-c", f"import sys; {program}"]
+    )
     return run
 
 
@@ -198,16 +223,20 @@ def test_several_processes_that_diverged_have_come_to_their_end(monkeypatch, cap
     run = launching(monkeypatch, f"sys.stderr.write({lines!r}); sys.exit({code})")
     assert runs.train_here(run) == (0 if code == 1 else code)
     assert capsys.readouterr().err == lines
-    assert outcome(run) == (Outcome(1 / 50, float("inf"), float("inf"), message) if code == 1 else None)
+    assert outcome(run) == (
+        Outcome(1 / 50, float("inf"), float("inf"), message) if code == 1 else None
+    )
 
 
 def test_several_processes_that_failed_have_not(monkeypatch):
-    run = launching(monkeypatch, "sys.exit('rank 0 failed with exit code 1 (host a); all ranks stopped')")
+    run = launching(
+        monkeypatch, "sys.exit('rank 0 failed with exit code 1 (host a); all ranks stopped')"
+    )
     assert runs.train_here(run) == 1
     assert outcome(run) is None
 
 
-# Searches ---------------------------------------------------------------------------------------------------------
+# Searches -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -226,7 +255,11 @@ def losses(monkeypatch):
                 if not missing:
                     return done
                 for run in missing:
-                    peak = float(next((text for text in run.overrides if "peak" in text), "=4").partition("=")[2])
+                    peak = float(
+                        next((text for text in run.overrides if "peak" in text), "=4").partition(
+                            "="
+                        )[2]
+                    )
                     done[run] = Outcome(0.5, function(peak), 1.0)
 
         monkeypatch.setattr(experiment, "outcome", found)
@@ -235,7 +268,7 @@ def losses(monkeypatch):
     return pretend
 
 
-# Pages ------------------------------------------------------------------------------------------------------------
+# Pages --------------------------------------------------------------------------------------------
 
 
 class Two(Experiment):
@@ -245,7 +278,10 @@ class Two(Experiment):
     question = "Which of two?"
 
     def series(self):
-        return [Series({"kind": kind}, (f"schedule.peak={number}",)) for number, kind in ((1, "one"), (2, "other"))]
+        return [
+            Series({"kind": kind}, (f"schedule.peak={number}",))
+            for number, kind in ((1, "one"), (2, "other"))
+        ]
 
     def draw(self, rows, path):
         page.draw({"": page.lines(rows, "kind", "seeds")}, path, x="x", y="y")
@@ -265,12 +301,21 @@ def pretended(monkeypatch):
 def test_a_page_has_figures_the_command_and_ends_with_the_verdict(tmp_path, pretended):
     two = Two()
     rows = two.rows()
-    assert [(row["top1_mean"], row["top1_sd"], row["seeds"]) for row in rows] == [(51, 1, 3), (61, 1, 3)]
+    assert [(row["top1_mean"], row["top1_sd"], row["seeds"]) for row in rows] == [
+        (51, 1, 3),
+        (61, 1, 3),
+    ]
     page.write(two, rows, tmp_path)
     text = (tmp_path / "two.md").read_text()
-    assert "\n\nTrained on days not recorded on processors not recorded, torch not recorded, by `python" in text
+    assert (
+        "\n\nTrained on days not recorded on processors not recorded, torch not recorded, by `python"
+        in text
+    )
     assert "| other | 61.0 ± 1.0 | 1.000 ± 0.000 | 2.000 ± 0.000 |" in text
-    assert "`python -m benchmarks.evidence two`" in text and "\n\nTwo series of runs that are not trained.\n\n|" in text
+    assert (
+        "`python -m benchmarks.evidence two`" in text
+        and "\n\nTwo series of runs that are not trained.\n\n|" in text
+    )
     assert "--config configs/evidence.yaml schedule.peak=2 run.seed=2`" in text
     assert text.endswith("**Verdict.** One of them.\n")
     assert (tmp_path / "two.png").stat().st_size > 1000
@@ -283,8 +328,12 @@ def test_the_head_of_a_page_is_about_the_machines_that_trained_its_runs(tmp_path
         trained_on(run, f"2026-11-2{number}", f"CPU {number % 2}")
     page.write(two, two.rows(), tmp_path)
     head = (tmp_path / "two.md").read_text().split("\n\n")[1]
-    assert head.startswith("Trained 2026-11-20 to 2026-11-25 on CPU 0 and CPU 1, torch 2.0, by `python -m ")
-    assert head.endswith("; recipe [`configs/evidence.yaml`](../../configs/evidence.yaml), one thread a run.")
+    assert head.startswith(
+        "Trained 2026-11-20 to 2026-11-25 on CPU 0 and CPU 1, torch 2.0, by `python -m "
+    )
+    assert head.endswith(
+        "; recipe [`configs/evidence.yaml`](../../configs/evidence.yaml), one thread a run."
+    )
 
 
 def test_files_in_docs_results_change_with_write_only(tmp_path, pretended, monkeypatch, capsys):
@@ -297,7 +346,10 @@ def test_files_in_docs_results_change_with_write_only(tmp_path, pretended, monke
         assert command.conclude(Two(), argparse.Namespace(write=write, json=False)) == 0
         return capsys.readouterr().out
 
-    assert "two.md would change with --write:\n" in conclude(write=False) and not (tmp_path / "results").exists()
+    assert (
+        "two.md would change with --write:\n" in conclude(write=False)
+        and not (tmp_path / "results").exists()
+    )
     assert "written: docs/results/two.md, .csv, .png" in conclude(write=True)
     written = {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()}
     assert written.keys() == {"two.md", "two.csv", "two.png"}
@@ -321,12 +373,16 @@ def test_a_rerun_is_compared_with_what_was_written_and_keeps_its_findings(tmp_pa
     near, far = [dict(row) for row in two.rows()]
     near["top1_mean"] += 0.9
     far["top1_mean"] += 1.1
-    assert page.differences(two, [near, far], tmp_path) == ["kind other: top-1 62.10 %, before 61.00 %"]
+    assert page.differences(two, [near, far], tmp_path) == [
+        "kind other: top-1 62.10 %, before 61.00 %"
+    ]
 
 
 def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
     lost = Outcome(0.02, float("inf"), float("inf"), "step 3")
-    monkeypatch.setattr(experiment, "outcome", lambda run: lost if run.seed else Outcome(0.5, 1.5, 1.0))
+    monkeypatch.setattr(
+        experiment, "outcome", lambda run: lost if run.seed else Outcome(0.5, 1.5, 1.0)
+    )
     row = experiment.row(Series({"kind": "one"}, ()))
     assert (row["diverged"], row["loss_mean"], row["loss_sd"]) == (2, 1.5, None)
     assert row["top1_mean"] == pytest.approx((50 + 2 + 2) / 3, abs=1e-4)
@@ -335,7 +391,7 @@ def test_diverged_runs_count_as_guesses_and_in_no_loss(monkeypatch):
     assert "2 of 3" in Two().table([row])
 
 
-# The experiments --------------------------------------------------------------------------------------------------
+# The experiments ----------------------------------------------------------------------------------
 
 
 LARGE = ("exchange_learning", "ladder2")  # of hundreds of runs
@@ -343,13 +399,18 @@ LARGE = ("exchange_learning", "ladder2")  # of hundreds of runs
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in command.EXPERIMENTS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LARGE else ())
+        for name in command.EXPERIMENTS
+    ],
 )
 def test_all_runs_are_recipes_and_each_experiment_goes_to_its_end(name, losses, monkeypatch):
     """With losses that are least at a peak that is none of the first guesses."""
     monkeypatch.setattr("benchmarks.evidence.ladder2.curve", lambda *_: ([0.5, 1.0], [0.4, 0.6]))
     for reader in ("tuning", "exchange_learning", "half_weights"):
-        monkeypatch.setattr(f"benchmarks.evidence.{reader}.outcome", lambda run: experiment.outcome(run))
+        monkeypatch.setattr(
+            f"benchmarks.evidence.{reader}.outcome", lambda run: experiment.outcome(run)
+        )
     made = command.EXPERIMENTS[name]
     losses(lambda peak: abs(peak - 0.3))(made.wanted)
     wanted = made.wanted()
@@ -379,19 +440,29 @@ def row(mean, sd=0.5, **labels):
     ("lost", "said"), [(2, "Not fully reproduced"), (40, "Reproduced: .* nearest 0.03125, 0.125.")]
 )
 def test_rounding_to_nearest_is_behind_beyond_what_chance_explains(lost, said):
-    """Below a peak of 0.3 hundredths of the loss are lost: 2 are 3.5 standard errors of three differences."""
+    """Below a peak of 0.3 hundredths of the loss are lost: 2 are 3.5 standard errors of three
+    differences."""
     rows = []
     for peak, kind in itertools.product(PEAKS, WEIGHTS):
         behind = lost if kind == "float16 nearest" and peak < 0.3 else 0
-        rows.append({**row(70, peak=peak, weights=kind), "behind_mean": behind / 100, "behind_sd": 0.01})
+        rows.append(
+            {**row(70, peak=peak, weights=kind), "behind_mean": behind / 100, "behind_sd": 0.01}
+        )
     assert re.match(said, command.EXPERIMENTS["half_weights"].verdict(rows))
 
 
 @pytest.mark.parametrize(
     ("exact", "nearest", "said"),
-    [(0, 1, "nearest 0.03125"), (0, 3, "nearest 0.03125"), (1, 3, "nearest none"), (3, 3, "nearest none")],
+    [
+        (0, 1, "nearest 0.03125"),
+        (0, 3, "nearest 0.03125"),
+        (1, 3, "nearest none"),
+        (3, 3, "nearest none"),
+    ],
 )
-def test_diverged_runs_have_no_loss_to_compare_but_are_a_difference_beside_float32(monkeypatch, exact, nearest, said):
+def test_diverged_runs_have_no_loss_to_compare_but_are_a_difference_beside_float32(
+    monkeypatch, exact, nearest, said
+):
     """At the lowest peak so many runs of float32 weights and of rounding to nearest diverge."""
     lost = Outcome(0.02, float("inf"), float("inf"), "step 3")
 
@@ -407,11 +478,16 @@ def test_diverged_runs_have_no_loss_to_compare_but_are_a_difference_beside_float
         monkeypatch.setattr(f"benchmarks.evidence.{module}.outcome", outcome)
     rows = command.EXPERIMENTS["half_weights"].rows()
     left = 3 - max(exact, nearest)
-    assert (rows[2]["behind_mean"], rows[2]["behind_sd"]) == (0.0 if left else None, 0.0 if left > 1 else None)
+    assert (rows[2]["behind_mean"], rows[2]["behind_sd"]) == (
+        0.0 if left else None,
+        0.0 if left > 1 else None,
+    )
     assert command.EXPERIMENTS["half_weights"].verdict(rows).endswith(f"rounding to {said}.")
 
 
-@pytest.mark.parametrize("name", [name for name in command.EXPERIMENTS if (RESULTS / f"{name}.csv").exists()])
+@pytest.mark.parametrize(
+    "name", [name for name in command.EXPERIMENTS if (RESULTS / f"{name}.csv").exists()]
+)
 def test_the_pages_of_the_repository_say_what_their_figures_say(name, tmp_path):
     found = command.EXPERIMENTS[name]
     rows = page.read(RESULTS / f"{name}.csv")
@@ -447,7 +523,8 @@ def test_a_frozen_page_has_its_figures_and_names_the_commit_with_its_code(name):
         assert Two().table(rows) in page_text
 
 
-# Experiments whose runs are all in docs/results/runs.jsonl: trained anew where their declaration changes.
+# Experiments whose runs are all in docs/results/runs.jsonl: trained anew where their declaration
+# changes.
 ALL_KEPT = ("exchange_learning", pytest.param("ladder2", marks=pytest.mark.slow))
 
 
@@ -456,7 +533,9 @@ def test_a_page_of_kept_runs_can_be_made_anew_on_any_machine(name, monkeypatch):
     monkeypatch.setattr(runs, "KEPT", RESULTS / "runs.jsonl")
     found = command.EXPERIMENTS[name]
     missing = [run.arguments for run in found.wanted() if outcome(run) is None]
-    assert not missing, f"not kept: python -m benchmarks.evidence {name} --write trains and keeps them"
+    assert not missing, (
+        f"not kept: python -m benchmarks.evidence {name} --write trains and keeps them"
+    )
     for path, text in page.texts(found, found.rows(), RESULTS).items():
         assert text == path.read_text(), path
 
@@ -466,4 +545,6 @@ def test_each_kept_run_says_when_and_where_it_was_trained():
     assert len({line["run"] for line in lines}) == len(lines)
     for line in lines:
         trained = provenance.from_json(line["trained"])
-        assert all(trained) and all(re.fullmatch(r"20\d\d-\d\d-\d\d|not recorded", day) for day in trained.days)
+        assert all(trained) and all(
+            re.fullmatch(r"20\d\d-\d\d-\d\d|not recorded", day) for day in trained.days
+        )

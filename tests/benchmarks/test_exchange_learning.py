@@ -8,7 +8,8 @@ from benchmarks.evidence.runs import Outcome
 
 
 def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
-    """Dense 90 to 94 %, another 1 to 3 points less: 2 points, with a standard error of the differences alone."""
+    """Dense 90 to 94 %, another 1 to 3 points less: 2 points, with a standard error of the
+    differences alone."""
     made = command.EXPERIMENTS["exchange_learning"]
     lost = {0: 1.0, 1: 3.0, 2: 2.0, 3: 1.0, 4: 3.0}
 
@@ -25,8 +26,12 @@ def test_losses_of_exchanges_are_of_paired_seeds(monkeypatch):
     assert bits["spread"] == pytest.approx([2 - 1 / 5**0.5, 2 + 1 / 5**0.5])
     rows = made.rows()
     needed = {each.labels["exchange"]: len(each.seeds) for each in made.series()}
-    assert all(needed[name] == 5 for _, (name, _), _ in exchange_learning.CLAIMS.values()) and needed["dense"] == 5
+    assert (
+        all(needed[name] == 5 for _, (name, _), _ in exchange_learning.CLAIMS.values())
+        and needed["dense"] == 5
+    )
     assert rows[0]["lost_mean"] == 0
-    # 0.48 M parameters around a ring of four: 6/4 of 4 bytes each; local steps send as much once in eight updates.
+    # 0.48 M parameters around a ring of four: 6/4 of 4 bytes each; local steps send as much once in
+    # eight updates.
     assert rows[0]["kb_sent"] == pytest.approx(1.5 * 4 * 480, rel=0.02)
     assert rows[2]["kb_sent"] == pytest.approx(rows[0]["kb_sent"] / 8, rel=0.001)

@@ -1,4 +1,5 @@
-"""The harness that strikes runs with faults: a small part of it, and that it notices what did not survive."""
+"""The harness that strikes runs with faults: a small part of it, and that it notices what did not
+survive."""
 
 import os
 import random
@@ -32,7 +33,9 @@ def bench(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "topology", "number"),
     [
-        pytest.param(*each, marks=[pytest.mark.netns, pytest.mark.clock] if KINDS[each.kind].hosts else ())
+        pytest.param(
+            *each, marks=[pytest.mark.netns, pytest.mark.clock] if KINDS[each.kind].hosts else ()
+        )
         for each in ONE_OF_EACH.values()
     ],
 )
@@ -58,7 +61,8 @@ class Sessions:
 
 
 def test_what_does_not_survive_is_told(bench, monkeypatch):
-    """The session that is struck, and those that resume the run, end with other codes and words than they must."""
+    """The session that is struck, and those that resume the run, end with other codes and words
+    than they must."""
     reference = Result("abc", [{"event": "train", "step": 1, "loss": 1.0}])
     monkeypatch.setattr(bench, "_undisturbed", {False: reference})
 
@@ -101,14 +105,20 @@ def test_other_weights_events_and_steps_are_noticed():
         return [{"event": "train", "step": step, "loss": float(step)} for step in steps]
 
     changed = [*events(1, 2), {"event": "train", "step": 3, "loss": 3.5}]
-    cases = [("abc", events(1, 2, 3), 0, 0, 0), ("abc", events(1, 2, 2, 3), 1, 0, 1), ("abd", events(1, 3), 0, 1, 2)]
+    cases = [
+        ("abc", events(1, 2, 3), 0, 0, 0),
+        ("abc", events(1, 2, 2, 3), 1, 0, 1),
+        ("abd", events(1, 3), 0, 1, 2),
+    ]
     for digest, found, repeated, lost, wrong in [*cases, ("abc", changed, 0, 1, 1)]:
         compared = trial._compared(Result(digest, found), Result("abc", events(1, 2, 3)))
         assert (*compared[:2], len(compared[2])) == (repeated, lost, wrong)
 
 
 def test_one_fault_that_is_not_survived_fails_the_claim():
-    good = Trial("rank killed", "2x1", 5, code=1, detection=0.1, repeated=0, lost=0, wrong="", noticed=0.4)
+    good = Trial(
+        "rank killed", "2x1", 5, code=1, detection=0.1, repeated=0, lost=0, wrong="", noticed=0.4
+    )
     bad = good._replace(wrong="other weights", lost=2, detection=40.0, noticed=3.0)
     assert [each["holds"] for each in command._claims([good] * 500)] == [True] * 5
     found = command._claims([good] * 498 + [bad])
@@ -128,8 +138,10 @@ def test_five_hundred_faults_are_tried_of_every_kind_over_all_topologies():
 
 @pytest.fixture
 def tried(monkeypatch, tmp_path):
-    """tried(*arguments): the exit code of the command over forged trials; those that it made. `tried.fails`: the number
-    of the one that ends the command. `tried.wrong`: of all."""
+    """tried(*arguments): the exit code of the command over forged trials; those that it made.
+
+    `tried.fails`: the number of the one that ends the command. `tried.wrong`: of all.
+    """
 
     class Forged:
         def __init__(self, folder):
@@ -139,7 +151,9 @@ def tried(monkeypatch, tmp_path):
             made.append((name, topology))
             if len(made) == run.fails:
                 raise KeyboardInterrupt
-            return Trial(name, str(topology), 5, code=1, detection=0.1, repeated=0, lost=0, wrong=run.wrong)
+            return Trial(
+                name, str(topology), 5, code=1, detection=0.1, repeated=0, lost=0, wrong=run.wrong
+            )
 
     def run(*arguments):
         made.clear()
@@ -178,7 +192,12 @@ def test_trials_of_a_kind_that_has_changed_are_made_again(monkeypatch):
     kind = KINDS["rank killed"]
     before = planned.key(0)
     keys = []
-    for other in ({"trials": {}}, {"codes": (2,)}, {"said": "killed"}, {"overrides": ("parallel.silence=9",)}):
+    for other in (
+        {"trials": {}},
+        {"codes": (2,)},
+        {"said": "killed"},
+        {"overrides": ("parallel.silence=9",)},
+    ):
         monkeypatch.setitem(KINDS, "rank killed", kind._replace(**other))
         keys.append(planned.key(0))
     assert keys[0] == before and len(set(keys)) == 4
@@ -202,11 +221,16 @@ def test_runs_of_one_process_are_tried_side_by_side_after_the_others(monkeypatch
             began.append(topology)
             if topology == ONE:
                 both.wait()
-            return Trial(name, str(topology), 5, code=1, detection=0.1, repeated=0, lost=0, wrong="")
+            return Trial(
+                name, str(topology), 5, code=1, detection=0.1, repeated=0, lost=0, wrong=""
+            )
 
     monkeypatch.setattr(command, "Bench", Forged)
     topologies = [ONE, Topology(2, 1), ONE, Topology(2, 2)]
-    planned = [command.Planned("run killed", topology, number) for number, topology in enumerate(topologies)]
+    planned = [
+        command.Planned("run killed", topology, number)
+        for number, topology in enumerate(topologies)
+    ]
     assert [each.number for each, _ in command._outcomes(planned, 0)] == [1, 3, 0, 2]
     assert began[2:] == [ONE, ONE]
 
@@ -215,7 +239,9 @@ def test_all_launchers_must_end_alike():
     def ended(*codes):
         launchers = hosts.Launchers.__new__(hosts.Launchers)
         endings = [Ending(code, 1.0, f"words {number}") for number, code in enumerate(codes)]
-        launchers.sessions = [SimpleNamespace(running=False, wait=lambda since, end=end: end) for end in endings]
+        launchers.sessions = [
+            SimpleNamespace(running=False, wait=lambda since, end=end: end) for end in endings
+        ]
         return launchers.wait(0.0)
 
     assert [ended(1, 1).code, ended(1, 0).code, ended(1, None).code] == [1, None, None]
@@ -239,7 +265,12 @@ def test_each_side_of_a_cut_link_must_say_so():
     own = silence.format(1, 1, 0)
     other = silence.format(0, 0, 1)
     master = "the launcher at the master 10.84.0.1:29500 has said nothing for 5 s"
-    for first, second, right in [(other, own, True), (other, master, True), ("", own, False), (other, "", False)]:
+    for first, second, right in [
+        (other, own, True),
+        (other, master, True),
+        ("", own, False),
+        (other, "", False),
+    ]:
         text = f"host 0 ended with 1:\n{first}\n\nhost 1 ended with 1:\n{second}\n"
         assert bool(re.search(said, text, re.DOTALL)) == right
 

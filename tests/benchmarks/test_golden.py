@@ -1,4 +1,5 @@
-"""Golden sums are of every bit that a run leaves, and of the program in the checkout that is named."""
+"""Golden sums are of every bit that a run leaves, and of the program in the checkout that is
+named."""
 
 import subprocess
 
@@ -16,7 +17,12 @@ def test_a_bit_a_name_a_shape_or_a_type_changes_the_digest():
     assert digest_of([{"engine": {"step": 3, "weights": {"a": weights.clone()}}}]) == before
     flipped = weights.clone()
     flipped.view(torch.int16)[5] ^= 1
-    others = [{"a": flipped}, {"b": weights}, {"a": weights.view(2, 4)}, {"a": weights.view(torch.int16)}]
+    others = [
+        {"a": flipped},
+        {"b": weights},
+        {"a": weights.view(2, 4)},
+        {"a": weights.view(torch.int16)},
+    ]
     assert len({before, *(digest_of([{"engine": {"weights": each}}]) for each in others)}) == 5
 
 
@@ -25,7 +31,9 @@ def test_a_revision_is_checked_out_for_the_time_being():
         assert (checkout / "train.py").read_text() == git("show", "HEAD:train.py")
         assert str(checkout) in git("worktree", "list")
     assert not checkout.exists() and str(checkout) not in git("worktree", "list")
-    with pytest.raises(UserError, match="--against no-such-revision"), golden.checkout_of("no-such-revision"):
+    with pytest.raises(UserError, match="--against no-such-revision"), golden.checkout_of(
+        "no-such-revision"
+    ):
         pass
 
 

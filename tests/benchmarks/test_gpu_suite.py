@@ -1,4 +1,5 @@
-"""A dry pass of the suite for one GPU: on the GPU where there is one, else on the CPU with Triton's interpreter."""
+"""A dry pass of the suite for one GPU: on the GPU where there is one, else on the CPU with Triton's
+interpreter."""
 
 import dataclasses
 import gc
@@ -52,7 +53,8 @@ ROWS = {
     "JPEG to update": 3, "memory": 4, "B4, eager": 5, "B4, engine.compile": 4,
     "first step": 2, "B4, micro batch auto": 1, "evaluation and export": 4, "selection": 3, "accuracy beside a CPU": 2,
 }  # fmt: skip
-# The others of their kind run always; tests/models/kernels has the kernels of "kernels" and "checks".
+# The others of their kind run always; tests/models/kernels has the kernels of "kernels" and
+# "checks".
 SLOW = (
     "memory", "B4, bfloat16", "B4, eager", "JPEG to update", "kernels", "evaluation and export",
     "accuracy beside a CPU", "checks",
@@ -62,14 +64,18 @@ SLOW = (
 @pytest.fixture
 def few_photographs(monkeypatch, tmp_path):
     """Six photographs, two of each class."""
-    paths = [tmp_path / "files" / drawn_photographs.CLASSES[number % 3] / f"{number}.jpg" for number in range(6)]
+    paths = [
+        tmp_path / "files" / drawn_photographs.CLASSES[number % 3] / f"{number}.jpg"
+        for number in range(6)
+    ]
     monkeypatch.setattr(drawn_photographs, "FOLDER", tmp_path / "files")
     monkeypatch.setattr(drawn_photographs, "photographs", lambda: drawn_photographs.make(paths))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _garbage_of_others():
-    """Each section collects garbage: what tests before have left, in 0.1 s each time, were it not frozen."""
+    """Each section collects garbage: what tests before have left, in 0.1 s each time, were it not
+    frozen."""
     gc.collect()
     gc.freeze()
 
@@ -88,16 +94,25 @@ def stream_here(seconds, function, *args):
 
 @pytest.mark.parametrize(
     "section",
-    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in SLOW else []) for each in SECTIONS],
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in SLOW else [])
+        for each in SECTIONS
+    ],
 )
 def test_each_section_gives_all_its_rows(section, monkeypatch, few_photographs):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # that takes minutes
+    # that takes minutes
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(ranks, "stream", stream_here)
-    monkeypatch.setattr(gpu_trainings, "_LEAST_SECONDS", 300.0)  # commands take longer on a busy CPU than beside a GPU
+    # commands take longer on a busy CPU than beside a GPU
+    monkeypatch.setattr(gpu_trainings, "_LEAST_SECONDS", 300.0)
     rows = latest(gpu_calls.perform(section, PLAN))
     assert len(rows) == len({row.what for row in rows}) == ROWS[section.name]
     for row in rows:
-        assert list(row.columns()) == KEYS and row.section == section.name and gpu_measure.WARMING not in row.note
+        assert (
+            list(row.columns()) == KEYS
+            and row.section == section.name
+            and gpu_measure.WARMING not in row.note
+        )
         if section.name == "checks":
             assert gpu_checks.passed(row) and row.note.startswith("passed"), row
         elif DEVICE == "cuda" or row.repetitions:
@@ -107,12 +122,17 @@ def test_each_section_gives_all_its_rows(section, monkeypatch, few_photographs):
 
 
 def test_a_layer_that_is_a_little_wrong_does_not_pass():
-    """A variance that is too large by a hundredth makes outputs too small by half a hundredth: five roundings."""
+    """A variance that is too large by a hundredth makes outputs too small by half a hundredth: five
+    roundings."""
     norm, wrong = (GroupNormAct(16, 4, eps).half().to(DEVICE) for eps in (1e-3, 2e-2))
-    error, bound, _ = gpu_checks.compared(norm, wrong, (2, 16, 9, 9), torch.float16, torch.channels_last)
+    error, bound, _ = gpu_checks.compared(
+        norm, wrong, (2, 16, 9, 9), torch.float16, torch.channels_last
+    )
     assert error > bound
     for value in (error, float("nan")):
-        row = gpu_checks._row("norm", lambda value=value: gpu_checks.Deviation(value, bound, "output"), 0)
+        row = gpu_checks._row(
+            "norm", lambda value=value: gpu_checks.Deviation(value, bound, "output"), 0
+        )
         assert row.note.startswith("FAILED") and not gpu_checks.passed(row)
         assert json.dumps(row.columns(), allow_nan=False)
 
@@ -120,7 +140,10 @@ def test_a_layer_that_is_a_little_wrong_does_not_pass():
 @pytest.mark.parametrize("kernel", ["squeeze", "group_norm", "group_conv"])
 def test_layers_are_measured_as_they_are_in_the_model_and_nothing_sees_them(kernel):
     found = gpu_kernels.layers(session(layers=2), kernel)
-    assert len({layer.name for layer in found}) == len(found) == 2 and found[0].values >= found[1].values
+    assert (
+        len({layer.name for layer in found}) == len(found) == 2
+        and found[0].values >= found[1].values
+    )
     for layer in found:
         assert layer.name.startswith(kernel.replace("_", " ")) and layer.name.endswith(
             " x ".join(map(str, layer.shape))
@@ -153,9 +176,15 @@ def session(seconds=60.0, **changes):
 
 @pytest.mark.parametrize(("seconds", "turns"), [(1, 2), (45, 4), (1000, 9)])
 def test_the_time_ends_the_turns(seconds, turns, spend):
-    """A warming call of 10 s, then turns of 10 s each until the time is over: at least 2, at most what is asked for."""
-    warm, row = session(seconds, turns=9).compare({"side": lambda stack: lambda: spend(10)}, abs, "s")
-    assert len(row.repetitions) == turns and (len(warm.repetitions), warm.note) == (1, gpu_measure.WARMING)
+    """A warming call of 10 s, then turns of 10 s each until the time is over: at least 2, at most
+    what is asked for."""
+    warm, row = session(seconds, turns=9).compare(
+        {"side": lambda stack: lambda: spend(10)}, abs, "s"
+    )
+    assert len(row.repetitions) == turns and (len(warm.repetitions), warm.note) == (
+        1,
+        gpu_measure.WARMING,
+    )
     sides = dict.fromkeys(("side", "late"), lambda stack: lambda: spend(5))
     slow, late = latest(session(6).compare(sides, abs, "s"))
     assert slow.repetitions and late.note == "not measured: no time was left"
@@ -174,9 +203,15 @@ def test_a_fault_costs_one_row_and_one_that_the_device_does_not_survive_the_sect
     sides = {"good": lambda stack: int, "later": lambda stack: later, "never": never}
     rows = {row.what: row for row in session(turns=3).compare(sides, abs, "s")}
     assert len(rows["good"].repetitions) == 3
-    assert rows["later"].note == "not measured: too late" and rows["never"].note == "not measured: no module"
+    assert (
+        rows["later"].note == "not measured: too late"
+        and rows["never"].note == "not measured: no module"
+    )
     good = Row("part", "good", (1.0,))
-    assert list(session().attempts({"bad": never, "good": lambda: good})) == [missing("part", "bad", "no module"), good]
+    assert list(session().attempts({"bad": never, "good": lambda: good})) == [
+        missing("part", "bad", "no module"),
+        good,
+    ]
 
     def lose(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -256,8 +291,12 @@ def cublas():
 @pytest.mark.slow
 def test_no_section_costs_the_others_their_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_calls, "_GRACE", 1.0)
-    # On a busy machine a process takes half a minute to start: only the endless one has little time.
-    sections = [Section(each.__name__, seconds, each) for each, seconds in ((dying, 200), (good, 200), (endless, 5))]
+    # On a busy machine a process takes half a minute to start: only the endless one has little
+    # time.
+    sections = [
+        Section(each.__name__, seconds, each)
+        for each, seconds in ((dying, 200), (good, 200), (endless, 5))
+    ]
     plan = dataclasses.replace(PLAN, total=600)
     rows, _ = gpu_calls.measured(plan, Call("first", "", tuple(sections)), tmp_path)
     expected = [
@@ -280,7 +319,8 @@ def test_processes_of_benchmarks_have_the_variable_that_deterministic_runs_need(
 
 
 def test_the_second_call_adds_to_what_the_first_wrote_row_by_row(tmp_path, monkeypatch):
-    """Each row is on the disk before the next comes; a section that is measured again replaces its rows."""
+    """Each row is on the disk before the next comes; a section that is measured again replaces its
+    rows."""
     about = {**next(gpu_calls.machine("cpu")), "device": "GPU X"}
     given = {
         "b": [Row("b", "x", (1.0,), note=gpu_measure.WARMING), Row("b", "x", (2.0, 3.0))],
@@ -296,7 +336,9 @@ def test_the_second_call_adds_to_what_the_first_wrote_row_by_row(tmp_path, monke
     def rows_of(section):
         for row in given[section]:
             yield row
-            seen.append([(each.what, each.repetitions) for each in gpu_results.read(tmp_path, "GPU X").rows])
+            seen.append(
+                [(each.what, each.repetitions) for each in gpu_results.read(tmp_path, "GPU X").rows]
+            )
 
     monkeypatch.setattr(ranks, "stream", stream)
     gpu_results.write(Measured([Row("a", "w", (5.0, 6.0))], {"first": about}), tmp_path)
@@ -311,7 +353,9 @@ def test_the_second_call_adds_to_what_the_first_wrote_row_by_row(tmp_path, monke
     assert "First call on" in page and "Second call on" in page
     again = gpu_calls.measured(PLAN, Call("second", "", sections[:1]), tmp_path)
     assert again.rows[1:] == [Row("c", "y", (4.0,)), Row("b", "x", (2.0, 3.0))]
-    assert gpu_calls.measured(PLAN, Call("first", "", sections[:1]), tmp_path).rows == [Row("b", "x", (2.0, 3.0))]
+    assert gpu_calls.measured(PLAN, Call("first", "", sections[:1]), tmp_path).rows == [
+        Row("b", "x", (2.0, 3.0))
+    ]
 
 
 # What is written.
@@ -342,15 +386,26 @@ WRITTEN = [
 
 
 def verdicts(rows):
-    return {claim["name"]: (claim["value"], claim["holds"]) for claim in gpu_results.made_claims(rows)}
+    return {
+        claim["name"]: (claim["value"], claim["holds"]) for claim in gpu_results.made_claims(rows)
+    }
 
 
-def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device(
+    monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    about = {**next(gpu_calls.machine("cpu")), "device": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}
+    about = {
+        **next(gpu_calls.machine("cpu")),
+        "device": "NVIDIA H100 80GB HBM3",
+        "memory_gib": 79.1,
+    }
     measured = Measured(WRITTEN, {"first": about})
     files = gpu_results.write(measured, tmp_path / "gpu")
-    assert [file.name for file in files] == ["nvidia-h100-80gb-hbm3.json", "nvidia-h100-80gb-hbm3.md"]
+    assert [file.name for file in files] == [
+        "nvidia-h100-80gb-hbm3.json",
+        "nvidia-h100-80gb-hbm3.md",
+    ]
     page = files[1].read_text()
     content = json.loads(files[0].read_text())
     assert verdicts(WRITTEN) == {
@@ -381,14 +436,21 @@ def test_the_command_prints_what_the_files_hold_which_are_named_after_the_device
     gpu_suite.main()
     assert folders == [RESULTS / "gpu", CACHE / "gpu"]
     captured = capsys.readouterr()
-    assert captured.err.startswith("takes about 10 minutes at most for checks of kernels; B4 G16 at 380 px beside timm")
+    assert captured.err.startswith(
+        "takes about 10 minutes at most for checks of kernels; B4 G16 at 380 px beside timm"
+    )
     printed = json.loads(captured.out.splitlines()[-1])
-    assert printed == {key: content[key] for key in printed} | {"rows": [row.columns() for row in WRITTEN]}
+    assert printed == {key: content[key] for key in printed} | {
+        "rows": [row.columns() for row in WRITTEN]
+    }
 
 
 def test_claims_do_not_hold_where_a_side_did_not_finish():
-    """timm's own model must have taken turns, and the faster of timm's two counts; a failed check is one."""
-    assert not gpu_results.made_claims([*WRITTEN, missing("checks", "conv", "no kernel")])[2]["holds"]
+    """timm's own model must have taken turns, and the faster of timm's two counts; a failed check
+    is one."""
+    assert not gpu_results.made_claims([*WRITTEN, missing("checks", "conv", "no kernel")])[2][
+        "holds"
+    ]
     without = [row for row in WRITTEN if row.what != PEER]
     late = Row(BF16, PEER, (1000.0,), "images/s", note=gpu_measure.WARMING)
     for rows in (without, [*without, late], [*without, missing(BF16, PEER, "no time was left")]):
@@ -412,7 +474,9 @@ def test_claims_do_not_hold_where_a_side_did_not_finish():
     ],
 )
 def test_a_figure_that_is_missing_makes_no_claim_of_its_section(row):
-    rows = [row if (each.section, each.what) == (row.section, row.what) else each for each in WRITTEN]
+    rows = [
+        row if (each.section, each.what) == (row.section, row.what) else each for each in WRITTEN
+    ]
     assert len(verdicts(rows)) == len(verdicts(WRITTEN)) - 1
 
 
@@ -481,11 +545,23 @@ def test_without_a_gpu_of_nvidia_it_is_refused_and_no_claim_holds(rocm, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run on a GPU's machine launches its kernels")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a dry run on a GPU's machine launches its kernels"
+)
 def test_a_dry_run_as_users_start_it_checks_our_kernels_in_tritons_interpreter():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry-run", "--only", "checks", "--json"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_suite",
+        "--dry-run",
+        "--only",
+        "checks",
+        "--json",
+    ]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1])
     (failed,) = [claim for claim in result["claims"] if claim["name"] == "failed_checks"]
@@ -512,14 +588,18 @@ def test_missing_packages_are_one_line_with_the_remedy():
     ended = without("pydantic pydantic_core yaml", program)
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("benchmarks.gpu_suite: not installed: pydantic, pyyaml; bring wheels (docs/gpu.md), then: ")
+    assert line.startswith(
+        "benchmarks.gpu_suite: not installed: pydantic, pyyaml; bring wheels (docs/gpu.md), then: "
+    )
 
 
 @pytest.mark.slow
 def test_the_suite_needs_no_more_packages_than_it_asks_for():
     """What timm and torchvision can do without, and what reads images and remote files."""
     absent = "simplejpeg skimage nvidia.dali safetensors huggingface_hub aiohttp fsspec tqdm rich matplotlib optuna"
-    ended = without(absent, "from benchmarks import gpu_calls, gpu_suite, packages; packages.check('x')")
+    ended = without(
+        absent, "from benchmarks import gpu_calls, gpu_suite, packages; packages.check('x')"
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -532,7 +612,11 @@ def test_the_suite_needs_no_more_packages_than_it_asks_for():
     ],
 )
 def test_readers_that_are_not_installed_cost_a_line(absent, row, why, monkeypatch, few_photographs):
-    monkeypatch.setattr(packages, "missing", lambda names: [name for name in names if name == absent])
-    monkeypatch.setattr(gpu_files, "_row", lambda session, what, *rest, **named: Row(session.section, what, (1.0,)))
+    monkeypatch.setattr(
+        packages, "missing", lambda names: [name for name in names if name == absent]
+    )
+    monkeypatch.setattr(
+        gpu_files, "_row", lambda session, what, *rest, **named: Row(session.section, what, (1.0,))
+    )
     rows = {each.what: each for each in gpu_files.files(session())}
     assert rows[row].note == f"not measured: {why}"

@@ -1,4 +1,5 @@
-"""The loader's benchmark measures the right images, the work of all threads, and checks its files."""
+"""The loader's benchmark measures the right images, the work of all threads, and checks its
+files."""
 
 import shutil
 import threading
@@ -33,7 +34,8 @@ def test_files_are_decoded_that_the_reader_shows(folder, monkeypatch):
 
 @pytest.mark.clock
 def test_the_work_of_threads_counts_for_the_side_that_they_work_for(monkeypatch):
-    monkeypatch.setattr(loader, "_STILL", 1.0)  # so long a busy machine does not keep a thread waiting
+    # so long a busy machine does not keep a thread waiting
+    monkeypatch.setattr(loader, "_STILL", 1.0)
 
     def work(_):
         threading.Thread(target=busy, args=(0.1,)).start()
@@ -50,12 +52,17 @@ def test_the_work_of_threads_counts_for_the_side_that_they_work_for(monkeypatch)
 
 
 def test_photographs_are_like_imagenets(folder):
-    """The draws of these 24 are fixed; the mean of all 1,200 is 98 kB. The quality is the highest for a size."""
+    """The draws of these 24 are fixed; the mean of all 1,200 is 98 kB.
+
+    The quality is the highest for a size.
+    """
     files = sorted(folder.rglob("*.jpg"))
     opened = [Image.open(file) for file in files]
     assert {image.size for image in opened} == {(500, 375), (375, 500)}
     assert all("progressive" not in image.info and image.mode == "RGB" for image in opened)
-    assert {tuple(layer[1:3] for layer in image.layer) for image in opened} == {((2, 2), (1, 1), (1, 1))}
+    assert {tuple(layer[1:3] for layer in image.layer) for image in opened} == {
+        ((2, 2), (1, 1), (1, 1))
+    }
     for image in opened:
         image.close()
     assert 90_000 < sum(file.stat().st_size for file in files) / len(files) < 115_000
@@ -70,7 +77,9 @@ def test_files_are_made_once_for_each_version(tmp_path, monkeypatch):
     make = drawn_photographs.make
     monkeypatch.setattr(drawn_photographs, "FOLDER", tmp_path / "few")
     monkeypatch.setattr(drawn_photographs, "COUNT", 5)
-    monkeypatch.setattr(drawn_photographs, "make", lambda paths: made.append(len(paths)) or make(paths))
+    monkeypatch.setattr(
+        drawn_photographs, "make", lambda paths: made.append(len(paths)) or make(paths)
+    )
     for version in (1, 1, 2):
         monkeypatch.setattr(drawn_photographs, "_VERSION", version)
         assert len(drawn_photographs.photographs()) == 5

@@ -1,4 +1,5 @@
-"""Emulated hosts: as slow as they say in both directions, nothing dropped, and nothing left of them."""
+"""Emulated hosts: as slow as they say in both directions, nothing dropped, and nothing left of
+them."""
 
 import contextlib
 import os
@@ -23,18 +24,25 @@ SIZE = 250_000
 
 @pytest.fixture
 def root():
-    if os.geteuid() or subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True
+        ).returncode
+    ):
         pytest.skip("needs root and network namespaces")
     subprocess.run(["ip", "netns", "del", f"try{os.getpid()}"], check=True)
 
 
 def names():
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def swap(rank, meet):
-    """The fastest of three swaps (noise only ever adds time): seconds in which two ranks send each other SIZE bytes at
-    once, and what went over the cable for that."""
+    """The fastest of three swaps (noise only ever adds time): seconds in which two ranks send each
+    other SIZE bytes at once, and what went over the cable for that."""
     distributed.all_reduce(torch.zeros(1))
     sent = torch.full((SIZE,), rank, dtype=torch.uint8)
     received = torch.empty(SIZE, dtype=torch.uint8)
@@ -64,7 +72,8 @@ def fail(rank, meet):
 @pytest.mark.clock
 @pytest.mark.multiprocess
 def test_cables_are_as_slow_as_they_say_and_full_duplex_and_a_failed_rank_ends_the_others(root):
-    """Frames take 250 ms x 1514 / 1448; the least is what a full bucket lets through, the most what processors add."""
+    """Frames take 250 ms x 1514 / 1448; the least is what a full bucket lets through, the most what
+    processors add."""
     with Network(2, RATE) as network:
         results = [(RATE, *result) for result in networks.run(network, swap)]
         network.limit(1, RATE // 2)  # on one side of a swap
@@ -89,7 +98,9 @@ def test_nothing_is_left_after_a_signal(root):
         "with Network(1, 1000000):\n    print('up', flush=True)\n    time.sleep(60)\n"
     )
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout.readline() == "up\n"
         assert names().count(f"hosts{process.pid}-") == 2
         process.send_signal(signal.SIGTERM)
@@ -99,7 +110,9 @@ def test_nothing_is_left_after_a_signal(root):
 
 def test_without_root_or_tools_one_line_says_so(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="need network namespaces, which root alone may make; run as root"):
+    with pytest.raises(
+        ConfigError, match="need network namespaces, which root alone may make; run as root"
+    ):
         Network(2, RATE).__enter__()
     monkeypatch.setattr(networks.shutil, "which", lambda tool: None)
     with pytest.raises(ConfigError, match="need ip and tc of iproute2; install it"):
@@ -107,13 +120,16 @@ def test_without_root_or_tools_one_line_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("digest", "kept", "fault"), [("a", 0, ""), ("b", 0, "ranks or rounds"), ("a", 2**-16, "put in")]
+    ("digest", "kept", "fault"),
+    [("a", 0, ""), ("b", 0, "ranks or rounds"), ("a", 2**-16, "put in")],
 )
 def test_results_are_checked(digest, kept, fault):
     """Two ranks that leave nothing out; a digest, or one number of what was kept, is another."""
     given = [exchange._whole(exchange.own_vector(rank)) for rank in range(2)]
     fine = exchange.Outcome([], ["a"], sum(given).float(), [])
     first = fine._replace(kept=[Sparse(torch.tensor([3]), torch.tensor([float(kept)]))])
-    expected = pytest.raises(RuntimeError, match=f"topk: .*{fault}") if fault else contextlib.nullcontext()
+    expected = (
+        pytest.raises(RuntimeError, match=f"topk: .*{fault}") if fault else contextlib.nullcontext()
+    )
     with expected:
         exchange.check([{"topk": first}, {"topk": fine._replace(digests=[digest])}])

@@ -1,4 +1,5 @@
-"""The benchmark of the update: what its sides do, on a small model, and what its claims are made of."""
+"""The benchmark of the update: what its sides do, on a small model, and what its claims are made
+of."""
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from benchmarks.optimizer import CAST, COPY, OURS, ROUNDING, TIMM
 
 def parameters():
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in (("a", (7, 5)), ("b", (3,)))}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in (("a", (7, 5)), ("b", (3,)))
+    }
 
 
 @pytest.fixture
@@ -19,11 +23,25 @@ def state():
 
 
 def test_claims_are_ratios_of_neighbouring_turns_and_bytes_of_what_persists(state):
-    times = {OURS: [2.0, 6.0, 4.0], TIMM: [4.0, 6.0, 2.0], COPY: [1.0, 2.0, 1.0], ROUNDING: [3.0] * 3, CAST: [2.0] * 3}
+    times = {
+        OURS: [2.0, 6.0, 4.0],
+        TIMM: [4.0, 6.0, 2.0],
+        COPY: [1.0, 2.0, 1.0],
+        ROUNDING: [3.0] * 3,
+        CAST: [2.0] * 3,
+    }
     made = {claim["name"]: claim for claim in optimizer.claims_of(times, state)}
-    assert made["time_over_timm_lars"]["value"] == 1.0 and made["time_over_timm_lars"]["spread"] == [0.5, 2.0]
-    assert (made["time_over_copy_limit"]["value"], made["rounding_over_cast"]["value"]) == (3.0, 1.5)
-    assert made["state_bytes_per_parameter"]["value"] == 4 and made["state_bytes_per_parameter"]["holds"]
+    assert made["time_over_timm_lars"]["value"] == 1.0 and made["time_over_timm_lars"][
+        "spread"
+    ] == [0.5, 2.0]
+    assert (made["time_over_copy_limit"]["value"], made["rounding_over_cast"]["value"]) == (
+        3.0,
+        1.5,
+    )
+    assert (
+        made["state_bytes_per_parameter"]["value"] == 4
+        and made["state_bytes_per_parameter"]["holds"]
+    )
 
 
 def test_without_a_compiler_it_says_so(monkeypatch, capsys):
@@ -33,9 +51,14 @@ def test_without_a_compiler_it_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr("sys.argv", ["optimizer"])
     monkeypatch.setattr(optimizer, "b4_parameters", parameters)
-    monkeypatch.setattr("optim.weight_state.compiled", lambda *buffers: (in_parts, "the update runs uncompiled: none"))
+    monkeypatch.setattr(
+        "optim.weight_state.compiled",
+        lambda *buffers: (in_parts, "the update runs uncompiled: none"),
+    )
     monkeypatch.setattr(optimizer, "norm_parameters", lambda model: [])
     with pytest.raises(SystemExit) as ended:
         finish(one_line()(optimizer.main))
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[1:] == ["benchmarks.optimizer: the update runs uncompiled: none"]
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "benchmarks.optimizer: the update runs uncompiled: none"
+    ]

@@ -1,4 +1,5 @@
-"""Photographs at large batches: the declared runs, the rates between, losses, and the plan's seconds."""
+"""Photographs at large batches: the declared runs, the rates between, losses, and the plan's
+seconds."""
 
 import pytest
 
@@ -36,7 +37,10 @@ class Tuned:
 @pytest.fixture
 def tuned(monkeypatch):
     monkeypatch.setattr(photographs, "trials_of", Tuned)
-    return {(row.labels["kind"], row.labels["optimizer"], row.labels["batch"]): row for row in Photographs().series()}
+    return {
+        (row.labels["kind"], row.labels["optimizer"], row.labels["batch"]): row
+        for row in Photographs().series()
+    }
 
 
 def images_of(series):
@@ -52,11 +56,17 @@ def test_no_series_is_known_before_the_trials_are_done(monkeypatch):
 
 def test_rates_between_the_tuned_batches_are_interpolated_geometrically(tuned):
     rates = [tuned[EQUAL, LARS, batch].labels["peak"] for batch in BATCHES]
-    assert rates == pytest.approx([4 * (batch / SMALLEST) ** 0.5 for batch in BATCHES], rel=5e-3)  # three digits
+    # three digits
+    assert rates == pytest.approx([4 * (batch / SMALLEST) ** 0.5 for batch in BATCHES], rel=5e-3)
 
 
 def test_lengths_are_as_declared(tuned):
-    assert [len(images_of(tuned[EQUAL, LARS, batch])) for batch in BATCHES] == [5226, 2613, 1273, 603]
+    assert [len(images_of(tuned[EQUAL, LARS, batch])) for batch in BATCHES] == [
+        5226,
+        2613,
+        1273,
+        603,
+    ]
     growing = images_of(tuned[GROWING, LARS, LARGEST])
     assert growing[0] == SMALLEST and growing[-2] == LARGEST
     assert len(growing) <= 0.6 * 5226
@@ -85,12 +95,14 @@ def test_the_rate_by_square_root_is_that_of_the_smallest_batch_scaled(tuned):
 
 @pytest.mark.parametrize(("batch", "alpha"), [(768, 0.953125), (6144, 0.625)])
 def test_rmsprops_average_spans_as_many_images_at_every_batch(tuned, batch, alpha):
-    assert tuned[EQUAL, RMSPROP, batch].runs[0].recipe().optimizer.alpha == alpha  # as in configs/ablation
+    # as in configs/ablation
+    assert tuned[EQUAL, RMSPROP, batch].runs[0].recipe().optimizer.alpha == alpha
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """Top-1 of 91 %, and two points less at 6144, one in runs that end with 768; seeds differ by a point."""
+    """Top-1 of 91 %, and two points less at 6144, one in runs that end with 768; seeds differ by a
+    point."""
 
     def outcome(run):
         recipe = run.recipe()
@@ -108,17 +120,26 @@ def rows():
 
 
 def at(rows, kind, optimizer, batch):
-    return next(row for row in rows if (row["kind"], row["optimizer"], row["batch"]) == (kind, optimizer, batch))
+    return next(
+        row
+        for row in rows
+        if (row["kind"], row["optimizer"], row["batch"]) == (kind, optimizer, batch)
+    )
 
 
 def test_losses_are_against_the_same_optimizer_with_students_interval(rows):
     assert at(rows, EQUAL, LARS, SMALLEST)["lost"] is None
     assert at(rows, EQUAL, LAMB, LARGEST)["lost"] == pytest.approx(2)
     assert at(rows, EQUAL, ADAMW, LARGEST)["lost"] == pytest.approx(1.5)
-    assert at(rows, EQUAL, LARS, LARGEST)["interval"] == pytest.approx(2.776 * (2 / 3) ** 0.5, abs=5e-3)  # two digits
+    # two digits
+    assert at(rows, EQUAL, LARS, LARGEST)["interval"] == pytest.approx(
+        2.776 * (2 / 3) ** 0.5, abs=5e-3
+    )
 
 
-def test_the_best_recipe_begins_at_the_largest_batch_and_the_growing_one_is_counted_apart(rows, monkeypatch):
+def test_the_best_recipe_begins_at_the_largest_batch_and_the_growing_one_is_counted_apart(
+    rows, monkeypatch
+):
     best = photographs.best_recipe(rows)
     assert (best["kind"], best["optimizer"]) == (FINAL, LARS) and best["lost"] == pytest.approx(1)
     assert photographs.best_growing(rows)["lost"] == pytest.approx(0.2)

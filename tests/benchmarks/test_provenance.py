@@ -25,11 +25,24 @@ def start(day, **facts):
             OTHER._replace(torch=("2.0.1", "2.14.1")),
         ),
         ([start(22)], OLD),
-        ([start(20, processor="AMD EPYC"), {"started": "2026-11-27T01:00:00+00:00", "processor": "Arm"}], ONE),
+        (
+            [
+                start(20, processor="AMD EPYC"),
+                {"started": "2026-11-27T01:00:00+00:00", "processor": "Arm"},
+            ],
+            ONE,
+        ),
         ([{"step": 3}], UNKNOWN),
         ([], UNKNOWN),
     ],
-    ids=["once", "two sessions", "no processor yet", "a start that trained nothing", "nothing", "no start"],
+    ids=[
+        "once",
+        "two sessions",
+        "no processor yet",
+        "a start that trained nothing",
+        "nothing",
+        "no start",
+    ],
 )
 def test_a_folder_says_when_and_where_its_run_was_trained(starts, expected, tmp_path):
     (tmp_path / "environment.json").write_text(json.dumps({"starts": starts}))

@@ -11,7 +11,8 @@ from benchmarks import soak
 from benchmarks.soak import Sample, sample
 
 _MEGABYTES = 64
-# Each line that it is given takes it one step on: keeps memory, has a child that inherits it, writes to all of it.
+# Each line that it is given takes it one step on: keeps memory, has a child that inherits it,
+# writes to all of it.
 _PROGRAM = f"""
 import os, sys, time
 def pause():
@@ -32,7 +33,12 @@ pause()
 
 def test_what_is_kept_shows_and_what_is_no_longer_shared_does_not():
     """A few pages more or less are the interpreter's own."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
     with subprocess.Popen([sys.executable, "-c", _PROGRAM], **pipes) as program:
         samples = []
         for number in range(4):
@@ -73,6 +79,8 @@ def test_an_error_ends_the_training(monkeypatch, tmp_path):
 
 def test_the_slope_is_of_what_comes_after_the_warm_up():
     """3 kB an update from the thousandth on, and a jump before."""
-    samples = [Sample(step, 5e5 * (step >= 500) + 3.0 * step, 20, 5) for step in range(0, soak.STEPS, 50)]
+    samples = [
+        Sample(step, 5e5 * (step >= 500) + 3.0 * step, 20, 5) for step in range(0, soak.STEPS, 50)
+    ]
     assert soak.slope(samples, "memory_kb") == pytest.approx(3000.0)
     assert soak.slope(samples, "files") == 0.0

@@ -18,8 +18,11 @@ from benchmarks.evidence.staleness import largest_stable_rate
     ],
 )
 def test_a_weight_that_is_trained_so_goes_out_of_bounds_above_it_only(momentum, delay, known):
-    """10 % below and above, and 3,000 steps at most: they shrink or grow by orders of magnitude. Closed forms: without
-    momentum 2 sin(pi / (4 delay + 2)), without delay 2 (1 + momentum), that of the heavy ball (Polyak 1964)."""
+    """10 % below and above, and 3,000 steps at most: they shrink or grow by orders of magnitude.
+
+    Closed forms: without momentum 2 sin(pi / (4 delay + 2)), without delay 2 (1 + momentum), that
+    of the heavy ball (Polyak 1964).
+    """
 
     def last(rate):
         weights = [1.0] * (delay + 1)

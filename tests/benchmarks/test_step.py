@@ -1,4 +1,5 @@
-"""The benchmark of a step: what its sides are given and compute, what claims are made of; its parts lose no work."""
+"""The benchmark of a step: what its sides are given and compute, what claims are made of; its parts
+lose no work."""
 
 import math
 
@@ -28,16 +29,32 @@ def native():
 
 
 def small(*overrides):
-    """B4's kinds of blocks, one of which has a group convolution of 24 channels, on few and small images."""
+    """B4's kinds of blocks, one of which has a group convolution of 24 channels, on few and small
+    images."""
     return step.recipe(
-        *step.B4, "model.depth=0.5", "model.image_size=32", "batch.micro=2", "batch.global=4", *overrides
+        *step.B4,
+        "model.depth=0.5",
+        "model.image_size=32",
+        "batch.micro=2",
+        "batch.global=4",
+        *overrides,
     )
 
 
 def test_claims_are_about_the_layout_in_which_timm_is_faster():
-    one = {CONTIGUOUS: [4.0] * 3, CHANNELS_LAST: [3.0, 9.0, 3.0], OURS_BEFORE: [5.0] * 3, OURS: [2.0, 3.0, 2.0]}
+    one = {
+        CONTIGUOUS: [4.0] * 3,
+        CHANNELS_LAST: [3.0, 9.0, 3.0],
+        OURS_BEFORE: [5.0] * 3,
+        OURS: [2.0, 3.0, 2.0],
+    }
     two = {CONTIGUOUS: [2.0] * 3, CHANNELS_LAST: [3.0] * 3, OURS_BEFORE: [5.0] * 3, OURS: [1.0] * 3}
-    large = {CONTIGUOUS: [6.0] * 3, CHANNELS_LAST: [5.0] * 3, OURS_BEFORE: [5.0] * 3, OURS: [4.0] * 3}
+    large = {
+        CONTIGUOUS: [6.0] * 3,
+        CHANNELS_LAST: [5.0] * 3,
+        OURS_BEFORE: [5.0] * 3,
+        OURS: [4.0] * 3,
+    }
     made = {claim["name"]: claim for claim in step.step_claims(one, two, large)}
     assert {name: claim["value"] for name, claim in made.items()} == {
         "step_speedup_over_timm": 1.5,
@@ -46,7 +63,9 @@ def test_claims_are_about_the_layout_in_which_timm_is_faster():
         "b4_step_speedup_over_timm": 1.25,
     }
     assert made["step_speedup_over_timm"]["spread"] == [1.5, 3.0]
-    speedups = {row["side"]: row["speedup_over_timm"] for row in step.step_rows("step", 1, one, images=64)}
+    speedups = {
+        row["side"]: row["speedup_over_timm"] for row in step.step_rows("step", 1, one, images=64)
+    }
     assert speedups[CONTIGUOUS] == 0.75 and speedups[CHANNELS_LAST] == 1.0 and speedups[OURS] == 1.5
 
 
@@ -54,12 +73,21 @@ def test_with_files_each_side_has_its_fastest_setting(monkeypatch):
     """timm also its fastest layout."""
     fastest = {CONTIGUOUS: (3.0, (1, 1)), CHANNELS_LAST: (2.0, (2, 1)), OURS: (1.0, (1, 2))}
     monkeypatch.setattr(step, "ours", lambda plan: OURS)
-    monkeypatch.setattr(step, "timms", lambda plan, layout: next(name for name in LAYOUTS if LAYOUTS[name] == layout))
     monkeypatch.setattr(
-        step, "seconds_with_files", lambda side, setting: fastest[side][0] * (1 if setting == fastest[side][1] else 9)
+        step,
+        "timms",
+        lambda plan, layout: next(name for name in LAYOUTS if LAYOUTS[name] == layout),
+    )
+    monkeypatch.setattr(
+        step,
+        "seconds_with_files",
+        lambda side, setting: fastest[side][0] * (1 if setting == fastest[side][1] else 9),
     )
     rows, ratios = step.measure_files("files", step.SMALL, rounds=3, trials=1)
-    assert [(row["side"], row["threads"], row["workers"]) for row in rows] == [(CHANNELS_LAST, 2, 1), (OURS, 1, 2)]
+    assert [(row["side"], row["threads"], row["workers"]) for row in rows] == [
+        (CHANNELS_LAST, 2, 1),
+        (OURS, 1, 2),
+    ]
     assert ratios == [2.0] * 3
 
 
@@ -108,18 +136,28 @@ def test_shapes_of_normalisations_are_those_of_the_models(model, overrides):
         for module in built.modules():
             if isinstance(module, GroupNormAct) and module.apply_act:
                 module.register_forward_hook(see)
-        built(torch.zeros(plan.batch.micro, 3, plan.model.image_size, plan.model.image_size, dtype=torch.uint8))
+        built(
+            torch.zeros(
+                plan.batch.micro, 3, plan.model.image_size, plan.model.image_size, dtype=torch.uint8
+            )
+        )
     own = [shape for shape in SHAPES if shape.model == model]
-    assert own and {(shape.images, shape.size, shape.size, shape.channels) for shape in own} <= found
+    assert (
+        own and {(shape.images, shape.size, shape.size, shape.channels) for shape in own} <= found
+    )
 
 
 def test_both_sides_of_a_normalisation_compute_the_same(native):
     """Within float32's rounding of sums over 64 pixels of 16 channels."""
     sides = step_norms.sides(step_norms.Shape("small", 2, 8, 64))
-    torch.testing.assert_close(sides["ours, forward"]().permute(0, 3, 1, 2), sides["torch, forward"]())
+    torch.testing.assert_close(
+        sides["ours, forward"]().permute(0, 3, 1, 2), sides["torch, forward"]()
+    )
     dx, dweight, dbias = sides["ours, backward"]()
     expected = sides["torch, backward"]()
-    torch.testing.assert_close((dx.permute(0, 3, 1, 2), dweight, dbias), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        (dx.permute(0, 3, 1, 2), dweight, dbias), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_claims_about_normalisation_are_those_of_the_worst_shape():
@@ -142,7 +180,8 @@ def test_claims_about_normalisation_are_those_of_the_worst_shape():
 
 @pytest.mark.slow
 def test_parts_of_a_step_have_all_its_work_and_all_its_time(native):
-    """Multiply-adds are those of models/shapes.py, three times forward's, without the gradient of the images."""
+    """Multiply-adds are those of models/shapes.py, three times forward's, without the gradient of
+    the images."""
     plan = small(*step.NATIVE)
     ours = Ours(plan)
     blocks = shapes.blocks(plan.model, 32)
@@ -163,14 +202,17 @@ def test_parts_of_a_step_have_all_its_work_and_all_its_time(native):
 
 
 def test_a_call_moves_what_it_reads_and_writes(native):
-    """An addition in place reads and writes its tensor; memory that is given for an output is not read."""
+    """An addition in place reads and writes its tensor; memory that is given for an output is not
+    read."""
     calls = []
     y = torch.ones(1, 2, 2, 16)
     gate = torch.ones(1, 16)
     step_parts._named("multiply_", step_parts.SQUEEZE, calls)(y, gate)
     norm = library.Norm(library.group_moments(y, 4, 1e-3), torch.ones(16), torch.ones(16))
     by_group = torch.zeros(1, 4, 2)
-    step_parts._named("input_gradient", step_parts.NORMS, calls)(library.LINEAR, y, norm, by_group, y, out=y)
+    step_parts._named("input_gradient", step_parts.NORMS, calls)(
+        library.LINEAR, y, norm, by_group, y, out=y
+    )
     assert [call.bytes for call in calls] == [4 * (64 + 16 + 64), 4 * (3 * 64 + 8 + 16 + 16 + 8)]
 
 

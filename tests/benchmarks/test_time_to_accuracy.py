@@ -13,7 +13,9 @@ from benchmarks.time_to_accuracy import Curve, claimed, rows, time_to
 
 
 def curve(*top1, step=10.0):
-    return Curve([step * (epoch + 1) for epoch in range(len(top1))], list(top1), 22 * len(top1), "dense")
+    return Curve(
+        [step * (epoch + 1) for epoch in range(len(top1))], list(top1), 22 * len(top1), "dense"
+    )
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,8 @@ def test_the_target_is_reached_when_it_is_held(top1, seconds):
 
 
 def test_each_seed_is_compared_with_the_dense_run_of_its_own():
-    """Dense ends with 0.98 and 0.96, so the targets are 0.975 and 0.955, which dense meets after 3 and 2 epochs."""
+    """Dense ends with 0.98 and 0.96, so the targets are 0.975 and 0.955, which dense meets after 3
+    and 2 epochs."""
     dense = [curve(0.9, 0.95, 0.98), curve(0.9, 0.96, 0.96)]
     fast = [curve(0.9, 0.975, 0.98, step=4.0), curve(0.955, 0.97, 0.97, step=4.0)]
     lossy = [curve(0.9, 0.98, 0.98, step=1.0), curve(0.9, 0.94, 0.95, step=1.0)]
@@ -51,7 +54,13 @@ def results(tmp_path, monkeypatch):
 def trained_on(method, seed, day, processor):
     folder = time_to_accuracy.folder(method, seed)
     folder.mkdir(parents=True)
-    start = {"started": f"{day}T01:00:00+00:00", "processor": processor, "torch": "2.0", "cpus": 2, "step": 0}
+    start = {
+        "started": f"{day}T01:00:00+00:00",
+        "processor": processor,
+        "torch": "2.0",
+        "cpus": 2,
+        "step": 0,
+    }
     (folder / "environment.json").write_text(json.dumps({"starts": [start]}))
 
 
@@ -92,7 +101,11 @@ def test_runs_and_the_figure_go_to_docs_results_with_write_only(results, monkeyp
             assert {path.name for path in results.iterdir()} == {"cache"}
         else:
             assert "with --write" not in said
-            assert {path.name for path in results.iterdir()} == {"cache", "kept.jsonl", "time_to_accuracy.png"}
+            assert {path.name for path in results.iterdir()} == {
+                "cache",
+                "kept.jsonl",
+                "time_to_accuracy.png",
+            }
     assert len(time_to_accuracy.KEPT.read_text().splitlines()) == 3
 
 
@@ -100,6 +113,8 @@ def test_the_runs_behind_the_page_are_kept():
     """So that the command prints the page's figures on any machine."""
     names = list(time_to_accuracy.METHODS)
     remedy = "other runs are declared than were kept: python -m benchmarks.time_to_accuracy --write"
-    assert all(list(time_to_accuracy.kept(seed)) == names for seed in time_to_accuracy.SEEDS), remedy
+    assert all(list(time_to_accuracy.kept(seed)) == names for seed in time_to_accuracy.SEEDS), (
+        remedy
+    )
     for seed in time_to_accuracy.SEEDS:
         assert NOT_RECORDED not in itertools.chain(*time_to_accuracy.provenance_of(seed, names))

@@ -11,5 +11,9 @@ def test_files_are_compared_and_left_alone(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("same.md is as --write would write it")
     assert lines[1].endswith("other.md would change with --write:")
-    assert [line for line in lines if line.startswith(("-t", "+t", "+f"))] == ["-two", "+three", "+four"]
+    assert [line for line in lines if line.startswith(("-t", "+t", "+f"))] == [
+        "-two",
+        "+three",
+        "+four",
+    ]
     assert not new.exists() and other.read_text() == "one\ntwo\n"

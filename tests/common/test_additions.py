@@ -24,7 +24,10 @@ def write(path, text):
 
 
 def test_a_file_and_its_neighbours_are_imported_once(fresh, tmp_path, monkeypatch):
-    counted = write(tmp_path / "counted_addition.py", "import neighbour_of_it\nneighbour_of_it.TIMES.append(1)\n")
+    counted = write(
+        tmp_path / "counted_addition.py",
+        "import neighbour_of_it\nneighbour_of_it.TIMES.append(1)\n",
+    )
     write(tmp_path / "neighbour_of_it.py", "TIMES = []\n")
     monkeypatch.chdir(tmp_path)
     for path in (counted, "counted_addition.py"):
@@ -40,7 +43,10 @@ def test_a_file_and_its_neighbours_are_imported_once(fresh, tmp_path, monkeypatc
         ("nowhere.py", "nowhere.py: no such file; name a Python file"),
         ("my-optimizer.py", "my-optimizer.py: no Python file; name one like my_optimizer.py"),
         ("recipe.yaml", "recipe.yaml: no Python file"),
-        ("recipe.py", r"this Python has a module recipe \(.*/recipe/__init__.py\); give the file another name"),
+        (
+            "recipe.py",
+            r"this Python has a module recipe \(.*/recipe/__init__.py\); give the file another name",
+        ),
         ("colorsys.py", r"this Python has a module colorsys \("),
     ],
 )

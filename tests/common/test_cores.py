@@ -1,4 +1,5 @@
-"""Cores by affinity and by the quotas of control groups, as different container systems show them."""
+"""Cores by affinity and by the quotas of control groups, as different container systems show
+them."""
 
 import contextlib
 import os
@@ -20,7 +21,8 @@ ROOT_MOUNT = "23 1 0:3 / / rw - ext4 /dev/vda rw"
 
 
 def machine(folder, groups, mounts, files):
-    """A faked root: lines of /proc/self/cgroup and mountinfo, and {path below sys/fs/cgroup: content}."""
+    """A faked root: lines of /proc/self/cgroup and mountinfo, and {path below sys/fs/cgroup:
+    content}."""
     proc = folder / "proc" / "self"
     proc.mkdir(parents=True)
     (proc / "cgroup").write_text("\n".join(groups) + "\n")
@@ -33,7 +35,10 @@ def machine(folder, groups, mounts, files):
 
 
 def of_v1(folder, amount, period=100000):
-    return {f"cpu,cpuacct/{folder}cpu.cfs_quota_us": amount, f"cpu,cpuacct/{folder}cpu.cfs_period_us": period}
+    return {
+        f"cpu,cpuacct/{folder}cpu.cfs_quota_us": amount,
+        f"cpu,cpuacct/{folder}cpu.cfs_period_us": period,
+    }
 
 
 HOSTS_PATH = "4:cpu,cpuacct:/docker/1f2e"
@@ -48,10 +53,21 @@ HOSTS_PATH = "4:cpu,cpuacct:/docker/1f2e"
         (["0::/"], [V2], {"cpu.max": "max 100000"}, None),
         (["0::/"], [V2], {}, None),  # a host
         # The least of all levels counts.
-        (["0::/a.slice/b"], [V2], {"a.slice/cpu.max": "300000 100000", "a.slice/b/cpu.max": "max 100000"}, 3.0),
-        (["0::/a.slice/b"], [V2], {"a.slice/cpu.max": "50000 50000", "a.slice/b/cpu.max": "400000 100000"}, 1.0),
+        (
+            ["0::/a.slice/b"],
+            [V2],
+            {"a.slice/cpu.max": "300000 100000", "a.slice/b/cpu.max": "max 100000"},
+            3.0,
+        ),
+        (
+            ["0::/a.slice/b"],
+            [V2],
+            {"a.slice/cpu.max": "50000 50000", "a.slice/b/cpu.max": "400000 100000"},
+            1.0,
+        ),
         (["0::/../other"], [V2], {"cpu.max": "200000 100000"}, 2.0),
-        # Version 1: docker shows the host's path, and mounts the container's own group or all of them.
+        # Version 1: docker shows the host's path, and mounts the container's own group or all of
+        # them.
         (["4:cpu,cpuacct:/"], [V1], of_v1("", 250000), 2.5),
         (["4:cpu,cpuacct:/"], [V1], of_v1("", -1), None),
         ([HOSTS_PATH], [V1.replace(" / ", " /docker/1f2e ", 1)], of_v1("", 100000, 50000), 2.0),
@@ -82,8 +98,12 @@ def test_the_least_quota_of_all_groups_counts(tmp_path, groups, mounts, files, e
         ("50000", 1, 1, None),
     ],
 )
-def test_no_more_threads_than_the_quota_pays_for(tmp_path, monkeypatch, quota, affinity, available, limited):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(affinity)), raising=False)
+def test_no_more_threads_than_the_quota_pays_for(
+    tmp_path, monkeypatch, quota, affinity, available, limited
+):
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda process: set(range(affinity)), raising=False
+    )
     root = machine(tmp_path, ["0::/"], [V2], {"cpu.max": f"{quota} 100000"})
     assert (cores.available(root), cores.limited(root)) == (available, limited)
 
@@ -125,18 +145,33 @@ def test_a_real_group_of_this_machine():
         for folder in (inner, outer):
             enter = f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')"
             code = f"{enter}; from common import cores; print(cores.quota())"
-            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+            )
             found[folder.name] = float(done.stdout)
     assert found == {"inner": 1.0, outer.name: 1.5}
 
 
 def test_nobody_else_counts_cores():
     """Whoever counted for itself would overlook a quota."""
-    rooms = ("benchmarks", "common", "data", "engines", "models", "optim", "parallel", "recipe", "tools", "training")
+    rooms = (
+        "benchmarks",
+        "common",
+        "data",
+        "engines",
+        "models",
+        "optim",
+        "parallel",
+        "recipe",
+        "tools",
+        "training",
+    )
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     counting = re.compile(r"cpu_count\(|len\(os\.sched_getaffinity|\bnproc\b(?!-per)")
     counted = {str(path.relative_to(ROOT)) for path in files if counting.search(path.read_text())}
-    assert counted == {"common/cores.py", "training/relaunch.py"}  # the latter for an affinity: which, not how many
+    # the latter for an affinity: which, not how many
+    assert counted == {"common/cores.py", "training/relaunch.py"}
     assert not any(
-        counting.search((ROOT / name).read_text()) for name in ("run_tests.sh", "run_pod.sh", "tools/environment.sh")
+        counting.search((ROOT / name).read_text())
+        for name in ("run_tests.sh", "run_pod.sh", "tools/environment.sh")
     )

@@ -1,4 +1,5 @@
-"""Libraries are compiled once, kept where only this user writes, and loaded whole and where they were made only."""
+"""Libraries are compiled once, kept where only this user writes, and loaded whole and where they
+were made only."""
 
 import errno
 import fcntl
@@ -45,7 +46,9 @@ def source(tmp_path):
     folder = tmp_path / "native"
     folder.mkdir()
     (folder / "answer.h").write_text("#define ANSWER 42\n")
-    (folder / "answer.cpp").write_text('#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n')
+    (folder / "answer.cpp").write_text(
+        '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
+    )
     return folder / "answer.cpp"
 
 
@@ -89,7 +92,9 @@ def kept():
 @compiles
 def test_a_library_is_compiled_once_and_kept_for_this_user_only(source, count):
     assert (answer(source), answer(source), count()) == (42, 42, 1)
-    assert [path.name for path in folder().iterdir()] == [kept().name] and kept().name.startswith("answer-")
+    assert [path.name for path in folder().iterdir()] == [kept().name] and kept().name.startswith(
+        "answer-"
+    )
     assert (folder().stat().st_mode & 0o777, kept().stat().st_mode & 0o777) == (0o700, 0o600)
 
 
@@ -117,9 +122,12 @@ def other_processor(source, monkeypatch):
 
 @compiles
 @pytest.mark.parametrize(
-    ("change", "expected"), [(other_header, 43), (other_source, 43), (other_compiler, 42), (other_processor, 42)]
+    ("change", "expected"),
+    [(other_header, 43), (other_source, 43), (other_compiler, 42), (other_processor, 42)],
 )
-def test_whatever_a_library_depends_on_it_is_compiled_anew_for(monkeypatch, source, count, change, expected):
+def test_whatever_a_library_depends_on_it_is_compiled_anew_for(
+    monkeypatch, source, count, change, expected
+):
     assert answer(source) == 42
     change(source, monkeypatch)
     assert (answer(source), answer(source), count()) == (expected, expected, 2)
@@ -131,13 +139,19 @@ def test_so_it_is_for_other_flags_functions_and_another_file_of_the_folder(sourc
     assert (answer(source), answer(source, flags=(*FLAGS, "-O1")), count()) == (42, 42, 2)
     with pytest.raises(CompilerError, match="made a library without question"):
         answer(source, functions=("answer", "question"))
-    assert (answer(source.with_name("copy.cpp")), count(), len(list(folder().iterdir()))) == (42, 4, 3)
+    assert (answer(source.with_name("copy.cpp")), count(), len(list(folder().iterdir()))) == (
+        42,
+        4,
+        3,
+    )
 
 
 @compiles
 def test_what_is_edited_while_it_is_compiled_is_compiled_anew(source, compiler, tmp_path):
     header = source.parent / "answer.h"
-    compiler(COUNTING.format(log=tmp_path / "log", meanwhile=f"echo '#define ANSWER 43' > {header}"))
+    compiler(
+        COUNTING.format(log=tmp_path / "log", meanwhile=f"echo '#define ANSWER 43' > {header}")
+    )
     assert (answer(source), answer(source)) == (42, 43)
 
 
@@ -196,7 +210,9 @@ def relative(monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("change", [others_may_write, of_another_user, file_of_others, pipe, relative])
+@pytest.mark.parametrize(
+    "change", [others_may_write, of_another_user, file_of_others, pipe, relative]
+)
 def test_nothing_is_loaded_that_others_may_have_written(monkeypatch, source, count, change):
     answer(source)
     change(monkeypatch)
@@ -212,7 +228,9 @@ def test_nothing_is_written_where_others_write(monkeypatch, source, count, chang
 
 
 @compiles
-def test_without_a_place_for_it_a_library_is_compiled_each_time(monkeypatch, source, count, tmp_path):
+def test_without_a_place_for_it_a_library_is_compiled_each_time(
+    monkeypatch, source, count, tmp_path
+):
     (tmp_path / "cache").write_text("in the way")
     assert (answer(source), answer(source), count()) == (42, 42, 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
@@ -229,16 +247,22 @@ def test_processes_that_ask_at_once_compile_once(source, compiler, tmp_path):
     log = tmp_path / "log"
     compiler(COUNTING.format(log=log, meanwhile="sleep 2"))
     command = [sys.executable, "-c", ASKING, str(source)]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     assert [process.communicate()[0] for process in processes] == ["42\n"] * 3
     assert log.read_text() == "compiled\n" and list(folder().iterdir()) == [kept()]
 
 
 @compiles
-def test_a_process_waits_for_another_only_as_long_as_a_compiler_may_take(monkeypatch, source, compiler, tmp_path):
+def test_a_process_waits_for_another_only_as_long_as_a_compiler_may_take(
+    monkeypatch, source, compiler, tmp_path
+):
     """Its own compiler then takes milliseconds, on a busy machine too: it copies."""
     subprocess.run(["c++", *FLAGS, str(source), "-o", str(tmp_path / "made")], check=True)
-    copy = 'case "$*" in *-dM*) echo "#define A 1"; exit;; esac\nfor last; do :; done; cp {} "$last"'
+    copy = (
+        'case "$*" in *-dM*) echo "#define A 1"; exit;; esac\nfor last; do :; done; cp {} "$last"'
+    )
     compiler(copy.format(tmp_path / "made"))
     assert answer(source) == 42
     lock = kept().with_suffix(".lock")
@@ -298,10 +322,13 @@ def test_what_defines_no_macros_makes_nothing_for_other_processes(source, compil
 
 
 def test_a_compiler_that_misbehaves_is_ended_and_named(monkeypatch, source, compiler, tmp_path):
-    """It hangs together with what it started, prints for ever or no UTF-8, makes nothing, asks for input, or cannot be
-    named or started; asked for its macros already, or later."""
+    """It hangs together with what it started, prints for ever or no UTF-8, makes nothing, asks for
+    input, or cannot be named or started; asked for its macros already, or later."""
     cases = [
-        (b"sleep 600 & echo $! > %s; wait" % bytes(tmp_path / "pid"), "was ended after 1 s without a result"),
+        (
+            b"sleep 600 & echo $! > %s; wait" % bytes(tmp_path / "pid"),
+            "was ended after 1 s without a result",
+        ),
         (b"cat /dev/zero", "was ended after it had printed 1 MiB"),
         (b"printf 'fault: \\377\\033[1m\\n'; exit 3", "fault: \ufffd\x1b[1m"),
         (b"exit 3", "ended with 3 and printed nothing"),
@@ -326,18 +353,31 @@ def test_a_compiler_that_misbehaves_is_ended_and_named(monkeypatch, source, comp
     with pytest.raises(FileNotFoundError, match="/no/such/compiler"):
         answer(source)
     child = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text())
+    wait_until(
+        lambda: (
+            not Path(f"/proc/{child}").exists()
+            or "zombie" in Path(f"/proc/{child}/status").read_text()
+        )
+    )
 
 
-@pytest.mark.parametrize(("capability", "flag"), [("avx2", "-march=x86-64-v3"), ("default", "-march=native")])
-def test_the_command_is_cxx_or_else_cpp_for_the_instructions_of_torch(monkeypatch, source, capability, flag):
+@pytest.mark.parametrize(
+    ("capability", "flag"), [("avx2", "-march=x86-64-v3"), ("default", "-march=native")]
+)
+def test_the_command_is_cxx_or_else_cpp_for_the_instructions_of_torch(
+    monkeypatch, source, capability, flag
+):
     """So a machine with AVX-512 can show what it would do without."""
     commands = []
-    monkeypatch.setattr(cpp_compiler, "_run", lambda command, messages: commands.append(command) or b"")
+    monkeypatch.setattr(
+        cpp_compiler, "_run", lambda command, messages: commands.append(command) or b""
+    )
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
     for name, words in (("", ["c++"]), ("ccache 'my g++'", ["ccache", "my g++"])):
         monkeypatch.setenv("CXX", name)
         with pytest.raises(OSError, match=r"answer\.so"):
             answer(source, flags=("-march=native", "-shared"))
         assert commands[-2][: len(words)] == commands[-1][: len(words)] == words
-        assert [[each for each in command if "-march" in each] for command in commands[-2:]] == [[flag]] * 2
+        assert [[each for each in command if "-march" in each] for command in commands[-2:]] == [
+            [flag]
+        ] * 2

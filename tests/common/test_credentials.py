@@ -46,7 +46,9 @@ def test_a_recipe_and_errors_have_the_url_without_its_credentials(url, public, m
     assert recipe.data.root == public
     url = re.sub("[ ']", "", url)  # where a URL ends within other text
     public = public.replace(" ", "")
-    errors = [str(kind(f"{url}: gone")) for kind in (ConfigError, DataError)] + [first_line(ValueError(f"no {url}"))]
+    errors = [str(kind(f"{url}: gone")) for kind in (ConfigError, DataError)] + [
+        first_line(ValueError(f"no {url}"))
+    ]
     for text in (loading.dump(recipe), recipe.model_dump_json(), repr(recipe), *sys.argv, *errors):
         assert SECRET not in text
     assert all(public in error.lower() for error in errors)
@@ -79,9 +81,16 @@ def test_a_url_without_secrets_is_left_alone(url):
     assert credentials.environment() == {}
 
 
-def test_of_several_the_command_line_comes_before_the_environment_and_that_before_netrc(monkeypatch, tmp_path):
-    (tmp_path / "netrc").write_text("machine host login me@work password a/b?c\ndefault login no password no\n")
-    assert credentials.restored("http://host:8080/x/train") == ("http://me%40work:a%2Fb%3Fc@host:8080/x/train", "")
+def test_of_several_the_command_line_comes_before_the_environment_and_that_before_netrc(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "netrc").write_text(
+        "machine host login me@work password a/b?c\ndefault login no password no\n"
+    )
+    assert credentials.restored("http://host:8080/x/train") == (
+        "http://me%40work:a%2Fb%3Fc@host:8080/x/train",
+        "",
+    )
     assert credentials.restored("http://another/x") == ("http://another/x", "")
     assert credentials.restored("s3://host/x") == ("s3://host/x", "")
     (tmp_path / "netrc").write_text("not a netrc")
@@ -93,7 +102,9 @@ def test_of_several_the_command_line_comes_before_the_environment_and_that_befor
     assert credentials.environment() == {credentials.ENVIRONMENT: "http://c:2@host:8080/x"}
 
 
-@pytest.mark.parametrize("url", [f"s3://AKIA:{SECRET}/x@bucket/y", f"http://user:{SECRET}#1@host/y"])
+@pytest.mark.parametrize(
+    "url", [f"s3://AKIA:{SECRET}/x@bucket/y", f"http://user:{SECRET}#1@host/y"]
+)
 def test_a_password_with_an_ambiguous_end_is_refused_and_not_shown(url):
     with pytest.raises(ConfigError, match=r"data\.root: .*write %2F") as caught:
         loading.load(QUICKSTART, [f"data.root={url}"])
@@ -104,6 +115,10 @@ def test_a_fragment_of_a_web_address_is_refused_and_not_shown():
     """No server ever gets it, so it is a slip, or a token that is meant for a browser."""
     for scheme in ("http", "HTTPS", "simplecache::https"):
         with pytest.raises(ConfigError, match=r"data\.root: .* remove it, or write %23") as caught:
-            loading.load(QUICKSTART, ["data.source=shards", f"data.root={scheme}://host/images#{SECRET}"])
+            loading.load(
+                QUICKSTART, ["data.source=shards", f"data.root={scheme}://host/images#{SECRET}"]
+            )
         assert SECRET not in str(caught.value)
-        assert str(ConfigError(f"{scheme}://host/images#{SECRET}: gone")).endswith("://host/images gone")
+        assert str(ConfigError(f"{scheme}://host/images#{SECRET}: gone")).endswith(
+            "://host/images gone"
+        )

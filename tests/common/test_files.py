@@ -45,12 +45,15 @@ def test_processes_do_not_share_what_they_write_a_file_to_and_an_error_keeps_its
 
 
 def test_an_error_of_a_library_keeps_its_text(tmp_path):
-    """A store's, that a file is fetched from: with the name of a file Python would print `[Errno None] None`."""
+    """A store's, that a file is fetched from: with the name of a file Python would print `[Errno
+    None] None`."""
     with pytest.raises(OSError, match=r"^the store does not answer$"), writing(tmp_path):
         raise ConnectionError("the store does not answer")
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, b"[" * 200_000, b"\xff\xfe[\0]\0", "", "[1", "nul"])
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 200_000, b"[" * 200_000, b"\xff\xfe[\0]\0", "", "[1", "nul"]
+)
 def test_what_is_no_json_or_nested_too_deeply_is_a_value_error(text, tmp_path):
     with pytest.raises(ValueError):
         json_io.parse_json(text)
@@ -94,7 +97,9 @@ def test_a_place_that_cannot_be_written_is_blamed_on_who_named_it_but_not_a_full
     place = tmp_path / "scores"
     with pytest.raises(ConfigError) as caught, checking(place, "name another folder"):
         raise PermissionError(errno.EACCES, "Permission denied", str(place / "trial"))
-    assert str(caught.value) == f"{place}: cannot be written: Permission denied; name another folder"
+    assert (
+        str(caught.value) == f"{place}: cannot be written: Permission denied; name another folder"
+    )
     for number in DISK_FULL:
         with pytest.raises(OSError) as caught, checking(place, "name another folder"):
             raise OSError(number, os.strerror(number), str(place / "trial"))

@@ -43,13 +43,29 @@ def strict(text):
 
 
 def test_what_is_not_finite_becomes_null_however_deep():
-    value = {"a": float("nan"), "b": [1.5, (float("inf"), {"c": -float("inf")})], "d": True, "e": "NaN", "f": None}
+    value = {
+        "a": float("nan"),
+        "b": [1.5, (float("inf"), {"c": -float("inf")})],
+        "d": True,
+        "e": "NaN",
+        "f": None,
+    }
     found = strict(json_text(value, indent=1))
     assert found == {"a": None, "b": [1.5, [None, {"c": None}]], "d": True, "e": "NaN", "f": None}
 
 
 def test_every_file_that_writes_measured_numbers_writes_them_by_it():
-    rooms = ("common", "recipe", "models", "optim", "data", "parallel", "engines", "training", "tools")
+    rooms = (
+        "common",
+        "recipe",
+        "models",
+        "optim",
+        "data",
+        "parallel",
+        "engines",
+        "training",
+        "tools",
+    )
     files = [
         ROOT / "evaluate.py",
         ROOT / "train.py",

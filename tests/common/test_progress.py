@@ -1,4 +1,5 @@
-"""Progress: plain lines where there is no terminal; on one a live line, below what is printed, that leaves nothing."""
+"""Progress: plain lines where there is no terminal; on one a live line, below what is printed, that
+leaves nothing."""
 
 import os
 import pty
@@ -32,7 +33,9 @@ def on_terminal(program, **variables):
     main, other = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30", **variables}
     command = [sys.executable, "-c", program]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=other, stdout=other, stderr=other)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=other, stdout=other, stderr=other
+    )
     os.close(other)
     output = b""
     while True:
@@ -49,7 +52,8 @@ def on_terminal(program, **variables):
 
 
 def screen(output):
-    """Return the lines that a terminal shows in the end, of output that moves to the left or up by one line only."""
+    """Return the lines that a terminal shows in the end, of output that moves to the left or up by
+    one line only."""
     lines = [""]
     row = 0
     column = 0
@@ -64,7 +68,9 @@ def screen(output):
         elif token == "\x1b[1A":
             row -= 1
         elif not token.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            lines[row] = (
+                lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            )
             column += len(token)
     return [line.rstrip() for line in lines if line.strip()]
 
@@ -113,7 +119,8 @@ def test_a_plain_line_comes_every_so_often(monkeypatch, capsys):
 
 
 def test_other_ranks_print_no_plain_lines(monkeypatch, capsys):
-    """A line of each rank of a host would be the same line many times, and none could be told apart."""
+    """A line of each rank of a host would be the same line many times, and none could be told
+    apart."""
     monkeypatch.setattr(progress, "EVERY", 0.01)
     monkeypatch.setenv("RANK", "1")
     with progress.lines(lambda: "work"):

@@ -10,7 +10,11 @@ from common import timers
 def timers_of(call):
     """Threads that live and wait to call this function: others of the process come and go."""
     living = threading.enumerate()
-    return [thread for thread in living if isinstance(thread, threading.Timer) and thread.function == call]
+    return [
+        thread
+        for thread in living
+        if isinstance(thread, threading.Timer) and thread.function == call
+    ]
 
 
 def test_it_is_called_if_the_block_lasts_so_long_and_its_thread_has_ended_with_the_block():

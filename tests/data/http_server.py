@@ -1,4 +1,5 @@
-"""A web server on the loopback interface that gives byte ranges of a folder, and fails on request."""
+"""A web server on the loopback interface that gives byte ranges of a folder, and fails on
+request."""
 
 import base64
 import contextlib
@@ -11,11 +12,12 @@ import zlib
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """url: of the folder. asked: paths of all requests, in order. login ("user:password"), query: needed, if not None.
+    """url: of the folder. asked: paths of all requests, in order. login ("user:password"), query:
+    needed, if not None.
 
-    faults: path -> what is done with its next requests, one each: a status, "hang", "whole" (ignores the range),
-    "endless" (never stops to send), "swelling" (unpacks to 512 MiB) or "slow" (100 kB a second). always: path -> what
-    is done with all of them.
+    faults: path -> what is done with its next requests, one each: a status, "hang", "whole"
+    (ignores the range), "endless" (never stops to send), "swelling" (unpacks to 512 MiB) or "slow"
+    (100 kB a second). always: path -> what is done with all of them.
     """
 
     daemon_threads = True
@@ -37,7 +39,9 @@ class Server(http.server.ThreadingHTTPServer):
 @functools.lru_cache
 def _swelling():
     packer = zlib.compressobj(1, wbits=31)
-    first, second = (packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    first, second = (
+        packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2)
+    )
     return first + second * 511  # after a full flush nothing depends on the bytes before
 
 
@@ -104,7 +108,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def serving(folder):
     """The server while it runs."""
     server = Server(folder)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     try:
         yield server
     finally:

@@ -1,4 +1,5 @@
-"""Shards for tests, written by Python's tarfile and read by `tools.shards index`: nothing of `pack`."""
+"""Shards for tests, written by Python's tarfile and read by `tools.shards index`: nothing of
+`pack`."""
 
 import io
 import json
@@ -34,14 +35,20 @@ def write_tar(path, files):
 
 
 def write_shards(folder, counts, classes=2):
-    """Shards of so many images each, image i with label i % classes, with index and manifest. Returns the images."""
+    """Shards of so many images each, image i with label i % classes, with index and manifest.
+
+    Returns the images.
+    """
     folder.mkdir(parents=True)
     images = [jpeg(number) for number in range(sum(counts))]
     numbers = iter(range(len(images)))
     for shard, count in enumerate(counts):
         files = []
         for number in [next(numbers) for _ in range(count)]:
-            files += [(f"{number:04}.cls", b"%d\n" % (number % classes)), (f"{number:04}.JPG", images[number])]
+            files += [
+                (f"{number:04}.cls", b"%d\n" % (number % classes)),
+                (f"{number:04}.JPG", images[number]),
+            ]
             files.append((f"{number:04}.json", b"{}"))
         write_tar(folder / f"part-{shard}.tar", files)
     assert shards.main(["index", str(folder)]) == 0
@@ -53,7 +60,11 @@ def run(capsys, *arguments):
     capsys.readouterr()
     code = shards.main([*map(str, arguments), "--json"])
     out, err = capsys.readouterr()
-    return code, json.loads(out.splitlines()[-1]) if code == 0 or "{" in out else None, err.splitlines()
+    return (
+        code,
+        json.loads(out.splitlines()[-1]) if code == 0 or "{" in out else None,
+        err.splitlines(),
+    )
 
 
 def pairs(source):

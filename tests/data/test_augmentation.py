@@ -1,4 +1,5 @@
-"""Augmentation of crops: against timm's and torchvision's own, by distribution where draws are others."""
+"""Augmentation of crops: against timm's and torchvision's own, by distribution where draws are
+others."""
 
 import math
 import random
@@ -18,7 +19,12 @@ from data.transforms import Training
 from recipe.config import Data
 from recipe.randomness import MASK32, Stream, key
 
-EVERYTHING = {"color_jitter": 0.4, "random_erasing": 0.7, "random_erasing_mode": "pixel", "random_erasing_count": 3}
+EVERYTHING = {
+    "color_jitter": 0.4,
+    "random_erasing": 0.7,
+    "random_erasing_mode": "pixel",
+    "random_erasing_count": 3,
+}
 POLICIES = ("augmix", "three_augment", "timm_randaugment")
 
 
@@ -33,7 +39,8 @@ def picture(size=48, seed=0):
 
 @pytest.mark.parametrize("policy", ["rand-m9-mstd0.1-inc1", "rand-m7-n3-p0.9"])
 def test_timms_randaugment_is_timms_to_the_bit(policy):
-    """The same seeds given to timm by hand. 60 draws change most images, and leave both generators as they were."""
+    """The same seeds given to timm by hand. 60 draws change most images, and leave both generators
+    as they were."""
     random.seed(1), np.random.seed(1)
     expected_next = random.random(), np.random.rand()
     random.seed(1), np.random.seed(1)
@@ -41,7 +48,9 @@ def test_timms_randaugment_is_timms_to_the_bit(policy):
     changed = 0
     found = [timm_randaugment(picture(), policy, colours, key("test", n)) for n in range(60)]
     assert (random.random(), np.random.rand()) == expected_next
-    theirs = rand_augment_transform(policy, {"translate_const": int(48 * 0.45), "img_mean": (128, 64, 191)})
+    theirs = rand_augment_transform(
+        policy, {"translate_const": int(48 * 0.45), "img_mean": (128, 64, 191)}
+    )
     for number, pixels in enumerate(found):
         draw = key("test", number)
         random.seed(draw), np.random.seed([draw & MASK32, draw >> 32])
@@ -56,7 +65,10 @@ def test_zero_bits_are_black_whatever_pillow_does():
     black = 0
     for number in range(100):
         found = timm_randaugment(picture(), "rand-m10-n1-p1-inc1", IMAGENET, key("test", number))
-        random.seed(key("test", number)), np.random.seed([key("test", number) & MASK32, key("test", number) >> 32])
+        (
+            random.seed(key("test", number)),
+            np.random.seed([key("test", number) & MASK32, key("test", number) >> 32]),
+        )
         theirs = rand_augment_transform(
             "rand-m10-n1-p1-inc1", {"translate_const": int(48 * 0.45), "img_mean": IMAGENET.grey}
         )
@@ -88,7 +100,9 @@ def test_jitter_is_distributed_as_torchvisions():
     torch.manual_seed(0)
     theirs = ColorJitter(0.4, 0.4, 0.4)
     small = picture(8)
-    found = np.array([jitter(small, 0.4, Stream(key("test", n))).float().mean() for n in range(1500)])
+    found = np.array(
+        [jitter(small, 0.4, Stream(key("test", n))).float().mean() for n in range(1500)]
+    )
     expected = np.array([theirs(small).float().mean() for _ in range(1500)])
     for power in (1, 2):
         one = (found - expected.mean()) ** power
@@ -98,7 +112,8 @@ def test_jitter_is_distributed_as_torchvisions():
 
 
 def test_three_augment_is_one_of_three_operations():
-    """Grey and solarised as by Pillow's operators; blurred as by Pillow, whose Gaussian is approximate."""
+    """Grey and solarised as by Pillow's operators; blurred as by Pillow, whose Gaussian is
+    approximate."""
     kinds = {"grey": 0, "solarised": 0, "blurred": 0}
     image = picture()
     solarised = torch.where(image >= 128, 255 - image, image)
@@ -107,7 +122,9 @@ def test_three_augment_is_one_of_three_operations():
         if torch.equal(found, solarised):
             kinds["solarised"] += 1
         elif torch.equal(found[0], found[1]) and torch.equal(found[1], found[2]):
-            expected = np.array(Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L")).astype(int)
+            expected = np.array(
+                Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L")
+            ).astype(int)
             assert np.abs(found[0].numpy() - expected).max() <= 1
             kinds["grey"] += 1
         else:
@@ -116,7 +133,9 @@ def test_three_augment_is_one_of_three_operations():
             assert stream.integer(3) == 2
             sigma = stream.uniform(0.1, 2.0)
             blur = ImageFilter.GaussianBlur(sigma)
-            expected = np.array(Image.fromarray(image.permute(1, 2, 0).numpy()).filter(blur)).astype(int)
+            expected = np.array(
+                Image.fromarray(image.permute(1, 2, 0).numpy()).filter(blur)
+            ).astype(int)
             difference = np.abs(found.permute(1, 2, 0).numpy() - expected)[7:-7, 7:-7]
             assert difference.mean() < 2 and difference.max() < 25
     assert all(abs(count - 100) < 5 * math.sqrt(300 * 2 / 9) for count in kinds.values())
@@ -124,7 +143,8 @@ def test_three_augment_is_one_of_three_operations():
 
 @pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_rectangles_are_distributed_as_timms(most):
-    """Erased share and number of erased rows of 2,000 images, both moments: five standard errors."""
+    """Erased share and number of erased rows of 2,000 images, both moments: five standard
+    errors."""
     random.seed(0)
     theirs = RandomErasing(1.0, max_count=most, device="cpu")
     blank = torch.full((3, 40, 56), 255, dtype=torch.uint8)
@@ -139,12 +159,14 @@ def test_rectangles_are_distributed_as_timms(most):
     for power in (1, 2):
         one = (ours - reference.mean(0)) ** power
         two = (reference - reference.mean(0)) ** power
-        assert (np.abs(one.mean(0) - two.mean(0)) < 5 * np.sqrt((one.var(0) + two.var(0)) / 2000)).all()
+        assert (
+            np.abs(one.mean(0) - two.mean(0)) < 5 * np.sqrt((one.var(0) + two.var(0)) / 2000)
+        ).all()
 
 
 def test_rectangles_are_filled_with_what_the_model_sees_as_nothing_or_as_noise():
-    """Normalised: 0 within half a level; or of mean 0 and deviation 1, as what lies beyond black and white is rare
-    for a mean of a half and a deviation of a tenth."""
+    """Normalised: 0 within half a level; or of mean 0 and deviation 1, as what lies beyond black
+    and white is rare for a mean of a half and a deviation of a tenth."""
     colours = Colours((0.5, 0.4, 0.6), (0.1, 0.1, 0.1))
     image = picture(64)
     before = image.clone()
@@ -152,10 +174,20 @@ def test_rectangles_are_filled_with_what_the_model_sees_as_nothing_or_as_noise()
     assert torch.equal(image, before)
     mask = (constant != image).any(0)
     assert mask.any() and not mask.all()
-    assert {tuple(pixel) for pixel in constant[:, mask].T.tolist()} == {colours.grey} == {(128, 102, 153)}
+    assert (
+        {tuple(pixel) for pixel in constant[:, mask].T.tolist()}
+        == {colours.grey}
+        == {(128, 102, 153)}
+    )
     values = []
     for number in range(200):
-        noisy = erase(torch.full((3, 64, 64), 255, dtype=torch.uint8), 1, "pixel", colours, key("noise", number))
+        noisy = erase(
+            torch.full((3, 64, 64), 255, dtype=torch.uint8),
+            1,
+            "pixel",
+            colours,
+            key("noise", number),
+        )
         inside = (noisy != 255).any(0)
         values.append(noisy[:, inside].double() / 255)
     values = (torch.cat(values, 1) - torch.tensor(colours.mean)[:, None]) / 0.1
@@ -165,7 +197,8 @@ def test_rectangles_are_filled_with_what_the_model_sees_as_nothing_or_as_noise()
 
 @pytest.mark.parametrize("augment", ["none", *POLICIES])
 def test_draws_depend_on_seed_epoch_and_sample_alone(augment):
-    """Repeated in another order, with other states of all generators; and other names draw other pixels."""
+    """Repeated in another order, with other states of all generators; and other names draw other
+    pixels."""
     data = Data(augment=augment, **EVERYTHING)
     image = Pixels(picture())
     names = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
@@ -175,9 +208,17 @@ def test_draws_depend_on_seed_epoch_and_sample_alone(augment):
 
     first = [made(*name) for name in names]
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
+    states = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.random.get_rng_state().tolist(),
+    )
     again = [made(*name) for name in reversed(names)][::-1]
-    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist())
+    assert states == (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.random.get_rng_state().tolist(),
+    )
     for one, two in zip(first, again):
         assert torch.equal(one, two)
         assert one.dtype == torch.uint8 and one.shape == (3, 32, 32)
@@ -213,6 +254,8 @@ def test_every_kind_of_policy_changes_pixels():
         changed = 0
         for index in range(20):
             plain = Training(Data(), 3)(image, 32, 1, index)
-            changed += not torch.equal(Training(Data(augment=augment), 3)(image, 32, 1, index), plain)
+            changed += not torch.equal(
+                Training(Data(augment=augment), 3)(image, 32, 1, index), plain
+            )
         assert changed > 10, augment
     assert augmentation.IMAGENET.grey == (124, 116, 104)

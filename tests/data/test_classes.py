@@ -68,23 +68,32 @@ def test_images_keep_their_names_pixels_and_order_under_other_labels(tmp_path):
     known = matched(source, ("e", "x", "c", "a", "b"))
     assert known.labels.dtype == np.int64 and known.labels.tolist() == [3, 3, 4, 4, 2, 2, 0, 0]
     kept = [0, 1, 2, 3, 4, 5, 8, 9]
-    assert [known.name(index) for index in range(len(known))] == [source.name(index) for index in kept]
+    assert [known.name(index) for index in range(len(known))] == [
+        source.name(index) for index in kept
+    ]
     assert known.classes == ("e", "x", "c", "a", "b") and known.digest == source.digest
     left_out, absent = known.notes
-    assert left_out == f"{tmp_path}/val: left out 2 images of 1 class that the model does not know: d"
+    assert (
+        left_out == f"{tmp_path}/val: left out 2 images of 1 class that the model does not know: d"
+    )
     assert absent == f"{tmp_path}/val: has no validation images of 1 class: x"
     for one in (known, pickle.loads(pickle.dumps(known))):
         opened = one.open_all([7, 0, 6])
         for index, image in zip((9, 0, 8), opened):
             assert image.encoded == source.open(index).encoded
-        assert (one.read(7) == source.read(9)).all() and (one.open(7).pixels() == source.read(9)).all()
+        assert (one.read(7) == source.read(9)).all() and (
+            one.open(7).pixels() == source.read(9)
+        ).all()
         expected = [kept.index(index) for index in permutation(3, 4, 10).tolist() if index in kept]
         assert one.order(3, 4).tolist() == expected
 
 
 def test_no_image_of_a_known_class_is_an_error_that_names_both(tmp_path):
     source = FolderSource(str(write_pictures(tmp_path, "ab", val=1) / "val"))
-    with pytest.raises(DataError, match=r"/val: none of its images is of .*: it has a, b; the model knows c, d; give"):
+    with pytest.raises(
+        DataError,
+        match=r"/val: none of its images is of .*: it has a, b; the model knows c, d; give",
+    ):
         matched(source, "cd")
 
 
@@ -95,7 +104,8 @@ def pack(images, place):
 
 
 def test_a_class_may_lack_validation_images(tmp_path):
-    """A folder that is missing is the same as an empty one, also for the digest, by which a run is resumed."""
+    """A folder that is missing is the same as an empty one, also for the digest, by which a run is
+    resumed."""
     root = write_pictures(tmp_path / "images", "bcd", train=1, val=1)
     (root / "val/c/0.png").unlink()
     data = Data(source="folder", root=str(root))
@@ -104,7 +114,9 @@ def test_a_class_may_lack_validation_images(tmp_path):
     missing = open_source(data, 3, "validation")
     for source in (empty, missing):
         assert source.classes == ("b", "c", "d") and source.labels.tolist() == [0, 2]
-        assert [source.name(index) for index in (0, 1)] == [f"{root}/val/{name}/0.png" for name in "bd"]
+        assert [source.name(index) for index in (0, 1)] == [
+            f"{root}/val/{name}/0.png" for name in "bd"
+        ]
         assert source.notes == (f"{root}/val: has no validation images of 1 class: c",)
     assert empty.digest == missing.digest
     pack(root, tmp_path / "shards")
@@ -118,5 +130,7 @@ def test_validation_shards_in_another_order_of_classes_are_relabelled(tmp_path):
     manifest = tmp_path / "shards/val/shards.json"
     manifest.write_text(manifest.read_text().replace('["a", "b"]', '["b", "a"]'))
     data = Data(source="shards", root=str(tmp_path / "shards"))
-    before = open_source(data.model_copy(update={"validation_folder": "train"}), 2, "validation").labels
+    before = open_source(
+        data.model_copy(update={"validation_folder": "train"}), 2, "validation"
+    ).labels
     assert open_source(data, 2, "validation").labels.tolist() == (1 - before).tolist()

@@ -21,13 +21,16 @@ pytestmark = pytest.mark.skipif(not crops.available(), reason="needs a C++ compi
 
 
 def pictures(height, width, layout):
-    """Uint8 [COUNT, 3, height, width]: channels first or last in memory, a part of larger images, or grey."""
+    """Uint8 [COUNT, 3, height, width]: channels first or last in memory, a part of larger images,
+    or grey."""
     numbers = np.random.RandomState(height * 1000 + width)
     if layout == "grey":
         grey = torch.from_numpy(numbers.randint(0, 256, (COUNT, 1, height, width), np.uint8))
         return grey.expand(COUNT, 3, height, width)
     if layout == "part":
-        larger = torch.from_numpy(numbers.randint(0, 256, (COUNT, 3, height + 3, width + 5), np.uint8))
+        larger = torch.from_numpy(
+            numbers.randint(0, 256, (COUNT, 3, height + 3, width + 5), np.uint8)
+        )
         return larger[:, :, 1 : height + 1, 2 : width + 2]
     images = torch.from_numpy(numbers.randint(0, 256, (COUNT, 3, height, width), np.uint8))
     return images.contiguous(memory_format=torch.channels_last) if layout == "last" else images
@@ -37,13 +40,16 @@ def cropped(images, transform, size):
     """Uint8 [COUNT, 3, size, size], by the C++ function."""
     indices = list(reversed(range(COUNT)))
     frames = [transform.frame(Pixels(images[index]), size, 5, index) for index in indices]
-    out = torch.zeros(COUNT + 1, 3, size, size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    out = torch.zeros(COUNT + 1, 3, size, size, dtype=torch.uint8).contiguous(
+        memory_format=torch.channels_last
+    )
     crops.crop(images, crops.rows_of(indices, frames), out)
     assert not out[COUNT:].any()
     return out[:COUNT].flip(0)
 
 
-# Layouts differ in where rows are read, filters in what is made of them: each layout with one filter is fast.
+# Layouts differ in where rows are read, filters in what is made of them: each layout with one
+# filter is fast.
 @pytest.mark.parametrize(
     ("layout", "interpolation"),
     [
@@ -73,22 +79,33 @@ def test_every_pixel_is_torchs(kind, layout, interpolation):
         transform = Training(data, seed=size)
         if kind == "evaluation":
             transform = Evaluation(Data(**keys, crop_fraction=draws.uniform(0.3, 1)))
-        theirs = torch.stack([transform(Pixels(image), size, 5, index) for index, image in enumerate(images)])
+        theirs = torch.stack(
+            [transform(Pixels(image), size, 5, index) for index, image in enumerate(images)]
+        )
         assert torch.equal(cropped(images, transform, size), theirs), (height, width, size)
-        mirrored += sum(transform.frame(Pixels(images[0]), size, 5, index).flip for index in range(COUNT))
+        mirrored += sum(
+            transform.frame(Pixels(images[0]), size, 5, index).flip for index in range(COUNT)
+        )
     assert (kind == "training") == (mirrored > 0)
 
 
 # The filter has no part in them.
-@pytest.mark.parametrize("interpolation", ["bilinear", pytest.param("bicubic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "interpolation", ["bilinear", pytest.param("bicubic", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("area", [(0.05, 1.0), (0.7, 1.0), (1.0, 1.0), (0.001, 0.002)])
 @pytest.mark.parametrize("aspect", [(0.75, 4 / 3), (1.0, 1.0), (0.1, 10.0), (3.0, 4.0)])
 def test_boxes_and_flips_are_those_of_single_images(aspect, area, interpolation):
-    """Of every kind: boxes that fit at once, after some tries, and never, on both sides of the aspect."""
+    """Of every kind: boxes that fit at once, after some tries, and never, on both sides of the
+    aspect."""
     draws = random.Random(f"{aspect} {area}")
-    data = Data(source="digits", crop_aspect=aspect, crop_area=area, flip=0.3, interpolation=interpolation)
+    data = Data(
+        source="digits", crop_aspect=aspect, crop_area=area, flip=0.3, interpolation=interpolation
+    )
     transform = Training(data, seed=11)
-    sizes = [(28, 28), (1, 1), (1, 60), (60, 1)] + [(draws.randint(1, 300), draws.randint(1, 300)) for _ in range(40)]
+    sizes = [(28, 28), (1, 1), (1, 60), (60, 1)] + [
+        (draws.randint(1, 300), draws.randint(1, 300)) for _ in range(40)
+    ]
     for height, width in sizes:
         image = Pixels(torch.zeros(3, height, width, dtype=torch.uint8))
         indices = [draws.randrange(2**40) for _ in range(50)]
@@ -100,7 +117,9 @@ def test_boxes_and_flips_are_those_of_single_images(aspect, area, interpolation)
 
 @pytest.mark.parametrize("augment", ["none", "randaugment"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_a_reader_gives_the_same_micro_batch_with_and_without_the_function(monkeypatch, training, augment):
+def test_a_reader_gives_the_same_micro_batch_with_and_without_the_function(
+    monkeypatch, training, augment
+):
     data = Data(source="digits", augment=augment)
     transform = Training(data, seed=3) if training else Evaluation(data)
     source = DigitsSource("train")

@@ -1,4 +1,5 @@
-"""Micro batches by DALI: the other reader's images in the same places, and its pixels but for rounding."""
+"""Micro batches by DALI: the other reader's images in the same places, and its pixels but for
+rounding."""
 
 import contextlib
 import os
@@ -23,7 +24,9 @@ from tests.data.test_loader import content, contents
 from tests.waiting import wait_until
 
 # Found, not imported: that takes seconds in each process that collects tests.
-pytestmark = pytest.mark.skipif(not find_spec("nvidia") or not find_spec("nvidia.dali"), reason="needs DALI")
+pytestmark = pytest.mark.skipif(
+    not find_spec("nvidia") or not find_spec("nvidia.dali"), reason="needs DALI"
+)
 
 CPU = torch.device("cpu")
 SIZE = 48
@@ -49,7 +52,9 @@ class Album(EncodedSource):
 
     def __init__(self, count=30, kinds=(), **size):
         self.labels = np.arange(count, dtype=np.int64) % 2
-        self._files = [file(number, dict(kinds).get(number, "plain"), **size) for number in range(count)]
+        self._files = [
+            file(number, dict(kinds).get(number, "plain"), **size) for number in range(count)
+        ]
 
     def name(self, index):
         return f"album/{index}"
@@ -71,7 +76,10 @@ def section(reader="dali", **options):
 
 def requests(count, size=SIZE):
     """Four images each."""
-    return [Request(0, 0, start // 4, size, list(range(start, min(start + 4, count)))) for start in range(0, count, 4)]
+    return [
+        Request(0, 0, start // 4, size, list(range(start, min(start + 4, count))))
+        for start in range(0, count, 4)
+    ]
 
 
 def by_dali(source, transform, size=SIZE, device=CPU):
@@ -107,32 +115,41 @@ def mixed():
 
 @pytest.mark.parametrize("size", [pytest.param(380, marks=pytest.mark.slow), 160, 24])
 def test_crops_are_those_of_the_other_reader_but_for_rounding(album, size):
-    """DALI rounds once, torch after each direction, with weights of 8 to 15 bits: never two levels apart.
+    """DALI rounds once, torch after each direction, with weights of 8 to 15 bits: never two levels
+    apart.
 
-    Where torch leaves out what lies beyond the edge of the box, DALI repeats the edge. Of the weights of an outermost
-    pixel of a picture made smaller an eighth lies there, of a corner's 15 / 64: 61 of 255 levels, and one for rounding.
+    Where torch leaves out what lies beyond the edge of the box, DALI repeats the edge. Of the
+    weights of an outermost pixel of a picture made smaller an eighth lies there, of a corner's 15 /
+    64: 61 of 255 levels, and one for rounding.
     """
     expected = by_torch(album, Exact(section(), 3), size)
     found = differences(by_dali(album, Exact(section(), 3), size), expected)
     assert found[:, :, 1:-1, 1:-1].max() <= 1
     assert found.max() <= 62
     assert found.float().mean() < 0.3
-    assert differences(expected.roll(1, 3), expected).float().mean() > 1, "a pixel beside its place would be seen"
+    assert differences(expected.roll(1, 3), expected).float().mean() > 1, (
+        "a pixel beside its place would be seen"
+    )
 
 
-@pytest.mark.parametrize("shape", [{}, {"height": 200, "width": 150}, {"height": 20, "width": 500}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, {"height": 200, "width": 150}, {"height": 20, "width": 500}], ids=str
+)
 def test_centres_are_those_of_the_other_reader_but_for_rounding(shape):
     """The square is cut out of the resized box, so its edges are not the box's."""
     source = Album(4, **shape)
-    found = differences(by_dali(source, Evaluation(Data()), 64), by_torch(source, Evaluation(Data()), 64))
+    found = differences(
+        by_dali(source, Evaluation(Data()), 64), by_torch(source, Evaluation(Data()), 64)
+    )
     assert found.max() <= 1
 
 
 def test_training_gets_the_images_that_the_other_reader_gives(mixed):
-    """Over two epochs, whose last images fill no step; resumed, with another number of threads, to the bit.
+    """Over two epochs, whose last images fill no step; resumed, with another number of threads, to
+    the bit.
 
-    Bad images make DALI fail. Many boxes are decoded at half their size by the other reader; pixels of another image
-    would be some 80 levels away.
+    Bad images make DALI fail. Many boxes are decoded at half their size by the other reader; pixels
+    of another image would be some 80 levels away.
     """
     expected = train(mixed, reader="torch", workers=0, bad_images="skip")
     actual = train(mixed, bad_images="skip")
@@ -151,14 +168,21 @@ def test_images_that_dali_refuses_are_made_by_the_other_reader_to_the_bit(mixed,
     plain = by_dali(album, transform)
     (loaded,) = DaliLoader(Reader(mixed, 30, transform), [request], 2, CPU)
     expected = Reader(mixed, 30, transform)[request]
-    assert loaded.unreadable == expected.unreadable and loaded.indices.tolist() == expected.indices.tolist()
+    assert (
+        loaded.unreadable == expected.unreadable
+        and loaded.indices.tolist() == expected.indices.tolist()
+    )
     for row, index in enumerate(loaded.indices[: loaded.valid].tolist()):
-        assert torch.equal(loaded.images[row], expected.images[row] if index in ODD else plain[index]), index
+        assert torch.equal(
+            loaded.images[row], expected.images[row] if index in ODD else plain[index]
+        ), index
 
 
 def test_operations_are_done_to_dalis_pixels(album):
     transform = Training(section(augment="randaugment"), 7)
-    for before, after in zip(train(album, last=1), train(album, last=1, augment="randaugment", workers=0)):
+    for before, after in zip(
+        train(album, last=1), train(album, last=1, augment="randaugment", workers=0)
+    ):
         for row, index in enumerate(before.indices.tolist()):
             assert torch.equal(after.images[row], transform.finish(before.images[row], 0, index))
 
@@ -166,7 +190,9 @@ def test_operations_are_done_to_dalis_pixels(album):
 def test_images_may_change_their_size_from_epoch_to_epoch(album):
     """Two steps an epoch."""
     changing = train(album, image_size={0: 32, 1: 48}.__getitem__, workers=4)
-    assert contents(changing) == contents(train(album, last=2, image_size=32) + train(album, first=2, image_size=48))
+    assert contents(changing) == contents(
+        train(album, last=2, image_size=32) + train(album, first=2, image_size=48)
+    )
 
 
 def test_closing_early_leaves_no_threads_behind(album):
@@ -191,7 +217,9 @@ def test_without_dali_the_error_names_the_package_and_the_other_reader(album, mo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="decodes on a CUDA device")
-@pytest.mark.parametrize("transform", [Exact(section(), 3), Evaluation(Data())], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "transform", [Exact(section(), 3), Evaluation(Data())], ids=["training", "evaluation"]
+)
 def test_a_gpu_makes_about_the_same_pixels(mixed, transform):
     """nvJPEG repeats colours where libjpeg-turbo interpolates them. A missed flip is far more."""
     images = by_dali(mixed, transform, device=torch.device("cuda"))

@@ -25,7 +25,9 @@ def test_each_file_is_named_once_and_at_most_twenty_are(capfd):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_file_of_a_folder_is_named_once_however_often_it_is_read(tmp_path, capfd, workers):
+def test_a_damaged_file_of_a_folder_is_named_once_however_often_it_is_read(
+    tmp_path, capfd, workers
+):
     """Also where a worker reads it. The label and the pixels of the image are used."""
     whole = encoded(photograph(), quality=90)
     for name, content in (("a/1.jpg", whole), ("b/2.jpg", whole[:-2] + b"\x12" * 20 + whole[-2:])):

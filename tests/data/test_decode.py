@@ -1,4 +1,5 @@
-"""Decoding: pixels against Pillow and values known by hand, parts against the whole, damaged files against an error."""
+"""Decoding: pixels against Pillow and values known by hand, parts against the whole, damaged files
+against an error."""
 
 import ctypes
 import functools
@@ -29,7 +30,10 @@ def picture(height=37, width=52, mode="RGB", number=0):
 
 
 def photograph(height=150, width=211, mode="RGB", number=0):
-    """Blobs in colour with a little noise. The sides are no multiple of the 8 or 16 pixels in which JPEGs are coded."""
+    """Blobs in colour with a little noise.
+
+    The sides are no multiple of the 8 or 16 pixels in which JPEGs are coded.
+    """
     noise = np.random.RandomState(0).randint(-9, 10, (height, width, 3))
     levels = (np.asarray(picture(height, width, number=number)).astype(int) + noise).clip(0, 255)
     return Image.fromarray(levels.astype(np.uint8)).convert(mode)
@@ -49,11 +53,13 @@ def file_of(image, kind="JPEG", orientation=1, **options):
 
 
 def png(width, height, bits, colour, rows):
-    """A PNG from raw rows, for kinds that Pillow cannot write. colour: 0 grey, 2 RGB, 4 grey + alpha."""
+    """A PNG from raw rows, for kinds that Pillow cannot write. colour: 0 grey, 2 RGB, 4 grey +
+    alpha."""
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))]
     chunks += [(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))), (b"IEND", b"")]
     packed = (
-        struct.pack(">I", len(each)) + kind + each + struct.pack(">I", zlib.crc32(kind + each)) for kind, each in chunks
+        struct.pack(">I", len(each)) + kind + each + struct.pack(">I", zlib.crc32(kind + each))
+        for kind, each in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
@@ -61,15 +67,19 @@ def png(width, height, bits, colour, rows):
 def images():
     """Name, file, pixels [height, width, 3] and the tolerance.
 
-    Another build of libjpeg-turbo may round its colour conversion by one level. A uniform CMYK image has only constant
-    terms: two levels for their quantisation.
+    Another build of libjpeg-turbo may round its colour conversion by one level. A uniform CMYK
+    image has only constant terms: two levels for their quantisation.
     """
 
     def of_pillow(data):
         return np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
 
     for mode in ("L", "RGB"):
-        for options in ({"quality": 95, "subsampling": 0}, {"quality": 75, "subsampling": 2}, {"progressive": True}):
+        for options in (
+            {"quality": 95, "subsampling": 0},
+            {"quality": 75, "subsampling": 2},
+            {"progressive": True},
+        ):
             data = encoded(picture(mode=mode), **options)
             yield f"JPEG {mode} {options}", data, of_pillow(data), 1
     inks = np.array([20, 180, 90])
@@ -80,18 +90,33 @@ def images():
     stray = plain[:2] + b"\x12\0\x34\xff\xff" + plain[2:]  # libjpeg skips such bytes
     yield "JPEG with stray bytes", stray, of_pillow(plain), 1
     for mode in ("1", "L", "RGB"):
-        yield f"PNG {mode}", encoded(picture(mode=mode), "PNG"), np.array(picture(mode=mode).convert("RGB")), 0
+        yield (
+            f"PNG {mode}",
+            encoded(picture(mode=mode), "PNG"),
+            np.array(picture(mode=mode).convert("RGB")),
+            0,
+        )
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 200, 100, 50])
     palette.putpixel((1, 0), 1)
     for options in ({}, {"transparency": 0}, {"transparency": bytes([0, 128])}):
-        yield f"palette {options}", encoded(palette, "PNG", **options), [[[10, 20, 30], [200, 100, 50]]], 0
+        yield (
+            f"palette {options}",
+            encoded(palette, "PNG", **options),
+            [[[10, 20, 30], [200, 100, 50]]],
+            0,
+        )
     for mode, colour, options, expected in (
         ("RGBA", (10, 20, 30, 0), {}, [10, 20, 30]),
         ("LA", (70, 128), {}, [70, 70, 70]),
         ("RGB", (1, 2, 3), {"transparency": (1, 2, 3)}, [1, 2, 3]),
     ):
-        yield f"{mode} {options}", encoded(Image.new(mode, (1, 1), colour), "PNG", **options), [[expected]], 0
+        yield (
+            f"{mode} {options}",
+            encoded(Image.new(mode, (1, 1), colour), "PNG", **options),
+            [[expected]],
+            0,
+        )
     high = np.arange(0, 256, 5)
     for colour, channels in ((0, 1), (2, 3), (4, 2)):  # of 16 bits the high 8 are kept
         row = b"".join(struct.pack(">H", value << 8 | 0xC3) * channels for value in high)
@@ -103,7 +128,9 @@ def images():
             yield f"{kind} {mode}, orientation {orientation}", data, of_pillow(data), 1
 
 
-@pytest.mark.parametrize(("data", "expected", "tolerance"), [pytest.param(*each, id=name) for name, *each in images()])
+@pytest.mark.parametrize(
+    ("data", "expected", "tolerance"), [pytest.param(*each, id=name) for name, *each in images()]
+)
 def test_images_have_the_pixels_that_pillow_gives(data, expected, tolerance, monkeypatch):
     """Without its warning of large images, which comes at half of the size that it refuses."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1500)
@@ -123,8 +150,14 @@ def refused():
     """Some are whole but for the size that they claim, and are refused before they are decoded."""
     yield b"", "the file is empty"
     yield encoded(picture(), "GIF"), "neither JPEG nor PNG, but a GIF file named .jpg"
-    yield many_scans((20, 20), 60), "66 scans of 20 x 20 pixels, which take too long (the limits are 64 scans"
-    yield functools.partial(many_scans, (9000, 9000), 40), "46 scans of 9000 x 9000 pixels, which take too long"
+    yield (
+        many_scans((20, 20), 60),
+        "66 scans of 20 x 20 pixels, which take too long (the limits are 64 scans",
+    )
+    yield (
+        functools.partial(many_scans, (9000, 9000), 40),
+        "46 scans of 9000 x 9000 pixels, which take too long",
+    )
     for short in (b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n"):
         yield short, "truncated or damaged"
     yield png(150_000_000, 1, 8, 2, [b"\0" * 9]), "not enough memory"
@@ -140,7 +173,9 @@ def refused():
         yield data, f"{width} x {height} pixels of this kind take {memory:,} bytes"
 
 
-@pytest.mark.parametrize(("data", "reason"), [pytest.param(*each, id=each[1]) for each in refused()])
+@pytest.mark.parametrize(
+    ("data", "reason"), [pytest.param(*each, id=each[1]) for each in refused()]
+)
 def test_what_cannot_be_decoded_is_named_with_the_reason(data, reason):
     """Args: data: the file, or a function that makes a large one."""
     data = data() if callable(data) else data
@@ -170,14 +205,22 @@ def test_what_cannot_be_decoded_is_named_with_the_reason(data, reason):
     ],
 )
 def test_a_file_of_another_kind_that_is_named_jpg_is_called_what_it_is(start, kind):
-    with pytest.raises(UnreadableImage, match=rf"^a/b\.JPG: neither JPEG nor PNG, but {kind}.*named \.JPG$"):
+    with pytest.raises(
+        UnreadableImage, match=rf"^a/b\.JPG: neither JPEG nor PNG, but {kind}.*named \.JPG$"
+    ):
         decode(start, "a/b.JPG")
     with pytest.raises(UnreadableImage, match=rf"^x: neither JPEG nor PNG, but {kind}"):
         decode(start, "x")
 
 
 def test_other_kinds_that_pillow_writes_are_known_and_unknown_ones_are_not_guessed():
-    for kind, name in (("WEBP", "WebP"), ("BMP", "BMP"), ("TIFF", "TIFF"), ("AVIF", "AVIF"), ("PPM", "PNM")):
+    for kind, name in (
+        ("WEBP", "WebP"),
+        ("BMP", "BMP"),
+        ("TIFF", "TIFF"),
+        ("AVIF", "AVIF"),
+        ("PPM", "PNM"),
+    ):
         if kind not in Image.SAVE:  # by Pillow's version and libraries
             continue
         with pytest.raises(UnreadableImage, match=f"but an? {name} file"):
@@ -193,7 +236,10 @@ def test_a_png_named_jpg_is_read():
 
 @pytest.mark.parametrize(("options", "scans"), [({"progressive": True}, 10), ({}, 1)])
 def test_the_scans_of_usual_files_are_far_below_the_limit(options, scans):
-    """libjpeg's script has ten for colours. Data behind the end, as of a second picture, are no scans."""
+    """libjpeg's script has ten for colours.
+
+    Data behind the end, as of a second picture, are no scans.
+    """
     data = encoded(photograph(), **options)
     assert read_header(data, "").scans == scans
     assert read_header(data + many_scans((20, 20), 90), "").scans == scans
@@ -223,7 +269,9 @@ def test_damage_that_the_decoder_goes_over_is_told_with_the_files_name_and_chang
     assert len(told) == 1
     assert re.fullmatch(complaint, told[0])
     assert capfd.readouterr().err == ""
-    by_torchvision = torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(stray), dtype=torch.uint8), 3)
+    by_torchvision = torch.ops.image.decode_jpeg(
+        torch.frombuffer(bytearray(stray), dtype=torch.uint8), 3
+    )
     assert torch.equal(pixels, by_torchvision)
     assert re.fullmatch(f"{complaint}\n", capfd.readouterr().err)
     image = EncodedImage(stray, "folder/a.jpg")
@@ -255,16 +303,22 @@ def regions(request, monkeypatch):
 
 
 def given_up():
-    """A progressive JPEG at which libjpeg warns first and gives up then: an unknown marker within its first scan."""
+    """A progressive JPEG at which libjpeg warns first and gives up then: an unknown marker within
+    its first scan."""
     data = bytearray(encoded(photograph(), quality=90, progressive=True))
     place = data.index(b"\xff\0", data.index(b"\xff\xda"))
     data[place + 1 : place + 4] = b"\x18\0\2"
     return bytes(data)
 
 
-@pytest.mark.parametrize(("box", "enough"), [(None, None), (Box(10, 20, 60, 80), None), (Box(0, 0, 120, 160), 30)])
-def test_a_file_at_which_the_decoder_gives_up_is_unreadable_whatever_part_is_asked_for(box, enough, regions):
-    """simplejpeg returns it after the warning as if it were whole: memory to which nobody has written."""
+@pytest.mark.parametrize(
+    ("box", "enough"), [(None, None), (Box(10, 20, 60, 80), None), (Box(0, 0, 120, 160), 30)]
+)
+def test_a_file_at_which_the_decoder_gives_up_is_unreadable_whatever_part_is_asked_for(
+    box, enough, regions
+):
+    """simplejpeg returns it after the warning as if it were whole: memory to which nobody has
+    written."""
     image = EncodedImage(given_up(), "folder/a.jpg")
     with pytest.raises(UnreadableImage, match=r"^folder/a\.jpg: Unsupported marker type 0x18$"):
         image.pixels(box, enough)
@@ -289,7 +343,10 @@ def _memory(answers):
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
 
     def memory(name):
-        return int(re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
+        return (
+            int(re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text()).group(1))
+            * 1024
+        )
 
     kinds = [(mode, "PNG", {}, (2000, 1000)) for mode in ("RGB", "RGBA", "L", "P")]
     kinds += [("RGB", "PNG", {}, (1, 2_000_000)), ("CMYK", "JPEG", {}, (2000, 1000))]
@@ -317,9 +374,16 @@ def test_decoding_takes_no_more_memory_than_was_foreseen():
     assert all(0.7 * foreseen - 4e6 < taken < foreseen + 4e6 for taken, foreseen in found), found
 
 
-@pytest.mark.parametrize(("kind", "options"), [("JPEG", {}), ("JPEG", {"progressive": True}), ("PNG", {})], ids=str)
-def test_a_truncated_file_is_unreadable_wherever_it_ends_and_whatever_part_is_asked_for(kind, options, regions):
-    """A decoder of parts stops before it sees the end. A PNG ends in a checksum of four bytes that nobody reads."""
+@pytest.mark.parametrize(
+    ("kind", "options"), [("JPEG", {}), ("JPEG", {"progressive": True}), ("PNG", {})], ids=str
+)
+def test_a_truncated_file_is_unreadable_wherever_it_ends_and_whatever_part_is_asked_for(
+    kind, options, regions
+):
+    """A decoder of parts stops before it sees the end.
+
+    A PNG ends in a checksum of four bytes that nobody reads.
+    """
     data = encoded(picture(), kind, **options)
     whole = len(data) - 4 if kind == "PNG" else len(data)
     for end in [*range(0, whole, 37), *range(whole - 20, whole)]:
@@ -331,7 +395,11 @@ def test_a_truncated_file_is_unreadable_wherever_it_ends_and_whatever_part_is_as
 @pytest.mark.parametrize(
     ("mode", "kind", "options"),
     [
-        *((mode, "JPEG", {"progressive": progressive}) for mode in ("L", "RGB") for progressive in (False, True)),
+        *(
+            (mode, "JPEG", {"progressive": progressive})
+            for mode in ("L", "RGB")
+            for progressive in (False, True)
+        ),
         *(("RGB", "JPEG", {"subsampling": subsampling, "quality": 95}) for subsampling in (0, 1)),
         ("RGB", "JPEG", {"restart_marker_blocks": 3}),
         ("RGB", "JPEG", {"keep_rgb": True}),
@@ -354,7 +422,9 @@ def test_a_box_has_the_pixels_of_the_whole_upright_image_to_the_bit(mode, kind, 
     for _ in range(12):
         top = random.randint(0, height)
         left = random.randint(0, width)
-        boxes.append(Box(top, left, random.randint(1, height - top + 1), random.randint(1, width - left + 1)))
+        boxes.append(
+            Box(top, left, random.randint(1, height - top + 1), random.randint(1, width - left + 1))
+        )
     for box in boxes:
         assert torch.equal(image.pixels(box), Pixels(whole).pixels(box))
 
@@ -363,8 +433,9 @@ def test_a_box_has_the_pixels_of_the_whole_upright_image_to_the_bit(mode, kind, 
     ("factor", "orientation"), [*((2, orientation) for orientation in range(1, 9)), (4, 7), (8, 3)]
 )
 def test_where_less_will_do_a_box_comes_at_a_half_a_quarter_or_an_eighth(factor, orientation):
-    """Against the mean of each square of factor x factor pixels, to which a smaller cosine transform comes near: 2
-    levels on average for these images. A box that lies a small pixel off is told from the right one."""
+    """Against the mean of each square of factor x factor pixels, to which a smaller cosine
+    transform comes near: 2 levels on average for these images. A box that lies a small pixel off is
+    told from the right one."""
     file = file_of(photograph(8 * 47, 8 * 61), orientation=orientation, subsampling=0, quality=95)
     whole = decode(file, "whole").float()
     image = EncodedImage(file, "part")
@@ -373,7 +444,10 @@ def test_where_less_will_do_a_box_comes_at_a_half_a_quarter_or_an_eighth(factor,
         part = image.pixels(box, min(box.height, box.width) // factor).float()
         top, left, height, width = (number // factor for number in box)
         assert part.shape[1:] == (height, width)
-        moved = [means[:, top + down :, left + right :] for down, right in itertools.product((0, 1), repeat=2)]
+        moved = [
+            means[:, top + down :, left + right :]
+            for down, right in itertools.product((0, 1), repeat=2)
+        ]
         errors = [(beside[:, :height, :width] - part).abs().mean() for beside in moved]
         assert errors[0] < 2 and errors[0] == min(errors)
 
@@ -388,11 +462,15 @@ def test_a_box_is_never_made_smaller_than_asked_for():
 
 def test_images_that_the_decoders_of_parts_refuse_are_left_to_the_whole_one(monkeypatch, capfd):
     """And nothing is printed. A CMYK JPEG is not offered to them."""
-    assert EncodedImage(file_of(photograph(mode="CMYK")), "cmyk").pixels(Box(4, 5, 60, 70), 20).shape == (3, 60, 70)
+    assert EncodedImage(file_of(photograph(mode="CMYK")), "cmyk").pixels(
+        Box(4, 5, 60, 70), 20
+    ).shape == (3, 60, 70)
     monkeypatch.setattr(jpeg, "region", lambda *_: None)
     monkeypatch.setattr(jpeg, "scaled", lambda *_: None)
     file = file_of(photograph())
     box = Box(4, 5, 60, 70)
     for enough in (None, 20):
-        assert torch.equal(EncodedImage(file, "part").pixels(box, enough), decode(file, "")[:, 4:64, 5:75])
+        assert torch.equal(
+            EncodedImage(file, "part").pixels(box, enough), decode(file, "")[:, 4:64, 5:75]
+        )
     assert capfd.readouterr() == ("", "")

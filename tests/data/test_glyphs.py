@@ -24,7 +24,9 @@ FOLDER = os.path.join(matplotlib.get_data_path(), "fonts", "ttf")
 
 @pytest.fixture(autouse=True)
 def _own_cache_of(monkeypatch):
-    monkeypatch.setattr(data.glyphs, "_cache_of", functools.lru_cache(data.glyphs._cache_of.__wrapped__))
+    monkeypatch.setattr(
+        data.glyphs, "_cache_of", functools.lru_cache(data.glyphs._cache_of.__wrapped__)
+    )
 
 
 def source(difficulty, classes=10, images=400, split="train", size=32):
@@ -33,12 +35,15 @@ def source(difficulty, classes=10, images=400, split="train", size=32):
 
 def pixels(source, count=None):
     """float64 [count, 3, size, size], levels from 0 to 255."""
-    return np.stack([source.read(index).numpy() for index in range(count or len(source))]).astype(np.float64)
+    return np.stack([source.read(index).numpy() for index in range(count or len(source))]).astype(
+        np.float64
+    )
 
 
 def test_there_are_a_thousand_classes_of_which_a_recipe_takes_the_first():
     assert len(GLYPHS) == len(set(GLYPHS)) == 1000
-    assert zlib.crc32(GLYPHS.encode()) == 0xE28BCFC3  # labels of old checkpoints are positions in it
+    # labels of old checkpoints are positions in it
+    assert zlib.crc32(GLYPHS.encode()) == 0xE28BCFC3
     assert source(0, classes=17).classes == source(0, classes=1000).classes[:17]
     assert source(0).classes[0] == "U+0030 DIGIT ZERO"
     for font in FONTS:
@@ -50,19 +55,30 @@ def test_there_are_a_thousand_classes_of_which_a_recipe_takes_the_first():
 
 @pytest.mark.parametrize(("size", "difficulty"), [(8, 1.0), (33, 0), (33, 0.01)])
 def test_an_image_is_rgb_planes_and_a_function_of_its_number(size, difficulty):
-    glyphs, other = (source(difficulty, classes=1000, images=count, size=size) for count in (1000, 904))
+    glyphs, other = (
+        source(difficulty, classes=1000, images=count, size=size) for count in (1000, 904)
+    )
     sent = pickle.dumps(other)
-    assert len(sent) < other.labels.nbytes + 100_000, "labels and names, but neither masks nor fonts"
+    assert len(sent) < other.labels.nbytes + 100_000, (
+        "labels and names, but neither masks nor fonts"
+    )
     other = pickle.loads(sent)
     for index in (903, 0, 511):
         image = glyphs.read(index)
-        assert (image.shape, image.dtype, image.is_contiguous()) == ((3, size, size), torch.uint8, True)
+        assert (image.shape, image.dtype, image.is_contiguous()) == (
+            (3, size, size),
+            torch.uint8,
+            True,
+        )
         assert image.float().std() > 5  # something is drawn
         assert torch.equal(other.read(np.int64(index)), image)
 
 
 def test_difficulty_0_is_black_on_white_upright_and_centred():
-    """Compared with a large drawing. The tolerances are the jitter, of 2 % of 64 pixels, and a pixel."""
+    """Compared with a large drawing.
+
+    The tolerances are the jitter, of 2 % of 64 pixels, and a pixel.
+    """
     glyphs = source(0, classes=60, images=60, size=64)
     drawn = pixels(glyphs)
     assert (drawn == drawn[:, :1]).all()  # grey
@@ -80,7 +96,10 @@ def test_difficulty_0_is_black_on_white_upright_and_centred():
 
 def test_the_higher_the_difficulty_the_more_there_is_around_the_glyph():
     """Spread of the levels in a corner: of colours, lines, other glyphs and noise."""
-    spreads = [pixels(source(difficulty), 100)[..., :6, :6].std((2, 3)).mean() for difficulty in (0, 0.3, 1)]
+    spreads = [
+        pixels(source(difficulty), 100)[..., :6, :6].std((2, 3)).mean()
+        for difficulty in (0, 0.3, 1)
+    ]
     assert spreads[0] == 0 < 1.5 * spreads[1] < spreads[2]
 
 
@@ -88,9 +107,13 @@ def test_a_recipe_opens_them():
     options = Data(source="glyphs", glyph_size=24, glyph_difficulty=1.0, validation_images=30)
     train, validation = (open_source(options, 40, split) for split in ("train", "validation"))
     assert (len(train), len(validation)) == (10_000, 30)
-    assert train.name(3) == "glyphs/train/3" and not torch.equal(train.read(29), validation.read(29))
+    assert train.name(3) == "glyphs/train/3" and not torch.equal(
+        train.read(29), validation.read(29)
+    )
     assert torch.equal(validation.read(29), GlyphsSource(40, 30, "validation", 24, 1.0).read(29))
-    with pytest.raises(DataError, match=r"^data\.source=glyphs: .*1001.*; set model\.classes=1000$"):
+    with pytest.raises(
+        DataError, match=r"^data\.source=glyphs: .*1001.*; set model\.classes=1000$"
+    ):
         open_source(options, 1001, "train")
 
 
@@ -101,12 +124,17 @@ def test_a_missing_matplotlib_is_named(monkeypatch):
 
 
 def test_small_sets_are_drawn_once_a_process_and_ahead_if_asked(monkeypatch):
-    """A second source of the same set has the first one's pixels; another split its own. Large sets are not kept."""
+    """A second source of the same set has the first one's pixels; another split its own.
+
+    Large sets are not kept.
+    """
     first = source(0.5, images=20)
     drawn = []
     expected = first._draw(19)
     first.draw_ahead()
-    monkeypatch.setattr(GlyphsSource, "_draw", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32))
+    monkeypatch.setattr(
+        GlyphsSource, "_draw", lambda self, index: drawn.append(index) or torch.zeros(3, 32, 32)
+    )
     assert torch.equal(source(0.5, images=20).read(19), expected) and drawn == []
     source(0.5, images=20, split="validation").read(7)
     monkeypatch.setattr(data.glyphs, "_CACHED_BYTES", 30 * 3 * 32 * 32 - 1)

@@ -1,4 +1,5 @@
-"""Data sets of the package datasets: local parquet files with and without descriptions, and errors in one line."""
+"""Data sets of the package datasets: local parquet files with and without descriptions, and errors
+in one line."""
 
 import io
 import pickle
@@ -47,7 +48,9 @@ def opened(root, split="train", classes=CLASSES, **keys):
 @pytest.mark.parametrize("validation", ["validation", "test"])
 def test_images_of_parquet_files_are_numbered_by_label(tmp_path, described, validation):
     """Without a description an image is a structure of bytes and path, and a label a number."""
-    root = write_parquet(tmp_path / "set", NAMES if described else None, train=TRAIN, **{validation: VALIDATION})
+    root = write_parquet(
+        tmp_path / "set", NAMES if described else None, train=TRAIN, **{validation: VALIDATION}
+    )
     for split, drawn in BOTH.items():
         source = opened(root, split)
         assert_holds(source, drawn)
@@ -74,13 +77,18 @@ def test_training_sees_the_bits_of_class_folders_with_any_number_of_workers(tmp_
             return contents(kind(source, data=data, image_size=9, batch=7))
         return contents(kind(RunOrder(source, data, 3, 20), range(7), image_size=9, micro=5))
 
-    for split, folder, kind in (("train", "train", TrainingBatches), ("validation", "val", EvaluationBatches)):
+    for split, folder, kind in (
+        ("train", "train", TrainingBatches),
+        ("validation", "val", EvaluationBatches),
+    ):
         source = opened(root, split)
         expected = loaded(FolderSource(str(tmp_path / folder)), 0, kind)
         assert loaded(source, 0, kind) == loaded(source, 2, kind) == expected
         assert source.order(3, 1).tolist() == permutation(3, 1, len(source)).tolist()
         again = pickle.loads(pickle.dumps(source))
-        assert [again.encoded(index) for index in range(9)] == [source.encoded(index) for index in range(9)]
+        assert [again.encoded(index) for index in range(9)] == [
+            source.encoded(index) for index in range(9)
+        ]
 
 
 def test_files_keep_their_bytes(tmp_path):
@@ -96,7 +104,9 @@ def test_files_keep_their_bytes(tmp_path):
 
 def test_the_digest_is_of_labels_names_and_lengths(tmp_path):
     other = TRAIN._replace(labels=(TRAIN.labels + 1) % CLASSES)
-    longer = TRAIN._replace(images=np.where(np.arange(60)[:, None, None, None] == 33, 0, TRAIN.images))
+    longer = TRAIN._replace(
+        images=np.where(np.arange(60)[:, None, None, None] == 33, 0, TRAIN.images)
+    )
     digests = []
     for number, (drawn, names) in enumerate(
         [(TRAIN, NAMES), (TRAIN, NAMES), (TRAIN, NAMES[::-1]), (other, NAMES), (longer, NAMES)]
@@ -106,22 +116,36 @@ def test_the_digest_is_of_labels_names_and_lengths(tmp_path):
 
 
 def test_columns_are_found_or_named(tmp_path):
-    root = write_parquet(tmp_path / "two", NAMES, columns=("picture", "kind", "thumbnail"), train=TRAIN)
+    root = write_parquet(
+        tmp_path / "two", NAMES, columns=("picture", "kind", "thumbnail"), train=TRAIN
+    )
     with pytest.raises(DataError) as caught:
         opened(root)
     where = f"{root}/train"
-    expected = f"{where}: 2 columns of images; name one of picture, kind, thumbnail by data.image_column"
+    expected = (
+        f"{where}: 2 columns of images; name one of picture, kind, thumbnail by data.image_column"
+    )
     assert str(caught.value) == expected
     assert_holds(opened(root, image_column="picture"), TRAIN)
     for key, value, fault in (
-        ("image_column", "pictur", "no column 'pictur'; name one of picture, kind, thumbnail by data.image_column"),
-        ("label_column", "picture", "column 'picture' holds no whole numbers; name another by data.label_column"),
+        (
+            "image_column",
+            "pictur",
+            "no column 'pictur'; name one of picture, kind, thumbnail by data.image_column",
+        ),
+        (
+            "label_column",
+            "picture",
+            "column 'picture' holds no whole numbers; name another by data.label_column",
+        ),
     ):
         with pytest.raises(DataError) as caught:
             opened(root, **{"image_column": "picture", key: value})
         assert str(caught.value) == f"{where}: {fault}"
     plain = write_parquet(tmp_path / "plain", None, columns=("image", "kind"), train=TRAIN)
-    with pytest.raises(DataError, match=r"0 columns of labels; name one of image, kind by data\.label_column$"):
+    with pytest.raises(
+        DataError, match=r"0 columns of labels; name one of image, kind by data\.label_column$"
+    ):
         opened(plain)
     assert_holds(opened(plain, label_column="kind"), TRAIN)
 
@@ -146,7 +170,11 @@ def test_a_set_without_training_images_is_scored_by_its_own_classes(tmp_path):
 def test_rows_without_an_image_are_unreadable_and_paths_are_followed(tmp_path):
     outside = tmp_path / "outside.png"
     Image.fromarray(TRAIN.images[0]).save(outside)
-    rows = [{"bytes": None, "path": None}, {"bytes": None, "path": str(outside)}, {"bytes": b"text", "path": None}]
+    rows = [
+        {"bytes": None, "path": None},
+        {"bytes": None, "path": str(outside)},
+        {"bytes": b"text", "path": None},
+    ]
     rows.append({"bytes": None, "path": "a\0.jpg"})
     root = write_parquet(tmp_path / "set", None, rows=rows)
     source = opened(root, classes=4)
@@ -160,32 +188,85 @@ def test_rows_without_an_image_are_unreadable_and_paths_are_followed(tmp_path):
 
 def test_each_error_is_one_line_with_its_remedy(tmp_path, monkeypatch):
     root = write_parquet(tmp_path / "set", NAMES, train=TRAIN, validation=VALIDATION)
-    hidden = write_parquet(tmp_path / "hidden", None, train=TRAIN, test=VALIDATION._replace(labels=-np.ones(30, int)))
-    numbers = write_parquet(tmp_path / "numbers", None, train=TRAIN._replace(labels=np.full(60, 30_000_000)))
+    hidden = write_parquet(
+        tmp_path / "hidden", None, train=TRAIN, test=VALIDATION._replace(labels=-np.ones(30, int))
+    )
+    numbers = write_parquet(
+        tmp_path / "numbers", None, train=TRAIN._replace(labels=np.full(60, 30_000_000))
+    )
     (tmp_path / "empty").mkdir()
     damaged = write_parquet(tmp_path / "damaged", NAMES, train=TRAIN)
     for path in damaged.rglob("*.parquet"):
         path.write_bytes(path.read_bytes()[:200])
     for keys, split, classes, fault in (
         ({}, "train", 9, f"{root}/train: 10 classes, but model.classes is 9; set model.classes=10"),
-        ({"train_images": 61}, "train", 10, f"{root}/train: 60 images, but data.train_images is 61; complete"),
-        ({"train_split": "tain"}, "train", 10, f"{root}: no split tain, but train, validation; choose one by data.tr"),
-        ({"validation_split": "x"}, "validation", 10, f"{root}: no split x, but train, validation; choose one by da"),
-        ({"root": str(hidden)}, "validation", 10, f"{hidden}/test: labels from -1 to -1; choose a split that has labe"),
-        ({"root": str(numbers)}, "train", 10, f"{numbers}/train: column 'label' has a label 30,000,000 among 60 imag"),
-        ({"root": "/nowhere"}, "train", 10, "/nowhere: no such folder of parquet files; correct data.root"),
+        (
+            {"train_images": 61},
+            "train",
+            10,
+            f"{root}/train: 60 images, but data.train_images is 61; complete",
+        ),
+        (
+            {"train_split": "tain"},
+            "train",
+            10,
+            f"{root}: no split tain, but train, validation; choose one by data.tr",
+        ),
+        (
+            {"validation_split": "x"},
+            "validation",
+            10,
+            f"{root}: no split x, but train, validation; choose one by da",
+        ),
+        (
+            {"root": str(hidden)},
+            "validation",
+            10,
+            f"{hidden}/test: labels from -1 to -1; choose a split that has labe",
+        ),
+        (
+            {"root": str(numbers)},
+            "train",
+            10,
+            f"{numbers}/train: column 'label' has a label 30,000,000 among 60 imag",
+        ),
+        (
+            {"root": "/nowhere"},
+            "train",
+            10,
+            "/nowhere: no such folder of parquet files; correct data.root",
+        ),
         ({"root": str(tmp_path / "empty")}, "train", 10, f"{tmp_path}/empty: cannot be loaded ("),
         ({"root": str(damaged)}, "train", 10, f"{damaged}: cannot be loaded ("),
-        ({"root": None}, "train", 10, "data.source=huggingface: no images are named; name a data set of the hub by"),
-        ({"root": None, "dataset": "nobody/nothing"}, "train", 10, "nobody/nothing: cannot be loaded ("),
+        (
+            {"root": None},
+            "train",
+            10,
+            "data.source=huggingface: no images are named; name a data set of the hub by",
+        ),
+        (
+            {"root": None, "dataset": "nobody/nothing"},
+            "train",
+            10,
+            "nobody/nothing: cannot be loaded (",
+        ),
     ):
         with pytest.raises(DataError) as caught:
-            open_source(Data(**{"source": "huggingface", "root": str(root), **keys}), classes, split)
+            open_source(
+                Data(**{"source": "huggingface", "root": str(root), **keys}), classes, split
+            )
         assert str(caught.value).startswith(fault) and "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"dataset and root are both given; keep one: data\.root=null or data\.datas"):
+    with pytest.raises(
+        ValueError,
+        match=r"dataset and root are both given; keep one: data\.root=null or data\.datas",
+    ):
         section(root, dataset="ILSVRC/imagenet-1k")
-    with pytest.raises(ConfigError, match=r"model\.classes auto: data\.source=huggingface is not read before a run"):
+    with pytest.raises(
+        ConfigError, match=r"model\.classes auto: data\.source=huggingface is not read before a run"
+    ):
         section(root).count_classes()
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"the package datasets is not installed; pip install datasets$"):
+    with pytest.raises(
+        DataError, match=r"the package datasets is not installed; pip install datasets$"
+    ):
         opened(root)

@@ -1,4 +1,5 @@
-"""The loader: who gets which images, with any number of workers and replicas, and what bad images do."""
+"""The loader: who gets which images, with any number of workers and replicas, and what bad images
+do."""
 
 import functools
 import itertools
@@ -49,10 +50,14 @@ class Tinted(Source):
         return (image % 256).to(torch.uint8)
 
 
-def train(source=None, *, workers=0, first=0, last=9, bad_images="error", augment="none", **options):
+def train(
+    source=None, *, workers=0, first=0, last=9, bad_images="error", augment="none", **options
+):
     data = Data(source="digits", workers=workers, bad_images=bad_images, augment=augment)
     order = RunOrder(source or Tinted(), data, 7, GLOBAL)
-    return TrainingBatches(order, range(first, last), **{"micro": MICRO, "image_size": SIZE, **options})
+    return TrainingBatches(
+        order, range(first, last), **{"micro": MICRO, "image_size": SIZE, **options}
+    )
 
 
 def evaluation(source=None, workers=0, **options):
@@ -79,11 +84,16 @@ def children_are_gone():
 
 
 def test_an_order_sorts_the_images_by_their_random_bits_and_never_changes():
-    """From Python integers, one image at a time. Resumed runs need the order of older versions, hence the checksum."""
+    """From Python integers, one image at a time.
+
+    Resumed runs need the order of older versions, hence the checksum.
+    """
     for size in (1, 4097):
         bits = [bits32(key("order", 3, 4), index) for index in range(size)]
         order = permutation(3, 4, size)
-        assert order.dtype == np.int64 and order.tolist() == sorted(range(size), key=bits.__getitem__)
+        assert order.dtype == np.int64 and order.tolist() == sorted(
+            range(size), key=bits.__getitem__
+        )
     assert zlib.crc32(permutation(0, 0, 10_000).astype("<i8").tobytes()) == 1203338718
 
 
@@ -93,7 +103,9 @@ def test_each_micro_batch_holds_the_next_images_of_the_order():
     batches = train(source, last=9)
     assert not prefetches(), "two threads that compute would hinder each other"
     batches = list(batches)
-    assert [(batch.step, batch.number) for batch in batches] == [(s, n) for s in range(9) for n in range(4)]
+    assert [(batch.step, batch.number) for batch in batches] == [
+        (s, n) for s in range(9) for n in range(4)
+    ]
     for batch in batches:
         epoch, step = divmod(batch.step, 4)
         start = step * GLOBAL + batch.number * MICRO
@@ -112,7 +124,9 @@ def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, re
     state = torch.random.get_rng_state()
     options = {"augment": "randaugment", "last": 6}
     expected = contents(train(**options))
-    own = [range(replica * 4 // replicas, (replica + 1) * 4 // replicas) for replica in range(replicas)]
+    own = [
+        range(replica * 4 // replicas, (replica + 1) * 4 // replicas) for replica in range(replicas)
+    ]
     shares = [contents(train(workers=workers, share=each, **options)) for each in own]
     assert torch.equal(torch.random.get_rng_state(), state)
     assert {len(share) for share in shares} == {len(expected) // replicas}
@@ -123,7 +137,8 @@ def test_workers_and_replicas_do_not_change_what_is_in_a_micro_batch(workers, re
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_share_changes_between_two_steps_whatever_was_loaded_ahead(workers):
-    """4 micro batches a step, two epochs; each time in the midst of what workers prepare, who stay the same."""
+    """4 micro batches a step, two epochs; each time in the midst of what workers prepare, who stay
+    the same."""
     expected = contents(train(last=6))
     batches = train(workers=workers, share=range(1, 3), last=6)
     found = contents(itertools.islice(batches, 2 * 2))
@@ -132,14 +147,25 @@ def test_a_share_changes_between_two_steps_whatever_was_loaded_ahead(workers):
         batches.set_share(step, share)
         found += contents(itertools.islice(batches, count * len(share)))
     assert {child.pid for child in multiprocessing.active_children()} == before
-    owners = {0: range(1, 3), 1: range(1, 3), 2: range(4), 3: range(2, 4), 4: range(2, 4), 5: range(3, 4)}
-    assert found == [each for each in expected if each[1] in owners[each[0]]] and next(batches, None) is None
+    owners = {
+        0: range(1, 3),
+        1: range(1, 3),
+        2: range(4),
+        3: range(2, 4),
+        4: range(2, 4),
+        5: range(3, 4),
+    }
+    assert (
+        found == [each for each in expected if each[1] in owners[each[0]]]
+        and next(batches, None) is None
+    )
     assert batches.waited() >= 0
     batches.close()
 
 
 def test_a_share_changes_while_a_worker_takes_longer_than_is_waited_for(monkeypatch):
-    """The thread that waits for it keeps the loader, whose iterator two threads would spoil for each other."""
+    """The thread that waits for it keeps the loader, whose iterator two threads would spoil for
+    each other."""
     begun = []
     slow = threading.Event()
 
@@ -167,7 +193,10 @@ def test_a_share_changes_while_a_worker_takes_longer_than_is_waited_for(monkeypa
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_epoch_has_images_of_its_size_also_after_a_resume(workers):
-    """Four steps an epoch: two epochs of 12 pixels, one of 20, one of 16. Workers load over their ends."""
+    """Four steps an epoch: two epochs of 12 pixels, one of 20, one of 16.
+
+    Workers load over their ends.
+    """
     sizes = {"image_sizes": [[0, 12], [2, 20], [3, 16]]}
     recipe = Recipe.model_validate({"run": {"epochs": 4}, "schedule": {"peak": 1.0}, "data": sizes})
     image_size = functools.partial(training_image_size, recipe)
@@ -246,7 +275,8 @@ def test_workers_outlive_the_signals_of_terminals_and_schedulers_and_end_with_th
     next(batches)
     worker, _ = multiprocessing.active_children()
     worker.terminate()
-    # The thread that prefetches may be the one that learns of the end; until it has, the exit code here is None.
+    # The thread that prefetches may be the one that learns of the end; until it has, the exit code
+    # here is None.
     assert wait_until(lambda: worker.exitcode is not None) and worker.exitcode == 0
     with pytest.raises(RuntimeError, match=r"worker .*exited unexpectedly"):
         list(batches)
@@ -259,14 +289,25 @@ def test_workers_outlive_the_signals_of_terminals_and_schedulers_and_end_with_th
     [
         (2, ConnectionResetError(104, "Connection reset by peer"), RuntimeError),
         (2, EOFError(), RuntimeError),
-        (2, FileNotFoundError("Caught FileNotFoundError in DataLoader worker process 0."), FileNotFoundError),
+        (
+            2,
+            FileNotFoundError("Caught FileNotFoundError in DataLoader worker process 0."),
+            FileNotFoundError,
+        ),
         (0, ConnectionResetError(104, "Connection reset by peer"), ConnectionResetError),
-        (2, RuntimeError("unable to write to shared memory: No space left on device (28)"), OSError),
+        (
+            2,
+            RuntimeError("unable to write to shared memory: No space left on device (28)"),
+            OSError,
+        ),
         (2, RuntimeError("unable to allocate shared memory"), RuntimeError),
     ],
 )
-def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(monkeypatch, workers, fault, expected):
-    """The error of the training process depends on the moment: torch itself reports the end only between two."""
+def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(
+    monkeypatch, workers, fault, expected
+):
+    """The error of the training process depends on the moment: torch itself reports the end only
+    between two."""
 
     def load(self):
         yield from ()
@@ -282,7 +323,8 @@ def test_a_worker_that_ends_while_it_passes_images_on_is_reported_as_such(monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 def test_workers_are_copies_of_this_process_whatever_the_default_is():
-    """Python 3.14 has another default, and so have processes of a fork server: there each worker would load torch."""
+    """Python 3.14 has another default, and so have processes of a fork server: there each worker
+    would load torch."""
     default = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)
     try:
@@ -294,9 +336,12 @@ def test_workers_are_copies_of_this_process_whatever_the_default_is():
 
 
 def test_workers_beside_cuda_are_no_copies_of_this_process_and_read_the_same():
-    """A copy would have locks that CUDA's threads hold. Its workers come from a server that has loaded torch.
+    """A copy would have locks that CUDA's threads hold.
 
-    The loader would start one with signals withheld, and later tests would have processes of it: there is one already.
+    Its workers come from a server that has loaded torch.
+
+    The loader would start one with signals withheld, and later tests would have processes of it:
+    there is one already.
     """
     fork_server()
     reader = Reader(Tinted(), MICRO, Training(Data(source="digits"), 7))

@@ -32,6 +32,8 @@ def test_folders_stand_for_their_images_at_any_depth_sorted_by_path(tmp_path, mo
 
 def test_a_folder_without_images_is_refused_and_a_file_read_late(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: no \.jpg, \.jpeg or \.png files in it; name a folder"):
+    with pytest.raises(
+        DataError, match=r"empty: no \.jpg, \.jpeg or \.png files in it; name a folder"
+    ):
         NamedFiles([str(tmp_path / "empty")])
     assert len(NamedFiles([str(tmp_path / "nowhere.png")])) == 1

@@ -1,4 +1,5 @@
-"""Orientation by EXIF and XMP: the one that Pillow's exif_transpose undoes, in every form in which files hold it."""
+"""Orientation by EXIF and XMP: the one that Pillow's exif_transpose undoes, in every form in which
+files hold it."""
 
 import io
 import random
@@ -15,7 +16,8 @@ from data.base import UnreadableImage
 from data.encoded import EncodedImage
 from tests.data.test_decode import encoded, file_of, picture
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Pillow's, of damaged EXIF data, where a test calls it itself
+# Pillow's, of damaged EXIF data, where a test calls it itself
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHORT = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
 
@@ -40,7 +42,10 @@ def png(*chunks, behind=()):
 
     def packed(pairs):
         return b"".join(
-            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
             for name, content in pairs
         )
 
@@ -84,10 +89,15 @@ CASES = {
     "FLOAT": jpeg(EXIF + tiff(entry(11, 1, struct.pack("<f", 6)))),
     "no such type": jpeg(EXIF + tiff(entry(99, 1, b"\6\0\0\0"))),
     "no value": jpeg(EXIF + tiff(entry(3, 0, b"\6\0\0\0"))),
-    **{f"value {value}": jpeg(EXIF + tiff(entry(3, 1, struct.pack("<HH", value, 0)))) for value in (0, 1, 8, 9, 600)},
+    **{
+        f"value {value}": jpeg(EXIF + tiff(entry(3, 1, struct.pack("<HH", value, 0))))
+        for value in (0, 1, 8, 9, 600)
+    },
     "the tag twice": jpeg(EXIF + tiff(SHORT, entry(3, 1, b"\3\0\0\0"))),
     "a broken tag before": jpeg(EXIF + tiff(entry(2, 900, b"\xff\xff\0\0", tag=0x010F), SHORT)),
-    "in another directory": jpeg(EXIF + tiff(entry(4, 1, struct.pack("<I", 26), tag=0x8769)) + tiff(SHORT)[8:]),
+    "in another directory": jpeg(
+        EXIF + tiff(entry(4, 1, struct.pack("<I", 26), tag=0x8769)) + tiff(SHORT)[8:]
+    ),
     "one block over two segments": jpeg(EXIF + LONG_EXIF[:60_000], EXIF + LONG_EXIF[60_000:]),
     "two blocks": jpeg(EXIF + tiff(entry(3, 1, b"\3\0\0\0")), EXIF + tiff(SHORT)),
     "two prefixes": jpeg(EXIF + EXIF + tiff(SHORT)),
@@ -99,13 +109,17 @@ CASES = {
     "XMP element": jpeg(XMP + ELEMENT),
     "two XMP": jpeg(XMP + ATTRIBUTE.replace(b"6", b"3"), XMP + ATTRIBUTE),
     "XMP beside EXIF": jpeg(XMP + ATTRIBUTE, EXIF + tiff(entry(3, 1, b"\3\0\0\0"))),
-    "XMP beside EXIF without the tag": jpeg(EXIF + tiff(entry(3, 1, b"\3\0\0\0", tag=0x0110)), XMP + ATTRIBUTE),
+    "XMP beside EXIF without the tag": jpeg(
+        EXIF + tiff(entry(3, 1, b"\3\0\0\0", tag=0x0110)), XMP + ATTRIBUTE
+    ),
     "XMP beside EXIF that is no EXIF": jpeg(EXIF + b"what", XMP + ATTRIBUTE),
     "eXIf": png((b"eXIf", tiff(SHORT))),
     "eXIf LONG": png((b"eXIf", tiff(LONG))),
     "eXIf with a prefix": png((b"eXIf", EXIF + tiff(SHORT))),
     "eXIf behind the pixels": png(behind=[(b"eXIf", tiff(SHORT))]),
-    "eXIf before and behind": png((b"eXIf", tiff(entry(3, 1, b"\3\0\0\0"))), behind=[(b"eXIf", tiff(SHORT))]),
+    "eXIf before and behind": png(
+        (b"eXIf", tiff(entry(3, 1, b"\3\0\0\0"))), behind=[(b"eXIf", tiff(SHORT))]
+    ),
     "a comment that names eXIf": png((b"tEXt", b"Comment\0eXIf" + tiff(SHORT))),
     "raw profile in tEXt": png((b"tEXt", b"Raw profile type exif\0" + RAW)),
     "raw profile in zTXt": png((b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(RAW))),
@@ -127,13 +141,15 @@ def test_a_file_is_turned_as_pillow_turns_it(data):
     expected = np.asarray(turned.convert("RGB")).astype(int)
     pixels = decode.decode(data, "a file").permute(1, 2, 0).numpy()
     assert pixels.shape == expected.shape
-    assert np.abs(pixels - expected).max() <= 1  # another build of libjpeg-turbo may round differently by one
+    # another build of libjpeg-turbo may round differently by one
+    assert np.abs(pixels - expected).max() <= 1
     image = EncodedImage(data, "a file")
     assert (image.height, image.width) == expected.shape[:2]
 
 
 def test_hundreds_of_random_headers_are_read_as_pillow_reads_them():
-    """Also that of those that are turned there are many: the comparison would say nothing of upright files."""
+    """Also that of those that are turned there are many: the comparison would say nothing of
+    upright files."""
     turned = 0
     for number in range(500):
         data = orientations.random_file(random.Random(number))

@@ -1,4 +1,5 @@
-"""Prefetching: the same batches in the same order, never more than its depth ahead, and how long a step waited."""
+"""Prefetching: the same batches in the same order, never more than its depth ahead, and how long a
+step waited."""
 
 import contextlib
 import gc
@@ -20,10 +21,18 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to 
 
 
 def batch(number, rows=2, size=4):
-    images = torch.full((rows, 3, size, size), number % 256, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    images = torch.full((rows, 3, size, size), number % 256, dtype=torch.uint8).to(
+        memory_format=torch.channels_last
+    )
     images[0, 0, 0, 1] = 7
     return MicroBatch(
-        images, torch.full((rows,), number), torch.arange(rows), valid=rows, number=number, step=0, unreadable=()
+        images,
+        torch.full((rows,), number),
+        torch.arange(rows),
+        valid=rows,
+        number=number,
+        step=0,
+        unreadable=(),
     )
 
 
@@ -64,7 +73,8 @@ def threads():
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_every_batch_comes_once_in_order_and_no_more_than_the_depth_ahead(depth):
-    """A thread holds one more until there is room; without depth there is none, and nothing is taken unasked."""
+    """A thread holds one more until there is room; without depth there is none, and nothing is
+    taken unasked."""
     taken = []
     received = []
     ahead = Prefetcher(batches(20, taken=taken), CPU, depth)
@@ -82,7 +92,8 @@ def test_every_batch_comes_once_in_order_and_no_more_than_the_depth_ahead(depth)
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_failure_is_raised_where_its_batch_is_missed_and_keeps_nothing_alive(depth):
-    """Neither the iterator nor what it reads, which may be worker processes; with no help of the garbage collector."""
+    """Neither the iterator nor what it reads, which may be worker processes; with no help of the
+    garbage collector."""
     failing = batches(make=torn)
     received = []
     ahead = Prefetcher(failing, CPU, depth)
@@ -137,7 +148,8 @@ def test_closing_says_whether_the_thread_has_ended_and_a_slow_one_ends_later(dep
 
 @pytest.mark.parametrize(("depth", "expected"), [(0, 3.0), (2, 0.0)])
 def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, monkeypatch):
-    """By a clock that loading and computing advance; batches that are there already are not waited for."""
+    """By a clock that loading and computing advance; batches that are there already are not waited
+    for."""
     now = [0.0]
     taken = []
     monkeypatch.setattr(prefetch.time, "perf_counter", lambda: now[0])
@@ -160,7 +172,8 @@ def test_waiting_for_images_is_measured_but_not_for_the_first(depth, expected, m
 @needs_gpu
 @pytest.mark.parametrize("depth", [0, 3])
 def test_on_cuda_every_batch_arrives_whole_while_the_device_is_busy(depth):
-    """Memory that another stream still reads must not be written: a batch is summed long after the next was copied."""
+    """Memory that another stream still reads must not be written: a batch is summed long after the
+    next was copied."""
     ahead = Prefetcher(batches(40, large), CUDA, depth)
     busy = torch.rand(4096, 4096, device=CUDA)
     sums = []
@@ -170,14 +183,17 @@ def test_on_cuda_every_batch_arrives_whole_while_the_device_is_busy(depth):
         busy @ busy
         sums.append(one.images.long().sum())
         del one
-    assert torch.stack(sums).tolist() == [large(number).images.long().sum().item() for number in range(40)]
+    assert torch.stack(sums).tolist() == [
+        large(number).images.long().sum().item() for number in range(40)
+    ]
     ahead.close()
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_on_cuda_waiting_counts_only_while_the_device_has_nothing_to_do():
-    """The host waits 0.2 seconds for each of 4 batches; a device with more work than that before each does not."""
+    """The host waits 0.2 seconds for each of 4 batches; a device with more work than that before
+    each does not."""
     matrix = torch.rand(8192, 8192, device=CUDA)
 
     def late(number):

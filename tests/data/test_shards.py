@@ -1,4 +1,5 @@
-"""Shards: what is read, in which order, and the errors of those that are missing, damaged or changed."""
+"""Shards: what is read, in which order, and the errors of those that are missing, damaged or
+changed."""
 
 import contextlib
 import os
@@ -63,9 +64,13 @@ def test_images_are_those_that_were_written_in_the_order_asked_for(written, monk
     assert source.read(3).shape == (3, 16, 20)
     asked = [25, 0, 13, 5, 13, 4]
     for one in (source, pickle.loads(pickle.dumps(source))):
-        assert [image.encoded for image in one.open_all(asked)] == [images[index] for index in asked]
+        assert [image.encoded for image in one.open_all(asked)] == [
+            images[index] for index in asked
+        ]
     seen = []
-    monkeypatch.setattr(LocalFolder, "_range", lambda self, wanted: seen.append(wanted) or "not now")
+    monkeypatch.setattr(
+        LocalFolder, "_range", lambda self, wanted: seen.append(wanted) or "not now"
+    )
     source.open_all(asked)
     assert len(seen) == 5 and seen == sorted(seen), "in the order of their places"
 
@@ -74,7 +79,8 @@ def test_images_are_those_that_were_written_in_the_order_asked_for(written, monk
     ("counts", "window"), [*((COUNTS, n) for n in (1, 10, 25, 26, 2**31)), ([16] * 8, 64)], ids=str
 )
 def test_an_order_sorts_shards_and_then_images_by_integer_keys(counts, window):
-    """The rule in Python's integers: a window of all images is any source's order, 1 leaves shards as they are.
+    """The rule in Python's integers: a window of all images is any source's order, 1 leaves shards
+    as they are.
 
     Runs must be resumable with later versions: the checksum is recorded from the first one.
     """
@@ -101,7 +107,8 @@ def test_threads_that_close_each_others_files_read_the_right_bytes(written, monk
 
 
 def open_within(folder):
-    """How many files below a folder this process has open; threads of other tests may have theirs elsewhere."""
+    """How many files below a folder this process has open; threads of other tests may have theirs
+    elsewhere."""
     targets = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -113,14 +120,17 @@ def test_no_more_than_64_files_stay_open(tmp_path):
     for number in range(200):
         (tmp_path / f"{number}").write_bytes(b"%03d" % number)
     folder = LocalFolder(str(tmp_path))
-    assert folder.ranges([Range(str(n), 0, 3) for n in range(200)]) == [b"%03d" % n for n in range(200)]
+    assert folder.ranges([Range(str(n), 0, 3) for n in range(200)]) == [
+        b"%03d" % n for n in range(200)
+    ]
     assert open_within(tmp_path) == 64
     del folder
     assert open_within(tmp_path) == 0
 
 
 def test_images_that_are_damaged_or_gone_are_named_and_no_others(folder):
-    """One bit in the pixels, which every decoder would take; and shards that vanish, shrink or empty."""
+    """One bit in the pixels, which every decoder would take; and shards that vanish, shrink or
+    empty."""
     source = ShardsSource(str(folder), 10)
     place = int(source._offsets[18] + source._lengths[18] - 10)
     overwrite(folder / "part-3.tar", place, bytes([source.encoded(18)[-10] ^ 1]))
@@ -162,24 +172,63 @@ def _other_shard(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "shards.json").unlink(), "shards.json: No such file or directory; make it"),
-        (lambda folder: (folder / "part-0.tar.index").unlink(), "part-0.tar.index: No such file or directory; make it"),
+        (
+            lambda folder: (folder / "shards.json").unlink(),
+            "shards.json: No such file or directory; make it",
+        ),
+        (
+            lambda folder: (folder / "part-0.tar.index").unlink(),
+            "part-0.tar.index: No such file or directory; make it",
+        ),
         (lambda folder: (folder / "part-0.tar").unlink(), "part-0.tar: No such file or directory"),
-        (lambda folder: os.truncate(folder / "part-0.tar", 100), "part-0.tar: 100 bytes, but its index is of 2"),
-        (lambda folder: os.truncate(folder / "part-0.tar.index", 300), "part-0.tar.index: damaged index ("),
+        (
+            lambda folder: os.truncate(folder / "part-0.tar", 100),
+            "part-0.tar: 100 bytes, but its index is of 2",
+        ),
+        (
+            lambda folder: os.truncate(folder / "part-0.tar.index", 300),
+            "part-0.tar.index: damaged index (",
+        ),
         (_manifest("]", ""), "shards.json: damaged manifest ("),
-        (_manifest("{", "[" * 200_000), "shards.json: damaged manifest (lists and objects are nested too"),
-        (_manifest('"format": 1', '"format": 2'), "shards.json: manifest of format 2, but this version reads 1"),
-        (_manifest('"0", "1"', '"only"'), "part-0.tar.index: label 1, but shards.json names 1 classes; name all"),
+        (
+            _manifest("{", "[" * 200_000),
+            "shards.json: damaged manifest (lists and objects are nested too",
+        ),
+        (
+            _manifest('"format": 1', '"format": 2'),
+            "shards.json: manifest of format 2, but this version reads 1",
+        ),
+        (
+            _manifest('"0", "1"', '"only"'),
+            "part-0.tar.index: label 1, but shards.json names 1 classes; name all",
+        ),
         *(
             (_manifest("part-0.tar", name), "shards.json: damaged manifest ('")
-            for name in ("part\\u0000.tar", "part\\ud800.tar", ".part.tar", "other/../x.tar", "part.tgz")
+            for name in (
+                "part\\u0000.tar",
+                "part\\ud800.tar",
+                ".part.tar",
+                "other/../x.tar",
+                "part.tgz",
+            )
         ),
         (_other_shard, "part-0.tar.index: of another shard than shards.json lists"),
-        (_index(lengths=np.array([1, 1, 1, 1, 1 << 40])), "part-0.tar.index: damaged index (images overlap or lie"),
-        (_index(lengths=np.array([2**63 - 1, 1, 1, 1, 1])), "part-0.tar.index: damaged index (images overlap or lie"),
-        (_index(lengths=np.array([1, 1, 1, 1, 2**63 - 1])), "part-0.tar.index: damaged index (images overlap or lie"),
-        (_index(offsets=np.zeros(5, np.int64)), "part-0.tar.index: damaged index (images overlap or lie outside"),
+        (
+            _index(lengths=np.array([1, 1, 1, 1, 1 << 40])),
+            "part-0.tar.index: damaged index (images overlap or lie",
+        ),
+        (
+            _index(lengths=np.array([2**63 - 1, 1, 1, 1, 1])),
+            "part-0.tar.index: damaged index (images overlap or lie",
+        ),
+        (
+            _index(lengths=np.array([1, 1, 1, 1, 2**63 - 1])),
+            "part-0.tar.index: damaged index (images overlap or lie",
+        ),
+        (
+            _index(offsets=np.zeros(5, np.int64)),
+            "part-0.tar.index: damaged index (images overlap or lie outside",
+        ),
         (_index(labels=np.array([-1] * 5)), "part-0.tar.index: damaged index (label -1)"),
         (_index(names=b"short"), "part-0.tar.index: damaged index (names do not add up)"),
     ],
@@ -190,7 +239,9 @@ def test_shards_that_do_not_fit_are_refused_at_the_start_in_one_line(folder, spo
         ShardsSource(str(folder), 10)
     text = str(caught.value)
     assert text.startswith(f"{folder}/{message}") and "\n" not in text
-    assert "python -m tools.shards index FOLDER" in text or message.startswith("part-0.tar: No such")
+    assert "python -m tools.shards index FOLDER" in text or message.startswith(
+        "part-0.tar: No such"
+    )
 
 
 def test_an_image_that_is_too_long_is_not_requested(folder, monkeypatch):
@@ -205,7 +256,9 @@ def test_an_image_that_is_too_long_is_not_requested(folder, monkeypatch):
         return read(self, wanted)
 
     monkeypatch.setattr(LocalFolder, "ranges", ranges)
-    with pytest.raises(UnreadableImage, match=r": 2,147,483,649 bytes, above the limit of 2,147,483,648$"):
+    with pytest.raises(
+        UnreadableImage, match=r": 2,147,483,649 bytes, above the limit of 2,147,483,648$"
+    ):
         source.read(1)
     first, long = source.open_all([0, 1])
     assert first.height and isinstance(long, UnreadableImage)
@@ -217,11 +270,15 @@ def test_every_readable_image_is_seen_once_an_epoch_also_after_a_resume(folder):
 
     def batches(first=0, workers=2):
         data = Data(source="shards", workers=workers, bad_images="skip", prefetch=1)
-        return TrainingBatches(RunOrder(source, data, 5, 13), range(first, 4), image_size=12, micro=13)
+        return TrainingBatches(
+            RunOrder(source, data, 5, 13), range(first, 4), image_size=12, micro=13
+        )
 
     source = ShardsSource(str(folder), 6)
     for index in (1, 8, 23):
-        overwrite(source.name(index).rpartition("/")[0], int(source._offsets[index]) + 30, b"\xff\xff\xff")
+        overwrite(
+            source.name(index).rpartition("/")[0], int(source._offsets[index]) + 30, b"\xff\xff\xff"
+        )
     (folder / "part-1.tar").unlink()
     found = list(batches())
     for one, other in (found[:2], found[2:]):

@@ -58,7 +58,9 @@ def test_a_folder_is_read_in_the_order_of_classes_and_names_at_any_depth(root):
     assert names(source, root / "train") == expected
     assert source.labels.dtype == np.int64 and source.labels.tolist() == [0, 0, 0, 1, 1]
     for one in (source, pickle.loads(pickle.dumps(source))):
-        assert torch.equal(one.read(1), torch.tensor([9, 8, 7], dtype=torch.uint8)[:, None, None].expand(3, 4, 6))
+        assert torch.equal(
+            one.read(1), torch.tensor([9, 8, 7], dtype=torch.uint8)[:, None, None].expand(3, 4, 6)
+        )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,10 @@ def test_a_folder_is_read_in_the_order_of_classes_and_names_at_any_depth(root):
         (os.mkfifo, "not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
         (lambda path: path.mkdir(), "Is a directory"),
-        (lambda path: (path.touch(), os.truncate(path, 2**31 + 1)), "2,147,483,649 bytes, above the limit of .*"),
+        (
+            lambda path: (path.touch(), os.truncate(path, 2**31 + 1)),
+            "2,147,483,649 bytes, above the limit of .*",
+        ),
     ],
     ids=["gone", "text", "pipe", "device", "folder", "huge"],
 )
@@ -83,7 +88,8 @@ def test_only_regular_files_are_images_and_others_are_named(root, make, reason):
 
 
 def test_links_that_lead_back_and_other_kinds_of_images_are_left_out_and_counted(root):
-    """Links to a folder around them, by way of another folder, to all classes, to what is around those; to itself."""
+    """Links to a folder around them, by way of another folder, to all classes, to what is around
+    those; to itself."""
     (root / "train/cat/again").symlink_to(root / "train/cat")
     (root / "elsewhere").mkdir()
     (root / "train/dog/away").symlink_to(root / "elsewhere")
@@ -95,12 +101,21 @@ def test_links_that_lead_back_and_other_kinds_of_images_are_left_out_and_counted
     for name in (*left_out, "cat/.hidden.bmp", "cat/Thumbs.db"):
         (root / "train" / name).write_bytes(b"pixels")
     source = FolderSource(str(root / "train"))
-    assert names(source, root / "train") == ["cat/a.jpg", "cat/b.png", "dog/away/f.jpg", "dog/c.JPEG"]
+    assert names(source, root / "train") == [
+        "cat/a.jpg",
+        "cat/b.png",
+        "dog/away/f.jpg",
+        "dog/c.JPEG",
+    ]
     assert source.classes == ("cat", "dog")
-    files, bmp, webp, links = (note.partition(f"{root}/train: left out ")[2] for note in source.notes)
+    files, bmp, webp, links = (
+        note.partition(f"{root}/train: left out ")[2] for note in source.notes
+    )
     assert files.startswith("files that are not named .jpg, .jpeg or .png: 3; the first: ")
     assert bmp == "images that are not named .jpg, .jpeg or .png: 1 .bmp; the first: dog/c.bmp"
-    assert webp.startswith("images that are not named .jpg, .jpeg or .png: 2 .webp; the first: cat/")
+    assert webp.startswith(
+        "images that are not named .jpg, .jpeg or .png: 2 .webp; the first: cat/"
+    )
     assert links.startswith("links that lead back to a folder around them: 4; the first: ")
 
 
@@ -108,7 +123,8 @@ NOT_OF_THE_USER = ("lost+found", "@eaDir", "__MACOSX", "$RECYCLE.BIN", ".ipynb_c
 
 
 def test_one_rule_says_what_a_class_folder_is_for_auto_and_for_reading(root):
-    """What notebooks, file systems and storage servers put beside the classes, or into them, is none of the user's."""
+    """What notebooks, file systems and storage servers put beside the classes, or into them, is
+    none of the user's."""
     for name in NOT_OF_THE_USER:
         write(root / "train" / name / "a.jpg")
         write(root / "train/cat" / name / "thumbnail.jpg")
@@ -127,14 +143,21 @@ def test_one_rule_says_what_a_class_folder_is_for_auto_and_for_reading(root):
 
 
 def test_the_digits_are_the_original_ones_in_a_split_that_never_changes():
-    """Class counts as the repository of the data set lists them; ink from 0 to 16 becomes 0 to 255. Figures of
-    different runs and versions compare only on the same split, hence the checksums."""
+    """Class counts as the repository of the data set lists them; ink from 0 to 16 becomes 0 to 255.
+
+    Figures of different runs and versions compare only on the same split, hence the checksums.
+    """
     splits = train, validation = DigitsSource("train"), DigitsSource("validation")
     assert (len(train), len(validation)) == (1437, 360)
     counts = np.bincount(np.concatenate([train.labels, validation.labels]))
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    assert abs(np.bincount(validation.labels) / counts - 0.2).max() < 1 / 174  # one image of the smallest class
-    numbers = [int(split.name(index).partition("digits/")[2]) for split in splits for index in range(len(split))]
+    # one image of the smallest class
+    assert abs(np.bincount(validation.labels) / counts - 0.2).max() < 1 / 174
+    numbers = [
+        int(split.name(index).partition("digits/")[2])
+        for split in splits
+        for index in range(len(split))
+    ]
     assert sorted(numbers) == list(range(1797))
     images = torch.stack([train.read(index) for index in range(100)])
     assert torch.unique(images).tolist() == [round(ink * 255 / 16 + 1e-9) for ink in range(17)]
@@ -146,7 +169,8 @@ def test_the_digits_are_the_original_ones_in_a_split_that_never_changes():
 
 
 def test_a_recipe_opens_both_splits_and_can_do_without_training_images(root):
-    """The expected counts of a recipe for a folder do not bind the digits, which an override may choose."""
+    """The expected counts of a recipe for a folder do not bind the digits, which an override may
+    choose."""
     assert len(open_source(Data(source="digits", train_images=1281167), 10, "train")) == 1437
     for split, counts in (("train", (3, 2)), ("val", (4,))):
         write_shards(root / "shards" / split, counts)
@@ -155,10 +179,15 @@ def test_a_recipe_opens_both_splits_and_can_do_without_training_images(root):
         (recipe(root / "shards", "shards", shuffle_window=1), 5, 4),
         (recipe(f"file://{root}/shards/", "shards", shuffle_window=1), 5, 4),
     ):
-        section = section.model_copy(update={"train_images": train, "validation_images": validation})
+        section = section.model_copy(
+            update={"train_images": train, "validation_images": validation}
+        )
         source = open_source(section, 2, "train")
         assert (len(source), len(open_source(section, 2, "validation"))) == (train, validation)
-        assert section.source == "folder" or source.order(0, 0).tolist() in ([0, 1, 2, 3, 4], [3, 4, 0, 1, 2])
+        assert section.source == "folder" or source.order(0, 0).tolist() in (
+            [0, 1, 2, 3, 4],
+            [3, 4, 0, 1, 2],
+        )
     for place, kind in ((root, "folder"), (root / "shards", "shards")):
         (place / "train").rename(place / "gone")
         assert len(open_source(recipe(place, kind), 2, "validation")) in (2, 4)
@@ -166,7 +195,8 @@ def test_a_recipe_opens_both_splits_and_can_do_without_training_images(root):
 
 @pytest.mark.parametrize("validation", ["val", "val/more", "linked", "train/../val/"])
 def test_validation_images_are_not_trained_on(root, validation):
-    """By the folders' real places: class `val`, a folder in it, and one that a class of the training is a link to."""
+    """By the folders' real places: class `val`, a folder in it, and one that a class of the
+    training is a link to."""
     (root / "linked").symlink_to(root / "val")
     (root / "val/more/cat").mkdir(parents=True)
     section = recipe(root, train_folder=".", validation_folder=validation)
@@ -179,11 +209,16 @@ def test_validation_images_are_not_trained_on(root, validation):
 
 def test_a_link_in_the_training_folder_leads_to_no_validation_images(root):
     (root / "train/val").symlink_to(root / "val")
-    with pytest.raises(DataError, match=rf"^{root}/train: its class folder 'val' holds the validation images {root}/v"):
+    with pytest.raises(
+        DataError,
+        match=rf"^{root}/train: its class folder 'val' holds the validation images {root}/v",
+    ):
         open_source(recipe(root), 3, "train")
 
 
-def test_validation_images_may_be_the_training_images_or_lie_beside_a_folder_that_begins_alike(root):
+def test_validation_images_may_be_the_training_images_or_lie_beside_a_folder_that_begins_alike(
+    root,
+):
     """Who names the training folder itself wants its score."""
     for validation in ("train", "train-2", ".hidden"):
         write(root / validation / "cat/a.jpg")

@@ -1,4 +1,5 @@
-"""Validation images as timm prepares them for its pretrained weights: against timm's own transform."""
+"""Validation images as timm prepares them for its pretrained weights: against timm's own
+transform."""
 
 import io
 from pathlib import Path
@@ -19,9 +20,18 @@ from tests.conftest import QUICKSTART
 
 skimage = pytest.importorskip("skimage", reason="its package has photographs")
 
-# Photographs that come with scikit-image: faces, fur, a cup, a launch, an eye, galaxies; wide, square and large.
-PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "retina.jpg", "hubble_deep_field.jpg")
-# What differs: bicubic with a larger test size; a size that timm rounds down; bilinear; both sides alike.
+# Photographs that come with scikit-image: faces, fur, a cup, a launch, an eye, galaxies; wide,
+# square and large.
+PHOTOGRAPHS = (
+    "astronaut.png",
+    "chelsea.png",
+    "coffee.png",
+    "rocket.jpg",
+    "retina.jpg",
+    "hubble_deep_field.jpg",
+)
+# What differs: bicubic with a larger test size; a size that timm rounds down; bilinear; both sides
+# alike.
 WEIGHTS = (
     "resnet50.a1_in1k",
     "tf_efficientnet_b3.ns_jft_in1k",
@@ -44,13 +54,16 @@ def theirs(weights):
 @pytest.mark.parametrize("photograph", PHOTOGRAPHS)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_pixels_are_timms_within_a_level(weights, photograph):
-    """Both resize in two passes to bytes; weights of 16 bits here and 22 there seldom round to another level."""
+    """Both resize in two passes to bytes; weights of 16 bits here and 22 there seldom round to
+    another level."""
     recipe = loading.load(QUICKSTART, [f"model.init_from=timm:{weights}"])
     size, transform = theirs(weights)
     assert recipe.model.image_size == size
     image = Image.open(io.BytesIO(content(photograph))).convert("RGB")
     expected = transform(image)
-    found = Evaluation(recipe.data)(EncodedImage(content(photograph), photograph), size, showing=0, index=0)
+    found = Evaluation(recipe.data)(
+        EncodedImage(content(photograph), photograph), size, showing=0, index=0
+    )
     assert expected.dtype == torch.uint8
     difference = (found.int() - expected.int()).abs()
     assert difference.max() <= 1
@@ -60,7 +73,9 @@ def test_pixels_are_timms_within_a_level(weights, photograph):
 def test_the_other_interpolation_would_not_pass():
     """So the limit of one level can fail."""
     weights = "resnet50.a1_in1k"
-    recipe = loading.load(QUICKSTART, [f"model.init_from=timm:{weights}", "data.interpolation=bilinear"])
+    recipe = loading.load(
+        QUICKSTART, [f"model.init_from=timm:{weights}", "data.interpolation=bilinear"]
+    )
     size, transform = theirs(weights)
     expected = transform(Image.open(io.BytesIO(content("coffee.png"))).convert("RGB"))
     image = EncodedImage(content("coffee.png"), "coffee.png")

@@ -1,4 +1,5 @@
-"""Data sets of torchvision: wherever their files lie, images, labels and order are those of class folders of them."""
+"""Data sets of torchvision: wherever their files lie, images, labels and order are those of class
+folders of them."""
 
 import bz2
 import gc
@@ -34,7 +35,9 @@ BOTH = {"train": TRAIN, "validation": VALIDATION}
 
 def section(root, dataset="FashionMNIST", **keys):
     place = {} if root is None else {"root": str(root)}
-    return Data(**{"source": "torchvision", "dataset": dataset, "workers": 0, **place, **SIZES, **keys})
+    return Data(
+        **{"source": "torchvision", "dataset": dataset, "workers": 0, **place, **SIZES, **keys}
+    )
 
 
 def opened(root, split="train", **keys):
@@ -46,17 +49,23 @@ def pixels(source):
 
 
 def assert_holds(source, drawn):
-    """Images by label, those of a label in the order of the data set; grey in three equal channels."""
+    """Images by label, those of a label in the order of the data set; grey in three equal
+    channels."""
     expected = drawn.by_label()
-    assert source.labels.dtype == np.int64 and source.labels.tolist() == [label for label, _ in expected]
+    assert source.labels.dtype == np.int64 and source.labels.tolist() == [
+        label for label, _ in expected
+    ]
     images = torch.from_numpy(np.stack([image for _, image in expected]))
-    images = images[:, None].expand(-1, 3, -1, -1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+    images = (
+        images[:, None].expand(-1, 3, -1, -1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+    )
     assert torch.equal(pixels(source), images)
 
 
 @pytest.fixture
 def own_places(tmp_path, monkeypatch):
-    """Folders of the test's in the place of the package's and of the user's cache: (package, cache)."""
+    """Folders of the test's in the place of the package's and of the user's cache: (package,
+    cache)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     package = tmp_path / "package"
     known = SETS["FashionMNIST"]._replace(package=("dataset-fashion-mnist", str(package)))
@@ -82,7 +91,9 @@ def test_pixels_labels_and_names_are_those_that_torchvision_reads(tmp_path):
         name, _, number = source.name(index).rpartition("/")
         image, label = theirs[int(number)]
         assert name == "KMNIST/train" and label == source.labels[index]
-        assert np.array_equal(np.asarray(image.convert("RGB")).transpose(2, 0, 1), source.read(index).numpy())
+        assert np.array_equal(
+            np.asarray(image.convert("RGB")).transpose(2, 0, 1), source.read(index).numpy()
+        )
 
 
 def test_other_sets_of_the_same_file_names_lie_beside_each_other(tmp_path):
@@ -104,7 +115,8 @@ def test_without_a_root_packages_and_downloads_are_looked_at(own_places):
 
 
 def test_training_sees_the_bits_of_class_folders_with_any_number_of_workers(tmp_path):
-    """Crops, flips and operations are drawn by number, so the numbers are those of the folders, too."""
+    """Crops, flips and operations are drawn by number, so the numbers are those of the folders,
+    too."""
     write_idx(tmp_path / "raw", packed=True, **BOTH)
     write_class_folders(tmp_path, **BOTH)
 
@@ -114,7 +126,10 @@ def test_training_sees_the_bits_of_class_folders_with_any_number_of_workers(tmp_
             return contents(kind(source, data=data, image_size=9, batch=7))
         return contents(kind(RunOrder(source, data, 3, 20), range(7), image_size=9, micro=5))
 
-    for split, folder, kind in (("train", "train", TrainingBatches), ("validation", "val", EvaluationBatches)):
+    for split, folder, kind in (
+        ("train", "train", TrainingBatches),
+        ("validation", "val", EvaluationBatches),
+    ):
         source = opened(tmp_path, split)
         expected = loaded(FolderSource(str(tmp_path / folder)), 0, kind)
         assert loaded(source, 0, kind) == loaded(source, 2, kind) == expected
@@ -127,7 +142,13 @@ def test_the_digest_is_of_the_content_wherever_it_lies(tmp_path):
     for place, packed, drawn in (
         ("a", False, TRAIN),
         ("b/raw", True, TRAIN),
-        ("c", False, TRAIN._replace(images=TRAIN.images ^ (np.arange(60) == 33)[:, None, None].astype(np.uint8))),
+        (
+            "c",
+            False,
+            TRAIN._replace(
+                images=TRAIN.images ^ (np.arange(60) == 33)[:, None, None].astype(np.uint8)
+            ),
+        ),
         ("d", False, TRAIN._replace(labels=(TRAIN.labels + 1) % 10)),
         ("e", False, TRAIN._replace(images=TRAIN.images[::-1], labels=TRAIN.labels[::-1])),
     ):
@@ -141,12 +162,18 @@ def md5(path):
 
 
 def write_cifar(root, name, label_key, names_key, train, test, drawn, classes, monkeypatch):
-    """Files of pickled arrays, with the checksums that torchvision compares. train, test: files of equal parts."""
+    """Files of pickled arrays, with the checksums that torchvision compares. train, test: files of
+    equal parts."""
     reader = getattr(datasets, name)
     folder = root / reader.base_folder
     folder.mkdir(parents=True)
-    for files, kept, each in ((train, "train_list", drawn["train"]), (test, "test_list", drawn["validation"])):
-        parts = zip(np.array_split(each.images, len(files)), np.array_split(each.labels, len(files)))
+    for files, kept, each in (
+        (train, "train_list", drawn["train"]),
+        (test, "test_list", drawn["validation"]),
+    ):
+        parts = zip(
+            np.array_split(each.images, len(files)), np.array_split(each.labels, len(files))
+        )
         for file, (images, labels) in zip(files, parts):
             rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
             (folder / file).write_bytes(pickle.dumps({"data": rows, label_key: labels.tolist()}))
@@ -158,7 +185,10 @@ def write_cifar(root, name, label_key, names_key, train, test, drawn, classes, m
 
 
 def coloured(size=32):
-    return {"train": draw(60, size=size, colours=True), "validation": draw(30, seed=1, size=size, colours=True)}
+    return {
+        "train": draw(60, size=size, colours=True),
+        "validation": draw(30, seed=1, size=size, colours=True),
+    }
 
 
 def test_cifar(tmp_path, monkeypatch):
@@ -182,7 +212,9 @@ def test_cifar(tmp_path, monkeypatch):
         assert source.classes == tuple(names)
         assert source.read(3).stride() == (1, 96, 3), "as decoded images lie in memory"
     (folder / "data_batch_2").write_bytes((folder / "data_batch_2").read_bytes()[:-1])
-    with pytest.raises(DataError, match=rf"^{tmp_path}: CIFAR10: missing or damaged files \(.*\); remove its files"):
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}: CIFAR10: missing or damaged files \(.*\); remove its files"
+    ):
         opened(tmp_path, dataset="CIFAR10")
 
 
@@ -251,7 +283,11 @@ def test_usps(tmp_path):
     lines = []
     for image, label in zip(drawn.images, drawn.labels):
         levels = (image.reshape(-1) + 0.5) / 255 * 2 - 1
-        lines.append(f"{label + 1} " + " ".join(f"{n}:{level:.6f}" for n, level in enumerate(levels, 1)) + "\n")
+        lines.append(
+            f"{label + 1} "
+            + " ".join(f"{n}:{level:.6f}" for n, level in enumerate(levels, 1))
+            + "\n"
+        )
     (tmp_path / "usps.bz2").write_bytes(bz2.compress("".join(lines).encode()))
     source = opened(tmp_path, dataset="USPS")
     assert_holds(source, drawn)
@@ -274,10 +310,19 @@ def test_numbers_of_classes_and_images_are_known_without_files():
 TRAIN_IMAGES = "train-images-idx3-ubyte"
 # What spoils the files of FashionMNIST in a folder; the error behind the folder, and its remedy.
 SPOILT = {
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged (8,655 bytes instead of 8,656)"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "damaged (8,657 bytes instead of 8,656)"),
+    "cut short": (
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        "damaged (8,655 bytes instead of 8,656)",
+    ),
+    "longer": (
+        lambda path: path.write_bytes(path.read_bytes() + b"x"),
+        "damaged (8,657 bytes instead of 8,656)",
+    ),
     "empty": (lambda path: path.write_bytes(b""), "no idx file of bytes in 3 dimensions"),
-    "text": (lambda path: path.write_text("<html> not found </html>"), "no idx file of bytes in 3 dimensions"),
+    "text": (
+        lambda path: path.write_text("<html> not found </html>"),
+        "no idx file of bytes in 3 dimensions",
+    ),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read (Is a directory)"),
 }
 
@@ -294,7 +339,8 @@ def test_a_damaged_file_is_one_line(tmp_path, how):
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1, -9])
 def test_a_packed_file_that_is_cut_short_is_one_line(tmp_path, size):
-    """Without content, in the header, in the pixels, in the checksum: gzip has another error for each."""
+    """Without content, in the header, in the pixels, in the checksum: gzip has another error for
+    each."""
     path = write_idx(tmp_path, packed=True, train=TRAIN) / f"{TRAIN_IMAGES}.gz"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(DataError, match=rf"^{path}: .*; get it anew$"):
@@ -322,22 +368,32 @@ def test_a_packed_file_cannot_fill_the_memory(tmp_path, monkeypatch):
 
 def test_labels_fit_the_images_and_the_classes(tmp_path):
     write_idx(tmp_path, train=TRAIN._replace(labels=TRAIN.labels[:-1]))
-    with pytest.raises(DataError, match=rf"^{tmp_path}: 60 images and 59 labels; get these files anew$"):
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}: 60 images and 59 labels; get these files anew$"
+    ):
         opened(tmp_path)
     write_idx(tmp_path, train=TRAIN._replace(labels=TRAIN.labels + 1))
-    with pytest.raises(DataError, match=rf"^{tmp_path}: labels from 1 to 10, but 10 classes; get these files anew"):
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}: labels from 1 to 10, but 10 classes; get these files anew"
+    ):
         opened(tmp_path)
     empty = TRAIN._replace(images=TRAIN.images[:0], labels=TRAIN.labels[:0])
     write_idx(tmp_path, train=empty)
-    with pytest.raises(DataError, match=rf"^{tmp_path}: 0 images and 0 labels; get these files anew$"):
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}: 0 images and 0 labels; get these files anew$"
+    ):
         opened(tmp_path)
 
 
 def test_another_number_of_images_than_the_set_has_is_an_error_unless_it_is_expected(tmp_path):
     write_idx(tmp_path, train=TRAIN)
-    with pytest.raises(DataError, match=rf"^{tmp_path}: 60 images, but data\.train_images is 60000; .*_images=60$"):
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}: 60 images, but data\.train_images is 60000; .*_images=60$"
+    ):
         opened(tmp_path, train_images=None)
-    with pytest.raises(DataError, match=r": 10 classes, but model\.classes is 9; set model\.classes=10$"):
+    with pytest.raises(
+        DataError, match=r": 10 classes, but model\.classes is 9; set model\.classes=10$"
+    ):
         open_source(section(tmp_path), 9, "train")
 
 
@@ -354,8 +410,14 @@ def test_missing_files_are_one_line_that_says_how_to_get_them(tmp_path, own_plac
     with pytest.raises(DataError) as caught:
         opened(tmp_path)
     remedy = "correct data.root, or set data.download=true"
-    assert str(caught.value) == f"{tmp_path}: {image} of FashionMNIST with all that belongs to it; {remedy}"
-    with pytest.raises(DataError, match=rf"^data\.dataset=CIFAR10: no cifar-10-batches-py in {cache}; set data\.downl"):
+    assert (
+        str(caught.value)
+        == f"{tmp_path}: {image} of FashionMNIST with all that belongs to it; {remedy}"
+    )
+    with pytest.raises(
+        DataError,
+        match=rf"^data\.dataset=CIFAR10: no cifar-10-batches-py in {cache}; set data\.downl",
+    ):
         opened(None, dataset="CIFAR10")
 
 
@@ -389,7 +451,10 @@ def test_files_are_downloaded_once_where_the_recipe_allows_it(tmp_path, offered,
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # torchvision leaves the answer open
 def test_a_download_that_fails_is_one_line(tmp_path, offered):
     offered.always = {f"{TRAIN_IMAGES}.gz": 404, "t10k-images-idx3-ubyte.gz": 404}
-    with pytest.raises(DataError, match=r"^data\.dataset=FashionMNIST: cannot be downloaded \(Error downloading t10k"):
+    with pytest.raises(
+        DataError,
+        match=r"^data\.dataset=FashionMNIST: cannot be downloaded \(Error downloading t10k",
+    ):
         opened(tmp_path / "new", download=True)
     gc.collect()
 

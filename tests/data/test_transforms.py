@@ -1,4 +1,5 @@
-"""Crops and operations against torchvision's, resizing against Pillow's, and what the draws depend on."""
+"""Crops and operations against torchvision's, resizing against Pillow's, and what the draws depend
+on."""
 
 import importlib
 import math
@@ -19,7 +20,9 @@ from recipe.randomness import Stream, key
 
 
 def picture(height, width, interleaved=False):
-    image = torch.from_numpy(np.random.RandomState(0).randint(0, 256, (3, height, width)).astype(np.uint8))
+    image = torch.from_numpy(
+        np.random.RandomState(0).randint(0, 256, (3, height, width)).astype(np.uint8)
+    )
     return image.permute(1, 2, 0).contiguous().permute(2, 0, 1) if interleaved else image
 
 
@@ -48,7 +51,11 @@ def test_crop_boxes_are_distributed_as_torchvisions(height, width, area, aspect)
 
     def statistics(sample):
         top, left, h, w = np.array(sample, dtype=float).T
-        assert min(top.min(), left.min()) >= 0 and (top + h <= height).all() and (left + w <= width).all()
+        assert (
+            min(top.min(), left.min()) >= 0
+            and (top + h <= height).all()
+            and (left + w <= width).all()
+        )
         return np.stack([top, left, h, w, h * w, np.log(w / h)], axis=1)
 
     a = statistics(ours)
@@ -76,7 +83,8 @@ def test_where_no_box_fits_the_largest_central_one_is_taken(height, width, area,
 
 
 def test_draws_depend_on_seed_epoch_and_sample_alone_and_never_change():
-    """Runs must be repeatable with later versions: the values are recorded from the first version."""
+    """Runs must be repeatable with later versions: the values are recorded from the first
+    version."""
     assert framed(Data(), 0, 0, 0) == ((265, 87, 110, 122), True)
     names = ((1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0), (2, 1, 3))
     assert len({framed(Data(), *name) for name in names}) == 5
@@ -84,18 +92,26 @@ def test_draws_depend_on_seed_epoch_and_sample_alone_and_never_change():
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_flips_come_at_their_rate(rate):
-    """5000 draws: five standard errors of a rate of 0.3 are 0.032. Never and always show in a tenth of them."""
+    """5000 draws: five standard errors of a rate of 0.3 are 0.032.
+
+    Never and always show in a tenth of them.
+    """
     draws = 5000 if rate == 0.3 else 500
-    flips = [framed(Data(flip=rate), 0, 0, index=index, height=9, width=9)[1] for index in range(draws)]
+    flips = [
+        framed(Data(flip=rate), 0, 0, index=index, height=9, width=9)[1] for index in range(draws)
+    ]
     assert abs(np.mean(flips) - rate) <= (0.032 if rate == 0.3 else 0)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["planes", "interleaved"])
 @pytest.mark.parametrize(("size", "height", "width"), [(32, 8, 8), (64, 150, 200), (380, 333, 500)])
-def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, width, interleaved, interpolation):
-    """Both compute in 8-bit steps, horizontally and then vertically, with weights of their own rounding: one
-    level for each pass at most, and hardly any on average. Decoded JPEGs are interleaved."""
+def test_training_pixels_are_pillows_crop_resized_and_mirrored(
+    size, height, width, interleaved, interpolation
+):
+    """Both compute in 8-bit steps, horizontally and then vertically, with weights of their own
+    rounding: one level for each pass at most, and hardly any on average. Decoded JPEGs are
+    interleaved."""
     image = picture(height, width, interleaved)
     flips = set()
     data = Data(crop_area=(0.3, 0.9), interpolation=interpolation)
@@ -106,7 +122,9 @@ def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, wid
         expected = np.array(Image.fromarray(crop).resize((size, size), theirs))
         actual = Training(data, 0)(Pixels(image), size, 5, index)
         assert (actual.dtype, actual.shape) == (torch.uint8, (3, size, size))
-        difference = np.abs(actual.permute(1, 2, 0).numpy().astype(int) - (expected[:, ::-1] if flip else expected))
+        difference = np.abs(
+            actual.permute(1, 2, 0).numpy().astype(int) - (expected[:, ::-1] if flip else expected)
+        )
         assert difference.max() <= 2
         assert difference.mean() < 0.1
         flips.add(flip)
@@ -125,8 +143,9 @@ def test_training_pixels_are_pillows_crop_resized_and_mirrored(size, height, wid
     ids=str,
 )
 def test_operations_are_torchvisions_under_a_seed_of_the_sample(name, theirs, options):
-    """Applied to the crop that is shown without them, which is mirrored already. 80 samples, so that each of
-    RandAugment's 14 operations is there (missing one has a chance of 0.3 % at most)."""
+    """Applied to the crop that is shown without them, which is mirrored already. 80 samples, so
+    that each of RandAugment's 14 operations is there (missing one has a chance of 0.3 % at
+    most)."""
     ours = {
         "num_ops": "randaugment_operations",
         "magnitude": "randaugment_magnitude",
@@ -134,7 +153,9 @@ def test_operations_are_torchvisions_under_a_seed_of_the_sample(name, theirs, op
     }
     section = Data(augment=name, **{ours[option]: value for option, value in options.items()})
     torchvision.disable_beta_transforms_warning()
-    transform = getattr(importlib.import_module("torchvision.transforms.v2"), theirs)(fill=128, **options)
+    transform = getattr(importlib.import_module("torchvision.transforms.v2"), theirs)(
+        fill=128, **options
+    )
     image = Pixels(picture(60, 80, interleaved=True))
     changed = 0
     for index in range(80):
@@ -149,7 +170,8 @@ def test_operations_are_torchvisions_under_a_seed_of_the_sample(name, theirs, op
 
 
 class OnDevice:
-    """Stands for pixels on a GPU, as DALI makes them; what comes back to their device is without content."""
+    """Stands for pixels on a GPU, as DALI makes them; what comes back to their device is without
+    content."""
 
     device = torch.device("meta")
 
@@ -170,10 +192,12 @@ def test_augmix_draws_on_the_cpu_also_for_pixels_on_a_gpu(monkeypatch):
     assert torch.equal(taken[0], picture(16, 16)) and changed.device == OnDevice.device
 
 
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (33, 32), (434, 434), (9, 100)])
+@pytest.mark.parametrize(
+    ("height", "width"), [(375, 500), (500, 333), (33, 32), (434, 434), (9, 100)]
+)
 def test_evaluation_crops_what_torchvision_crops(height, width):
-    """The short side becomes 434 pixels for 380. torchvision resizes in float32 and rounds once, we in 8-bit steps:
-    one level per pass."""
+    """The short side becomes 434 pixels for 380. torchvision resizes in float32 and rounds once, we
+    in 8-bit steps: one level per pass."""
     image = picture(height, width)
     expected = reference.center_crop(reference.resize(image, [434], antialias=True), [380, 380])
     actual = Evaluation(Data())(Pixels(image), 380, showing=0, index=0)

@@ -1,10 +1,14 @@
-"""Engines that launch Triton's kernels without a GPU, in processes of their own: the tests' own interprets kernels.
+"""Engines that launch Triton's kernels without a GPU, in processes of their own: the tests' own
+interprets kernels.
 
 Each command prints one object of JSON:
 
-    python -m tests.engines.launches programs OVERRIDE...        what dry passes and what a whole step launch
-    python -m tests.engines.launches interpreted OVERRIDE...     what the interpreter launches in a whole step
-    python -m tests.engines.launches hits COUNT OVERRIDE...      whether launches find what workers have compiled
+    python -m tests.engines.launches programs OVERRIDE...
+        what dry passes and what a whole step launch
+    python -m tests.engines.launches interpreted OVERRIDE...
+        what the interpreter launches in a whole step
+    python -m tests.engines.launches hits COUNT OVERRIDE...
+        whether launches find what workers have compiled
 """
 
 import contextlib
@@ -45,7 +49,8 @@ class _Driver:
 
 
 class _AsOnGpus(TorchDispatchMode):
-    """Convolutions keep the layout of their input, as cuDNN's do; on the meta device all are contiguous."""
+    """Convolutions keep the layout of their input, as cuDNN's do; on the meta device all are
+    contiguous."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -62,7 +67,8 @@ def _is_channels_last(x):
 
 
 def engine_of(overrides, device):
-    """An engine of configs/gpu.yaml that launches our kernels on a device that is no GPU, and its recipe."""
+    """An engine of configs/gpu.yaml that launches our kernels on a device that is no GPU, and its
+    recipe."""
     apply = tuning.apply
     torch_engine.device_of = lambda *_: device
     tuning.check = lambda *_: None
@@ -82,7 +88,9 @@ def step(engine, plan):
     def batch(count, number):
         images = torch.zeros(count, 3, size, size, dtype=torch.uint8, device=device)
         locked = labels[:count].pin_memory() if device == META else labels[:count]
-        return MicroBatch(images, locked, labels[:count], valid=count, number=number, step=0, unreadable=())
+        return MicroBatch(
+            images, locked, labels[:count], valid=count, number=number, step=0, unreadable=()
+        )
 
     with contextlib.ExitStack() as stack:
         if device == META:
@@ -99,7 +107,8 @@ def dry_passes(engine):
 
 
 def programs(*overrides):
-    """The descriptions of programs of dry passes, and of a whole step; and the notes of an engine on a GPU."""
+    """The descriptions of programs of dry passes, and of a whole step; and the notes of an engine
+    on a GPU."""
     engine, plan = engine_of(overrides, META)
     found = {"dry": dry_passes(engine), "step": ahead.recorded(lambda: step(engine, plan))}
     # What its constructor does on a GPU.
@@ -110,7 +119,8 @@ def programs(*overrides):
 
 
 def interpreted(*overrides):
-    """The descriptions of the programs of a whole step whose kernels the interpreter computes, from a CPU's memory."""
+    """The descriptions of the programs of a whole step whose kernels the interpreter computes, from
+    a CPU's memory."""
     from triton.runtime.interpreter import InterpretedFunction
 
     jitted = {}
@@ -127,12 +137,15 @@ def interpreted(*overrides):
     before = engine.weights.flat.clone()
     with mock.patch.object(InterpretedFunction, "run", launch):
         found = ahead.recorded(lambda: step(engine, plan))
-    changed = not torch.equal(engine.weights.flat, before) and bool(engine.weights.flat.isfinite().all())
+    changed = not torch.equal(engine.weights.flat, before) and bool(
+        engine.weights.flat.isfinite().all()
+    )
     return {"step": found, "changed": changed}
 
 
 def hits(count, *overrides):
-    """For each launch of some programs that a worker has compiled: whether Triton's cache had it."""
+    """For each launch of some programs that a worker has compiled: whether Triton's cache had
+    it."""
     engine, plan = engine_of(overrides, META)
     by_kernel = {}
     for program in dry_passes(engine).programs:
@@ -155,13 +168,24 @@ def hits(count, *overrides):
 
     triton.knobs.compilation.listener = listen
     descriptions = [json.loads(program)["description"] for program in chosen]
-    triton.knobs.runtime.jit_cache_hook = lambda **call: call["compile"]["specialization_data"] not in descriptions
+    triton.knobs.runtime.jit_cache_hook = lambda **call: (
+        call["compile"]["specialization_data"] not in descriptions
+    )
     with mock.patch.object(triton.JITFunction, "run", compile_only):
         step(engine, plan)
-    return {"faults": list(faults.values()), "hits": found, "unknown": len(unknown), "left": len(left)}
+    return {
+        "faults": list(faults.values()),
+        "hits": found,
+        "unknown": len(unknown),
+        "left": len(left),
+    }
 
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(_Driver())
     command, *arguments = sys.argv[1:]
-    print(json.dumps({"programs": programs, "interpreted": interpreted, "hits": hits}[command](*arguments)))
+    print(
+        json.dumps(
+            {"programs": programs, "interpreted": interpreted, "hits": hits}[command](*arguments)
+        )
+    )

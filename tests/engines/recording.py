@@ -32,8 +32,9 @@ class Recorder:
 
 @contextlib.contextmanager
 def on_cpus(few=0):
-    """Engines that are created within record on CPUs, after one micro batch; the recorder, for its count. few: micro
-    batches of a replica, below which there are no recordings beside an exchange that begins early."""
+    """Engines that are created within record on CPUs, after one micro batch; the recorder, for its
+    count. few: micro batches of a replica, below which there are no recordings beside an exchange
+    that begins early."""
     recorder = Recorder()
     with mock.patch.multiple(graphs, DEVICES=("cpu",), recorder=recorder, _WARM_UP=1, _FEW=few):
         yield recorder

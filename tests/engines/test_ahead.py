@@ -1,4 +1,5 @@
-"""Triton's programs ahead of the first step: all that training launches, in the cache where a launch looks."""
+"""Triton's programs ahead of the first step: all that training launches, in the cache where a
+launch looks."""
 
 import json
 import os
@@ -35,13 +36,16 @@ def launches(tmp_path, *words, interprets=False):
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, "-m", "tests.engines.launches", *words]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def described(programs):
-    """Programs as a set, without attributes that say nothing, which versions of a launch list or not."""
+    """Programs as a set, without attributes that say nothing, which versions of a launch list or
+    not."""
     found = set()
     for program in programs:
         fields = json.loads(json.loads(program)["description"])
@@ -59,7 +63,8 @@ def described(programs):
     [("b0", "channels_last"), *(("b4", layout) for layout in _LAYOUTS)],
 )
 def test_dry_passes_launch_all_that_a_step_and_an_evaluation_launch(tmp_path, model, layout):
-    """At full size, on the meta device, where convolutions keep their layout as they do on a GPU."""
+    """At full size, on the meta device, where convolutions keep their layout as they do on a
+    GPU."""
     batch = ("batch.micro=128", "batch.global=256", "batch.evaluation=96")
     words = (f"model.name=efficientnet_{model}", f"engine.memory_format={layout}", *batch)
     found = launches(tmp_path, "programs", *words)
@@ -82,7 +87,8 @@ def test_the_interpreter_launches_the_same_from_the_memory_of_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_a_launch_finds_in_the_cache_what_a_worker_has_compiled(tmp_path):
-    """Triton says so itself, for compute capability 9.0: its listener tells hits from compilations."""
+    """Triton says so itself, for compute capability 9.0: its listener tells hits from
+    compilations."""
     found = launches(tmp_path, "hits", "3", *_TINY, "engine.memory_format=channels_last")
     assert found["faults"] == [""] * 3
     assert list(found["hits"].values()) == [True] * 3
@@ -169,7 +175,8 @@ def test_a_process_that_hangs_is_ended(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Lists of programs that were compiled; a launch needs 9 programs, of which the digest is their name."""
+    """Lists of programs that were compiled; a launch needs 9 programs, of which the digest is their
+    name."""
     import triton
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
@@ -188,7 +195,9 @@ def recorded(monkeypatch, programs, fault=""):
     monkeypatch.setattr(ahead, "recorded", lambda work: ahead.Recorded(programs, fault))
 
 
-def test_the_second_time_nothing_is_compiled_unless_the_cache_is_lost(monkeypatch, tmp_path, started):
+def test_the_second_time_nothing_is_compiled_unless_the_cache_is_lost(
+    monkeypatch, tmp_path, started
+):
     names = [str(number) for number in range(9)]
     recorded(monkeypatch, names)
     (line,) = ahead.prepared(lambda: None)
@@ -199,9 +208,13 @@ def test_the_second_time_nothing_is_compiled_unless_the_cache_is_lost(monkeypatc
     assert len(ahead.prepared(lambda: None)) == 1 and len(started) == 2
 
 
-def test_a_few_programs_are_left_to_their_launch_and_a_fault_of_a_dry_pass_is_a_line(monkeypatch, started):
+def test_a_few_programs_are_left_to_their_launch_and_a_fault_of_a_dry_pass_is_a_line(
+    monkeypatch, started
+):
     recorded(monkeypatch, ["a", "b"], "out of memory")
-    assert ahead.prepared(lambda: None) == ("Triton's programs were looked for, until: out of memory",)
+    assert ahead.prepared(lambda: None) == (
+        "Triton's programs were looked for, until: out of memory",
+    )
     assert started == []
 
 

@@ -8,7 +8,11 @@ from engines import cache
 
 def test_each_kind_and_key_has_a_file_of_its_own_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    places = [cache.place("engine", "b4", 32), cache.place("engine", "b4", 64), cache.place("micro", "b4", 32)]
+    places = [
+        cache.place("engine", "b4", 32),
+        cache.place("engine", "b4", 64),
+        cache.place("micro", "b4", 32),
+    ]
     assert len(set(places)) == 3 and places[0] == cache.place("engine", "b4", 32)
     assert {place.parent for place in places} == {tmp_path / "large-batch-efficientnet"}
     assert [place.name.partition("-")[0] for place in places] == ["engine", "engine", "micro"]

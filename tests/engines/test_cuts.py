@@ -20,14 +20,17 @@ def blocks_of(model, recipe):
 
 @pytest.fixture
 def parts(tiny):
-    """parts(stages, *overrides): of the first of `stages` processes, and the note; no other process is needed."""
+    """parts(stages, *overrides): of the first of `stages` processes, and the note; no other process
+    is needed."""
 
     def divided(stages, *overrides, change=lambda model: model):
         recipe = tiny(*overrides)
         processes = Processes(Topology(), CPU)
         processes.topology = Topology(1, stages)
         model = change(build(recipe.model, 0))
-        return model, *cuts.parts(blocks_of(model, recipe), processes, CPU, bound=bound_to_cut(recipe, 1))
+        return model, *cuts.parts(
+            blocks_of(model, recipe), processes, CPU, bound=bound_to_cut(recipe, 1)
+        )
 
     return divided
 
@@ -55,7 +58,9 @@ def test_a_counted_cut_computes_nothing_and_does_not_depend_on_free_memory(parts
     assert parts(2, *split, change=uncomputed)[1:] == expected
     counted = ("parallel.stages=2", "parallel.split=counted", "batch.micro=2")
     _, found, note = parts(2, *counted)
-    assert found == expected[0] and note.startswith(f"split [{found[1][0]}] (counted): stages take ")
+    assert found == expected[0] and note.startswith(
+        f"split [{found[1][0]}] (counted): stages take "
+    )
     assert note != parts(2, *counted, change=lambda model: model.half())[2]  # half the bytes
     assert "no cut fits" in parts(2, "parallel.stages=2")[2]
 
@@ -63,10 +68,22 @@ def test_a_counted_cut_computes_nothing_and_does_not_depend_on_free_memory(parts
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("parallel.split=[blocks.9.9]",), r"^parallel.split: blocks.9.9 is not a block; the blocks are preprocess, "),
-        (("parallel.split=[stem]",), r"^parallel.split: the stage of preprocess has no parameters; cut further behind"),
-        (("parallel.stages=3", "parallel.split=[blocks.3.0,blocks.1.0]"), r"^parallel.split: .* a stage empty; order"),
-        (("parallel.stages=40",), r"^parallel.stages: 40 parts are more than the \d+ blocks that have parameters$"),
+        (
+            ("parallel.split=[blocks.9.9]",),
+            r"^parallel.split: blocks.9.9 is not a block; the blocks are preprocess, ",
+        ),
+        (
+            ("parallel.split=[stem]",),
+            r"^parallel.split: the stage of preprocess has no parameters; cut further behind",
+        ),
+        (
+            ("parallel.stages=3", "parallel.split=[blocks.3.0,blocks.1.0]"),
+            r"^parallel.split: .* a stage empty; order",
+        ),
+        (
+            ("parallel.stages=40",),
+            r"^parallel.stages: 40 parts are more than the \d+ blocks that have parameters$",
+        ),
         (
             ("parallel.stages=6", "parallel.schedule=interleaved", "batch.micro=2"),
             r"^parallel.stages: 12 parts are more than the \d+ blocks",

@@ -52,7 +52,9 @@ def applied(delay, buffer, steps):
     return outcome
 
 
-@pytest.mark.parametrize(("steps", "exchange", "factor"), [(1, doubled, 2), (5, doubled, 2), (2, None, 1)])
+@pytest.mark.parametrize(
+    ("steps", "exchange", "factor"), [(1, doubled, 2), (5, doubled, 2), (2, None, 1)]
+)
 def test_a_gradient_comes_out_so_many_steps_later(delay, steps, exchange, factor):
     buffer = torch.empty(LENGTH)
     outcome = applied(delay(buffer, steps, exchange), buffer, range(8))
@@ -134,8 +136,11 @@ def test_the_thread_uses_as_many_of_torch_s_threads_as_the_main_one(delay):
 
 
 def test_closing_waits_for_the_gradients_that_were_taken_and_ends_the_thread():
-    """Other replicas wait for this one's part of an exchange. A delay that nobody closes is collected, and so is its
-    owner, to whom the exchange refers as in engines/exchange.py."""
+    """Other replicas wait for this one's part of an exchange.
+
+    A delay that nobody closes is collected, and so is its owner, to whom the exchange refers as in
+    engines/exchange.py.
+    """
     gate = Gate()
     buffer = torch.empty(LENGTH)
     late = Delay(buffer, 3, gate)
@@ -165,10 +170,14 @@ def threads():
 def test_on_cuda_no_thread_is_needed(delay):
     buffer = torch.empty(LENGTH, device="cuda")
     callers = []
-    late = delay(buffer, 2, lambda given, *_: callers.append(threading.current_thread()) or given.mul_(2))
+    late = delay(
+        buffer, 2, lambda given, *_: callers.append(threading.current_thread()) or given.mul_(2)
+    )
     for step in range(5):
         buffer.copy_(gradient(step))
         due = late.advance(step, divisor(step).cuda())
         if step >= 2:
-            assert torch.equal(buffer.cpu(), 2 * gradient(step - 2)) and due.item() == 2.0 ** (step - 2)
+            assert torch.equal(buffer.cpu(), 2 * gradient(step - 2)) and due.item() == 2.0 ** (
+                step - 2
+            )
     assert callers == [threading.main_thread()] * 5

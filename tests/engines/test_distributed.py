@@ -14,7 +14,18 @@ from recipe.batch import divide
 from recipe.course import Update
 from tests import world
 from tests.engines import worlds
-from tests.engines.worlds import FLOAT32, TREE, alone, case, digest, distance, engine_of, micro_batches, outcome, single
+from tests.engines.worlds import (
+    FLOAT32,
+    TREE,
+    alone,
+    case,
+    digest,
+    distance,
+    engine_of,
+    micro_batches,
+    outcome,
+    single,
+)
 from tests.tensors import assert_bitwise_equal
 
 pytestmark = pytest.mark.multiprocess
@@ -34,8 +45,8 @@ def several(stages, replicas, *overrides, slow=False, **options):
     ],
 )
 def test_stages_change_no_bit(run):
-    """A pipeline computes the same micro batches and adds them up in the same order: weights, momenta, averages, norms
-    and scores are equal bit for bit."""
+    """A pipeline computes the same micro batches and adds them up in the same order: weights,
+    momenta, averages, norms and scores are equal bit for bit."""
     results, scores, state = outcome(run)
     expected = alone()
     assert_bitwise_equal(state, expected[2])
@@ -51,8 +62,9 @@ def test_stages_change_no_bit(run):
     ],
 )
 def test_replicas_differ_by_the_order_of_sums_alone(run):
-    """12 gradients added in another order differ by a few roundings, 2**-23 of their size; three steps and the trust
-    ratios carry that on. A replica's share left out, or counted twice, shows at 0.1 and more."""
+    """12 gradients added in another order differ by a few roundings, 2**-23 of their size; three
+    steps and the trust ratios carry that on. A replica's share left out, or counted twice, shows at
+    0.1 and more."""
     results, scores, state = outcome(run)
     expected_results, expected_scores, expected = alone(*FLOAT32)
     assert distance(state, expected) < 1e-5
@@ -74,7 +86,8 @@ def test_a_tree_has_the_same_bits_for_every_topology(run):
     assert results[0][1:] == expected[0][0][1:]
     assert scores[2:] == expected[1][2:]
     with pytest.raises(AssertionError):
-        assert_bitwise_equal(alone()[2], alone(TREE)[2])  # it is not a running sum, or else this would show nothing
+        # it is not a running sum, or else this would show nothing
+        assert_bitwise_equal(alone()[2], alone(TREE)[2])
 
 
 FAST = ((1, 5),)  # and stages with NESTEROV
@@ -85,12 +98,15 @@ NESTEROV = several(2, 2, *TREE_OF_TWELVE, *WHOLE, "optimizer.nesterov=true")
 
 @pytest.mark.parametrize(
     "run",
-    [several(*each, *TREE_OF_TWELVE, *(WHOLE if each[0] > 1 else ()), slow=each not in FAST) for each in TOPOLOGIES]
+    [
+        several(*each, *TREE_OF_TWELVE, *(WHOLE if each[0] > 1 else ()), slow=each not in FAST)
+        for each in TOPOLOGIES
+    ]
     + [NESTEROV],
 )
 def test_any_number_of_replicas_has_the_bits_of_one_process(run):
-    """12 micro batches are uneven shares on 5, 7 and 8 replicas, and several subtrees each on 3, 6 and 7. Weights,
-    momenta, averages, noise scale, losses, hits, norms and scores."""
+    """12 micro batches are uneven shares on 5, 7 and 8 replicas, and several subtrees each on 3, 6
+    and 7. Weights, momenta, averages, noise scale, losses, hits, norms and scores."""
     results, scores, state = outcome(run)
     expected = alone(*run.arguments[0])
     assert_bitwise_equal(state, expected[2])
@@ -110,14 +126,17 @@ MUON = (TREE, "optimizer.name=muon")
     ],
 )
 def test_orthogonal_steps_have_the_same_bits_for_every_topology(run):
-    """A stage does not take its own first and last layer for the model's. Each replica makes the products of matrices
-    for itself."""
+    """A stage does not take its own first and last layer for the model's.
+
+    Each replica makes the products of matrices for itself.
+    """
     results, scores, state = outcome(run)
     expected = alone(*run.arguments[0], lr=0.01)
     assert_bitwise_equal(state, expected[2])
     assert results == expected[0]
     assert scores == expected[1]
-    by_muon = {name for name, squares in state["exp_avg_sq"].items() if not squares.any()}  # AdamW steps the others
+    # AdamW steps the others
+    by_muon = {name for name, squares in state["exp_avg_sq"].items() if not squares.any()}
     assert by_muon == set(hidden_layers(build(worlds.recipe_of(MUON).model, 0))) != set()
 
 
@@ -164,7 +183,10 @@ SKIPPING = (TREE, "precision.dynamic_loss_scale=true", "precision.loss_scale=102
 
 @pytest.mark.parametrize("run", [several(2, 2, *SKIPPING, poisoned=3)])
 def test_a_gradient_that_is_not_finite_anywhere_skips_the_update_everywhere(run):
-    """One rank has a NaN in step 1. All leave that step out, whichever stage and replica it belongs to."""
+    """One rank has a NaN in step 1.
+
+    All leave that step out, whichever stage and replica it belongs to.
+    """
     results, _, state = outcome(run)
     assert [result[5] for result in results] == [0, 1, 1]
     assert state["loss_scale"]["scale"] == 512
@@ -176,12 +198,18 @@ BATCH_NORM = (*FLOAT32, "model.norm=batch", "model.norm_momentum=0.1", "average.
 
 @pytest.mark.parametrize(
     "run",
-    [several(1, 3, *BATCH_NORM, lr=0.0, slow=True), several(2, 2, *BATCH_NORM, "parallel.recompute=true", lr=0.0)],
+    [
+        several(1, 3, *BATCH_NORM, lr=0.0, slow=True),
+        several(2, 2, *BATCH_NORM, "parallel.recompute=true", lr=0.0),
+    ],
 )
 def test_running_statistics_are_those_of_one_process(run):
-    """Micro batches move a statistic one after the other; the replicas' moves are put in a row. In float32, to its
-    rounding: 2**-23 of statistics of the order of 1, over 36 moves. At rate 0, for with two images in a batch
-    normalisation weights that differ in the last bit do not stay close."""
+    """Micro batches move a statistic one after the other; the replicas' moves are put in a row.
+
+    In float32, to its rounding: 2**-23 of statistics of the order of 1, over 36 moves. At rate 0,
+    for with two images in a batch normalisation weights that differ in the last bit do not stay
+    close.
+    """
     expected = alone(*BATCH_NORM, lr=0.0)[2]
     state = outcome(run)[2]
     assert state["buffers"].keys() == expected["buffers"].keys() != set()
@@ -206,8 +234,11 @@ def test_image_sizes_change_and_gradients_are_clipped_within_a_pipeline(run):
 def continued(processes):
     """The third step after two others, which a single process made."""
     saved = worlds.train(engine_of(single(), (TREE,)), steps=2)[2]
-    saved["averages"].pop("epoch_average")  # an epoch has ended after two steps here, in the whole run after three
-    return worlds.trains(processes, (TREE, "average.epoch_decay=null"), {"first": 2, "steps": 1, "saved": saved})
+    # an epoch has ended after two steps here, in the whole run after three
+    saved["averages"].pop("epoch_average")
+    return worlds.trains(
+        processes, (TREE, "average.epoch_decay=null"), {"first": 2, "steps": 1, "saved": saved}
+    )
 
 
 @pytest.mark.parametrize("run", [case(2, 2, continued)])
@@ -215,7 +246,9 @@ def test_a_state_goes_on_in_another_topology(run):
     """What a process saved after two steps, four continue to the third, to the bit."""
     state = outcome(run)[2]
     whole = alone(TREE)[2]
-    assert_bitwise_equal(state, {**whole, "averages": {"step_average": whole["averages"]["step_average"]}})
+    assert_bitwise_equal(
+        state, {**whole, "averages": {"step_average": whole["averages"]["step_average"]}}
+    )
 
 
 HALF = (*FLOAT32, "precision.compute=bfloat16")
@@ -223,14 +256,17 @@ HALF = (*FLOAT32, "precision.compute=bfloat16")
 
 @pytest.mark.parametrize("run", [several(1, 2, *HALF, steps=1)])
 def test_half_precision_gradients_are_collected_before_they_are_sent(run):
-    """With bfloat16 compute each parameter's gradient is added into the float32 buffer while the last backward pass
-    still runs. One step: from then on a last bit may decide how a working weight is rounded."""
+    """With bfloat16 compute each parameter's gradient is added into the float32 buffer while the
+    last backward pass still runs. One step: from then on a last bit may decide how a working weight
+    is rounded."""
     assert distance(outcome(run)[2], alone(*HALF, steps=1)[2]) < 1e-5
 
 
 def rank_on_gpu(rank, size):
     recipe = worlds.recipe_of(("run.device=cuda", "precision.compute=float32", TREE))
-    engine = factory.create(recipe, divide(recipe, size), factory.connect(recipe, Topology(size, 1, rank, rank)))
+    engine = factory.create(
+        recipe, divide(recipe, size), factory.connect(recipe, Topology(size, 1, rank, rank))
+    )
     outcome = worlds.train(engine)
     engine.close()
     return outcome
@@ -246,12 +282,14 @@ def test_two_gpus_learn_what_one_learns():
     assert distance(outcomes[0][2], expected[2]) < 1e-2
 
 
-@pytest.mark.parametrize("run", [several(*pair, *TREE_OF_TWELVE, steps=20, slow=True) for pair in ((1, 4), (4, 2))])
+@pytest.mark.parametrize(
+    "run", [several(*pair, *TREE_OF_TWELVE, steps=20, slow=True) for pair in ((1, 4), (4, 2))]
+)
 def test_twenty_updates_have_the_same_bits_everywhere(run):
     assert_bitwise_equal(outcome(run)[2], alone(*TREE_OF_TWELVE, steps=20)[2])
 
 
-# Updates of several steps -------------------------------------------------------------------------------------------
+# Updates of several steps -------------------------------------------------------------------------
 
 
 def grow(engine, updates):
@@ -265,17 +303,28 @@ def grow(engine, updates):
     return found
 
 
-STILL = ("model.dropout=0", "model.drop_path=0", "data.mixup=0", "data.cutmix=null", "log.noise_scale=false")
+STILL = (
+    "model.dropout=0",
+    "model.drop_path=0",
+    "data.mixup=0",
+    "data.cutmix=null",
+    "log.noise_scale=false",
+)
 
 
 def test_an_update_of_two_steps_is_one_of_twice_the_batch():
-    """To the bit where nothing is drawn: same images in the same order, added up in one buffer, same divisor."""
+    """To the bit where nothing is drawn: same images in the same order, added up in one buffer,
+    same divisor."""
     two = engine_of(single(), (*FLOAT32, *STILL))
     large = engine_of(single(), (*FLOAT32, *STILL, "batch.global=24"))
     ((loss, correct, images),) = grow(two, [Update(0, 2, 0)])
     given = itertools.chain(micro_batches(0, two), micro_batches(1, two))
     result = large.train_step(given, one_step(0), 2.0)
-    assert (loss, correct, images) == (result.loss.item(), result.correct.item(), 24) and result.images == 24
+    assert (loss, correct, images) == (
+        result.loss.item(),
+        result.correct.item(),
+        24,
+    ) and result.images == 24
     for part in ("weights", "momentum_buffer"):
         assert_bitwise_equal(two.state_dict()[part], large.state_dict()[part])
 

@@ -9,7 +9,14 @@ from engines import graphs
 from engines.graphs import Graphed
 from tests.engines import worlds
 from tests.engines.recording import Recorder, on_cpus
-from tests.engines.test_stage import assert_same, mixer_stage, mixer_steps, model_of, stage_of, three_steps
+from tests.engines.test_stage import (
+    assert_same,
+    mixer_stage,
+    mixer_steps,
+    model_of,
+    stage_of,
+    three_steps,
+)
 from tests.engines.worlds import TREE, alone, case, outcome, single
 from tests.tensors import assert_bitwise_equal
 
@@ -30,11 +37,16 @@ def graphed(recorder=None, **keys):
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"recompute": frozenset(model_of().names)}, {"recompute": {"blocks.1.0"}, "norm": "batch"}],
+    [
+        {},
+        {"recompute": frozenset(model_of().names)},
+        {"recompute": {"blocks.1.0"}, "norm": "batch"},
+    ],
     ids=["kept", "computed again", "moving statistics"],
 )
 def test_recorded_passes_have_the_bits_of_the_stage(keys):
-    """With two micro batches between their passes, masks of their own, and running statistics, which move as often.
+    """With two micro batches between their passes, masks of their own, and running statistics,
+    which move as often.
 
     The first micro batch is computed without.
     """
@@ -46,7 +58,8 @@ def test_recorded_passes_have_the_bits_of_the_stage(keys):
 
 
 def passes(part, draws, count, in_flight=1, size=16):
-    """Gradients of x and of the parameters after each of some micro batches; x enters at a later stage."""
+    """Gradients of x and of the parameters after each of some micro batches; x enters at a later
+    stage."""
     found = []
     generator = torch.Generator().manual_seed(0)
     for first in range(0, count, in_flight):
@@ -54,13 +67,21 @@ def passes(part, draws, count, in_flight=1, size=16):
         for number in range(first, first + in_flight):
             draws.step = 0
             draws.micro_batch = number
-            x = torch.randn(4, *ENTERING, size, size, generator=generator).to(DEVICE).requires_grad_()
+            x = (
+                torch.randn(4, *ENTERING, size, size, generator=generator)
+                .to(DEVICE)
+                .requires_grad_()
+            )
             outputs.append((x, part(x)))
         for x, output in outputs:
             for parameter in part.parameters():
                 parameter.grad = None
             output.square().mean().backward()
-            found += [output.detach().clone(), x.grad, *(parameter.grad.clone() for parameter in part.parameters())]
+            found += [
+                output.detach().clone(),
+                x.grad,
+                *(parameter.grad.clone() for parameter in part.parameters()),
+            ]
     return found
 
 
@@ -70,15 +91,19 @@ ENTERING = (model_of().block("blocks.1.0").conv_pw.in_channels,)
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_later_stage_gives_the_gradient_of_what_enters(in_flight):
-    """Recordings are as many as micro batches between their passes, and used again; another size has its own."""
+    """Recordings are as many as micro batches between their passes, and used again; another size
+    has its own."""
     recorder = Recorder()
     found, draws = graphed(recorder, names=LATER)
     plain, others = stage_of(names=LATER)
     plain.to(DEVICE)
     for size in (16, 8, 16):
-        assert_same(passes(found, draws, 6, in_flight, size), passes(plain, others, 6, in_flight, size))
+        assert_same(
+            passes(found, draws, 6, in_flight, size), passes(plain, others, 6, in_flight, size)
+        )
         assert len(found.recordings) == in_flight
-    assert recorder.replays == 2 * 3 * (in_flight + 5)  # each is tried once, and all but the first start it
+    # each is tried once, and all but the first start it
+    assert recorder.replays == 2 * 3 * (in_flight + 5)
 
 
 def test_micro_batches_beyond_the_recordings_are_computed_without(monkeypatch):
@@ -90,7 +115,10 @@ def test_micro_batches_beyond_the_recordings_are_computed_without(monkeypatch):
 
 
 def test_recorded_passes_have_the_mask_of_each_call_of_one_layer():
-    """Of a model of timm. The first two micro batches are computed without, and begin the recordings."""
+    """Of a model of timm.
+
+    The first two micro batches are computed without, and begin the recordings.
+    """
     pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
     stage, draws = mixer_stage()
     recorder = Recorder()
@@ -151,14 +179,19 @@ def failing():
 
 
 @pytest.mark.parametrize(
-    ("recorder", "why"), [(Wrong(), "output is not what it is without"), (failing, "stream is capturing")]
+    ("recorder", "why"),
+    [(Wrong(), "output is not what it is without"), (failing, "stream is capturing")],
 )
 def test_what_cannot_be_recorded_is_computed_without_and_a_line_says_why(recorder, why):
     found, draws = graphed(recorder, names=LATER)
     plain, others = stage_of(names=LATER)
     assert_same(passes(found, draws, 4), passes(plain.to(DEVICE), others, 4))
     (line,) = found.lines
-    assert line.startswith("engine.graphs: passes are not recorded: ") and why in line and "\n" not in line
+    assert (
+        line.startswith("engine.graphs: passes are not recorded: ")
+        and why in line
+        and "\n" not in line
+    )
 
 
 @pytest.mark.parametrize("recorder", [Wrong(), failing])
@@ -172,7 +205,7 @@ def test_a_recording_that_fails_leaves_running_statistics_as_they_would_be(recor
         assert torch.equal(found.stage.get_buffer(name).cpu(), buffer), name
 
 
-# In an engine --------------------------------------------------------------------------------------------------------
+# In an engine -------------------------------------------------------------------------------------
 
 
 def graphed_trains(processes, overrides, options=None):
@@ -195,9 +228,11 @@ def graphed_trains(processes, overrides, options=None):
     ids=str,
 )
 def test_an_engine_learns_the_same_with_recordings(overrides):
-    """Weights, momenta, averages, norms and scores, bit for bit; images of another size in the second of two steps.
+    """Weights, momenta, averages, norms and scores, bit for bit; images of another size in the
+    second of two steps.
 
-    Frozen blocks drop nothing: neither branches, for which blocks must repeat, nor the means of the head.
+    Frozen blocks drop nothing: neither branches, for which blocks must repeat, nor the means of the
+    head.
     """
     options = {"sizes": (16, 24), "steps": 2}
     results, digests, state = graphed_trains(single(), overrides, options)

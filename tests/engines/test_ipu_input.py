@@ -1,4 +1,5 @@
-"""What an instance reads; that its images, labels and mixing are those of other engines, tests/ipu have."""
+"""What an instance reads; that its images, labels and mixing are those of other engines, tests/ipu
+have."""
 
 import numpy as np
 import pytest
@@ -11,11 +12,19 @@ from data.sources import open_source
 from engines.ipu_input import EvaluationFeed, Positions, TrainingFeed, padded
 from recipe.batch import divide
 
-GLYPHS = ("data.source=glyphs", "data.train_images=60", "data.validation_images=50", "batch.global=24", "batch.micro=4")
+GLYPHS = (
+    "data.source=glyphs",
+    "data.train_images=60",
+    "data.validation_images=50",
+    "batch.global=24",
+    "batch.micro=4",
+)
 
 
 def plan_of(tiny, *overrides):
-    recipe = tiny(*GLYPHS, "data.mixup=0.3", "data.cutmix=0.85", "data.augment=randaugment", *overrides)
+    recipe = tiny(
+        *GLYPHS, "data.mixup=0.3", "data.cutmix=0.85", "data.augment=randaugment", *overrides
+    )
     return recipe, open_source(recipe.data, recipe.model.classes, "train")
 
 
@@ -34,7 +43,10 @@ class Loader:
     """In the place of PopTorch's: two combined batches of 24."""
 
     def __init__(self, positions):
-        self.batches = [[torch.stack(part) for part in zip(*(positions[i] for i in range(s, s + 24)))] for s in (0, 24)]
+        self.batches = [
+            [torch.stack(part) for part in zip(*(positions[i] for i in range(s, s + 24)))]
+            for s in (0, 24)
+        ]
         self.ended = False
 
     def __iter__(self):
@@ -46,7 +58,8 @@ class Loader:
 
 @pytest.mark.parametrize("balance", ["none", "sampling"])
 def test_repeated_images_are_those_of_other_engines(tiny, balance):
-    """Images and labels of every position against the loader's micro batches, over the end of an epoch."""
+    """Images and labels of every position against the loader's micro batches, over the end of an
+    epoch."""
     recipe, source = plan_of(tiny, "data.repeats=3", f"data.balance={balance}")
     positions = positions_of(source, recipe, range(3))
     batches = TrainingBatches(
@@ -59,7 +72,9 @@ def test_repeated_images_are_those_of_other_engines(tiny, balance):
     found = [positions[position] for position in range(3 * 24)]
     assert torch.equal(torch.stack([image for image, _, _ in found]), torch.cat(images))
     assert [int(label) for _, label, _ in found] == torch.cat(labels).tolist()
-    assert len(set(torch.cat([batch.flatten(1) for batch in images]).sum(1).tolist())) > 60, "draws differ"
+    assert len(set(torch.cat([batch.flatten(1) for batch in images]).sum(1).tolist())) > 60, (
+        "draws differ"
+    )
 
 
 def test_a_feed_gives_steps_names_an_unreadable_image_and_ends_its_loader(tiny, monkeypatch):
@@ -112,7 +127,9 @@ def test_an_unreadable_validation_image_is_named_without_advice_to_leave_it_out(
 
     monkeypatch.setattr(source, "read", torn)
     feed = evaluation_feed(source, recipe, 0, 1)
-    with pytest.raises(UnreadableImage, match=r"^a.tar/b.jpg: too much came; no ranges; mend or remove the file$"):
+    with pytest.raises(
+        UnreadableImage, match=r"^a.tar/b.jpg: too much came; no ranges; mend or remove the file$"
+    ):
         list(feed)
     feed.close()
 

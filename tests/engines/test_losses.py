@@ -33,13 +33,19 @@ def test_binary_cross_entropy_is_timms(smoothing, reduction, threshold):
 
     Ten float64 operations: 1e-13.
     """
-    data = Data(loss="bce", bce_threshold=threshold, bce_reduction=reduction, label_smoothing=smoothing)
-    theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold, sum_classes=reduction == "sum")
+    data = Data(
+        loss="bce", bce_threshold=threshold, bce_reduction=reduction, label_smoothing=smoothing
+    )
+    theirs = BinaryCrossEntropy(
+        smoothing, target_threshold=threshold, sum_classes=reduction == "sum"
+    )
     logits, labels = logits_and_labels()
     ours = summed(data, logits, labels)
     expected = theirs(logits, labels) * ROWS
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
-    torch.testing.assert_close(gradient(ours, logits), gradient(expected, logits), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        gradient(ours, logits), gradient(expected, logits), rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("threshold", [None, 0.2])
@@ -47,7 +53,10 @@ def test_shares_of_mixed_images_are_smoothed_before_the_threshold(threshold):
     """timm smooths as it mixes: a share of 0.15 of a class is below 0.2 by itself."""
     data = Data(loss="bce", bce_threshold=threshold, label_smoothing=0.1)
     logits, labels = logits_and_labels()
-    shares = 0.85 * F.one_hot(labels, CLASSES).double() + 0.15 * F.one_hot(labels.roll(1), CLASSES).double()
+    shares = (
+        0.85 * F.one_hot(labels, CLASSES).double()
+        + 0.15 * F.one_hot(labels.roll(1), CLASSES).double()
+    )
     # As in timm.data.mixup.one_hot.
     off = 0.1 / CLASSES
     on = 0.9 + 0.1 / CLASSES
@@ -63,7 +72,9 @@ def test_cross_entropy_is_torchs():
     assert torch.equal(summed(Data(label_smoothing=0.1), logits, labels), expected)
 
 
-@pytest.mark.parametrize("keys", [{}, {"loss": "bce"}, {"loss": "bce", "bce_reduction": "sum"}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{}, {"loss": "bce"}, {"loss": "bce", "bce_reduction": "sum"}], ids=str
+)
 def test_guessing_has_the_loss_of_equal_logits(keys):
     data = Data(**keys)
     logits = torch.zeros(ROWS, CLASSES, dtype=torch.float64)
@@ -80,7 +91,8 @@ def test_a_micro_batch_without_images_has_no_loss():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_class_weights_are_factors_on_the_classes_of_the_target(mixed, smoothing):
-    """Written out: - sum over classes of weight x target x log softmax, added up over images, not divided by weights.
+    """Written out: - sum over classes of weight x target x log softmax, added up over images, not
+    divided by weights.
 
     Float64, some ten operations: 1e-13.
     """
@@ -94,4 +106,6 @@ def test_class_weights_are_factors_on_the_classes_of_the_target(mixed, smoothing
     data = Data(balance="loss", label_smoothing=smoothing)
     found = summed(data, logits, shares if mixed else labels, weights)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
-    torch.testing.assert_close(gradient(found, logits), gradient(expected, logits), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        gradient(found, logits), gradient(expected, logits), rtol=1e-12, atol=1e-14
+    )

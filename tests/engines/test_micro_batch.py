@@ -18,7 +18,32 @@ from recipe.batch import divide
 from tests.engines import threads
 
 CPU = torch.device("cpu")
-SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 6144]
+SIZES = [
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    6144,
+]
 
 
 @pytest.mark.parametrize("room", [0, 1, 5, 31, 32, 33, 64, 191, 192, 193, 6143, 6144, 10**6])
@@ -38,7 +63,8 @@ def test_every_first_size_leads_to_the_same_and_uneven_sizes_are_found_too():
 
 
 def pretend(room, tried, monkeypatch, memory=(15 << 30, 16 << 30)):
-    """As if the CPU were a GPU that has room for so many images. room: by rank, or a fault for all."""
+    """As if the CPU were a GPU that has room for so many images. room: by rank, or a fault for
+    all."""
 
     def train(recipe, micro, device):
         tried.append(micro)
@@ -55,7 +81,8 @@ def pretend(room, tried, monkeypatch, memory=(15 << 30, 16 << 30)):
 
 @pytest.fixture
 def resolved(tiny, monkeypatch, tmp_path):
-    """resolved(room, *overrides): the recipe that auto becomes, the lines reported, the sizes tried."""
+    """resolved(room, *overrides): the recipe that auto becomes, the lines reported, the sizes
+    tried."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def resolve(room, *overrides, **options):
@@ -81,24 +108,35 @@ def test_the_largest_that_fits_is_taken_and_the_trials_are_reported(resolved):
     assert divide(found).describe().startswith("768 = 192 micro x 4 accumulation")
     grown = resolved(10**6, "batch.schedule=[[0, 768], [3e3, 1536]]", "model.width=0.5")[0]
     assert grown.batch.micro == 768  # which also divides the larger batch
-    assert resolved(10**6, "batch.schedule=noise", "batch.largest=1536")[0].batch.micro == 384  # several are needed
+    # several are needed
+    assert resolved(10**6, "batch.schedule=noise", "batch.largest=1536")[0].batch.micro == 384
 
 
 def test_a_number_is_left_alone(tiny, monkeypatch):
     pretend([1], [], monkeypatch)
     recipe = tiny("run.device=cpu", "batch.micro=12")
-    assert micro_batch.settle(recipe, divide(recipe), Processes(Topology(), CPU), pytest.fail) is recipe
+    assert (
+        micro_batch.settle(recipe, divide(recipe), Processes(Topology(), CPU), pytest.fail)
+        is recipe
+    )
 
 
 def test_cpus_and_deterministic_runs_try_nothing(tiny, monkeypatch):
     lines = []
 
     def resolve(recipe):
-        return micro_batch.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append).batch.micro
+        return micro_batch.settle(
+            recipe, divide(recipe), Processes(Topology(), CPU), lines.append
+        ).batch.micro
 
     assert resolve(tiny("run.device=cpu", "batch.global=96", "batch.micro=auto")) == 32
     pretend([1], [], monkeypatch)
-    assert resolve(tiny("run.device=cpu", "batch.global=96", "batch.micro=auto", "run.deterministic=true")) == 32
+    assert (
+        resolve(
+            tiny("run.device=cpu", "batch.global=96", "batch.micro=auto", "run.deterministic=true")
+        )
+        == 32
+    )
     assert [line.partition(", ")[2] for line in lines] == [
         "on a CPU the largest up to 32 that the batch allows",
         "as run.deterministic asks, the largest up to 32 that the batch allows",
@@ -107,7 +145,8 @@ def test_cpus_and_deterministic_runs_try_nothing(tiny, monkeypatch):
 
 def test_a_device_without_room_is_refused_in_one_line(resolved):
     with pytest.raises(
-        ConfigError, match=r"^batch.micro auto: not even a micro batch of 1 fits, of images .*; use par"
+        ConfigError,
+        match=r"^batch.micro auto: not even a micro batch of 1 fits, of images .*; use par",
     ):
         resolved(0)
     with pytest.raises(ConfigError, match=r"not even a micro batch of 2 fits"):
@@ -124,8 +163,12 @@ def test_a_device_without_room_is_refused_in_one_line(resolved):
         ("mat1 and mat2 shapes cannot be multiplied", False),
     ],
 )
-def test_libraries_report_a_lack_of_memory_in_their_own_words_and_other_errors_are_raised(resolved, text, is_memory):
-    with pytest.raises(ConfigError if is_memory else RuntimeError, match="not even" if is_memory else text[:9]):
+def test_libraries_report_a_lack_of_memory_in_their_own_words_and_other_errors_are_raised(
+    resolved, text, is_memory
+):
+    with pytest.raises(
+        ConfigError if is_memory else RuntimeError, match="not even" if is_memory else text[:9]
+    ):
         resolved(RuntimeError(text))
 
 
@@ -145,7 +188,9 @@ def test_a_machine_tries_once_and_anew_where_something_else_takes_memory(resolve
     assert not resolved(100, memory=((15 << 30) + (100 << 20), 16 << 30))[2]
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"micro": 7}', '{"micro": "96"}', '{"micro": true, "b": 1'])
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{}", '{"micro": 7}', '{"micro": "96"}', '{"micro": true, "b": 1']
+)
 def test_a_damaged_file_is_tried_anew_and_mended(resolved, tmp_path, damage):
     resolved(100)
     (file,) = (tmp_path / "cache").rglob("*.json")
@@ -154,14 +199,18 @@ def test_a_damaged_file_is_tried_anew_and_mended(resolved, tmp_path, damage):
     assert resolved(100)[2] and file.read_text() == whole
 
 
-def test_all_ranks_take_what_fits_on_each_and_all_try_where_one_has_not(tiny, monkeypatch, tmp_path):
+def test_all_ranks_take_what_fits_on_each_and_all_try_where_one_has_not(
+    tiny, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tried = []
     pretend([400, 100], tried, monkeypatch)
     monkeypatch.setattr(micro_batch, "_read", lambda file, sizes: None if threads.rank() else 384)
     recipe = tiny("run.device=cpu", "batch.global=768", "batch.micro=auto")
     kept = {}
-    monkeypatch.setattr(cache, "write", lambda file, content: kept.update({threads.rank(): content}))
+    monkeypatch.setattr(
+        cache, "write", lambda file, content: kept.update({threads.rank(): content})
+    )
 
     def choose(processes):
         lines = []
@@ -172,7 +221,10 @@ def test_all_ranks_take_what_fits_on_each_and_all_try_where_one_has_not(tiny, mo
     assert first == second == 96 and tried.count(32) == 2
     # Each keeps what its own device has room for.
     assert kept == {0: {"micro": 384}, 1: {"micro": 96}}
-    assert lines[-1] == "  taken: 96, of 16 sizes from 1 to 384; it is rank 1 that has no room for more"
+    assert (
+        lines[-1]
+        == "  taken: 96, of 16 sizes from 1 to 384; it is rank 1 that has no room for more"
+    )
 
 
 def test_ranks_without_room_all_raise_and_one_says_why(tiny, monkeypatch):
@@ -188,7 +240,9 @@ def test_ranks_without_room_all_raise_and_one_says_why(tiny, monkeypatch):
     assert "not even a micro batch of 1 fits" in first and second == ""
 
 
-def test_a_trial_is_a_whole_update_of_two_micro_batches_of_the_largest_images_beside_a_reserve(tiny, monkeypatch):
+def test_a_trial_is_a_whole_update_of_two_micro_batches_of_the_largest_images_beside_a_reserve(
+    tiny, monkeypatch
+):
     """Nothing of it is left."""
     seen = []
     engines = weakref.WeakSet()
@@ -199,14 +253,18 @@ def test_a_trial_is_a_whole_update_of_two_micro_batches_of_the_largest_images_be
             taken = itertools.islice(micro_batches, 3)
             result = super().train_step(taken, update, lr, **options)
             assert len(list(taken)) == 1  # of three
-            seen.append((result.images, result.skipped.item(), next(iter(micro_batches)).images.shape))
+            seen.append(
+                (result.images, result.skipped.item(), next(iter(micro_batches)).images.shape)
+            )
             return result
 
     reserved = []
     empty = torch.empty
 
     def noted(*size, **options):
-        reserved.extend(size if options.get("dtype") is torch.uint8 and isinstance(size[0], int) else ())
+        reserved.extend(
+            size if options.get("dtype") is torch.uint8 and isinstance(size[0], int) else ()
+        )
         return empty(*size, **options)
 
     monkeypatch.setattr("engines.torch_engine.TorchEngine", Watched)

@@ -36,7 +36,9 @@ def measured(parameters, batches, micro, updates, scale=ONE, layers=False):
         count = len(next(iter(images.values())))
         for start in range(0, count, micro):
             means = {name: each[start : start + micro].mean(0) for name, each in images.items()}
-            (sum((parameters[name] * mean).sum() for name, mean in means.items()) * scale).backward()
+            (
+                sum((parameters[name] * mean).sum() for name, mean in means.items()) * scale
+            ).backward()
         gradients = [parameter.grad for parameter in parameters.values()]
         meter.add(meter.squares(gradients, scale, scale * (count // micro)), torch.tensor(True))
     return meter
@@ -44,23 +46,37 @@ def measured(parameters, batches, micro, updates, scale=ONE, layers=False):
 
 @pytest.mark.parametrize(("spread", "micro"), [(0.3, 1), (1.0, 4)])
 def test_the_noise_scale_is_that_of_single_images_gradients(spread, micro):
-    """Images' gradients have a mean and a covariance that are known; the first parameter's image noise is twice the
-    second's. The estimate is within four standard errors, and a standard error is below a quarter."""
+    """Images' gradients have a mean and a covariance that are known; the first parameter's image
+    noise is twice the second's. The estimate is within four standard errors, and a standard error
+    is below a quarter."""
     generator = torch.Generator().manual_seed(3)
     parameters = {"a": nn.Parameter(torch.zeros(50, 4)), "b": nn.Parameter(torch.zeros(30))}
-    mean = {name: torch.randn(each.shape, generator=generator) / 5 for name, each in parameters.items()}
+    mean = {
+        name: torch.randn(each.shape, generator=generator) / 5 for name, each in parameters.items()
+    }
     noise = {"a": 2 * spread, "b": spread}
 
     def batches(step):
         drawn = torch.Generator().manual_seed(step)
-        return {name: each + noise[name] * torch.randn(32, *each.shape, generator=drawn) for name, each in mean.items()}
+        return {
+            name: each + noise[name] * torch.randn(32, *each.shape, generator=drawn)
+            for name, each in mean.items()
+        }
 
     found = measured(parameters, batches, micro, 400, layers=True).values()
-    expected = {name: (noise[name] ** 2 * each.numel(), each.square().sum().item()) for name, each in mean.items()}
+    expected = {
+        name: (noise[name] ** 2 * each.numel(), each.square().sum().item())
+        for name, each in mean.items()
+    }
     expected[""] = [sum(each) for each in zip(*expected.values())]
-    assert found.keys() == expected.keys() and found[""].noise == pytest.approx(expected[""][0], rel=0.05)
+    assert found.keys() == expected.keys() and found[""].noise == pytest.approx(
+        expected[""][0], rel=0.05
+    )
     for name, each in found.items():
-        assert abs(each.images - expected[name][0] / expected[name][1]) < (5 if name else 4) * each.error
+        assert (
+            abs(each.images - expected[name][0] / expected[name][1])
+            < (5 if name else 4) * each.error
+        )
     assert 0 < found[""].error < 0.25 * found[""].images
 
 
@@ -80,7 +96,8 @@ def test_the_size_of_gradients_whose_squares_float32_cannot_hold_does_not_matter
 
 
 def test_what_the_averages_hold_after_two_measured_updates():
-    """By hand, in float64: an update of two micro batches each; the second update counts 1, the first 0.96."""
+    """By hand, in float64: an update of two micro batches each; the second update counts 1, the
+    first 0.96."""
     parameters = {"a": nn.Parameter(torch.zeros(3))}
     images = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     scale = torch.tensor(1024.0)
@@ -95,7 +112,9 @@ def test_what_the_averages_hold_after_two_measured_updates():
     for first, second in (noise, signal, [x**2 for x in noise], [x**2 for x in signal]):
         expected.append(0.96 * first + second)
     expected.append(0.96 * noise[0] * signal[0] + noise[1] * signal[1])
-    torch.testing.assert_close(meter.moments[:, 0], torch.tensor(expected).double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        meter.moments[:, 0], torch.tensor(expected).double(), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("fault", ["inf", "nan"])
@@ -120,7 +139,8 @@ def test_nothing_is_said_of_few_updates_or_where_noise_hides_the_gradient():
 
 
 @pytest.mark.parametrize(
-    ("images", "error", "text"), [(1310.4, 90.2, "1,310±90"), (2259.0, 5384.0, "unknown"), (600.0, 300.0, "unknown")]
+    ("images", "error", "text"),
+    [(1310.4, 90.2, "1,310±90"), (2259.0, 5384.0, "unknown"), (600.0, 300.0, "unknown")],
 )
 def test_a_log_line_has_no_figure_that_may_be_zero(images, error, text):
     assert str(NoiseScale(images, error, 1.0, images)) == text
@@ -154,17 +174,23 @@ HALF = "exchange.method=half"
     ],
 )
 def test_the_averages_are_those_of_one_process(run):
-    """To the rounding of float32 norms, of weights that are apart by as much, and of what travels as float16."""
+    """To the rounding of float32 norms, of weights that are apart by as much, and of what travels
+    as float16."""
     found = outcome(run)[0]
     expected = metered(worlds.single(), FLOAT32)[2][0]
-    torch.testing.assert_close(found[""], expected[""], rtol=2e-2 if HALF in run.arguments[0] else 1e-3, atol=0)
+    torch.testing.assert_close(
+        found[""], expected[""], rtol=2e-2 if HALF in run.arguments[0] else 1e-3, atol=0
+    )
     assert found.keys() == expected.keys()
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("run", [case(1, 3, metered, (worlds.TREE, "batch.micro=1", "data.cutmix=null"))])
+@pytest.mark.parametrize(
+    "run", [case(1, 3, metered, (worlds.TREE, "batch.micro=1", "data.cutmix=null"))]
+)
 def test_in_tree_order_they_have_the_bits_of_one_process(run):
-    """Of 12 micro batches 8 are measured, each by the replica that has it; each number of the message is of one."""
+    """Of 12 micro batches 8 are measured, each by the replica that has it; each number of the
+    message is of one."""
     found = outcome(run)[0]
     expected = metered(worlds.single(), run.arguments[0])[2][0]
     assert torch.equal(found[""], expected[""]) and found[""][1] > 1
@@ -185,7 +211,10 @@ def test_the_micro_batches_of_a_step_that_are_measured_are_spread_over_it_and_ov
         del meter
         parameter["a"]._backward_hooks.clear()
     numbers = [number * 12 // 8 for number in range(8)]
-    assert torch.stack(found).sum(0).tolist() == [*((number + 1.0) ** 2 for number in numbers), 6.5**2]
+    assert torch.stack(found).sum(0).tolist() == [
+        *((number + 1.0) ** 2 for number in numbers),
+        6.5**2,
+    ]
     assert (torch.stack(found) != 0).sum(0).tolist() == [1] * 9
 
 
@@ -197,12 +226,18 @@ def test_where_no_replica_gets_the_whole_sum_its_own_batch_is_the_large_one(run)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_without_an_exchange_the_large_batch_has_as_many_images_of_an_update_of_several_steps(steps):
+def test_without_an_exchange_the_large_batch_has_as_many_images_of_an_update_of_several_steps(
+    steps,
+):
     """One replica, so that its own batch is the whole one."""
     found = []
     for method in ("none", "dense"):
-        engine = engine_of(worlds.single(), (*LAYERS, *FLOAT32, f"exchange.method={method}"), steps_per_epoch=4)
-        batches = itertools.chain.from_iterable(micro_batches(step, engine) for step in range(steps))
+        engine = engine_of(
+            worlds.single(), (*LAYERS, *FLOAT32, f"exchange.method={method}"), steps_per_epoch=4
+        )
+        batches = itertools.chain.from_iterable(
+            micro_batches(step, engine) for step in range(steps)
+        )
         engine.train_step(batches, Update(0, steps, 0), 0.05)
         found.append(engine.state_dict()["noise_scale"])
     for name, moments in found[1].items():
@@ -234,7 +269,9 @@ def test_an_update_that_is_left_out_does_not_count():
             engine._loss_scale.scale.fill_(float("inf"))
         engine.train_step(micro_batches(step, engine), one_step(step), 0.05)
         after = engine.state_dict()["noise_scale"]
-        assert [not torch.equal(before[name], after[name]) for name in ("", "head.classifier.bias")] == [counts] * 2
+        assert [
+            not torch.equal(before[name], after[name]) for name in ("", "head.classifier.bias")
+        ] == [counts] * 2
 
 
 @pytest.mark.parametrize(
@@ -248,6 +285,10 @@ def test_an_update_that_is_left_out_does_not_count():
 )
 def test_a_reason_is_noted_where_it_cannot_be_measured(overrides, note):
     engine = engine_of(worlds.single(), (*LAYERS, *overrides), steps_per_epoch=4)
-    assert any(note in each for each in engine.notes) if note else not any("noise" in each for each in engine.notes)
+    assert (
+        any(note in each for each in engine.notes)
+        if note
+        else not any("noise" in each for each in engine.notes)
+    )
     assert engine.noise_scale() == (None, {})
     assert "noise_scale" not in engine.state_dict()

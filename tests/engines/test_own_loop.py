@@ -12,7 +12,13 @@ from optim.lars import LARS
 from tests import world
 from tests.tensors import assert_bitwise_equal
 
-LARS_KEYS = {"name": "lars", "momentum": 0.9, "weight_decay": 1e-3, "trust_coefficient": 0.01, "skip": ["bias"]}
+LARS_KEYS = {
+    "name": "lars",
+    "momentum": 0.9,
+    "weight_decay": 1e-3,
+    "trust_coefficient": 0.01,
+    "skip": ["bias"],
+}
 FLOAT32 = {"weights": "float32", "loss_scale": 128}
 HALF = {"weights": "float16", "loss_scale": 128}
 TOPK = {"method": "topk", "density": 0.05}
@@ -47,7 +53,10 @@ def test_one_replica_steps_as_the_torch_optimizer():
     expected = network()
     vectors = [each for each in expected.parameters() if each.dim() == 1]
     others = [each for each in expected.parameters() if each.dim() > 1]
-    groups = [{"params": others}, {"params": vectors, "adapt": False, "weight_decay": 0.0, "lr_scale": 0.5}]
+    groups = [
+        {"params": others},
+        {"params": vectors, "adapt": False, "weight_decay": 0.0, "lr_scale": 0.5},
+    ]
     reference = LARS(groups, lr=1.0, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
     for step in range(4):
         reference.zero_grad()
@@ -82,7 +91,10 @@ def test_a_single_number_is_skipped_as_a_vector():
         module = Scaled(shape)
         for parameter in (module.weight, module.bias):
             nn.init.constant_(parameter, 0.5)
-        sections = {"optimizer": {**LARS_KEYS, "weight_decay": 0.3, "skip": ["norm"]}, "precision": FLOAT32}
+        sections = {
+            "optimizer": {**LARS_KEYS, "weight_decay": 0.3, "skip": ["norm"]},
+            "precision": FLOAT32,
+        }
         optimizer = DistributedOptimizer(module, sections)
         for _ in range(3):
             optimizer.backward(module(torch.ones(2, 6)).square().mean())
@@ -92,7 +104,8 @@ def test_a_single_number_is_skipped_as_a_vector():
 
 
 def halves(rank, size, sections, steps):
-    """The module's weights and the saved state, where each replica has another half of the images."""
+    """The module's weights and the saved state, where each replica has another half of the
+    images."""
     module = network(rank)
     optimizer = train(module, sections, steps, slice(4 * rank, 4 * rank + 4))
     return module.state_dict(), optimizer.state_dict(), loss_of(module, 0).item()
@@ -100,7 +113,10 @@ def halves(rank, size, sections, steps):
 
 @pytest.mark.multiprocess
 def test_two_replicas_learn_what_one_learns_of_all_images():
-    """Other weights at first, but those of the first replica count. To rounding: sums are in another order."""
+    """Other weights at first, but those of the first replica count.
+
+    To rounding: sums are in another order.
+    """
     sections = {"optimizer": LARS_KEYS, "precision": FLOAT32}
     (first, _, _), (second, nothing, _) = world.run(2, halves, sections, 4)
     assert_bitwise_equal(first, second)
@@ -132,7 +148,8 @@ def resumed(rank, size):
 
 @pytest.mark.multiprocess
 def test_sparse_local_and_few_bits_learn_and_go_on_bit_for_bit():
-    """Half weights and LARS: what is sent of them is the update, which an engine's run does likewise."""
+    """Half weights and LARS: what is sent of them is the update, which an engine's run does
+    likewise."""
     for whole, again, loss in world.run(2, resumed)[0]:
         assert loss < loss_of(network(), 0).item()
         assert len(whole["replicas"]) == len(again["replicas"]) == 2
@@ -167,22 +184,30 @@ class Fails(torch.autograd.Function):
 
 
 def forgetting(rank, size):
-    """The weights after two updates, without and with backward passes, whole and failed ones, that are forgotten."""
+    """The weights after two updates, without and with backward passes, whole and failed ones, that
+    are forgotten."""
     found = []
     for dtype, forgets in itertools.product((torch.float32, torch.float16), (False, True)):
         module = network().to(dtype)
-        optimizer = DistributedOptimizer(module, {"optimizer": LARS_KEYS, "precision": HALF}, accumulation=2)
+        optimizer = DistributedOptimizer(
+            module, {"optimizer": LARS_KEYS, "precision": HALF}, accumulation=2
+        )
         images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(rank)).to(dtype)
         for _ in range(2):
             if forgets:
-                for failing in (None, 1, 0):  # the call that runs out of memory, on the last replica
+                for failing in (None, 1, 0):
+                    # the call that runs out of memory, on the last replica
                     for call in range(2):
                         hidden = module[:-1](images)
                         if call != failing:
                             optimizer.backward(module[-1](hidden).square().mean())
                             continue
                         with pytest.raises(torch.OutOfMemoryError):
-                            optimizer.backward(module[-1](Fails.apply(hidden) if rank == size - 1 else hidden).mean())
+                            optimizer.backward(
+                                module[-1](
+                                    Fails.apply(hidden) if rank == size - 1 else hidden
+                                ).mean()
+                            )
                             assert rank != size - 1
                             raise torch.OutOfMemoryError("as the other replica tells")
                     optimizer.zero_grad()
@@ -203,7 +228,8 @@ def test_backward_passes_that_are_forgotten_change_no_bit(size):
 
 
 def test_an_update_without_a_pass_that_failed_is_refused():
-    """The pass has left gradients of the last layers, and the exchange may have begun before the last pass."""
+    """The pass has left gradients of the last layers, and the exchange may have begun before the
+    last pass."""
     module = network()
     optimizer = DistributedOptimizer(module, {}, accumulation=2)
     images = torch.randn(8, 3, 8, 8)
@@ -220,8 +246,8 @@ def test_an_update_without_a_pass_that_failed_is_refused():
 
 
 def subgroups(rank, size, sections):
-    """Two replicas train in each of two groups, and those of the second make an optimizer more; the weights, and
-    whether there is a saved state."""
+    """Two replicas train in each of two groups, and those of the second make an optimizer more; the
+    weights, and whether there is a saved state."""
     groups = [torch.distributed.new_group(each) for each in ([0, 2], [1, 3])]
     with pytest.raises(ConfigError):
         DistributedOptimizer(network(), sections, groups[1 - rank % 2])
@@ -331,8 +357,15 @@ DIFFERENT = {
 
 def in_bytes(module):
     """The dtypes and bytes of a module's tensors: torch's pickles do not know all dtypes."""
-    tensors = {name: each.resolve_conj() for name, each in module.state_dict().items() if name != "_extra_state"}
-    return {name: (str(each.dtype), each.reshape(-1).view(torch.uint8).tolist()) for name, each in tensors.items()}
+    tensors = {
+        name: each.resolve_conj()
+        for name, each in module.state_dict().items()
+        if name != "_extra_state"
+    }
+    return {
+        name: (str(each.dtype), each.reshape(-1).view(torch.uint8).tolist())
+        for name, each in tensors.items()
+    }
 
 
 def begins(rank, size):
@@ -354,7 +387,11 @@ def begins(rank, size):
 def test_replicas_begin_with_the_first_ones_state_of_any_dtype_or_are_told_what_differs():
     (first, _, _, reasons), (second, number, own, others) = world.run(2, begins)
     assert first == second
-    buffers = {name: value for name, value in in_bytes(Remembering(1)).items() if not name.startswith("layer.")}
+    buffers = {
+        name: value
+        for name, value in in_bytes(Remembering(1)).items()
+        if not name.startswith("layer.")
+    }
     assert len(buffers) == len(Remembering.DTYPES) + 4
     assert {name: second[name] for name in buffers} == buffers
     assert (number, own) == (1, 2), "buffers that are not persistent remain each replica's own"
@@ -389,10 +426,22 @@ def same(module):
         ({"exchange": {"order": "tree"}}, same, "order=fast"),
         ({"exchange": {"desnity": 0.1}}, same, "desnity"),
         ({"exchange": {"method": "auto"}}, same, "name a method"),
-        ({"exchange": {**TOPK, "density_warmup": [0.25]}}, same, "count epochs; give steps_per_epoch="),
-        ({"exchange": {"method": "local", "dense_epochs": 0.5}}, same, "count epochs; give steps_per_epoch="),
+        (
+            {"exchange": {**TOPK, "density_warmup": [0.25]}},
+            same,
+            "count epochs; give steps_per_epoch=",
+        ),
+        (
+            {"exchange": {"method": "local", "dense_epochs": 0.5}},
+            same,
+            "count epochs; give steps_per_epoch=",
+        ),
         ({"precision": {"compute": "bfloat16"}}, same, "leave it out"),
-        ({"optimizer": {"name": "adamw"}, "exchange": {**TOPK, "compress": "update"}}, same, "compress=gradient"),
+        (
+            {"optimizer": {"name": "adamw"}, "exchange": {**TOPK, "compress": "update"}},
+            same,
+            "compress=gradient",
+        ),
         ({}, lambda module: module[0].double(), "one dtype"),
         ({}, lambda module: module.double(), "float64"),
         ({}, lambda module: module.requires_grad_(False), "requires a gradient"),

@@ -1,7 +1,9 @@
-"""Four updates of our engine, some of two micro batches, against timm's model and timm's optimizers in a plain loop.
+"""Four updates of our engine, some of two micro batches, against timm's model and timm's optimizers
+in a plain loop.
 
-Weights in float32 on both sides drift apart by rounding. The yardstick is timm's own loop: in float64 it is the
-reference, and in float32 it shows what rounding alone does over these updates. Ours may be off by twice that.
+Weights in float32 on both sides drift apart by rounding. The yardstick is timm's own loop: in
+float64 it is the reference, and in float32 it shows what rounding alone does over these updates.
+Ours may be off by twice that.
 """
 
 import functools
@@ -41,7 +43,9 @@ G16_GN_LARS = (
 
 
 def sgd(model):
-    return timm.optim.create_optimizer_v2(model, opt="momentum", lr=3e-4, momentum=0.9, weight_decay=0.1)
+    return timm.optim.create_optimizer_v2(
+        model, opt="momentum", lr=3e-4, momentum=0.9, weight_decay=0.1
+    )
 
 
 def lars(model, opt="lars"):
@@ -57,7 +61,8 @@ def micro_batches(micro=BATCH):
 
 
 def ours(recipe, lr):
-    """{timm's name: tensor} of our engine before the first and after the last update, and the losses."""
+    """{timm's name: tensor} of our engine before the first and after the last update, and the
+    losses."""
     engine = factory.create(recipe, divide(recipe))
     before = by_timm_name(engine.state_dict())
     batches = micro_batches(recipe.batch.micro)
@@ -66,38 +71,60 @@ def ours(recipe, lr):
 
 
 def by_timm_name(state):
-    return {timm_name(name): tensor.clone() for part in ("weights", "buffers") for name, tensor in state[part].items()}
+    return {
+        timm_name(name): tensor.clone()
+        for part in ("weights", "buffers")
+        for name, tensor in state[part].items()
+    }
 
 
 def timms(model, create_optimizer, recipe, weights, dtype=torch.float32):
     """Weights and losses of timm's model, starting from `weights`, in a plain loop in `dtype`."""
-    counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("num_batches_tracked")}
+    counters = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.endswith("num_batches_tracked")
+    }
     model.load_state_dict({**counters, **weights})
     model = model.to(dtype).train()
     optimizer = create_optimizer(model)
-    preprocess = Preprocess(recipe.model.mean, recipe.model.std)  # tested elsewhere; its rounding is not the subject
+    # tested elsewhere; its rounding is not the subject
+    preprocess = Preprocess(recipe.model.mean, recipe.model.std)
     losses = []
     for batch in micro_batches():
-        loss = F.cross_entropy(model(preprocess(batch.images).to(dtype)), batch.labels, label_smoothing=0.1)
+        loss = F.cross_entropy(
+            model(preprocess(batch.images).to(dtype)), batch.labels, label_smoothing=0.1
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in counters}, losses
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if name not in counters
+    }, losses
 
 
 def distance(one, other, before):
     """|one - other| over |other - before|, over all tensors together: float64."""
     names = before.keys()
-    difference = torch.cat([(one[name].double() - other[name].double()).flatten() for name in names]).norm()
-    return (difference / torch.cat([(other[name].double() - before[name]).flatten() for name in names]).norm()).item()
+    difference = torch.cat(
+        [(one[name].double() - other[name].double()).flatten() for name in names]
+    ).norm()
+    return (
+        difference
+        / torch.cat([(other[name].double() - before[name]).flatten() for name in names]).norm()
+    ).item()
 
 
 def to_rounding(weights, seed):
-    """The same weights but for their last bit: how far a run in float32 ends from the exact one is a matter of luck."""
+    """The same weights but for their last bit: how far a run in float32 ends from the exact one is
+    a matter of luck."""
     generator = torch.Generator().manual_seed(seed)
     epsilon = torch.finfo(torch.float32).eps
-    return {name: each * (1 + epsilon * torch.randn(each.shape, generator=generator)) for name, each in weights.items()}
+    return {
+        name: each * (1 + epsilon * torch.randn(each.shape, generator=generator))
+        for name, each in weights.items()
+    }
 
 
 def create_half_g16():
@@ -105,13 +132,17 @@ def create_half_g16():
 
 
 def create_b0():
-    return timm.create_model("tf_efficientnet_b0", num_classes=CLASSES, drop_rate=0, bn_momentum=0.1)
+    return timm.create_model(
+        "tf_efficientnet_b0", num_classes=CLASSES, drop_rate=0, bn_momentum=0.1
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "lr", "create", "optimizer", "changed"),
     [
-        pytest.param(G1_BN_SGD, 3e-4, create_b0, sgd, "optimizer.nesterov=true", marks=pytest.mark.slow),
+        pytest.param(
+            G1_BN_SGD, 3e-4, create_b0, sgd, "optimizer.nesterov=true", marks=pytest.mark.slow
+        ),
         (G16_GN_LARS, 0.1, create_half_g16, lars, "optimizer.weight_decay=9e-3"),
         pytest.param(
             (*G16_GN_LARS, "optimizer.nesterov=true"),
@@ -132,9 +163,14 @@ def test_updates_are_those_of_timm(tiny, overrides, lr, create, optimizer, chang
     yardstick = max(distance(weights, exact, before) for weights, _ in rounded)
     assert yardstick < 1e-4, "the problem is too chaotic to compare"
     assert distance(after, exact, before) < 2 * yardstick
-    own, *others = [max(abs(a - b) for a, b in zip(each, exact_losses)) for each in (losses, *(e for _, e in rounded))]
+    own, *others = [
+        max(abs(a - b) for a, b in zip(each, exact_losses))
+        for each in (losses, *(e for _, e in rounded))
+    ]
     assert own < 2 * max(others) + 1e-6
-    assert exact_losses[0] > 1 and abs(exact_losses[-1] - exact_losses[0]) > 0.01, "nothing was trained"
+    assert exact_losses[0] > 1 and abs(exact_losses[-1] - exact_losses[0]) > 0.01, (
+        "nothing was trained"
+    )
     # A small change of the recipe is a hundred times the yardstick away and more, so this can fail.
     _, after, _ = ours(tiny(*COMMON, *overrides, changed), lr)
     assert distance(after, exact, before) > 100 * yardstick

@@ -1,7 +1,8 @@
-"""Stages: what is computed again has the bits of what is kept, and holds less; compiled blocks never compile again.
+"""Stages: what is computed again has the bits of what is kept, and holds less; compiled blocks
+never compile again.
 
-Compiling is by Dynamo and AOTAutograd with the interpreter behind them: they decide what is compiled anew, and need no
-compiler.
+Compiling is by Dynamo and AOTAutograd with the interpreter behind them: they decide what is
+compiled anew, and need no compiler.
 """
 
 import functools
@@ -39,8 +40,8 @@ def stage_of(recompute=(), names=None, **keys):
 
 
 def three_steps(stage, draws, size=16):
-    """Outputs, added gradients and statistics of 3 steps of 2 micro batches, in both of the layouts in which they come:
-    forward passes, then their backward passes in order, as GPipe has it."""
+    """Outputs, added gradients and statistics of 3 steps of 2 micro batches, in both of the layouts
+    in which they come: forward passes, then their backward passes in order, as GPipe has it."""
     outputs = []
     kept = []
     for step in range(3):
@@ -48,7 +49,9 @@ def three_steps(stage, draws, size=16):
         for number in range(2):
             draws.step = step
             draws.micro_batch = number
-            images = torch.randint(0, 256, (4, 3, size, size), dtype=torch.uint8, generator=generator)
+            images = torch.randint(
+                0, 256, (4, 3, size, size), dtype=torch.uint8, generator=generator
+            )
             layout = torch.channels_last if number else torch.contiguous_format
             outputs.append(stage(images.contiguous(memory_format=layout)))
             kept.append(outputs[-1].detach().clone())
@@ -64,19 +67,29 @@ def assert_same(found, expected):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("norm", "recomputed"), [("group", ["blocks.1.0", "head"]), ("batch", None)])
+@pytest.mark.parametrize(
+    ("norm", "recomputed"), [("group", ["blocks.1.0", "head"]), ("batch", None)]
+)
 def test_recomputation_changes_no_bit(norm, recomputed):
     """Although draws stand at another step by then, and running statistics have moved on."""
     again, draws = stage_of(frozenset(recomputed or model_of().names), norm=norm)
     assert_same(three_steps(again, draws), three_steps(*stage_of(norm=norm)))
     assert (draws.step, draws.micro_batch) == (8, 3)
-    assert all(module.moves_statistics for module in again.modules() if isinstance(module, BatchNormAct))
+    assert all(
+        module.moves_statistics for module in again.modules() if isinstance(module, BatchNormAct)
+    )
 
 
 def test_recomputation_repeats_the_mask_of_each_call_of_one_layer():
     """Of a model of timm, whose blocks call their stochastic depth twice."""
     pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
-    keys = {"name": "timm", "architecture": "edgenext_xx_small", "classes": 10, "image_size": 32, "drop_path": 0.5}
+    keys = {
+        "name": "timm",
+        "architecture": "edgenext_xx_small",
+        "classes": 10,
+        "image_size": 32,
+        "drop_path": 0.5,
+    }
     model = timm_model.TimmFamily.build(Model(**keys), 0)
     names = [f"stages.{number}" for number in range(1, 4)]
     results = []
@@ -99,7 +112,9 @@ def test_recomputation_repeats_the_mask_of_each_call_of_one_layer():
 def test_a_stage_may_end_with_a_block_without_parameters(recompute):
     """As a ConvNeXt's that is cut before its classifier, behind the pooling."""
     whole = model_of()
-    blocks = BlockList([("preprocess", whole.preprocess), ("stem", whole.stem), ("pooling", torch.nn.AvgPool2d(2))])
+    blocks = BlockList(
+        [("preprocess", whole.preprocess), ("stem", whole.stem), ("pooling", torch.nn.AvgPool2d(2))]
+    )
     stage = Stage(blocks, whole.draws, recompute)
     stage.compile(backend="eager")
     stage.dry_pass(torch.zeros(IMAGES.shape, dtype=IMAGES.dtype))
@@ -112,12 +127,19 @@ def test_a_stage_may_end_with_a_block_without_parameters(recompute):
 @functools.lru_cache(maxsize=None)
 def mixer():
     """A Mixer of timm, which takes longer to draw than to train: no test changes its weights."""
-    keys = {"name": "timm", "architecture": "mixer_s32_224", "classes": 10, "image_size": 64, "drop_path": 0.5}
+    keys = {
+        "name": "timm",
+        "architecture": "mixer_s32_224",
+        "classes": 10,
+        "image_size": 64,
+        "drop_path": 0.5,
+    }
     return timm_model.TimmFamily.build(Model(**keys), 0)
 
 
 def mixer_stage(recompute=frozenset()):
-    """Two blocks of a Mixer of timm, which call their stochastic depth twice; gradients of stages before are gone."""
+    """Two blocks of a Mixer of timm, which call their stochastic depth twice; gradients of stages
+    before are gone."""
     model = mixer().train()
     model.zero_grad()
     return Stage(model.part(MIXER), model.draws, recompute), model.draws
@@ -163,12 +185,22 @@ def test_recomputation_keeps_the_inputs_of_blocks_only():
     with without_memory():
         meta = model_of()
     kept = saved_bytes(Stage(model, model.draws, frozenset()), model)
-    inputs = boundaries([[name] for name in model.names], meta, Boundary((4, 3, 64, 64), torch.uint8), torch.bfloat16)
-    assert inputs[0].dtype == torch.uint8 and {each.dtype for each in inputs[1:]} == {torch.bfloat16}
+    inputs = boundaries(
+        [[name] for name in model.names],
+        meta,
+        Boundary((4, 3, 64, 64), torch.uint8),
+        torch.bfloat16,
+    )
+    assert inputs[0].dtype == torch.uint8 and {each.dtype for each in inputs[1:]} == {
+        torch.bfloat16
+    }
     assert tuple(inputs[-1].shape) == (4, 10)
     recomputed = saved_bytes(Stage(model, model.draws, frozenset(model.names)), model)
-    # The images, and the inputs of all blocks but the stem, which is computed again with the cast of the images.
-    assert recomputed == 4 * 3 * 64 * 64 + sum(4 * torch.Size(each.shape).numel() for each in inputs[2:-1])
+    # The images, and the inputs of all blocks but the stem, which is computed again with the cast
+    # of the images.
+    assert recomputed == 4 * 3 * 64 * 64 + sum(
+        4 * torch.Size(each.shape).numel() for each in inputs[2:-1]
+    )
     assert recomputed < kept / 5
     model.eval()
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
@@ -178,7 +210,10 @@ def test_recomputation_keeps_the_inputs_of_blocks_only():
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_within_a_stage_activations_have_its_layout_and_between_stages_none(recomputed):
-    """In float64: sums over the pixels go another way. What two stages exchange, gradients too, is contiguous."""
+    """In float64: sums over the pixels go another way.
+
+    What two stages exchange, gradients too, is contiguous.
+    """
     plain = model_of().double()
     images = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)
     plain(images).square().sum().backward()
@@ -187,17 +222,22 @@ def test_within_a_stage_activations_have_its_layout_and_between_stages_none(reco
     model.block("preprocess").memory_format = torch.channels_last
     layouts = {}
     for name in model.names:
-        model.block(name).register_forward_pre_hook(lambda _, x, name=name: layouts.update({name: _layout(x[0])}))
+        model.block(name).register_forward_pre_hook(
+            lambda _, x, name=name: layouts.update({name: _layout(x[0])})
+        )
     names = frozenset(model.names if recomputed else ())
     first, second = (
-        Stage(model.part(part), model.draws, names, torch.channels_last) for part in (model.names[:4], model.names[4:])
+        Stage(model.part(part), model.draws, names, torch.channels_last)
+        for part in (model.names[:4], model.names[4:])
     )
     sent = first(images)
     received = sent.detach().requires_grad_()
     output = second(received)
     output.square().sum().backward()
     sent.backward(received.grad)
-    assert [_layout(each) for each in (sent, received, received.grad, output)] == ["contiguous"] * 3 + ["other"]
+    assert [_layout(each) for each in (sent, received, received.grad, output)] == [
+        "contiguous"
+    ] * 3 + ["other"]
     assert set(list(layouts.values())[1:]) == {"channels last"}
     torch.testing.assert_close(output, plain(images), rtol=1e-9, atol=0)
     for (name, one), other in zip(model.named_parameters(), plain.parameters()):
@@ -212,8 +252,14 @@ def _layout(x):
 
 def test_which_blocks_are_meant():
     names = ["preprocess", "stem", "head"]
-    assert [blocks_to_recompute(names, each) for each in (True, False, ["stem"])] == [set(names), set(), {"stem"}]
-    with pytest.raises(ConfigError, match=r"^parallel.recompute: blocks.9 is not a block; the blocks are pre"):
+    assert [blocks_to_recompute(names, each) for each in (True, False, ["stem"])] == [
+        set(names),
+        set(),
+        {"stem"},
+    ]
+    with pytest.raises(
+        ConfigError, match=r"^parallel.recompute: blocks.9 is not a block; the blocks are pre"
+    ):
         blocks_to_recompute(names, ["blocks.9"])
 
 
@@ -244,11 +290,16 @@ def compiled(fresh_compiler, monkeypatch):
 
 @pytest.mark.parametrize(
     ("recompute", "norm", "backend"),
-    [pytest.param((), "group", "aot_eager", marks=pytest.mark.slow), (("blocks.0.0",), "batch", "eager")],
+    [
+        pytest.param((), "group", "aot_eager", marks=pytest.mark.slow),
+        (("blocks.0.0",), "batch", "eager"),
+    ],
 )
 def test_no_step_compiles_anything_after_the_dry_passes(compiled, recompute, norm, backend):
-    """Though step and micro batch move on, which random layers draw by, and images have two sizes. Bitwise: the same
-    kernels in the same order."""
+    """Though step and micro batch move on, which random layers draw by, and images have two sizes.
+
+    Bitwise: the same kernels in the same order.
+    """
     expected = three_steps(*stage_of(recompute, FEW, norm=norm))
     stage, draws = stage_of(recompute, FEW, norm=norm)
     assert compiled(stage, backend).startswith("engine.compile: the model compiled in ")
@@ -282,7 +333,9 @@ def test_blocks_behind_others_are_compiled_for_what_enters_them_and_share_progra
     ("recompute", "backend"),
     [(MIXER[:1], "eager"), pytest.param((), "aot_eager", marks=pytest.mark.slow)],
 )
-def test_compiled_blocks_have_the_mask_of_each_call_of_one_layer(fresh_compiler, recompute, backend):
+def test_compiled_blocks_have_the_mask_of_each_call_of_one_layer(
+    fresh_compiler, recompute, backend
+):
     """And both blocks one program, for all micro batches."""
     pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
     stage, draws = mixer_stage(recompute)
@@ -326,9 +379,13 @@ def test_a_dry_pass_that_fails_moves_no_running_statistics(monkeypatch):
 
 def test_the_mode_is_torch_compiles(monkeypatch):
     modes = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: modes.append(options) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: modes.append(options) or function
+    )
     stage_of((), FEW)[0].compile("max-autotune-no-cudagraphs")
-    assert modes and all(each == {"mode": "max-autotune-no-cudagraphs", "dynamic": False} for each in modes)
+    assert modes and all(
+        each == {"mode": "max-autotune-no-cudagraphs", "dynamic": False} for each in modes
+    )
 
 
 def test_without_a_compiler_the_model_stays_as_it_is(compiled):
@@ -337,13 +394,17 @@ def test_without_a_compiler_the_model_stays_as_it_is(compiled):
 
     stage, draws = stage_of((), FEW)
     note = compiled(stage, missing)
-    assert note.startswith("engine.compile: the model stays uncompiled: ") and "no working compiler found" in note
+    assert (
+        note.startswith("engine.compile: the model stays uncompiled: ")
+        and "no working compiler found" in note
+    )
     assert "\n" not in note
     assert_same(three_steps(stage, draws), three_steps(*stage_of((), FEW)))
 
 
 def test_channels_last_activations_travel_between_stages_without_a_copy():
-    """As [N, H, W, C], which both stages see as channels-last; one process with all blocks has the same bits."""
+    """As [N, H, W, C], which both stages see as channels-last; one process with all blocks has the
+    same bits."""
     fault = library.fault()
     if fault:
         pytest.skip(f"no functions for CPUs here: {fault}")
@@ -351,13 +412,19 @@ def test_channels_last_activations_travel_between_stages_without_a_copy():
     patching.patch(whole)
     cut = len(FEW)
     parts = [whole.names[:cut], whole.names[cut:]]
-    first, second = (Stage(whole.part(names), whole.draws, (), torch.channels_last) for names in parts)
+    first, second = (
+        Stage(whole.part(names), whole.draws, (), torch.channels_last) for names in parts
+    )
     images = torch.randint(0, 256, tuple(IMAGES.shape), dtype=torch.uint8)
 
     sent = first(images)
     with without_memory():
         found = boundaries(parts, model_of(), IMAGES, torch.float32, torch.channels_last)
-    assert [tuple(each.shape) for each in found] == [tuple(IMAGES.shape), tuple(sent.shape), (4, 10)]
+    assert [tuple(each.shape) for each in found] == [
+        tuple(IMAGES.shape),
+        tuple(sent.shape),
+        (4, 10),
+    ]
     assert sent.is_contiguous() and sent.shape[-1] == 8
 
     received = sent.detach().requires_grad_()

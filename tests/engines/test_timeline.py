@@ -17,7 +17,8 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def told(monkeypatch):
-    """Names in the order in which ranges of NVTX begin and end, and `wait` where the device is waited for."""
+    """Names in the order in which ranges of NVTX begin and end, and `wait` where the device is
+    waited for."""
     found = []
 
     @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Some blocks are trained, the others keep every bit, and cost no backward pass before the first that is trained."""
+"""Some blocks are trained, the others keep every bit, and cost no backward pass before the first
+that is trained."""
 
 import pytest
 import torch
@@ -12,11 +13,27 @@ from tests.engines.noise import micro_batches
 from tests.tensors import assert_bitwise_equal
 
 PLAIN = ("model.dropout=0", "model.drop_path=0", "precision.weights=float32")
-SGD = (*PLAIN, "optimizer.name=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0", "schedule.peak=0.1")
+SGD = (
+    *PLAIN,
+    "optimizer.name=sgd",
+    "optimizer.momentum=0",
+    "optimizer.weight_decay=0",
+    "schedule.peak=0.1",
+)
 # Everything that moves a weight without a gradient, or rounds it.
 ALL_THAT_MOVES = (
-    ("optimizer.name=lars", "optimizer.weight_decay=0.1", "optimizer.trust_coefficient=0.1", "optimizer.skip=[]"),
-    ("optimizer.name=lars", "optimizer.trust=momentum", "optimizer.weight_decay=0.1", "schedule.peak=0.1"),
+    (
+        "optimizer.name=lars",
+        "optimizer.weight_decay=0.1",
+        "optimizer.trust_coefficient=0.1",
+        "optimizer.skip=[]",
+    ),
+    (
+        "optimizer.name=lars",
+        "optimizer.trust=momentum",
+        "optimizer.weight_decay=0.1",
+        "schedule.peak=0.1",
+    ),
     ("optimizer.name=sgd", "optimizer.weight_decay=0.1", "schedule.peak=0.1"),
     ("optimizer.name=rmsprop", "schedule.peak=0.1"),
     ("optimizer.name=lamb", "schedule.peak=0.1"),
@@ -54,7 +71,12 @@ def is_of(name, blocks):
 )
 def test_what_is_not_trained_keeps_every_bit_and_the_rest_moves(create, optimizer, half):
     weights = "float16" if half else "float32"
-    keys = ("model.norm=batch", "model.drop_path=0.5", "average.step_decay=0.5", f"precision.weights={weights}")
+    keys = (
+        "model.norm=batch",
+        "model.drop_path=0.5",
+        "average.step_decay=0.5",
+        f"precision.weights={weights}",
+    )
     engine = create("model.train=[blocks.5, head]", *keys, *optimizer)
     start = tensors(engine)
     train(engine, range(3))
@@ -71,7 +93,8 @@ def test_what_is_not_trained_keeps_every_bit_and_the_rest_moves(create, optimize
 
 
 def test_the_gradient_is_that_of_a_whole_training(create):
-    """The first update from equal weights, without what blocks draw: the same operations in the same order."""
+    """The first update from equal weights, without what blocks draw: the same operations in the
+    same order."""
     part = create(*SGD, "model.train=[blocks.6, head]")
     whole = create(*SGD)
     train(part, range(1))
@@ -80,7 +103,9 @@ def test_the_gradient_is_that_of_a_whole_training(create):
     expected = tensors(whole)
     trained = [name for name in found if is_of(name, ("blocks.6", "head"))]
     assert trained
-    assert_bitwise_equal({name: found[name] for name in trained}, {name: expected[name] for name in trained})
+    assert_bitwise_equal(
+        {name: found[name] for name in trained}, {name: expected[name] for name in trained}
+    )
 
 
 def test_a_block_in_the_middle_is_trained_through_those_behind_it(create):
@@ -96,14 +121,18 @@ def test_a_block_in_the_middle_is_trained_through_those_behind_it(create):
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_nothing_before_the_first_trained_block_has_a_backward_pass(create, recompute):
-    engine = create(*PLAIN, "model.train=classifier", f"parallel.recompute={str(recompute).lower()}")
+    engine = create(
+        *PLAIN, "model.train=classifier", f"parallel.recompute={str(recompute).lower()}"
+    )
     seen = {}
 
     def note(name, output):
         seen.setdefault(name, []).append(output.requires_grad)
 
     for name in engine._model.names:
-        engine._model.block(name).register_forward_hook(lambda _, __, output, name=name: note(name, output))
+        engine._model.block(name).register_forward_hook(
+            lambda _, __, output, name=name: note(name, output)
+        )
     train(engine, range(1))
     # Two micro batches; what is computed again is so with gradients.
     assert seen.pop("head") == ([False, True] * 2 if recompute else [True] * 2)
@@ -111,12 +140,21 @@ def test_nothing_before_the_first_trained_block_has_a_backward_pass(create, reco
 
 
 def test_a_classifier_alone_is_a_softmax_regression_on_features_as_in_evaluation(create):
-    """Against torch's own SGD with momentum on features of the untrained model, running statistics included.
+    """Against torch's own SGD with momentum on features of the untrained model, running statistics
+    included.
 
-    Sums of some hundred products in another order: 1e-6, where weights have moved by more than a thousand times that.
+    Sums of some hundred products in another order: 1e-6, where weights have moved by more than a
+    thousand times that.
     """
-    keys = ("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "optimizer.skip=[]")
-    engine = create(*PLAIN, *keys, "model.norm=batch", "model.train=classifier", "schedule.peak=0.1")
+    keys = (
+        "optimizer.name=sgd",
+        "optimizer.momentum=0.9",
+        "optimizer.weight_decay=0.01",
+        "optimizer.skip=[]",
+    )
+    engine = create(
+        *PLAIN, *keys, "model.norm=batch", "model.train=classifier", "schedule.peak=0.1"
+    )
     model = engine._model
     classifier = torch.nn.Linear(*reversed(model.block("head").classifier.weight.shape))
     classifier.load_state_dict(model.block("head").classifier.state_dict())
@@ -146,7 +184,9 @@ def test_state_is_that_of_a_whole_model_and_is_loaded_exactly(create):
     train(engine, range(2))
     saved = engine.state_dict()
     assert saved["weights"].keys() == create("model.norm=batch").state_dict()["weights"].keys()
-    assert saved["momentum_buffer"].keys() == {name for name in saved["weights"] if is_of(name, ["head"])}
+    assert saved["momentum_buffer"].keys() == {
+        name for name in saved["weights"] if is_of(name, ["head"])
+    }
     other.load_state_dict(saved)
     assert_bitwise_equal(other.state_dict(), saved)
     train(engine, [2])
@@ -171,7 +211,10 @@ def test_weights_of_float32_are_not_rounded_to_those_that_compute(create):
 @pytest.mark.parametrize(
     ("train", "fault"),
     [
-        ("[blocks.9]", "model.train: blocks.9 is not a block; the blocks are classifier, stem, blocks.0.0"),
+        (
+            "[blocks.9]",
+            "model.train: blocks.9 is not a block; the blocks are classifier, stem, blocks.0.0",
+        ),
         ("[]", "empty"),
     ],
 )
@@ -205,4 +248,6 @@ def test_models_of_timm_train_their_classifier(tiny):
         "model.classes=10",
     )
     engine = factory.create(recipe, divide(recipe))
-    assert set(engine._part.parameters) == {name for name in engine.shapes if name.endswith(("fc.weight", "fc.bias"))}
+    assert set(engine._part.parameters) == {
+        name for name in engine.shapes if name.endswith(("fc.weight", "fc.bias"))
+    }

@@ -1,4 +1,5 @@
-"""engine.memory_format and engine.kernels auto: the fastest is taken, by all ranks, once; and what a device refuses."""
+"""engine.memory_format and engine.kernels auto: the fastest is taken, by all ranks, once; and what
+a device refuses."""
 
 import contextlib
 import itertools
@@ -34,7 +35,8 @@ TIMES = dict(zip(itertools.product(("contiguous", "channels_last"), KERNELS), SE
 
 
 def pretend(times=TIMES, measured=None, triton=True):
-    """As if the CPU had a choice, with or without Triton, and candidates took these times; a string is a fault."""
+    """As if the CPU had a choice, with or without Triton, and candidates took these times; a string
+    is a fault."""
 
     def seconds(*arguments):
         candidate = arguments[-1]
@@ -57,7 +59,8 @@ def written():
 
 @pytest.fixture
 def resolved(tiny, monkeypatch, tmp_path, written):
-    """resolved(*overrides, times=..., begun=...): what auto becomes, the lines reported, the candidates measured."""
+    """resolved(*overrides, times=..., begun=...): what auto becomes, the lines reported, the
+    candidates measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for module, name in ((tuning, "_MEASURED"), (tuning, "_seconds"), (patching, "available")):
         monkeypatch.setattr(module, name, getattr(module, name))
@@ -67,7 +70,9 @@ def resolved(tiny, monkeypatch, tmp_path, written):
         measured = []
         pretend(times, measured, triton)
         recipe = tiny("run.device=cpu", *overrides)
-        result = tuning.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun)
+        result = tuning.settle(
+            recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun
+        )
         choice = (result.engine.memory_format, result.engine.kernels)
         if choice not in written:
             assert loading.loads(loading.dump(result), "what was written") == result
@@ -81,8 +86,14 @@ def test_the_fastest_is_taken_and_all_are_reported(resolved):
     taken, lines, measured = resolved()
     assert taken == FASTEST and len(measured) == 8
     assert lines[0] == "engine auto: 12 x 16 x 16 in float32 on cpu, measured"
-    assert lines[6] == "  channels_last group_norm  55 ms" and lines[9] == "  taken: channels_last triton"
-    assert set(resolved("run.seed=1", "batch.micro=6", triton=False)[2]) == {PLAIN, ("channels_last", "torch")}
+    assert (
+        lines[6] == "  channels_last group_norm  55 ms"
+        and lines[9] == "  taken: channels_last triton"
+    )
+    assert set(resolved("run.seed=1", "batch.micro=6", triton=False)[2]) == {
+        PLAIN,
+        ("channels_last", "torch"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -90,7 +101,11 @@ def test_the_fastest_is_taken_and_all_are_reported(resolved):
     [
         (("engine.memory_format=contiguous",), ("contiguous", "triton"), 4),
         (("engine.kernels=torch",), PLAIN, 2),
-        (("engine.memory_format=channels_last", "engine.kernels=torch"), ("channels_last", "torch"), 0),
+        (
+            ("engine.memory_format=channels_last", "engine.kernels=torch"),
+            ("channels_last", "torch"),
+            0,
+        ),
         (("run.deterministic=true",), PLAIN, 0),
     ],
 )
@@ -100,7 +115,9 @@ def test_a_choice_of_the_recipe_is_kept(resolved, overrides, taken, count):
 
 
 def test_candidates_that_fail_are_left_out_with_the_reason_and_measured_again(resolved):
-    taken, lines, _ = resolved(times={**TIMES, FASTEST: "CUDA out of memory.\nTried to", PLAIN: "no"})
+    taken, lines, _ = resolved(
+        times={**TIMES, FASTEST: "CUDA out of memory.\nTried to", PLAIN: "no"}
+    )
     assert taken == ("channels_last", "group_norm")
     assert "  channels_last triton      left out: CUDA out of memory." in lines
     assert resolved(times=dict.fromkeys(TIMES, "no"))[0] == PLAIN
@@ -116,8 +133,10 @@ def test_cudnn_searches_by_time_unless_the_recipe_is_deterministic(monkeypatch):
         for wanted in (False, True):
             devices.set_switches(wanted)
             assert (switches.benchmark, switches.deterministic) == (not wanted, wanted)
-            assert not switches.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32  # Triton's kernels are IEEE's
-        assert torch.are_deterministic_algorithms_enabled()  # Inductor fixes its reductions by this switch
+            # Triton's kernels are IEEE's
+            assert not switches.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+        # Inductor fixes its reductions by this switch
+        assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -125,7 +144,11 @@ def test_cudnn_searches_by_time_unless_the_recipe_is_deterministic(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "started", "fault"),
     [
-        (None, True, "CUDA has started without CUBLAS_WORKSPACE_CONFIG; set it to :4096:8 or :16:8 before"),
+        (
+            None,
+            True,
+            "CUDA has started without CUBLAS_WORKSPACE_CONFIG; set it to :4096:8 or :16:8 before",
+        ),
         (":0:0", False, "CUBLAS_WORKSPACE_CONFIG is :0:0; set it to :4096:8 or :16:8, or unset it"),
         (":16:8", True, None),
         (None, False, None),
@@ -139,7 +162,11 @@ def test_deterministic_is_refused_where_cublas_would_not_be(given, started, faul
     if given is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     try:
-        with pytest.raises(ConfigError, match=f"^run.deterministic: {fault}$") if fault else contextlib.nullcontext():
+        with (
+            pytest.raises(ConfigError, match=f"^run.deterministic: {fault}$")
+            if fault
+            else contextlib.nullcontext()
+        ):
             devices.set_switches(True)
         expected = given if fault else given or ":4096:8"
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == expected
@@ -170,7 +197,8 @@ MISSING = "c++: not found"
         (("engine.memory_format=channels_last",), None, "", NATIVE, "channels_last native"),
         ((), NATIVE, "", NATIVE, None),
         ((), PLAIN, "", PLAIN, "contiguous torch, as this run has had it"),
-        ((), ("auto", "auto"), "", PLAIN, "contiguous torch, as this run has had it"),  # before there was a choice
+        # before there was a choice
+        ((), ("auto", "auto"), "", PLAIN, "contiguous torch, as this run has had it"),
         (
             (),
             NATIVE,
@@ -189,14 +217,18 @@ MISSING = "c++: not found"
         ),
     ],
 )
-def test_cpus_take_native_kernels_unless_the_run_began_without(tiny, monkeypatch, overrides, begun, fault, taken, line):
+def test_cpus_take_native_kernels_unless_the_run_began_without(
+    tiny, monkeypatch, overrides, begun, fault, taken, line
+):
     """Nothing is timed: bits depend on the choice."""
     monkeypatch.setattr(library, "fault", lambda: fault)
     recipe = tiny("run.device=cpu", *overrides)
     lines = []
     if begun:
         begun = tiny(f"engine.memory_format={begun[0]}", f"engine.kernels={begun[1]}").engine
-    found = tuning.settle(recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun).engine
+    found = tuning.settle(
+        recipe, divide(recipe), Processes(Topology(), CPU), lines.append, begun
+    ).engine
     assert (found.memory_format, found.kernels) == taken
     assert lines == ([f"engine auto: {line}"] if line else [])
 
@@ -214,9 +246,15 @@ def test_all_processes_take_the_same_where_one_has_no_compiler(tiny, monkeypatch
 
 @pytest.mark.parametrize(
     ("layout", "kernels", "triton", "count"),
-    [("channels_last", "torch", True, 0), ("auto", "auto", True, 8), ("contiguous", "triton", False, 2)],
+    [
+        ("channels_last", "torch", True, 0),
+        ("auto", "auto", True, 8),
+        ("contiguous", "triton", False, 2),
+    ],
 )
-def test_a_run_that_goes_on_keeps_its_choice_where_it_has_one(resolved, tiny, layout, kernels, triton, count):
+def test_a_run_that_goes_on_keeps_its_choice_where_it_has_one(
+    resolved, tiny, layout, kernels, triton, count
+):
     """It measures if it began without a choice, or where there was Triton."""
     begun = tiny(f"engine.memory_format={layout}", f"engine.kernels={kernels}").engine
     taken, _, measured = resolved(begun=begun, triton=triton)
@@ -225,7 +263,9 @@ def test_a_run_that_goes_on_keeps_its_choice_where_it_has_one(resolved, tiny, la
 
 def test_a_machine_measures_once(resolved, tmp_path):
     first, _, _ = resolved()
-    taken, lines, measured = resolved("run.name=other", "batch.global=48", times=dict.fromkeys(TIMES, "not measured"))
+    taken, lines, measured = resolved(
+        "run.name=other", "batch.global=48", times=dict.fromkeys(TIMES, "not measured")
+    )
     assert (taken, measured) == (first, [])
     (file,) = (tmp_path / "cache").rglob("*.json")
     assert lines[0].endswith(f", measured before ({file})")
@@ -247,8 +287,16 @@ def test_what_the_times_depend_on_is_measured_anew(resolved, override):
     [
         (torch, "__version__", "2.99.0"),
         (torch.backends.cudnn, "version", lambda: 99999),
-        (metadata, "distributions", lambda name: [SimpleNamespace(version="9.9")] if name == "triton" else []),
-        (pathlib.Path, "read_bytes", lambda file: b"changed" if "kernels" in file.parts else READ(file)),
+        (
+            metadata,
+            "distributions",
+            lambda name: [SimpleNamespace(version="9.9")] if name == "triton" else [],
+        ),
+        (
+            pathlib.Path,
+            "read_bytes",
+            lambda file: b"changed" if "kernels" in file.parts else READ(file),
+        ),
     ],
     ids=["torch", "cuDNN", "Triton", "our kernels"],
 )
@@ -258,7 +306,9 @@ def test_times_of_other_programs_are_measured_anew(resolved, place, name, value,
     assert len(resolved()[2]) == 8
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '"contiguous torch": NaN', '"contiguous torch": "fast"'])
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{}", '"contiguous torch": NaN', '"contiguous torch": "fast"']
+)
 def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, damage):
     resolved()
     (file,) = (tmp_path / "cache").rglob("*.json")
@@ -271,7 +321,11 @@ def test_a_damaged_file_is_measured_anew_and_mended(resolved, tmp_path, damage):
 @pytest.mark.parametrize(
     ("overrides", "first", "shape"),
     [
-        (("parallel.recompute=true", "data.image_sizes=[[0, 24], [1, 16]]"), "preprocess", (12, 3, 24, 24)),
+        (
+            ("parallel.recompute=true", "data.image_sizes=[[0, 24], [1, 16]]"),
+            "preprocess",
+            (12, 3, 24, 24),
+        ),
         (("parallel.stages=2", "parallel.split=[blocks.1.0]"), "blocks.1.0", (12, 8, 8, 8)),
     ],
 )
@@ -291,7 +345,9 @@ def test_the_largest_part_is_measured_with_the_largest_images(tiny, overrides, f
         ("channels_last", "cuda", ("squeeze", "group_norm", "block", "cuda.group_conv")),
     ],
 )
-def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypatch, memory_format, kernels, layers):
+def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(
+    tiny, monkeypatch, memory_format, kernels, layers
+):
     """The device is only a word here: nothing is computed."""
     recipe = tiny(f"engine.memory_format={memory_format}", f"engine.kernels={kernels}")
     patched = []
@@ -305,8 +361,12 @@ def test_models_on_gpus_get_the_layout_and_kernels_of_the_section(tiny, monkeypa
     assert patched == [(model, layers)]
 
 
-@pytest.mark.parametrize(("replaced", "layout"), [(["head"], torch.channels_last), ([], torch.contiguous_format)])
-def test_models_on_cpus_are_channels_last_if_they_have_layers_of_ours(tiny, monkeypatch, replaced, layout):
+@pytest.mark.parametrize(
+    ("replaced", "layout"), [(["head"], torch.channels_last), ([], torch.contiguous_format)]
+)
+def test_models_on_cpus_are_channels_last_if_they_have_layers_of_ours(
+    tiny, monkeypatch, replaced, layout
+):
     """Torch's own may lose digits there."""
     monkeypatch.setattr(library, "fault", lambda: "")
     monkeypatch.setattr(tuning.native, "patch", lambda model: replaced)
@@ -322,11 +382,15 @@ def test_models_on_cpus_are_channels_last_if_they_have_layers_of_ours(tiny, monk
         ("engine.memory_format=channels_last", MISSING, "engine.memory_format=auto"),
     ],
 )
-def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(tiny, monkeypatch, override, fault, remedy):
+def test_cpus_refuse_to_train_so_but_score_what_was_trained_so(
+    tiny, monkeypatch, override, fault, remedy
+):
     monkeypatch.setattr(library, "fault", lambda: MISSING)
     recipe = tiny("run.device=cpu", override)
     (key, value) = override.split("=")
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'{key} {value}: {fault}; use {remedy}')}$"):
+    with pytest.raises(
+        ConfigError, match=f"^{re.escape(f'{key} {value}: {fault}; use {remedy}')}$"
+    ):
         factory.create(recipe, divide(recipe), steps_per_epoch=2)
     factory.create(recipe, divide(recipe)).close()
 
@@ -345,21 +409,50 @@ def test_a_refusal_names_all_keys_that_stand_in_the_way(tiny, monkeypatch):
     monkeypatch.setattr(library, "fault", lambda: MISSING)
     section = tiny("engine.memory_format=channels_last", "engine.kernels=native").engine
     remedy = "use engine.memory_format=auto engine.kernels=auto"
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'engine.kernels native: {MISSING}; {remedy}')}$"):
+    with pytest.raises(
+        ConfigError, match=f"^{re.escape(f'engine.kernels native: {MISSING}; {remedy}')}$"
+    ):
         tuning.check(section, CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
     ("layout", "kernels", "device", "fault"),
     [
-        ("channels_last", "torch", CPU, "engine.memory_format channels_last: on a CPU torch's group normalisation"),
-        ("contiguous", "native", CPU, "engine.memory_format contiguous: native kernels are for channels_last"),
-        ("auto", "native", GPU, "engine.kernels native: they are for CPUs; use engine.kernels=auto"),
-        ("auto", "triton", GPU, "engine.kernels triton: Triton is not installed; use engine.kernels=auto"),
-        ("auto", "cuda", GPU, "engine.kernels cuda: Triton is not installed; use engine.kernels=auto"),
+        (
+            "channels_last",
+            "torch",
+            CPU,
+            "engine.memory_format channels_last: on a CPU torch's group normalisation",
+        ),
+        (
+            "contiguous",
+            "native",
+            CPU,
+            "engine.memory_format contiguous: native kernels are for channels_last",
+        ),
+        (
+            "auto",
+            "native",
+            GPU,
+            "engine.kernels native: they are for CPUs; use engine.kernels=auto",
+        ),
+        (
+            "auto",
+            "triton",
+            GPU,
+            "engine.kernels triton: Triton is not installed; use engine.kernels=auto",
+        ),
+        (
+            "auto",
+            "cuda",
+            GPU,
+            "engine.kernels cuda: Triton is not installed; use engine.kernels=auto",
+        ),
     ],
 )
-def test_choices_that_do_not_go_together_are_refused(tiny, monkeypatch, layout, kernels, device, fault):
+def test_choices_that_do_not_go_together_are_refused(
+    tiny, monkeypatch, layout, kernels, device, fault
+):
     monkeypatch.setattr(patching, "available", lambda: False)
     section = tiny(f"engine.memory_format={layout}", f"engine.kernels={kernels}").engine
     with pytest.raises(ConfigError, match=f"^{re.escape(fault)}"):
@@ -370,7 +463,9 @@ def test_kernels_in_cuda_are_refused_where_nothing_can_compile_them(tiny, monkey
     section = tiny("engine.kernels=cuda").engine
     monkeypatch.setattr(patching, "available", lambda: True)
     monkeypatch.setattr(compiler, "fault", lambda: MISSING)
-    with pytest.raises(ConfigError, match=f"^engine.kernels cuda: {re.escape(MISSING)}; use engine.kernels=auto$"):
+    with pytest.raises(
+        ConfigError, match=f"^engine.kernels cuda: {re.escape(MISSING)}; use engine.kernels=auto$"
+    ):
         tuning.check(section, GPU, torch.float32)
     monkeypatch.setattr(compiler, "fault", lambda: "")
     tuning.check(section, GPU, torch.float32)
@@ -393,4 +488,13 @@ def test_the_slowest_rank_counts_and_all_measure_where_one_has_not(resolved, tin
 
     found = threads.run(2, 1, choose)
     assert found[0] == found[1] and found[0][0] == PLAIN
-    assert [line.split()[2] for line in found[0][1][1:9]] == ["90", "150", "150", "200", "150", "150", "150", "200"]
+    assert [line.split()[2] for line in found[0][1][1:9]] == [
+        "90",
+        "150",
+        "150",
+        "200",
+        "150",
+        "150",
+        "150",
+        "200",
+    ]

@@ -1,4 +1,5 @@
-"""Ranks that are threads of this process, for decisions that they make together: a meeting costs microseconds."""
+"""Ranks that are threads of this process, for decisions that they make together: a meeting costs
+microseconds."""
 
 import copy
 import threading
@@ -31,9 +32,12 @@ class Member(Processes):
 
 
 def run(size, stages, function, present=None):
-    """What function(processes) returns on each of so many ranks, in their order. Threads are named by their rank.
+    """What function(processes) returns on each of so many ranks, in their order.
 
-    present: how many of the ranks, from the first on, there are; those that do not differ need not all compute.
+    Threads are named by their rank.
+
+    present: how many of the ranks, from the first on, there are; those that do not differ need not
+    all compute.
     """
     present = present or size
     values = [None] * present

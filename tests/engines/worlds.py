@@ -1,8 +1,11 @@
-"""Engines on several ranks. Cases of a test file with the same stages and replicas share one world, whose ranks take
-seconds to start. Of other files, which another process may run, they compute nothing.
+"""Engines on several ranks.
 
-A case is a function(processes, *arguments) at the top level of its module, which every rank calls. It returns what all
-ranks must agree on, a digest of the rank's own weights, and the outcome, of which the main rank's counts.
+Cases of a test file with the same stages and replicas share one world, whose ranks take seconds to
+start. Of other files, which another process may run, they compute nothing.
+
+A case is a function(processes, *arguments) at the top level of its module, which every rank calls.
+It returns what all ranks must agree on, a digest of the rank's own weights, and the outcome, of
+which the main rank's counts.
 """
 
 import functools
@@ -26,8 +29,11 @@ from tests.conftest import QUICKSTART, TINY
 from tests.engines.noise import as_micro_batches, noise_images
 from tests.tensors import flat
 
-# Every kind of random draw is on, and both averages. 6 = 3 x 2 micro batches: 1 and 2 replicas continue one tree.
-DRAWS = "model.dropout=0.3 model.drop_path=0.3 data.mixup=0.2 data.cutmix=0.85 data.label_smoothing=0.1"
+# Every kind of random draw is on, and both averages. 6 = 3 x 2 micro batches: 1 and 2 replicas
+# continue one tree.
+DRAWS = (
+    "model.dropout=0.3 model.drop_path=0.3 data.mixup=0.2 data.cutmix=0.85 data.label_smoothing=0.1"
+)
 SIZES = "batch.global=12 batch.micro=2 batch.evaluation=6 average.step_decay=0.9 average.epoch_decay=0.9"
 RECIPE = (*TINY, "run.device=cpu", *SIZES.split(), *DRAWS.split())
 FLOAT32 = ("precision.weights=float32",)
@@ -51,12 +57,19 @@ _outcomes = {}  # of each rank
 
 
 def case(stages, replicas, function, *arguments, slow=False):
-    """A parameter of a test. The world of its topology computes it together with the others that are as fast.
+    """A parameter of a test.
+
+    The world of its topology computes it together with the others that are as fast.
 
     Arguments that are functions are called before that, in the process of the tests.
     """
     made = Case(
-        sys._getframe(1).f_globals["__name__"], stages, replicas, slow=slow, function=function, arguments=arguments
+        sys._getframe(1).f_globals["__name__"],
+        stages,
+        replicas,
+        slow=slow,
+        function=function,
+        arguments=arguments,
     )
     _cases.setdefault(made[:4], []).append(made)
     return pytest.param(made, marks=pytest.mark.slow) if slow else made
@@ -67,8 +80,13 @@ def outcome(found: Case) -> Any:
     cases = _cases[found[:4]]
     stages = found.stages
     if found[:4] not in _outcomes:
-        calls = [(each.function, [part() if callable(part) else part for part in each.arguments]) for each in cases]
-        _outcomes[found[:4]] = world.run(stages * found.replicas, _rank, stages, calls, connect=False, timeout=600)
+        calls = [
+            (each.function, [part() if callable(part) else part for part in each.arguments])
+            for each in cases
+        ]
+        _outcomes[found[:4]] = world.run(
+            stages * found.replicas, _rank, stages, calls, connect=False, timeout=600
+        )
     number = next(number for number, each in enumerate(cases) if each is found)
     ranks = [of_rank[number] for of_rank in _outcomes[found[:4]]]
     for rank, (common, own, _) in enumerate(ranks):
@@ -86,10 +104,12 @@ def _rank(rank, size, stages, calls):
 
 def digest(tree):
     """Of the bytes of a nested dictionary of tensors."""
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in flat(tree).values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(tensor.numpy().tobytes() for tensor in flat(tree).values())
+    ).hexdigest()
 
 
-# What engines compute -----------------------------------------------------------------------------------------------
+# What engines compute -----------------------------------------------------------------------------
 
 
 def recipe_of(overrides):
@@ -97,13 +117,18 @@ def recipe_of(overrides):
 
 
 def engine_of(processes, overrides, steps_per_epoch=None):
-    """The engine of a recipe. Two stages are cut at one place unless the overrides say how: no block is measured."""
+    """The engine of a recipe.
+
+    Two stages are cut at one place unless the overrides say how: no block is measured.
+    """
     stages = processes.topology.stages
     keys = [f"parallel.stages={stages}"]
     if stages == 2 and "parallel.schedule=interleaved" not in overrides:
         keys.append("parallel.split=[blocks.3.0]")
     recipe = recipe_of((*keys, *overrides))
-    return factory.create(recipe, divide(recipe, processes.topology.replicas), processes, steps_per_epoch)
+    return factory.create(
+        recipe, divide(recipe, processes.topology.replicas), processes, steps_per_epoch
+    )
 
 
 def single():
@@ -127,19 +152,30 @@ def evaluation(engine):
     rows = 6
     place = engine.topology
     counts = []
-    for number in range(4 * place.replica // place.replicas, 4 * (place.replica + 1) // place.replicas):
+    for number in range(
+        4 * place.replica // place.replicas, 4 * (place.replica + 1) // place.replicas
+    ):
         batch = None
         if place.is_first:
             own = slice(number * rows, (number + 1) * rows)
             valid = min(rows, 20 - number * rows)
-            batch = MicroBatch(images[own], labels[own], labels[own], valid=valid, number=number, step=0, unreadable=())
+            batch = MicroBatch(
+                images[own],
+                labels[own],
+                labels[own],
+                valid=valid,
+                number=number,
+                step=0,
+                unreadable=(),
+            )
         counts.append(engine.evaluate_step(batch))
     found, _ = base.total(counts, [], engine.processes, engine.device)
     return found.images, found.loss.item(), found.top1.item(), found.top5.item()
 
 
 def train(engine, first=0, steps=3, sizes=(16,), saved=None, lr=2.0, poisoned=None):
-    """Results of steps, scores, and the state where it is gathered. poisoned: rank with a NaN in step 1."""
+    """Results of steps, scores, and the state where it is gathered. poisoned: rank with a NaN in
+    step 1."""
     if saved is not None:
         engine.load_state_dict(saved)
     if engine.topology.rank == poisoned:
@@ -148,9 +184,20 @@ def train(engine, first=0, steps=3, sizes=(16,), saved=None, lr=2.0, poisoned=No
     for step in range(first, first + steps):
         batches = micro_batches(step, engine, sizes[step % len(sizes)])
         result = engine.train_step(batches, one_step(step), lr, measure=True)
-        norms = {name: getattr(result.norms, name).item() for name in ("gradient", "weight", "update")}
+        norms = {
+            name: getattr(result.norms, name).item() for name in ("gradient", "weight", "update")
+        }
         trust = {name: ratio.item() for name, ratio in result.norms.trust.items()}
-        results.append((result.loss.item(), result.correct.item(), result.images, norms, trust, result.skipped.item()))
+        results.append(
+            (
+                result.loss.item(),
+                result.correct.item(),
+                result.images,
+                norms,
+                trust,
+                result.skipped.item(),
+            )
+        )
     engine.end_epoch()
     scores = evaluation(engine)
     return results, scores, engine.state_dict()
@@ -178,7 +225,10 @@ def trains(processes, overrides, options=None):
 
 
 def goes_on(processes, overrides, first, steps, saved=None, states=()):
-    """A case: steps after what was saved. The outcome is what is saved then, of the model and of each replica."""
+    """A case: steps after what was saved.
+
+    The outcome is what is saved then, of the model and of each replica.
+    """
     engine = engine_of(processes, overrides, steps_per_epoch=2)
     if saved is not None:
         engine.load_state_dict(saved)
@@ -192,7 +242,9 @@ def saved_after(engine, first, steps):
     """What is saved after some steps, of the model and of each replica."""
     for step in range(first, first + steps):
         engine.train_step(micro_batches(step, engine), one_step(step), 2.0, measure=True)
-    return engine.state_dict(), [state for state in engine.replica_states() if engine.topology.is_main]
+    return engine.state_dict(), [
+        state for state in engine.replica_states() if engine.topology.is_main
+    ]
 
 
 @functools.lru_cache(maxsize=None)
@@ -205,7 +257,14 @@ def distance(actual, expected):
     """|actual - expected| over how far `expected` moved, all weights in one."""
     recipe = recipe_of(())
     initial = dict(build(recipe.model, recipe.run.seed).named_parameters())
-    moved = [expected["weights"][name].double() - tensor.detach().double() for name, tensor in initial.items()]
-    apart = [actual["weights"][name].double() - expected["weights"][name].double() for name in initial]
-    norms = [torch.cat([tensor.flatten() for tensor in tensors]).norm() for tensors in (apart, moved)]
+    moved = [
+        expected["weights"][name].double() - tensor.detach().double()
+        for name, tensor in initial.items()
+    ]
+    apart = [
+        actual["weights"][name].double() - expected["weights"][name].double() for name in initial
+    ]
+    norms = [
+        torch.cat([tensor.flatten() for tensor in tensors]).norm() for tensors in (apart, moved)
+    ]
     return (norms[0] / norms[1]).item()

@@ -1,4 +1,5 @@
-"""Fixture of the IPU tests: the double of PopTorch, importable for one test; and images that its processes read."""
+"""Fixture of the IPU tests: the double of PopTorch, importable for one test; and images that its
+processes read."""
 
 import multiprocessing
 import sys
@@ -22,7 +23,8 @@ def _forget():
 
 @pytest.fixture(autouse=True)
 def _no_process_stays():
-    """The double's data loaders end with their test, so that tests which count processes find their own only."""
+    """The double's data loaders end with their test, so that tests which count processes find their
+    own only."""
     yield
     for process in multiprocessing.active_children():
         process.kill()
@@ -31,7 +33,10 @@ def _no_process_stays():
 
 @pytest.fixture
 def double(monkeypatch):
-    """The double's poptorch; popdist and horovod.torch can be imported beside it. All three are gone afterwards."""
+    """The double's poptorch; popdist and horovod.torch can be imported beside it.
+
+    All three are gone afterwards.
+    """
     _forget()
     monkeypatch.syspath_prepend(str(DOUBLE))
     fork_server()  # so that the processes of its loaders start in no time
@@ -42,7 +47,10 @@ def double(monkeypatch):
 
 
 class Hanging(torch.utils.data.Dataset):
-    """Image 4 never comes, as from a file system that has gone. Here, where processes that read import little."""
+    """Image 4 never comes, as from a file system that has gone.
+
+    Here, where processes that read import little.
+    """
 
     def __len__(self):
         return 100

@@ -1,7 +1,8 @@
-"""The double refuses what PopTorch's own Python layer refuses, so that a test of the engine would find it.
+"""The double refuses what PopTorch's own Python layer refuses, so that a test of the engine would
+find it.
 
-Each refusal was read in the published source of PopTorch 3.4: python/options.py, ops.py, __init__.py,
-_optimizer_attributes.py.
+Each refusal was read in the published source of PopTorch 3.4: python/options.py, ops.py,
+__init__.py, _optimizer_attributes.py.
 """
 
 import pytest

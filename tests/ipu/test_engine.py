@@ -1,4 +1,5 @@
-"""Training on IPUs, through the double of PopTorch, is training on the CPU: weights, momenta, scores and resumes."""
+"""Training on IPUs, through the double of PopTorch, is training on the CPU: weights, momenta,
+scores and resumes."""
 
 import builtins
 import functools
@@ -37,7 +38,8 @@ MIXED = ("data.mixup=0.3", "data.cutmix=0.85", "data.label_smoothing=0.1")
 
 
 def for_cpu(overrides):
-    """The same recipe for a single process on the CPU; IPUs measure no noise scale, so neither has one."""
+    """The same recipe for a single process on the CPU; IPUs measure no noise scale, so neither has
+    one."""
     kept = [text for text in overrides if not text.startswith(("parallel.", "ipu."))]
     return [*kept, "run.device=cpu", "log.noise_scale=false"]
 
@@ -45,13 +47,16 @@ def for_cpu(overrides):
 def trained(recipe):
     """The newest state of a finished run, and its events without times."""
     run(recipe)
-    content = CheckpointFolder(Path(recipe.run.output, "checkpoints"), 2, True).load_newest(warn=pytest.fail)
+    content = CheckpointFolder(Path(recipe.run.output, "checkpoints"), 2, True).load_newest(
+        warn=pytest.fail
+    )
     return content["engine"], events(recipe.run.output)
 
 
 @functools.lru_cache(maxsize=None)
 def on_cpu(*overrides):
-    """State and events of that run, and the state that it started from; computed once for each recipe."""
+    """State and events of that run, and the state that it started from; computed once for each
+    recipe."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = loading.load(QUICKSTART, [*TINY, *for_cpu(overrides), f"run.output={folder}/cpu"])
         return (*trained(recipe), first_state(recipe))
@@ -70,7 +75,9 @@ def moved(state, other, part, start=None):
     names = other[part].keys()
     assert state[part].keys() == names
     difference, movement = (
-        torch.cat([(one[name].double() - (two[name].double() if two else 0)).flatten() for name in names]).norm()
+        torch.cat(
+            [(one[name].double() - (two[name].double() if two else 0)).flatten() for name in names]
+        ).norm()
         for one, two in ((state[part], other[part]), (other[part], start and start[part]))
     )
     return (difference / movement).item()
@@ -87,17 +94,30 @@ SHARDED = ("parallel.stages=2", "parallel.split=auto", "parallel.schedule=sharde
     ("own", "parallel"),
     [
         pytest.param((*LARS, *DECAY, *MIXED, *LONG), PIPELINE, id="lars"),
-        pytest.param(("optimizer.name=sgd", *DECAY, "schedule.peak=0.05", *SHORT), PIPELINE, id="sgd"),
-        pytest.param(("optimizer.name=rmsprop", *DECAY, "schedule.peak=0.02", *SHORT), PIPELINE, id="rmsprop"),
-        pytest.param(("optimizer.name=lamb", *DECAY, "schedule.peak=0.01", *SHORT), PIPELINE, id="lamb"),
-        pytest.param(("optimizer.name=rmsprop", *STILL, "schedule.peak=0.02", *SHORT), PIPELINE, id="no momentum"),
+        pytest.param(
+            ("optimizer.name=sgd", *DECAY, "schedule.peak=0.05", *SHORT), PIPELINE, id="sgd"
+        ),
+        pytest.param(
+            ("optimizer.name=rmsprop", *DECAY, "schedule.peak=0.02", *SHORT), PIPELINE, id="rmsprop"
+        ),
+        pytest.param(
+            ("optimizer.name=lamb", *DECAY, "schedule.peak=0.01", *SHORT), PIPELINE, id="lamb"
+        ),
+        pytest.param(
+            ("optimizer.name=rmsprop", *STILL, "schedule.peak=0.02", *SHORT),
+            PIPELINE,
+            id="no momentum",
+        ),
         pytest.param((*LARS, *SHORT), ("parallel.stages=1",), id="one stage, whose input overlaps"),
         pytest.param((*LARS, *SHORT), SHARDED, id="sharded, so that input overlaps"),
     ],
 )
 def test_updates_are_those_of_the_cpu(tiny, tmp_path, own, parallel):
-    """The arithmetic is the same but for the order of sums. Of what the weights moved, and of the momentum, which is a
-    difference of large numbers, that is more."""
+    """The arithmetic is the same but for the order of sums.
+
+    Of what the weights moved, and of the momentum, which is a difference of large numbers, that is
+    more.
+    """
     state, found = trained(tiny(*IPU, *own, *parallel, f"run.output={tmp_path}/ipu"))
     expected, wanted, start = on_cpu(*IPU, *own)
     assert moved(state, expected, "weights", start) < 1e-4
@@ -114,7 +134,8 @@ def slots(state):
     return state.keys() - {"weights", "loss_scale", "averages", "buffers", "noise_scale"}
 
 
-# Epochs of three steps: the one average of the first is there when a run goes on after step 4, the second comes then.
+# Epochs of three steps: the one average of the first is there when a run goes on after step 4, the
+# second comes then.
 GLYPHS = "data.source=glyphs data.train_images=150 data.validation_images=20 batch.global=48 batch.micro=4"
 SAVED = "checkpoint.keep_last=7 checkpoint.every_epochs=0.1 average.epoch_decay=0.5 run.steps=7 log.every_steps=2"
 LAMB = "optimizer.name=lamb schedule.peak=0.05 schedule.warmup_steps=2"
@@ -131,11 +152,13 @@ def engine_of(recipe, rank=0):
 
 @pytest.mark.parametrize(("first", "second"), [("ipu", "ipu"), ("ipu", "cpu"), ("cpu", "ipu")])
 def test_what_one_engine_saved_another_goes_on_from(tiny, tmp_path, first, second):
-    """On IPUs to the bit: with its averages, its momentum, and LAMB's count of updates, which left the device and
-    entered another program. Weights, momenta and averages mean the same to a CPU."""
+    """On IPUs to the bit: with its averages, its momentum, and LAMB's count of updates, which left
+    the device and entered another program. Weights, momenta and averages mean the same to a CPU."""
     expected, _ = trained(tiny(*KINDS[first], f"run.output={tmp_path}"))
     assert float(expected["averages"]["epoch_average"]["count"]) == 2
-    saved = torch.load(CheckpointFolder(tmp_path / "checkpoints", 7, True).path(4), weights_only=True)["engine"]
+    saved = torch.load(
+        CheckpointFolder(tmp_path / "checkpoints", 7, True).path(4), weights_only=True
+    )["engine"]
     recipe = tiny(*KINDS[second])
     engine = engine_of(recipe)
     engine.load_state_dict(saved)
@@ -161,14 +184,19 @@ def test_what_one_engine_saved_another_goes_on_from(tiny, tmp_path, first, secon
 def evaluated(engine, recipe):
     source = open_source(recipe.data, recipe.model.classes, "validation")
     batches = engine.evaluation_batches(source, len(source))
-    total, _ = base.total([engine.evaluate_step(batch) for batch in batches], (), engine.processes, engine.device)
+    total, _ = base.total(
+        [engine.evaluate_step(batch) for batch in batches], (), engine.processes, engine.device
+    )
     batches.close()
     return total
 
 
 def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
-    """Between updates, with an average, and after other weights were loaded; 360 images in calls of 7 x 8."""
-    recipe = tiny(*IPU, *LARS, *PIPELINE, "batch.evaluation=7", "average.epoch_decay=0.5", "batch.global=48")
+    """Between updates, with an average, and after other weights were loaded; 360 images in calls of
+    7 x 8."""
+    recipe = tiny(
+        *IPU, *LARS, *PIPELINE, "batch.evaluation=7", "average.epoch_decay=0.5", "batch.global=48"
+    )
     engine = engine_of(recipe)
     source = open_source(recipe.data, recipe.model.classes, "train")
     batches = engine.training_batches(source, range(2))
@@ -199,7 +227,8 @@ def test_every_image_is_scored_once_with_the_weights_in_use(tiny):
 
 
 def test_half_weights_stay_half(tiny, tmp_path, capsys, caplog):
-    """float16 arithmetic, weights and momentum, loss scale and stochastic rounding: what pods run."""
+    """float16 arithmetic, weights and momentum, loss scale and stochastic rounding: what pods
+    run."""
     half = ("run.device=ipu", "data.workers=0", "batch.micro=4", *LARS, *SHORT)
     state, found = trained(tiny(*half, *PIPELINE, f"run.output={tmp_path}"))
     for part in ("weights", "momentum_buffer"):
@@ -211,31 +240,51 @@ def test_half_weights_stay_half(tiny, tmp_path, capsys, caplog):
     assert found[-1]["top1"] == pytest.approx(wanted[-1]["top1"], abs=0.2)
     capsys.readouterr()
     score = ["--checkpoint", str(tmp_path), "--output", f"{tmp_path}/scores"]
-    assert evaluate.main(score) == evaluate.main([*score, "run.device=cpu", "precision.compute=float32"]) == 0
+    assert (
+        evaluate.main(score)
+        == evaluate.main([*score, "run.device=cpu", "precision.compute=float32"])
+        == 0
+    )
     assert capsys.readouterr().out.count(f"trained weights: top1 {found[-1]['top1']:.2%} ") == 2
 
 
 def test_weights_that_are_lost_end_the_run(tiny, tmp_path):
-    """IPUs make every update; the run does not go on for hours without a weight, and saves none of it."""
-    recipe = tiny(*IPU, *LARS, "schedule.peak=1e30", "checkpoint.every_epochs=0.01", f"run.output={tmp_path}")
-    with pytest.raises(TrainingError, match=r"^step \d: the (loss is nan|weights are not finite).*schedule.peak"):
+    """IPUs make every update; the run does not go on for hours without a weight, and saves none of
+    it."""
+    recipe = tiny(
+        *IPU, *LARS, "schedule.peak=1e30", "checkpoint.every_epochs=0.01", f"run.output={tmp_path}"
+    )
+    with pytest.raises(
+        TrainingError, match=r"^step \d: the (loss is nan|weights are not finite).*schedule.peak"
+    ):
         run(recipe)
     saved = CheckpointFolder(tmp_path / "checkpoints", 2, True).load_newest(warn=pytest.fail)
-    assert saved is None or all(tensor.isfinite().all() for tensor in saved["engine"]["weights"].values())
+    assert saved is None or all(
+        tensor.isfinite().all() for tensor in saved["engine"]["weights"].values()
+    )
 
 
 def test_synthetic_data_leaves_the_first_weights(tiny, tmp_path, capsys):
     """Nothing comes back from a device that makes its own images; a note at the start says so."""
-    recipe = tiny(*IPU, *LARS, "ipu.synthetic_data=true", "run.steps=3", f"run.output={tmp_path}/ipu")
+    recipe = tiny(
+        *IPU, *LARS, "ipu.synthetic_data=true", "run.steps=3", f"run.output={tmp_path}/ipu"
+    )
     state, _ = trained(recipe)
     cpu = tiny(*for_cpu((*IPU, *LARS)))
-    assert all(torch.equal(state["weights"][name], tensor) for name, tensor in first_state(cpu)["weights"].items())
+    assert all(
+        torch.equal(state["weights"][name], tensor)
+        for name, tensor in first_state(cpu)["weights"].items()
+    )
     assert "synthetic data: nothing is learned" in capsys.readouterr().out
 
 
 def test_blocks_and_states_that_do_not_fit_are_refused(tiny):
-    recipe = tiny(*IPU, *LARS, "parallel.recompute=true", "ipu.keep_activations=[blocks.0.0, nonsense]")
-    with pytest.raises(ConfigError, match=r"^ipu.keep_activations: nonsense is not a block; the blocks are preproc"):
+    recipe = tiny(
+        *IPU, *LARS, "parallel.recompute=true", "ipu.keep_activations=[blocks.0.0, nonsense]"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^ipu.keep_activations: nonsense is not a block; the blocks are preproc"
+    ):
         engine_of(recipe)
     engine = engine_of(tiny(*IPU, *LARS))
     state = engine.state_dict()
@@ -258,7 +307,9 @@ def test_poptorchs_own_refusal_is_shown(tiny, monkeypatch):
         return imported(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"only compatible with PyTorch version 2.0.1.*requirements-ipu") as error:
+    with pytest.raises(
+        ConfigError, match=r"only compatible with PyTorch version 2.0.1.*requirements-ipu"
+    ) as error:
         factory.connect(tiny(*IPU, *LARS), Topology())
     assert f"torch {torch.__version__}" in str(error.value)
 
@@ -269,28 +320,39 @@ SWITCHES = (*EVERYTHING, "ipu.keep_activations=[blocks.2.0]", "parallel.schedule
 
 @pytest.mark.parametrize("overrides", [("batch.micro=24", "data.mixup=0"), (*CUT, *SWITCHES)])
 def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
-    """In their order, with PopTorch's objects for their names; the recorder refuses calls that PopTorch lacks."""
+    """In their order, with PopTorch's objects for their names; the recorder refuses calls that
+    PopTorch lacks."""
     recipe = tiny("run.device=ipu", "batch.micro=4", "data.workers=0", *LARS, *overrides)
     batch = divide(recipe)
     for rank in (0, 1):
         engine = engine_of(recipe, rank)
-        for name, plan in (("training", options.training_settings), ("evaluation", options.evaluation_settings)):
+        for name, plan in (
+            ("training", options.training_settings),
+            ("evaluation", options.evaluation_settings),
+        ):
             calls = [path for path, _ in engine._options[name].calls]
             settings = plan(recipe, batch, batch.replicas, False)
             assert calls == [each.call for each in settings if rank == 0 or not each.main_only]
     blocks = engine._module.model
     begun = [name for name in blocks.names if blocks.get_submodule(name)._forward_pre_hooks]
     assert begun == [
-        each.arguments[0] for each in options.model_calls(recipe, batch, True) if "BeginBlock" in each.call
+        each.arguments[0]
+        for each in options.model_calls(recipe, batch, True)
+        if "BeginBlock" in each.call
     ]
     made = engine._options["training"]
-    assert made.value("Precision.setPartialsType") is (torch.float if recipe.ipu.partials else torch.half)
+    assert made.value("Precision.setPartialsType") is (
+        torch.float if recipe.ipu.partials else torch.half
+    )
     assert made.value("outputMode") is double.OutputMode.Sum
     kind = double.PipelinedExecution if rules.pipelined(recipe) else double.ShardedExecution
     assert type(made.value("setExecutionStrategy")) is kind
     if recipe.ipu.shard_optimizer_state:
         calls = made.value("TensorLocations.setOptimizerLocation").calls
-        assert [path.split(".")[1] for path, _ in calls] == ["useOnChipStorage", "useReplicatedTensorSharding"]
+        assert [path.split(".")[1] for path, _ in calls] == [
+            "useOnChipStorage",
+            "useReplicatedTensorSharding",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -298,12 +360,24 @@ def test_poptorch_is_given_the_options_of_the_plan(tiny, double, overrides):
     [
         # evaluate.py: its instances would all score everything.
         ("", 2, "^poprun started 2 replicas, but this command computes with one; start it without"),
-        ("popdist", 1, "^poprun needs popdist, .* cannot be imported: .*; install it from the Poplar SDK"),
-        ("horovod", 1, "^poprun needs horovod, .* cannot be imported: .*; install it by pip .requirements-ipu.txt"),
+        (
+            "popdist",
+            1,
+            "^poprun needs popdist, .* cannot be imported: .*; install it from the Poplar SDK",
+        ),
+        (
+            "horovod",
+            1,
+            "^poprun needs horovod, .* cannot be imported: .*; install it by pip .requirements-ipu.txt",
+        ),
     ],
 )
 def test_instances_that_cannot_join_end_in_a_line(tiny, monkeypatch, missing, replicas, line):
-    numbers = {"NUM_TOTAL_REPLICAS": replicas, "NUM_LOCAL_REPLICAS": replicas, "NUM_IPUS_PER_REPLICA": 1}
+    numbers = {
+        "NUM_TOTAL_REPLICAS": replicas,
+        "NUM_LOCAL_REPLICAS": replicas,
+        "NUM_IPUS_PER_REPLICA": 1,
+    }
     for name, value in {**numbers, "REPLICA_INDEX_OFFSET": 0, "LOCAL_INSTANCE_INDEX": 0}.items():
         monkeypatch.setenv(f"POPDIST_{name}", str(value))
     if missing:

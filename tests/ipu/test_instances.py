@@ -1,4 +1,5 @@
-"""Runs of several instances under poprun, with its stand-in and the double of PopTorch: whole commands."""
+"""Runs of several instances under poprun, with its stand-in and the double of PopTorch: whole
+commands."""
 
 import os
 import subprocess
@@ -30,11 +31,20 @@ IPUS = {"POPLAR_SDK_ENABLED": "/opt/poplar"}
 
 
 def command(*start, **environment):
-    """Runs a command line with the double in Python's path and the stand-in of poprun in the shell's."""
+    """Runs a command line with the double in Python's path and the stand-in of poprun in the
+    shell's."""
     path = f"{DOUBLE}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(DOUBLE), "PATH": path, "OMP_NUM_THREADS": "1", **environment}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(DOUBLE),
+        "PATH": path,
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     start = [str(part) for part in start]
-    return subprocess.run(start, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        start, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def train(*overrides):
@@ -48,15 +58,20 @@ def test_instances_have_the_methods_of_processes_under_their_names():
 
 @pytest.mark.slow
 def test_two_instances_of_the_launcher_learn_what_one_learns(tiny, double, tmp_path):
-    """With twice the replicas: gradients, losses, scores and averages go over both processes, one of them writes."""
+    """With twice the replicas: gradients, losses, scores and averages go over both processes, one
+    of them writes."""
     start = (ROOT / "run_pod.sh", "--replicas", 4, "--instances", 2, "--config", QUICKSTART)
-    done = command(*start, *TINY, *RECIPE, f"run.output={tmp_path}/two", **IPUS, PYTHON=sys.executable)
+    done = command(
+        *start, *TINY, *RECIPE, f"run.output={tmp_path}/two", **IPUS, PYTHON=sys.executable
+    )
     assert done.returncode == 0, done.stderr
     assert "poprun --num-replicas 4 --ipus-per-replica 2 --num-instances 2" in done.stdout
     assert done.stdout.count("done: top1") == 1
     assert "4 replicas (2 stages each: 8 devices)" in done.stdout
     expected, wanted = trained(tiny(*RECIPE, "parallel.replicas=2", f"run.output={tmp_path}/one"))
-    found = CheckpointFolder(tmp_path / "two" / "checkpoints", 2, True).load_newest(warn=pytest.fail)["engine"]
+    found = CheckpointFolder(tmp_path / "two" / "checkpoints", 2, True).load_newest(
+        warn=pytest.fail
+    )["engine"]
     assert moved(found, expected, "weights") < 1e-5
     assert moved(found, expected, "momentum_buffer") < 1e-3
     logged = events(tmp_path / "two")
@@ -72,7 +87,11 @@ def test_a_python_without_packages_gets_the_command_that_installs_them(tmp_path)
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     done = command(ROOT / "run_pod.sh", "--replicas", 2, **IPUS, PYTHON=str(bare))
-    assert done.returncode == 2 and "pip install -r" in done.stderr and "requirements-ipu.txt" in done.stderr
+    assert (
+        done.returncode == 2
+        and "pip install -r" in done.stderr
+        and "requirements-ipu.txt" in done.stderr
+    )
 
 
 def test_stages_are_what_poprun_gives_and_one_instance_prints_the_plan():
@@ -82,15 +101,20 @@ def test_stages_are_what_poprun_gives_and_one_instance_prints_the_plan():
     assert done.stdout.count("48 = 4 micro x 3 accumulation x 4 replicas (4 devices)") == 1
 
 
-@pytest.mark.parametrize("option", ["--dry-run", pytest.param("run.resume=never", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "option", ["--dry-run", pytest.param("run.resume=never", marks=pytest.mark.slow)]
+)
 def test_the_line_with_popruns_defaults_starts_again_and_trains(tmp_path, option):
-    """`poprun --num-replicas 2 python train.py ...`: one IPU a replica, where the recipe has two stages."""
+    """`poprun --num-replicas 2 python train.py ...`: one IPU a replica, where the recipe has two
+    stages."""
     output = f"run.output={tmp_path}/run"
     done = command("poprun", "--num-replicas", 2, *train(option, output))
     assert done.returncode == 0, done.stderr
     first = done.stdout.splitlines()[0]
     start = "poprun --num-replicas 2 --ipus-per-replica 2 --num-instances "
-    assert first.startswith(f"poprun gives each replica 1 IPU, but parallel.stages is 2; started again as: {start}")
+    assert first.startswith(
+        f"poprun gives each replica 1 IPU, but parallel.stages is 2; started again as: {start}"
+    )
     assert first.endswith(f" {output}")
     assert "2 replicas (2 stages each: 4 devices)" in done.stdout
     assert done.stdout.count("done: top1") == (option != "--dry-run")

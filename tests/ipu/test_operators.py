@@ -1,6 +1,7 @@
 """Every operator that the modules for IPUs call is one that PopTorch 3.4 lowers to PopART.
 
-The double runs whatever torch can; an operator without a handler would only be found on a machine with the SDK.
+The double runs whatever torch can; an operator without a handler would only be found on a machine
+with the SDK.
 """
 
 import pytest
@@ -14,9 +15,9 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ipu
 
-# Where each has its handler: files of poptorch/source/popart_canonicalization. `_to_copy` is what a conversion of the
-# dtype becomes on the way, `to` (dispatch_tracer/RegisterAtenOverloads.cpp); an operator in place, with a _ at its end,
-# has the handler of the one without (InplaceOps.cpp).
+# Where each has its handler: files of poptorch/source/popart_canonicalization. `_to_copy` is what a
+# conversion of the dtype becomes on the way, `to` (dispatch_tracer/RegisterAtenOverloads.cpp); an
+# operator in place, with a _ at its end, has the handler of the one without (InplaceOps.cpp).
 HANDLERS = {
     "ArithmeticOps.cpp": "add mul addcmul div",
     "AtenHandlers.gen.cpp": "addmm constant_pad_nd detach eq ge lt neg rsub sigmoid silu t where",
@@ -56,17 +57,36 @@ def called(function, *inputs, monkeypatch):
 
         patch.setattr(F, "dropout", dropout)
         function(*inputs)
-    return {name[:-1] if name.endswith("_") and name != "copy_" else name for name in recording.operators}
+    return {
+        name[:-1] if name.endswith("_") and name != "copy_" else name
+        for name in recording.operators
+    }
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.norm=layer", "model.padding=torch", "data.cutmix=null")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("model.norm=layer", "model.padding=torch", "data.cutmix=null")]
+)
 def test_every_operator_has_a_handler(overrides, monkeypatch):
-    small = ("model.name=efficientnet_b0", "model.width=0.25", "model.depth=0.3", "model.image_size=32")
+    small = (
+        "model.name=efficientnet_b0",
+        "model.width=0.25",
+        "model.depth=0.3",
+        "model.image_size=32",
+    )
     recipe = loading.load(ROOT / "configs" / "pod256.yaml", [*small, *overrides])
     images = torch.zeros(3, 3, 32, 32, dtype=torch.uint8)
     model = device_model(recipe.model, recipe.run.seed, torch.float32)
     training = TrainingModule(model, 0.1, 1000, Marks()).train()
-    found = called(training, images, torch.zeros(3, dtype=torch.int32), torch.ones(3, 6), monkeypatch=monkeypatch)
+    found = called(
+        training,
+        images,
+        torch.zeros(3, dtype=torch.int32),
+        torch.ones(3, 6),
+        monkeypatch=monkeypatch,
+    )
     assert {"dropout", "convolution", "native_group_norm", "roll"} <= found <= KNOWN
     with torch.no_grad():
-        assert called(EvaluationModule(model, Marks()).eval(), images, monkeypatch=monkeypatch) <= KNOWN
+        assert (
+            called(EvaluationModule(model, Marks()).eval(), images, monkeypatch=monkeypatch)
+            <= KNOWN
+        )

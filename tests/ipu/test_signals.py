@@ -1,4 +1,5 @@
-"""Signals to all processes of a run whose images PopTorch's own process reads: whole commands, with the double."""
+"""Signals to all processes of a run whose images PopTorch's own process reads: whole commands, with
+the double."""
 
 import contextlib
 import os
@@ -24,9 +25,10 @@ pytestmark = [pytest.mark.ipu, pytest.mark.skipif(sys.platform != "linux", reaso
 
 PATIENCE = 200  # seconds, on a busy machine
 
-# The process that reads may end while the thread of a queue, for which torch does not wait, has unlinked a semaphore
-# and not yet told Python's resource tracker. That unlinks it once more and warns; nothing is lost (seen with CPython
-# 3.8.18 and torch 2.0.1 on a busy machine, and where that thread was delayed by 0.7 ms).
+# The process that reads may end while the thread of a queue, for which torch does not wait, has
+# unlinked a semaphore and not yet told Python's resource tracker. That unlinks it once more and
+# warns; nothing is lost (seen with CPython 3.8.18 and torch 2.0.1 on a busy machine, and where that
+# thread was delayed by 0.7 ms).
 QUIET_TRACKER = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
 
 
@@ -52,19 +54,42 @@ SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, s
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW])
 def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp_path, number):
-    """The process that reads is stopped, so the step lacks its images until the run has noted the signal."""
+    """The process that reads is stopped, so the step lacks its images until the run has noted the
+    signal."""
     output = tmp_path / "output"
     errors = tmp_path / "errors"
-    command = [sys.executable, "train.py", "--config", QUICKSTART, *TINY, *FLOAT32, *LARS, "run.device=ipu"]
-    command += [f"run.output={tmp_path}/run", "run.steps=1000000", "data.workers=1", "log.every_steps=1"]
+    command = [
+        sys.executable,
+        "train.py",
+        "--config",
+        QUICKSTART,
+        *TINY,
+        *FLOAT32,
+        *LARS,
+        "run.device=ipu",
+    ]
+    command += [
+        f"run.output={tmp_path}/run",
+        "run.steps=1000000",
+        "data.workers=1",
+        "log.every_steps=1",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(DOUBLE), "OMP_NUM_THREADS": "1", **QUIET_TRACKER}
     with open(output, "w") as stdout, open(errors, "w") as stderr:
         run = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
+            list(map(str, command)),
+            cwd=ROOT,
+            env=environment,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
         )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_until(lambda: (metrics.exists() and metrics.stat().st_size) or run.poll() is not None, PATIENCE)
+        wait_until(
+            lambda: (metrics.exists() and metrics.stat().st_size) or run.poll() is not None,
+            PATIENCE,
+        )
         assert run.poll() is None, errors.read_text()
         reader = reader_of(run.pid)
         os.kill(reader, signal.SIGSTOP)
@@ -73,7 +98,11 @@ def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp
             time.sleep(1)
         os.killpg(run.pid, number)
         wait_until(
-            lambda: f"{number.name}: finishing this step" in output.read_text() or run.poll() is not None, PATIENCE
+            lambda: (
+                f"{number.name}: finishing this step" in output.read_text()
+                or run.poll() is not None
+            ),
+            PATIENCE,
         )
         os.kill(reader, signal.SIGCONT)
         assert run.wait(PATIENCE) == STOPPED, errors.read_text()
@@ -90,9 +119,15 @@ def test_a_signal_to_all_processes_while_images_are_waited_for_saves_the_run(tmp
 
 def feed_of(double, images):
     """A feed of `images`, two a step."""
-    values = {"batch_size": 2, "mode": double.DataLoaderMode.AsyncRebatched, "auto_distributed_partitioning": False}
+    values = {
+        "batch_size": 2,
+        "mode": double.DataLoaderMode.AsyncRebatched,
+        "auto_distributed_partitioning": False,
+    }
     return ipu_input.TrainingFeed(
-        images, range(50), lambda positions: double.DataLoader(double.Options(), positions, **values)
+        images,
+        range(50),
+        lambda positions: double.DataLoader(double.Options(), positions, **values),
     )
 
 

@@ -13,7 +13,8 @@ NAMES = ["preprocess", "stem", "blocks.0.0", "blocks.1.0", "head"]
 
 
 def search(costs, stages, in_flight, recompute, per_parameter, memory):
-    """The best cut by trying all, from the definition: (fits, slowest stage, largest memory), and its names."""
+    """The best cut by trying all, from the definition: (fits, slowest stage, largest memory), and
+    its names."""
     names = list(costs)
     before = dict(zip(names[1:], names))
     found = []
@@ -53,7 +54,9 @@ def test_the_cut_is_the_best_of_all(seed):
     stages = draw.randint(1, 4)
     most = {"forward": 5, "backward": 9, "saved": 40, "output": 9}
     costs = {
-        str(block): BlockCost(*(draw.randint(0, limit) for limit in most.values()), draw.choice((0, 1, 5, 20)))
+        str(block): BlockCost(
+            *(draw.randint(0, limit) for limit in most.values()), draw.choice((0, 1, 5, 20))
+        )
         for block in range(blocks)
     }
     costs["1"] = costs["1"]._replace(parameters=3)
@@ -61,16 +64,30 @@ def test_the_cut_is_the_best_of_all(seed):
     in_flight = [draw.randint(1, 5) for _ in range(stages)]
     able = sum(cost.parameters > 0 for cost in costs.values())
     for memory in (None, draw.randint(50, 200), draw.randint(100, 500), 1):
-        arguments = {"in_flight": in_flight, "recompute": recompute, "bytes_per_parameter": 2, "memory": memory}
+        arguments = {
+            "in_flight": in_flight,
+            "recompute": recompute,
+            "bytes_per_parameter": 2,
+            "memory": memory,
+        }
         if stages > able:
-            with pytest.raises(ValueError, match=f"^{stages} stages are more than the {able} blocks that have param"):
+            with pytest.raises(
+                ValueError,
+                match=f"^{stages} stages are more than the {able} blocks that have param",
+            ):
                 balance(costs, stages, **arguments)
             continue
         cut = balance(costs, stages, **arguments)
-        fits, best = search(costs, stages, in_flight, recompute=recompute, per_parameter=2, memory=memory)
+        fits, best = search(
+            costs, stages, in_flight, recompute=recompute, per_parameter=2, memory=memory
+        )
         assert cut.fits == fits
-        assert ((max(cut.seconds), max(cut.bytes)) if fits else (max(cut.bytes), max(cut.seconds))) == best
-        assert len(split_names(list(costs), cut.cuts)) == len(cut.seconds) == len(cut.bytes) == stages
+        assert (
+            (max(cut.seconds), max(cut.bytes)) if fits else (max(cut.bytes), max(cut.seconds))
+        ) == best
+        assert (
+            len(split_names(list(costs), cut.cuts)) == len(cut.seconds) == len(cut.bytes) == stages
+        )
 
 
 def test_less_memory_moves_the_cut_until_nothing_fits():
@@ -78,22 +95,43 @@ def test_less_memory_moves_the_cut_until_nothing_fits():
     mb = 10**6
     costs = dict.fromkeys("abcd", BlockCost(1, 2, 100 * mb, 10, 1))
     even, narrow, hopeless = (
-        balance(costs, 2, in_flight=[2, 1], bytes_per_parameter=0, memory=memory * mb) for memory in (400, 399, 299)
+        balance(costs, 2, in_flight=[2, 1], bytes_per_parameter=0, memory=memory * mb)
+        for memory in (400, 399, 299)
     )
-    assert even == Cut(["c"], [6, 6], [400 * mb, 200 * mb], 400 * mb) and even.fits and even.imbalance == 0
-    assert narrow == Cut(["b"], [3, 9], [200 * mb, 300 * mb], 399 * mb) and narrow.fits and narrow.imbalance == 0.5
+    assert (
+        even == Cut(["c"], [6, 6], [400 * mb, 200 * mb], 400 * mb)
+        and even.fits
+        and even.imbalance == 0
+    )
+    assert (
+        narrow == Cut(["b"], [3, 9], [200 * mb, 300 * mb], 399 * mb)
+        and narrow.fits
+        and narrow.imbalance == 0.5
+    )
     assert hopeless == Cut(["b"], [3, 9], [200 * mb, 300 * mb], 299 * mb) and not hopeless.fits
-    line = "split [b] ({}): stages take 25 + 75 % of the time, 50.0 % from even; memory 200 + 300 MB"
+    line = (
+        "split [b] ({}): stages take 25 + 75 % of the time, 50.0 % from even; memory 200 + 300 MB"
+    )
     assert narrow.describe() == line.format("measured")
-    assert hopeless.describe("counted").startswith(f"{line.format('counted')}: no cut fits into 299 MB")
+    assert hopeless.describe("counted").startswith(
+        f"{line.format('counted')}: no cut fits into 299 MB"
+    )
 
 
 def test_phases_that_come_one_after_the_other_are_balanced_each():
-    """Cut at b, sums are 6 and 7, cut at c 9 and 4. But phases take 5 + 5.5 where it is cut at b, 6 + 3.5 at c."""
-    costs = {"a": BlockCost(5, 1, 1, 1, 1), "b": BlockCost(1, 2, 1, 1, 1), "c": BlockCost(0.5, 3.5, 1, 1, 1)}
+    """Cut at b, sums are 6 and 7, cut at c 9 and 4.
+
+    But phases take 5 + 5.5 where it is cut at b, 6 + 3.5 at c.
+    """
+    costs = {
+        "a": BlockCost(5, 1, 1, 1, 1),
+        "b": BlockCost(1, 2, 1, 1, 1),
+        "c": BlockCost(0.5, 3.5, 1, 1, 1),
+    }
     assert balance(costs, 2, in_flight=[1, 1]).cuts == ["b"]
     assert balance(costs, 2, in_flight=[1, 1], phases=True).cuts == ["c"]
-    # With two micro batches in flight the first stage, cut at c, takes 2 x 2 + 24 bytes; cut at b, none takes over 26.
+    # With two micro batches in flight the first stage, cut at c, takes 2 x 2 + 24 bytes; cut at b,
+    # none takes over 26.
     assert balance(costs, 2, in_flight=[2, 1], phases=True, memory=27).cuts == ["b"]
 
 
@@ -105,7 +143,9 @@ def test_no_move_of_a_border_makes_phases_faster(seed):
 
     def slowness(edges):
         parts = split_names(names, [names[edge] for edge in edges])
-        return sum(max(sum(costs[name][phase] for name in part) for part in parts) for phase in (0, 1))
+        return sum(
+            max(sum(costs[name][phase] for name in part) for part in parts) for phase in (0, 1)
+        )
 
     by_sums, (one, other) = (
         [names.index(cut) for cut in balance(costs, 3, in_flight=[1] * 3, phases=phases).cuts]
@@ -127,8 +167,14 @@ def test_names_are_split_before_each_cut():
     ("cuts", "fault"),
     [
         (["blocks.9.0"], f"blocks.9.0 is not a block; the blocks are {', '.join(NAMES)}"),
-        (["preprocess"], "the cut points preprocess leave a stage empty; order them as the blocks run"),
-        (["head", "stem"], "the cut points head, stem leave a stage empty; order them as the blocks run"),
+        (
+            ["preprocess"],
+            "the cut points preprocess leave a stage empty; order them as the blocks run",
+        ),
+        (
+            ["head", "stem"],
+            "the cut points head, stem leave a stage empty; order them as the blocks run",
+        ),
     ],
 )
 def test_cuts_that_cannot_be_made_are_refused(cuts, fault):
@@ -142,4 +188,7 @@ def test_a_key_may_name_blocks_of_the_model_only():
     with pytest.raises(ConfigError) as caught:
         check_blocks("parallel.recompute", ["stem", "blocks.2.0"], NAMES)
     blocks = "preprocess, stem, blocks.0.0, blocks.1.0, head"
-    assert str(caught.value) == f"parallel.recompute: blocks.2.0 is not a block; the blocks are {blocks}"
+    assert (
+        str(caught.value)
+        == f"parallel.recompute: blocks.2.0 is not a block; the blocks are {blocks}"
+    )

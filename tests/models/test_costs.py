@@ -1,4 +1,5 @@
-"""What blocks cost: measured, against closed forms; counted, against the modules and torch's own counter."""
+"""What blocks cost: measured, against closed forms; counted, against the modules and torch's own
+counter."""
 
 import time
 
@@ -21,7 +22,13 @@ ORIGINAL = {"group_size": 1, "expansion": 6, "norm": "batch"}
 
 
 def random_images(micro, size):
-    return torch.randint(0, 256, (micro, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0,
+        256,
+        (micro, 3, size, size),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 class Float(nn.Module):
@@ -31,8 +38,11 @@ class Float(nn.Module):
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_measured_bytes_are_those_of_a_closed_form(gathered):
-    """Of layers that keep their input and nothing else: [2, 3, 8, 8] -> [2, 4, 6, 6] -> [2, 5]. Of a view
-    autograd keeps the whole storage, with parameters in one buffer the weights of all layers: they do not count."""
+    """Of layers that keep their input and nothing else: [2, 3, 8, 8] -> [2, 4, 6, 6] -> [2, 5].
+
+    Of a view autograd keeps the whole storage, with parameters in one buffer the weights of all
+    layers: they do not count.
+    """
     plain = BlockList(
         [
             ("preprocess", Float()),
@@ -45,7 +55,9 @@ def test_measured_bytes_are_those_of_a_closed_form(gathered):
         vector_to_parameters(parameters_to_vector(plain.parameters()).detach(), plain.parameters())
     images = 2 * 3 * 8 * 8 * 4
     maps = 2 * 4 * 6 * 6 * 4
-    assert {name: cost[2:] for name, cost in measure(plain, random_images(2, 8), repetitions=1).items()} == {
+    assert {
+        name: cost[2:] for name, cost in measure(plain, random_images(2, 8), repetitions=1).items()
+    } == {
         "preprocess": (0, images, 0),
         "conv": (images, maps, 4 * 3 * 9 + 4),
         "twice": (2 * maps, maps, 16),
@@ -55,7 +67,8 @@ def test_measured_bytes_are_those_of_a_closed_form(gathered):
 
 @pytest.mark.clock
 def test_times_are_of_the_blocks_own_passes():
-    """A block that sleeps in one direction is told from its neighbours; sleeps are long against everything else."""
+    """A block that sleeps in one direction is told from its neighbours; sleeps are long against
+    everything else."""
     pause = 0.02
 
     class Sleep(torch.autograd.Function):
@@ -84,7 +97,8 @@ def test_times_are_of_the_blocks_own_passes():
 
 
 def test_measuring_leaves_no_trace():
-    """To the bit and to the object: an engine's gradients are views of a buffer that it keeps adding to."""
+    """To the bit and to the object: an engine's gradients are views of a buffer that it keeps
+    adding to."""
     model = build(Model(dropout=0.5, drop_path=0.5, norm="batch", **SMALL), seed=0)
     images = random_images(3, 32)
     model.draws.step = 7
@@ -92,7 +106,9 @@ def test_measuring_leaves_no_trace():
     model.block("head").eval()  # one block unlike the others
     model(images).sum().backward()
     gradients = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
-    state = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    state = {
+        name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
     training = [module.training for module in model.modules()]
     generator = torch.random.get_rng_state()
     with torch.no_grad():
@@ -115,7 +131,17 @@ def test_of_what_several_processes_measure_the_median_counts():
     ("sections", "image_size"),
     [
         ({**B4, "width": 0.3, "depth": 0.3, "padding": "torch", "norm": "layer", "classes": 7}, 63),
-        ({"name": "efficientnet_b7", "width": 0.5, "depth": 0.2, "group_size": 32, "expansion": 3, "drop_path": 0}, 28),
+        (
+            {
+                "name": "efficientnet_b7",
+                "width": 0.5,
+                "depth": 0.2,
+                "group_size": 32,
+                "expansion": 3,
+                "drop_path": 0,
+            },
+            28,
+        ),
         ({**B4, "width": 0.25, "depth": 0.3, **ORIGINAL}, 40),
         ({**B4, "width": 0.25, "depth": 0.3, "proxy_norm": True}, 40),
     ],
@@ -133,16 +159,24 @@ def test_counted_bytes_and_parameters_are_those_of_the_modules(sections, image_s
         assert cost[3:] == measured[name][3:], name
         assert OLD or cost.saved == measured[name].saved, name
     for name, shape in found.items():
-        assert sum(each.numel() for each in modules.block(name).parameters() if each.dim() == 1) == shape.vectors, name
+        assert (
+            sum(each.numel() for each in modules.block(name).parameters() if each.dim() == 1)
+            == shape.vectors
+        ), name
 
 
 @pytest.mark.parametrize(
     "sections",
-    [B4, {"name": "efficientnet_b0", **ORIGINAL, "padding": "torch"}, {**SMALL, "image_size": 33, "proxy_norm": True}],
+    [
+        B4,
+        {"name": "efficientnet_b0", **ORIGINAL, "padding": "torch"},
+        {**SMALL, "image_size": 33, "proxy_norm": True},
+    ],
     ids=["b4 g16", "b0", "small, odd size"],
 )
 def test_multiply_adds_are_half_of_torchs_flops(sections):
-    """torch counts convolutions and matrix products too, at the level of operators, and two per multiply-add."""
+    """torch counts convolutions and matrix products too, at the level of operators, and two per
+    multiply-add."""
     recipe = Model(**sections)
     counter = pytest.importorskip("torch.utils.flop_counter", reason="newer than torch 2.0.1")
     with torch.device("meta"):

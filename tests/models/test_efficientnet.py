@@ -1,4 +1,5 @@
-"""The models against timm's own: same parameters, same numbers, same gradients; and what a pipeline needs of them."""
+"""The models against timm's own: same parameters, same numbers, same gradients; and what a pipeline
+needs of them."""
 
 import functools
 import math
@@ -37,15 +38,18 @@ def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-STAGES = "ds_r1_k3_s1_e1_c16 ir_r2_k3_s2_e4_c24 ir_r2_k5_s2_e4_c40 ir_r3_k3_s2_e4_c80 ir_r3_k5_s1_e4_c112 " + (
-    "ir_r4_k5_s2_e4_c192 ir_r1_k3_s1_e4_c320"
+STAGES = (
+    "ds_r1_k3_s1_e1_c16 ir_r2_k3_s2_e4_c24 ir_r2_k5_s2_e4_c40 ir_r3_k3_s2_e4_c80 ir_r3_k5_s1_e4_c112 "
+    + ("ir_r4_k5_s2_e4_c192 ir_r1_k3_s1_e4_c320")
 )
 
 
 def timms_g16(padding, group_sizes=None):
-    """timm's EfficientNet of B4's width with timm's own group normalisation; `group_sizes`: of the blocks in order.
+    """timm's EfficientNet of B4's width with timm's own group normalisation; `group_sizes`: of the
+    blocks in order.
 
-    Published: groups = max(expanded // 16, 1). The expanded channels are those of timm's depthwise model.
+    Published: groups = max(expanded // 16, 1). The expanded channels are those of timm's depthwise
+    model.
     """
     if group_sizes is None:
         with torch.device("meta"):
@@ -57,17 +61,25 @@ def timms_g16(padding, group_sizes=None):
     for block, size in zip((block for stage in blocks for block in stage), group_sizes):
         block["group_size"] = size
     norm_layer = functools.partial(layers.GroupNormAct, num_groups=4, eps=1e-3)
-    options = {"pad_type": "same" if padding == "same" else "", "act_layer": nn.SiLU, "norm_layer": norm_layer}
+    options = {
+        "pad_type": "same" if padding == "same" else "",
+        "act_layer": nn.SiLU,
+        "norm_layer": norm_layer,
+    }
     return EfficientNet(blocks, num_features=rounded(1280), round_chs_fn=rounded, **options)
 
 
 def test_b4_has_the_published_numbers_of_parameters():
-    """19,328,168 with groups of 16 and channel divisor 8; the divisor 16 would give 19,420,076. Depthwise 19 million
-    (1905.11946, table 2), and the same whatever normalises: two numbers a channel. Of its 32 group convolutions
-    `blocks.0.1` has 24 channels, one group: it is dense."""
+    """19,328,168 with groups of 16 and channel divisor 8; the divisor 16 would give 19,420,076.
+
+    Depthwise 19 million (1905.11946, table 2), and the same whatever normalises: two numbers a
+    channel. Of its 32 group convolutions `blocks.0.1` has 24 channels, one group: it is dense.
+    """
     model = on_meta(name="efficientnet_b4")
     repeats = (2, 4, 4, 6, 6, 8, 2)
-    blocks = [f"blocks.{stage}.{block}" for stage, length in enumerate(repeats) for block in range(length)]
+    blocks = [
+        f"blocks.{stage}.{block}" for stage, length in enumerate(repeats) for block in range(length)
+    ]
     assert model.names == ["preprocess", "stem", *blocks, "head"]
     assert count(model) == 19_328_168
     found = convolutions(model)
@@ -76,7 +88,10 @@ def test_b4_has_the_published_numbers_of_parameters():
         assert convolution.groups == max(convolution.in_channels // 16, 1), name
     assert (found["blocks.0.1"].in_channels, found["blocks.0.1"].groups) == (24, 1)
     for norm in ("batch", "group", "layer"):
-        assert count(on_meta(name="efficientnet_b4", group_size=1, expansion=6, norm=norm)) == 19_341_616
+        assert (
+            count(on_meta(name="efficientnet_b4", group_size=1, expansion=6, norm=norm))
+            == 19_341_616
+        )
 
 
 @pytest.mark.parametrize(
@@ -84,12 +99,16 @@ def test_b4_has_the_published_numbers_of_parameters():
     [(0, "tf_"), pytest.param(3, "", marks=pytest.mark.slow), (4, ""), (7, "tf_")],
 )
 def test_models_of_every_scale_have_timms_parameters_and_buffers(scale, prefix):
-    """Depthwise: width, depth and rounding of channels, and every name. With groups of 16, among the expanded channels
-    of B7 are multiples of 8 that are none of 16."""
+    """Depthwise: width, depth and rounding of channels, and every name.
+
+    With groups of 16, among the expanded channels of B7 are multiples of 8 that are none of 16.
+    """
     name = f"efficientnet_b{scale}"
     with torch.device("meta"):
         reference = timm.create_model(prefix + name)
-    model = on_meta(name=name, group_size=1, expansion=6, norm="batch", padding="same" if prefix else "torch")
+    model = on_meta(
+        name=name, group_size=1, expansion=6, norm="batch", padding="same" if prefix else "torch"
+    )
     state = {timm_name(key): value.shape for key, value in model.state_dict().items()}
     assert state == {key: value.shape for key, value in uncounted(reference.state_dict()).items()}
     for block in convolutions(on_meta(name=name)).values():
@@ -103,7 +122,10 @@ def uncounted(state):
 
 
 def test_normalisation_groups_that_do_not_divide_are_the_users_to_mend():
-    with pytest.raises(ConfigError, match=r"model\.norm_groups 5 does not divide a layer of \d+ channels; use model"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.norm_groups 5 does not divide a layer of \d+ channels; use model",
+    ):
         on_meta(norm_groups=5)
     on_meta(norm_groups=8)
 
@@ -122,11 +144,12 @@ B0 = {**BATCH, "name": "efficientnet_b0", "padding": "torch", "norm_eps": 1e-5}
     ids=["g16, same", "g16, torch", "efficientnet_b0"],
 )
 def test_logits_gradients_and_statistics_are_timms(theirs, section, pixels, tolerance):
-    """timm's own model, weights and statistics random, loaded into ours by name, in evaluation and training; 57 pixels
-    are odd, which shows a wrong padding.
+    """timm's own model, weights and statistics random, loaded into ours by name, in evaluation and
+    training; 57 pixels are odd, which shows a wrong padding.
 
-    The same operations in float64, up to 160 layers of rounding at 1e-16, relative to the largest value; with batch
-    normalisation the last channels see 8 pixels, whose variance divides by little and so adds three digits.
+    The same operations in float64, up to 160 layers of rounding at 1e-16, relative to the largest
+    value; with batch normalisation the last channels see 8 pixels, whose variance divides by little
+    and so adds three digits.
     """
     ours = build(Model(drop_path=0.0, dropout=0.0, **section), seed=0).double()
     theirs = theirs().double()
@@ -153,19 +176,27 @@ def test_logits_gradients_and_statistics_are_timms(theirs, section, pixels, tole
         assert near(parameter.grad, gradients.pop(timm_name(key)), tolerance), key
     assert not gradients
     state = theirs.state_dict()
-    assert all(near(value, state[timm_name(key)], 1e-10) for key, value in ours.state_dict().items())
+    assert all(
+        near(value, state[timm_name(key)], 1e-10) for key, value in ours.state_dict().items()
+    )
 
 
 def near(actual, expected, tolerance):
     """Whether no element is off by more than `tolerance` of the largest, which is not 0."""
     largest = expected.abs().max()
-    return largest > 0 and actual.dtype == expected.dtype and (actual - expected).abs().max() <= tolerance * largest
+    return (
+        largest > 0
+        and actual.dtype == expected.dtype
+        and (actual - expected).abs().max() <= tolerance * largest
+    )
 
 
 def test_weights_are_a_function_of_the_seed():
     model = Model(name="efficientnet_b0", width=0.25, depth=0.1, classes=7)
     built = build(model, seed=5)
-    assert built.training and {parameter.dtype for parameter in built.parameters()} == {torch.float32}
+    assert built.training and {parameter.dtype for parameter in built.parameters()} == {
+        torch.float32
+    }
     assert built(torch.zeros(2, 3, 33, 32, dtype=torch.uint8)).shape == (2, 7)
     before = torch.random.get_rng_state()
     first = built.state_dict()
@@ -186,25 +217,37 @@ def test_few_classes_start_as_calmly_as_a_thousand(classes):
 GROUPED = {"group": {"num_groups": 8, "eps": 0.25}, "layer": {"num_groups": 1, "eps": 0.25}}
 
 
-@pytest.mark.parametrize(("norm", "proxy"), [("group", False), ("group", True), ("layer", True), ("batch", False)])
+@pytest.mark.parametrize(
+    ("norm", "proxy"), [("group", False), ("group", True), ("layer", True), ("batch", False)]
+)
 def test_normalisation_follows_the_recipe(norm, proxy):
-    """Proxy normalisation stands where an activation does; where none follows, the bias goes, as in the published
-    code. Told apart by timm's names."""
+    """Proxy normalisation stands where an activation does; where none follows, the bias goes, as in
+    the published code. Told apart by timm's names."""
     model = on_meta(
-        **{"name": "efficientnet_b0", "depth": 0.5, "norm": norm, "norm_groups": 5 if norm == "batch" else 8},
+        **{
+            "name": "efficientnet_b0",
+            "depth": 0.5,
+            "norm": norm,
+            "norm_groups": 5 if norm == "batch" else 8,
+        },
         **{"norm_eps": 0.25, "norm_momentum": 0.125, "proxy_norm": proxy, "proxy_eps": 0.5},
     )
     norms = {name: module for name, module in model.named_modules() if isinstance(module, NORMS)}
     assert all(name.split(".")[-1].startswith("bn") for name in norms)
     for name, module in norms.items():
-        active = not (name.endswith("bn3") or (name.startswith("blocks.0.") and name.endswith("bn2")))
+        active = not (
+            name.endswith("bn3") or (name.startswith("blocks.0.") and name.endswith("bn2"))
+        )
         expected = {"eps": 0.25, "momentum": 0.125} if norm == "batch" else GROUPED[norm]
-        kind = BatchNormAct if norm == "batch" else ProxyNormAct if proxy and active else GroupNormAct
+        kind = (
+            BatchNormAct if norm == "batch" else ProxyNormAct if proxy and active else GroupNormAct
+        )
         assert type(module) is kind and module.apply_act == active
         assert {key: getattr(module, key) for key in expected} == expected
         assert getattr(module, "proxy_eps", 0.5) == 0.5
         assert (module.bias is None) == (proxy and not active)
-    # They own every parameter with one axis, also the proxy's, but the biases of convolutions and classifier.
+    # They own every parameter with one axis, also the proxy's, but the biases of convolutions and
+    # classifier.
     flat = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
     assert set(norm_parameters(model)) == flat
     owned = {name for name in flat if name.rpartition(".")[0] in norms}
@@ -215,11 +258,17 @@ def test_normalisation_follows_the_recipe(norm, proxy):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_model_cut_between_any_two_blocks_computes_the_same(training):
-    """The same operations in the same order, random layers included: equality is bitwise. State dicts are a partition
-    of the whole model's."""
-    section = Model(name="efficientnet_b0", width=0.25, depth=0.1, classes=10, dropout=0.5, drop_path=0.5)
+    """The same operations in the same order, random layers included: equality is bitwise.
+
+    State dicts are a partition of the whole model's.
+    """
+    section = Model(
+        name="efficientnet_b0", width=0.25, depth=0.1, classes=10, dropout=0.5, drop_path=0.5
+    )
     model = build(section, seed=0).train(training)
-    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     expected = model(images)
     whole = model.state_dict()
     for cuts in (*([name] for name in model.names[1:]), model.names[1:]):
@@ -230,4 +279,6 @@ def test_a_model_cut_between_any_two_blocks_computes_the_same(training):
         assert torch.equal(x, expected), cuts
         states = [part.state_dict() for part in parts]
         assert [key for state in states for key in state] == list(whole)
-        assert all(state[key].data_ptr() == whole[key].data_ptr() for state in states for key in state)
+        assert all(
+            state[key].data_ptr() == whole[key].data_ptr() for state in states for key in state
+        )

@@ -1,4 +1,5 @@
-"""Models without memory have the names and shapes of those with it, and so has what they compute."""
+"""Models without memory have the names and shapes of those with it, and so has what they
+compute."""
 
 import pytest
 import torch
@@ -53,4 +54,6 @@ def test_behind_it_values_are_drawn_and_normalised_again():
     torch.manual_seed(0)
     drawn = torch.empty(2, 4, 3, 3).normal_()
     assert drawn.std() > 0.5
-    torch.testing.assert_close(nn.GroupNorm(1, 4)(drawn).mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        nn.GroupNorm(1, 4)(drawn).mean(), torch.tensor(0.0), rtol=0, atol=1e-6
+    )

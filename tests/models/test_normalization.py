@@ -1,4 +1,5 @@
-"""Group, layer, batch and proxy normalisation, and that of pixels, against their formulas in float64."""
+"""Group, layer, batch and proxy normalisation, and that of pixels, against their formulas in
+float64."""
 
 import copy
 import itertools
@@ -26,7 +27,11 @@ MAKERS = {
     "proxy": lambda _: ProxyNormAct(CHANNELS, 4, EPS, PROXY_EPS),
     "proxy of layer": lambda _: ProxyNormAct(CHANNELS, 1, EPS, PROXY_EPS),
 }
-CASES = [*itertools.product(("group", "layer", "batch"), (True, False)), ("proxy", True), ("proxy of layer", True)]
+CASES = [
+    *itertools.product(("group", "layer", "batch"), (True, False)),
+    ("proxy", True),
+    ("proxy of layer", True),
+]
 every_layer = pytest.mark.parametrize(("kind", "apply_act"), CASES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", KINDS, ids=str)
 
@@ -38,8 +43,8 @@ every_move = pytest.mark.parametrize(
     ],
 )
 
-# Trapezoids from -12 to 12 standard deviations: both the ends and, for a smooth integrand, the steps cost less than
-# float64 holds.
+# Trapezoids from -12 to 12 standard deviations: both the ends and, for a smooth integrand, the
+# steps cost less than float64 holds.
 GRID = torch.linspace(-12, 12, 4001, dtype=torch.float64)
 DENSITY = torch.exp(-GRID.square() / 2) * (GRID[1] - GRID[0]) / (2 * np.pi) ** 0.5
 
@@ -52,7 +57,8 @@ def device(request):
 
 
 def layer(kind, apply_act=True):
-    """Everything differs from its start and from channel to channel; weight x (1 + proxy_scale) up to 2."""
+    """Everything differs from its start and from channel to channel; weight x (1 + proxy_scale) up
+    to 2."""
     norm = MAKERS[kind](apply_act)
     drawn = torch.Generator().manual_seed(0)
     ranges = {"weight": (0.5, 1.5), "running_var": (0.5, 1.5), "proxy_scale": (-0.3, 0.3)}
@@ -63,16 +69,19 @@ def layer(kind, apply_act=True):
 
 
 def inputs(mean=0.0, std=1.0, seed=1, shape=(3, CHANNELS, 9, 7)):
-    """Each channel has its own mean and scale, float64: statistics over the wrong elements are wrong by much."""
+    """Each channel has its own mean and scale, float64: statistics over the wrong elements are
+    wrong by much."""
     drawn = torch.Generator().manual_seed(seed)
     x, means, factors = (
-        torch.randn(size, generator=drawn, dtype=torch.float64) for size in (shape, (shape[1], 1, 1), (shape[1], 1, 1))
+        torch.randn(size, generator=drawn, dtype=torch.float64)
+        for size in (shape, (shape[1], 1, 1), (shape[1], 1, 1))
     )
     return mean + std * (means + (1 + factors.abs()) * x)
 
 
 def moments(weight, bias, shift, scale):
-    """E[silu(weight Y + bias)] and its variance for Y ~ N(shift, (1 + scale)^2), by the definition; [C] each."""
+    """E[silu(weight Y + bias)] and its variance for Y ~ N(shift, (1 + scale)^2), by the definition;
+    [C] each."""
     z = weight[:, None] * (shift[:, None] + (1 + scale[:, None]) * GRID) + bias[:, None]
     z = z * z.sigmoid()
     mean = (z * DENSITY).sum(1)
@@ -109,13 +118,15 @@ def formula(norm, x, weight, bias, *proxy):
 @every_layer
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_outputs_and_gradients_are_those_of_the_formula(kind, apply_act, dtype, training, device):
-    """Two roundings to the dtype, of eps / 2 of the value, or of 1 for smaller ones, with a margin of 2. In float32 x -
-    mean is exact to 100 eps / std at an offset of 100; statistics kept in half precision would be off by 0.03 or more.
-    A proxy rounds a third time, and passes each rounding on by at most 1 / sqrt(0.03) < 6; its moments add 2e-6 x 6.
+    """Two roundings to the dtype, of eps / 2 of the value, or of 1 for smaller ones, with a margin
+    of 2. In float32 x - mean is exact to 100 eps / std at an offset of 100; statistics kept in half
+    precision would be off by 0.03 or more. A proxy rounds a third time, and passes each rounding on
+    by at most 1 / sqrt(0.03) < 6; its moments add 2e-6 x 6.
 
-    Gradients relative to the largest of each tensor. That of x is rounded to the dtype at most three times; those of
-    the parameters are sums of 189 terms of either sign, each a product of rounded factors: 8 eps of the largest holds
-    all of them. A proxy's part and the direct one partly cancel: 32 eps.
+    Gradients relative to the largest of each tensor. That of x is rounded to the dtype at most
+    three times; those of the parameters are sums of 189 terms of either sign, each a product of
+    rounded factors: 8 eps of the largest holds all of them. A proxy's part and the direct one
+    partly cancel: 32 eps.
     """
     norm = layer(kind, apply_act).to(device, dtype).train(training)
     eps = torch.finfo(dtype).eps
@@ -135,11 +146,15 @@ def test_outputs_and_gradients_are_those_of_the_formula(kind, apply_act, dtype, 
         if not training:
             assert all(torch.equal(value, state[key]) for key, value in norm.state_dict().items())
     x = inputs(2 if kind.startswith("proxy") else 5).to(device, dtype).requires_grad_()
-    upstream = (torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) + 0.5).to(device, dtype)
+    upstream = (torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) + 0.5).to(
+        device, dtype
+    )
     leaves = leaves_of(norm, x)
     formula(norm, *leaves).backward(upstream.double().cpu())
     norm(x).backward(upstream)
-    for actual, leaf in zip((x, *(getattr(norm, name) for name in LEARNT if hasattr(norm, name))), leaves):
+    for actual, leaf in zip(
+        (x, *(getattr(norm, name) for name in LEARNT if hasattr(norm, name))), leaves
+    ):
         assert actual.grad.dtype == dtype
         difference = (actual.grad.double().cpu() - leaf.grad).abs().max() / leaf.grad.abs().max()
         assert difference < (32 if kind.startswith("proxy") else 8) * torch.finfo(dtype).eps
@@ -147,10 +162,13 @@ def test_outputs_and_gradients_are_those_of_the_formula(kind, apply_act, dtype, 
 
 @every_dtype
 def test_running_statistics_after_several_micro_batches(dtype, device):
-    """An exponential average of each micro batch's mean and unbiased variance, in float32 in every dtype: five
-    roundings to 2**-24 of values up to 100. In half precision it would be off by a hundred times the tolerance."""
+    """An exponential average of each micro batch's mean and unbiased variance, in float32 in every
+    dtype: five roundings to 2**-24 of values up to 100. In half precision it would be off by a
+    hundred times the tolerance."""
     norm = layer("batch").to(device, dtype)
-    mean, variance = (values.double().cpu().numpy() for values in (norm.running_mean, norm.running_var))
+    mean, variance = (
+        values.double().cpu().numpy() for values in (norm.running_mean, norm.running_var)
+    )
     for seed, size in enumerate((9, 9, 5, 2, 9)):
         x = inputs(mean=30, std=2, seed=seed, shape=(2, CHANNELS, size, 7)).to(device, dtype)
         norm(x)
@@ -166,8 +184,10 @@ def test_running_statistics_after_several_micro_batches(dtype, device):
 @every_move
 @pytest.mark.parametrize("kind", ["batch", "proxy"])
 def test_buffers_stay_float32_when_the_model_becomes_half(kind, move, dtype):
-    """Bit for bit, in either direction: 1 + 2**-20 has no place in half precision. The state dict of a proxy holds what
-    is learnt and nothing else."""
+    """Bit for bit, in either direction: 1 + 2**-20 has no place in half precision.
+
+    The state dict of a proxy holds what is learnt and nothing else.
+    """
     fresh = layer(kind)
     next(fresh.buffers()).view(-1)[0] = 1 + 2**-20
     expected = {name: buffer.clone() for name, buffer in fresh.named_buffers()}
@@ -185,8 +205,8 @@ def test_buffers_stay_float32_when_the_model_becomes_half(kind, move, dtype):
 
 
 def test_float16_gradients_do_not_overflow_where_they_fit(device):
-    """The gradient of a channel's subtracted mean is a sum over pixels: here 4 x 20 x 20 x 100 = 160,000, beyond
-    float16's 65,504; the parameter's own is a twentieth of it."""
+    """The gradient of a channel's subtracted mean is a sum over pixels: here 4 x 20 x 20 x 100 =
+    160,000, beyond float16's 65,504; the parameter's own is a twentieth of it."""
     norm = ProxyNormAct(CHANNELS, 1, EPS, PROXY_EPS)
     torch.nn.init.constant_(norm.weight, 0.05)
     norm = norm.to(device, torch.float16)
@@ -204,9 +224,12 @@ ALL_VALUES = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3
 
 @every_dtype
 def test_pixels_are_normalised_right_in_the_layout_asked_for(dtype):
-    """(image / 255 - mean) / std, every uint8 and, as mixed images are, float32. In float32, of values to 4.5: the
-    scaled pixel, its constant, the shift and the sum are rounded by half a unit of 4.5 each, 2**-22; together below
-    1e-6. Then one rounding to the dtype, by half its eps. The images are left as they were."""
+    """(image / 255 - mean) / std, every uint8 and, as mixed images are, float32.
+
+    In float32, of values to 4.5: the scaled pixel, its constant, the shift and the sum are rounded
+    by half a unit of 4.5 each, 2**-22; together below 1e-6. Then one rounding to the dtype, by half
+    its eps. The images are left as they were.
+    """
     mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
     assert len({*MEAN}) == len({*STD}) == 3  # channels are told apart
     mixed = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 255
@@ -224,7 +247,9 @@ def test_pixels_are_normalised_right_in_the_layout_asked_for(dtype):
             assert ((output.double() - expected).abs() <= 1e-6 + rounding * expected.abs()).all()
             if not OLD:  # whose CPUs do not cast so, which is for GPUs
                 as_a_gpu_does = block.in_one_pass(images)
-                assert torch.equal(as_a_gpu_does, output) and as_a_gpu_does.stride() == output.stride()
+                assert (
+                    torch.equal(as_a_gpu_does, output) and as_a_gpu_does.stride() == output.stride()
+                )
             assert torch.equal(images, before)
     assert torch.equal(block(ALL_VALUES.float()), block(ALL_VALUES))
 
@@ -232,8 +257,9 @@ def test_pixels_are_normalised_right_in_the_layout_asked_for(dtype):
 @every_dtype
 @every_move
 def test_the_dtype_is_the_last_one_asked_for_whatever_the_device(move, dtype):
-    """A move to a device must not take the dtype back: half-precision convolutions would refuse the images. And the
-    constants are the same float32 numbers after any number of moves; they are no part of a state dict."""
+    """A move to a device must not take the dtype back: half-precision convolutions would refuse the
+    images. And the constants are the same float32 numbers after any number of moves; they are no
+    part of a state dict."""
     block = move(Preprocess(MEAN, STD), dtype)
     fresh = Preprocess(MEAN, STD)
     assert block(ALL_VALUES).dtype == dtype

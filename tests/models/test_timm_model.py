@@ -16,8 +16,9 @@ from recipe.config import Model
 pytest.importorskip("torch.utils.flop_counter", reason="models of timm need torch 2.1")
 
 CLASSES = 7
-# Of the kinds that differ: batch normalisation, stages, tokens with embeddings, layers named by letters, channels that
-# branch and meet in timm's own `forward`, and a `forward` that cannot be written down.
+# Of the kinds that differ: batch normalisation, stages, tokens with embeddings, layers named by
+# letters, channels that branch and meet in timm's own `forward`, and a `forward` that cannot be
+# written down.
 ARCHITECTURES = {
     "resnet10t": (
         *(f"conv1.{number}" for number in range(7)),
@@ -28,8 +29,22 @@ ARCHITECTURES = {
         "layer4.0",
         "closing",
     ),
-    "convnext_atto": ("stem.0", "stem.1", "stages.0", "stages.1", "stages.2", "stages.3", "joint.6", "head"),
-    "vit_tiny_patch16_224": ("patch_embed", "joint.1", *(f"blocks.{number}" for number in range(12)), "closing"),
+    "convnext_atto": (
+        "stem.0",
+        "stem.1",
+        "stages.0",
+        "stages.1",
+        "stages.2",
+        "stages.3",
+        "joint.6",
+        "head",
+    ),
+    "vit_tiny_patch16_224": (
+        "patch_embed",
+        "joint.1",
+        *(f"blocks.{number}" for number in range(12)),
+        "closing",
+    ),
     "regnety_002": ("stem", "s1", "s2", "s3", "s4", "joint.5", "head"),
     "crossvit_tiny_240": ("whole",),
 }
@@ -38,7 +53,15 @@ SIZES = {"vit_tiny_patch16_224": 32, "crossvit_tiny_240": 240}
 
 def section(architecture, **keys):
     size = SIZES.get(architecture, 32)
-    return Model(**{"name": "timm", "architecture": architecture, "classes": CLASSES, "image_size": size, **keys})
+    return Model(
+        **{
+            "name": "timm",
+            "architecture": architecture,
+            "classes": CLASSES,
+            "image_size": size,
+            **keys,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +76,11 @@ def pairs():
             options = {"img_size": keys.image_size} if architecture.startswith("vit") else {}
             theirs = timm.create_model(architecture, num_classes=CLASSES, **options)
             tensors = {timm_name(keys, name): tensor for name, tensor in model.state_dict().items()}
-            counts = {name: tensor for name, tensor in theirs.state_dict().items() if name.endswith("_tracked")}
+            counts = {
+                name: tensor
+                for name, tensor in theirs.state_dict().items()
+                if name.endswith("_tracked")
+            }
             theirs.load_state_dict({**tensors, **counts})
             made[architecture] = keys, model, theirs
         return made[architecture]
@@ -69,10 +96,14 @@ def images(keys, count=2):
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=pytest.mark.slow if SIZES.get(name, 32) > 32 else ()) for name in ARCHITECTURES],
+    [
+        pytest.param(name, marks=pytest.mark.slow if SIZES.get(name, 32) > 32 else ())
+        for name in ARCHITECTURES
+    ],
 )
 def test_logits_and_gradients_are_timms_to_the_bit(pairs, architecture):
-    """The same operations in the same order, in training and in evaluation; so are running statistics."""
+    """The same operations in the same order, in training and in evaluation; so are running
+    statistics."""
     keys, model, theirs = pairs(architecture)
     assert tuple(model.names[1:]) == ARCHITECTURES[architecture]
     x = images(keys)
@@ -165,11 +196,16 @@ def test_a_rate_of_zero_is_also_that_of_a_model_with_another_by_default(architec
 
 
 def test_each_call_of_one_layer_has_a_mask_of_its_own():
-    """EdgeNeXt's blocks call one twice, as timm draws twice. The first call's key is the layer's name; a pass that was
-    broken off changes nothing, and nor do evaluations."""
+    """EdgeNeXt's blocks call one twice, as timm draws twice.
+
+    The first call's key is the layer's name; a pass that was broken off changes nothing, and nor do
+    evaluations.
+    """
     keys = section("edgenext_xx_small", drop_path=0.5)
     model = build(keys, seed=3).train()
-    repeated = {name: module for name, module in model.named_modules() if isinstance(module, DropPaths)}
+    repeated = {
+        name: module for name, module in model.named_modules() if isinstance(module, DropPaths)
+    }
     assert [len(layer.paths) for layer in repeated.values()] == [2, 2, 2]
     masks = {}
 
@@ -223,17 +259,31 @@ def test_a_plan_counts_parameters_and_multiply_adds(architecture):
     assert list(blocks) == model.names
     assert sum(block.multiply_adds for block in blocks.values()) == expected
     parameters = list(model.parameters())
-    assert sum(block.parameters for block in blocks.values()) == sum(each.numel() for each in parameters)
-    assert sum(block.vectors for block in blocks.values()) == sum(each.numel() for each in parameters if each.dim() < 2)
-    assert sum(block.layers for block in blocks.values()) == sum(each.dim() >= 2 for each in parameters)
+    assert sum(block.parameters for block in blocks.values()) == sum(
+        each.numel() for each in parameters
+    )
+    assert sum(block.vectors for block in blocks.values()) == sum(
+        each.numel() for each in parameters if each.dim() < 2
+    )
+    assert sum(block.layers for block in blocks.values()) == sum(
+        each.dim() >= 2 for each in parameters
+    )
     assert blocks[model.names[-1]].output == CLASSES
 
 
 @pytest.mark.parametrize(
     ("architecture", "keys", "message"),
     [
-        ("resnet5O", {}, "model.architecture: timm has no model 'resnet5O'; did you mean resnet50, "),
-        ("resnet50.mine", {}, "its weights are named by model.init_from=timm:resnet50.mine, the model by resnet50"),
+        (
+            "resnet5O",
+            {},
+            "model.architecture: timm has no model 'resnet5O'; did you mean resnet50, ",
+        ),
+        (
+            "resnet50.mine",
+            {},
+            "its weights are named by model.init_from=timm:resnet50.mine, the model by resnet50",
+        ),
         ("vgg11", {"drop_path": 0.1}, "model.drop_path 0.1: timm's vgg11 has no stochastic depth"),
         ("vit_tiny_patch16_224", {"image_size": 8}, "its own size is model.image_size=224"),
         ("levit_128s", {"image_size": 224}, "BatchNorm1d) keeps running_mean"),
@@ -246,12 +296,16 @@ def test_what_cannot_be_exact_or_built_is_refused_by_name(architecture, keys, me
 
 
 def test_a_plan_refuses_a_size_that_the_model_does_not_take():
-    with pytest.raises(ConfigError, match=r"model\.image_size 40: timm's vit_tiny_patch16_224 does not take it"):
+    with pytest.raises(
+        ConfigError, match=r"model\.image_size 40: timm's vit_tiny_patch16_224 does not take it"
+    ):
         shapes.blocks(section("vit_tiny_patch16_224", image_size=32), 40)
 
 
 def test_the_name_of_a_model_of_timm_in_the_wrong_key_leads_to_the_right_one():
-    with pytest.raises(ConfigError, match=r"use model\.name=timm model\.architecture=convnext_atto"):
+    with pytest.raises(
+        ConfigError, match=r"use model\.name=timm model\.architecture=convnext_atto"
+    ):
         Model(name="convnext_atto")
 
 
@@ -282,4 +336,9 @@ def test_layers_with_a_weight_in_common_are_not_cut_apart(tied, shared):
 
 def test_a_model_whose_written_calls_fail_stays_whole():
     """HRNet passes lists, which torch.fx does not let it change; timm itself takes the size."""
-    assert timm_model._plan(Model(name="timm", architecture="hrnet_w18_small", image_size=64, classes=CLASSES)) == []
+    assert (
+        timm_model._plan(
+            Model(name="timm", architecture="hrnet_w18_small", image_size=64, classes=CLASSES)
+        )
+        == []
+    )

@@ -1,4 +1,5 @@
-"""Compiled passes against those of plain torch; without a compiler the update runs uncompiled, and a line says why."""
+"""Compiled passes against those of plain torch; without a compiler the update runs uncompiled, and
+a line says why."""
 
 import shutil
 from pathlib import Path
@@ -29,7 +30,9 @@ def note_of(monkeypatch, compiler):
         (b'for last; do :; done; cp %s "$last"', "made a library without lars_sums"),
     ],
 )
-def test_a_compiler_that_fails_or_makes_no_library_of_ours_is_named_in_a_line(monkeypatch, tmp_path, text, words):
+def test_a_compiler_that_fails_or_makes_no_library_of_ours_is_named_in_a_line(
+    monkeypatch, tmp_path, text, words
+):
     other = bytes(Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so")
     compiler = tmp_path / "compiler"
     compiler.write_bytes(b"#!/bin/sh\n" + text.replace(b"%s", other))
@@ -57,7 +60,10 @@ every_form = pytest.mark.parametrize("form", FORMS)
 def gradients():
     """Of many sizes, up to those that make a step overflow; NaN and infinity in the first row."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(COUNT, ROW, generator=generator) * 10.0 ** torch.linspace(-12, 8, COUNT)[:, None]
+    values = (
+        torch.randn(COUNT, ROW, generator=generator)
+        * 10.0 ** torch.linspace(-12, 8, COUNT)[:, None]
+    )
     values[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
     return values
 
@@ -66,14 +72,19 @@ def state(seed, dtype):
     """Every finite float16 number, about, or float32 numbers of many sizes."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == SINGLE:
-        return torch.randn(COUNT, ROW, generator=generator) * 10.0 ** torch.linspace(-9, 4, COUNT)[:, None]
+        return (
+            torch.randn(COUNT, ROW, generator=generator)
+            * 10.0 ** torch.linspace(-9, 4, COUNT)[:, None]
+        )
     patterns = torch.randint(-(2**15), 2**15, (COUNT, ROW), generator=generator, dtype=torch.int16)
     return patterns.view(HALF).nan_to_num(nan=0.5, posinf=1.5, neginf=-1.5)
 
 
 def by_row(seed, smallest, largest):
     exponents = torch.linspace(smallest, largest, COUNT)
-    return (2.0 ** exponents[torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed))])[:, None]
+    return (2.0 ** exponents[torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed))])[
+        :, None
+    ]
 
 
 def compiled_run(weight, working):
@@ -95,10 +106,13 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("working", [None, SINGLE, BRAIN], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @every_form
-def test_a_compiled_step_rounds_and_writes_the_same_bits(monkeypatch, form, dtype, working, instructions):
-    """Given one rate for each row a step is the same operations of float32: its results, rounded inline, agree to the
-    bit. Sums of squares are added in another order: they agree to a few roundings of 64 numbers. The second form has
-    1 - mu as well, which C++ computes in float32: a mu that float32 holds, so that both have the same."""
+def test_a_compiled_step_rounds_and_writes_the_same_bits(
+    monkeypatch, form, dtype, working, instructions
+):
+    """Given one rate for each row a step is the same operations of float32: its results, rounded
+    inline, agree to the bit. Sums of squares are added in another order: they agree to a few
+    roundings of 64 numbers. The second form has 1 - mu as well, which C++ computes in float32: a mu
+    that float32 holds, so that both have the same."""
     compile_for(monkeypatch, instructions)
     bits = RoundingBits({"a": (0, COUNT * ROW)}, COUNT * ROW, 0, torch.device("cpu"))
     rounds = dtype == HALF
@@ -123,7 +137,11 @@ def test_a_compiled_step_rounds_and_writes_the_same_bits(monkeypatch, form, dtyp
             decay=by_row(4, -20, 1),
             bits=bits.rows if rounds else None,
         )
-        run = compiled_run(rows.weight, rows.weight if copies is None else copies) if compile else layout.in_parts
+        run = (
+            compiled_run(rows.weight, rows.weight if copies is None else copies)
+            if compile
+            else layout.in_parts
+        )
         results.append((rows, run(step_rows, rows, constants)))
     (plain, sums), (found, found_sums) = results
     assert_same_bits(found.weight, plain.weight)

@@ -1,4 +1,5 @@
-"""Where a step's gradients are added up: running sums and trees, in float32 whatever the compute dtype."""
+"""Where a step's gradients are added up: running sums and trees, in float32 whatever the compute
+dtype."""
 
 import itertools
 import math
@@ -28,7 +29,9 @@ def device_kind(request, monkeypatch):
 
 def gradients_of(dtype, *order):
     """With its parameters."""
-    parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+    parameters = {
+        name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()
+    }
     return Gradients(parameters, Layout(parameters), *(order or (None, ()))), parameters
 
 
@@ -38,15 +41,20 @@ def gradient(name, number):
 
 
 def backward(parameters, names, number):
-    """A backward pass whose gradients are those of micro batch `number`, added to what is there as autograd does."""
-    loss = sum((parameters[name] * gradient(name, number).to(parameters[name].dtype)).sum() for name in names)
+    """A backward pass whose gradients are those of micro batch `number`, added to what is there as
+    autograd does."""
+    loss = sum(
+        (parameters[name] * gradient(name, number).to(parameters[name].dtype)).sum()
+        for name in names
+    )
     loss.backward()
 
 
 @every_dtype
 @pytest.mark.parametrize("collected", [(), (3,)], ids=["together", "one before the others"])
 def test_a_running_sum_adds_micro_batches_as_they_come(dtype, collected, device_kind):
-    """The exchange asks for single gradients while the backward pass still runs; nothing is added twice."""
+    """The exchange asks for single gradients while the backward pass still runs; nothing is added
+    twice."""
     gradients, parameters = gradients_of(dtype)
     for _ in range(2):  # the step before leaves nothing
         gradients.zero()
@@ -100,7 +108,9 @@ def test_several_subtrees_have_a_sum_each_and_their_number_changes_between_steps
 
 
 def leaves_of(name, dtype):
-    return torch.stack([gradient(name, number).to(dtype).float().flatten() for number in range(MICRO_BATCHES)])
+    return torch.stack(
+        [gradient(name, number).to(dtype).float().flatten() for number in range(MICRO_BATCHES)]
+    )
 
 
 # The tree of micro batches: exact enough, the same for every number of replicas, and small.
@@ -129,13 +139,18 @@ def perfect_tree(sums):
 
 
 @pytest.mark.parametrize("count", [*range(1, 25), 96])
-def test_any_power_of_two_of_replicas_gives_the_bits_of_one_and_errors_are_those_of_pairwise_summation(count):
-    """Higham 1993: depth * eps/2 * sum of magnitudes, to first order; no binary tree is less deep."""
+def test_any_power_of_two_of_replicas_gives_the_bits_of_one_and_errors_are_those_of_pairwise_summation(
+    count,
+):
+    """Higham 1993: depth * eps/2 * sum of magnitudes, to first order; no binary tree is less
+    deep."""
     leaves = random_leaves(count)
     found = tree_sum(leaves)
     for replicas in (2, 4, 8):
         if count % replicas == 0:
-            assert torch.equal(perfect_tree([tree_sum(part) for part in leaves.chunk(replicas)]), found), replicas
+            assert torch.equal(
+                perfect_tree([tree_sum(part) for part in leaves.chunk(replicas)]), found
+            ), replicas
     bound = math.ceil(math.log2(count)) * 2.0**-24 * leaves.double().abs().sum(0) * 1.001
     assert ((found.double() - leaves.double().sum(0)).abs() <= bound).all()
 
@@ -176,9 +191,12 @@ class Operators(TorchDispatchMode):
 
 
 def test_on_a_gpu_few_kernels_take_in_a_model_whatever_strides_gradients_have():
-    """cuDNN's of a 1 x 1 kernel are channels-last ones, which differ where dimensions have one element."""
+    """cuDNN's of a 1 x 1 kernel are channels-last ones, which differ where dimensions have one
+    element."""
     shape = (8, 4, 1, 1)
-    parameters = {str(number): nn.Parameter(torch.empty(shape, device="meta").half()) for number in range(64)}
+    parameters = {
+        str(number): nn.Parameter(torch.empty(shape, device="meta").half()) for number in range(64)
+    }
     gradients = Gradients(parameters, Layout(parameters), None, ())
     for _ in range(2):
         for parameter in parameters.values():
@@ -187,5 +205,9 @@ def test_on_a_gpu_few_kernels_take_in_a_model_whatever_strides_gradients_have():
         with Operators() as called:
             gradients.accumulate()
         assert all(parameter.grad is None for parameter in parameters.values())
-    kernels = [name for name in called.names if name in ("_foreach_copy_", "copy_", "add_", "_foreach_add_")]
+    kernels = [
+        name
+        for name in called.names
+        if name in ("_foreach_copy_", "copy_", "add_", "_foreach_add_")
+    ]
     assert kernels == ["_foreach_copy_", "add_"]

@@ -1,4 +1,5 @@
-"""The reference of LARS in float64 against timm, torch and numbers by hand; the fast forms against it to the bit."""
+"""The reference of LARS in float64 against timm, torch and numbers by hand; the fast forms against
+it to the bit."""
 
 import pytest
 import timm.optim
@@ -45,25 +46,34 @@ def test_at_one_rate_the_first_form_is_that_of_timm(nesterov):
     """timm's rate is outside the momentum. To a few roundings of float64 a step."""
     common = {"momentum": 0.8, "weight_decay": 0.01, "eps": 0.5, "nesterov": nesterov}
     found = run(Hyperparameters(trust_coefficient=0.3, **common), [0.5] * STEPS)
-    expected = run_library(lambda own: timm.optim.Lars(own, lr=0.5, trust_coeff=0.3, **common), [0.5] * STEPS)
+    expected = run_library(
+        lambda own: timm.optim.Lars(own, lr=0.5, trust_coeff=0.3, **common), [0.5] * STEPS
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     assert (found - drawn(0)).abs().max() > 0.1
 
 
 @every_form
 def test_without_a_ratio_it_is_torchs_sgd(form):
-    """torch's rate is outside the momentum too, in the second form as in torch: there it changes from step to step."""
+    """torch's rate is outside the momentum too, in the second form as in torch: there it changes
+    from step to step."""
     rates = [0.1 + 0.1 * (step % 3) * (form == "momentum") for step in range(STEPS)]
     settings = Hyperparameters(**FORMS[form], momentum=0.8, weight_decay=0.5, adapt=False)
     nesterov = form == "nesterov"
-    expected = run_library(lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.8, nesterov=nesterov), rates)
+    expected = run_library(
+        lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.8, nesterov=nesterov), rates
+    )
     torch.testing.assert_close(run(settings, rates), expected, rtol=0, atol=1e-13)
 
 
 def test_the_second_form_by_hand():
     """m = (2, 4) / 2 + (4, 4) / 2 = (3, 4);  u = m + w = (6, 8);  |w| = 5, |u| = 10."""
-    w, m, g = (torch.tensor(values, dtype=DOUBLE) for values in ([3.0, 4.0], [2.0, 4.0], [4.0, 4.0]))
-    settings = Hyperparameters(trust="momentum", momentum=0.5, weight_decay=1.0, trust_coefficient=0.25, eps=2.5)
+    w, m, g = (
+        torch.tensor(values, dtype=DOUBLE) for values in ([3.0, 4.0], [2.0, 4.0], [4.0, 4.0])
+    )
+    settings = Hyperparameters(
+        trust="momentum", momentum=0.5, weight_decay=1.0, trust_coefficient=0.25, eps=2.5
+    )
     after = lars_formula.updated(w, m, g, 2.0, settings)
     assert after.momentum.tolist() == [3.0, 4.0]
     assert after.ratio.item() == 0.25 * 5 / (10 + 2.5)
@@ -97,15 +107,17 @@ AGREEING = 1536
 @pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
 @every_form
 def test_where_norms_are_exact_the_fast_forms_take_its_steps_to_the_bit(form, compile):
-    """Weights of +-1 and gradients of +-2, of which so many have the weights' sign that float32 holds the norm of the
-    second form's direction, too: 32. All else is the same operations of float32 in the same order. The parameter
-    without a ratio has any values, in several updates."""
+    """Weights of +-1 and gradients of +-2, of which so many have the weights' sign that float32
+    holds the norm of the second form's direction, too: 32. All else is the same operations of
+    float32 in the same order. The parameter without a ratio has any values, in several updates."""
     weights = {"adapted": signs(COUNT, 0), "bare": drawn(1, torch.float32)}
     momenta = {name: torch.zeros_like(value) for name, value in weights.items()}
     if form != "momentum":
         momenta["adapted"] = torch.randn(COUNT, generator=torch.Generator().manual_seed(2))
     agreeing = torch.where(torch.arange(COUNT) < AGREEING, 2.0, -2.0)
-    settings = Hyperparameters(**FORMS[form], momentum=MU, weight_decay=DECAY, trust_coefficient=COEFFICIENT)
+    settings = Hyperparameters(
+        **FORMS[form], momentum=MU, weight_decay=DECAY, trust_coefficient=COEFFICIENT
+    )
     settings = {"adapted": settings, "bare": settings._replace(adapt=False)}
 
     def create(named):
@@ -120,13 +132,18 @@ def test_where_norms_are_exact_the_fast_forms_take_its_steps_to_the_bit(form, co
         assert "is compiled" in state.compile_update()
     state.load_state_dict({"weights": weights, "momentum_buffer": momenta})
     for step in range(3):
-        gradients = {"adapted": agreeing * weights["adapted"], "bare": drawn(3 + step, torch.float32)}
+        gradients = {
+            "adapted": agreeing * weights["adapted"],
+            "bare": drawn(3 + step, torch.float32),
+        }
         for view, gradient in zip(state.gradients.views, gradients.values()):
             view.copy_(8 * gradient)
         state.update(step, LR, torch.tensor(8.0), measure=False)
         found = state.state_dict()
         for name in ["adapted", "bare"] if step == 0 else ["bare"]:
-            after = lars_formula.updated(weights[name], momenta[name], gradients[name], LR, settings[name])
+            after = lars_formula.updated(
+                weights[name], momenta[name], gradients[name], LR, settings[name]
+            )
             weights[name] = after.weight
             momenta[name] = after.momentum
             assert torch.equal(found["weights"][name], after.weight), (step, name)

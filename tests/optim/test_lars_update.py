@@ -14,8 +14,14 @@ from optim.weight_state import WeightState
 from tests.optim.states import BRAIN, FORMS, HALF, SINGLE, lars_step
 from tests.tensors import assert_bitwise_equal
 
-# One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust ratio.
-SHAPES = {"conv.weight": (40, 33, 3), "conv.bias": (7,), "head.weight": (70, 50), "norm.weight": (64,)}
+# One parameter fills many rows of 64, one a part of a row, one exactly a row; two have no trust
+# ratio.
+SHAPES = {
+    "conv.weight": (40, 33, 3),
+    "conv.bias": (7,),
+    "head.weight": (70, 50),
+    "norm.weight": (64,),
+}
 EXEMPT = ("conv.bias", "norm.weight")
 MU = 0.9
 DECAY = 1e-3
@@ -29,7 +35,10 @@ every_kind = pytest.mark.parametrize(("compute", "dtype"), KINDS, ids=str)
 
 def parameters_of(dtype):
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
+    }
 
 
 def create_lars(form):
@@ -38,7 +47,12 @@ def create_lars(form):
             {"params": [parameter for name, parameter in parameters.items() if name not in EXEMPT]},
             {"params": [parameters[name] for name in EXEMPT], "adapt": False, "lr_scale": LR_SCALE},
         ]
-        options = {"momentum": MU, "weight_decay": DECAY, "trust_coefficient": COEFFICIENT, "eps": EPS}
+        options = {
+            "momentum": MU,
+            "weight_decay": DECAY,
+            "trust_coefficient": COEFFICIENT,
+            "eps": EPS,
+        }
         return LARS(groups, lr=0.0, **FORMS[form], **options)
 
     return create
@@ -46,7 +60,9 @@ def create_lars(form):
 
 def state_of(form="gradient", compute=SINGLE, dtype=SINGLE, rounding="stochastic", **options):
     parameters = parameters_of(compute)
-    state = WeightState(parameters.items(), create_lars(form), dtype=dtype, rounding=rounding, seed=3, **options)
+    state = WeightState(
+        parameters.items(), create_lars(form), dtype=dtype, rounding=rounding, seed=3, **options
+    )
     return state, parameters
 
 
@@ -76,8 +92,8 @@ def norm_of(tensors):
 @pytest.mark.parametrize("clip_norm", [None, 20.0])
 @every_form
 def test_updates_are_those_of_the_formulas(form, clip_norm):
-    """Float32 state: five steps of about five roundings each, of numbers as large as the largest weight. So is LARS's
-    own step, which does not clip, and leaves gradients as they are."""
+    """Float32 state: five steps of about five roundings each, of numbers as large as the largest
+    weight. So is LARS's own step, which does not clip, and leaves gradients as they are."""
     largest = 1.0
     state, parameters = state_of(form, clip_norm=clip_norm)
     others = parameters_of(SINGLE)
@@ -116,16 +132,22 @@ def test_updates_are_those_of_the_formulas(form, clip_norm):
             )
             largest = max(largest, np.abs(weights[name]).max())
         for name, parameter in (*parameters.items(), *others.items()):
-            np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=0, atol=25 * 2.0**-24 * largest)
+            np.testing.assert_allclose(
+                parameter.detach().numpy(), weights[name], rtol=0, atol=25 * 2.0**-24 * largest
+            )
         assert norms.gradient.item() == pytest.approx(length, rel=1e-6)
         assert norms.weight.item() == pytest.approx(norm_of(before.values()), rel=1e-6)
-        assert norms.update.item() == pytest.approx(norm_of(before[name] - weights[name] for name in SHAPES), rel=1e-5)
+        assert norms.update.item() == pytest.approx(
+            norm_of(before[name] - weights[name] for name in SHAPES), rel=1e-5
+        )
         assert norms.trust.keys() == {*SHAPES} - {*EXEMPT}
         for name, ratio in norms.trust.items():
             assert ratio.item() == pytest.approx(ratios[name], rel=1e-6)
             assert own.trust_ratios[others[name]].item() == pytest.approx(ratios[name], rel=4e-6)
     for name, momentum in state.state_dict()["momentum_buffer"].items():
-        np.testing.assert_allclose(momentum.numpy(), momenta[name], rtol=0, atol=25 * 2.0**-24 * largest)
+        np.testing.assert_allclose(
+            momentum.numpy(), momenta[name], rtol=0, atol=25 * 2.0**-24 * largest
+        )
 
 
 @every_form
@@ -138,7 +160,9 @@ def test_the_size_of_the_parts_changes_nothing(monkeypatch, form, compute, dtype
     assert norms[:3] == other_norms[:3]
 
 
-@pytest.mark.parametrize(("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)], ids=str)
+@pytest.mark.parametrize(
+    ("compute", "dtype"), [(SINGLE, HALF), (HALF, HALF), (SINGLE, SINGLE)], ids=str
+)
 def test_a_gradient_that_is_not_finite_changes_nothing_under_a_mask(compute, dtype):
     """As on devices that are not asked; a CPU, which is, is in test_weight_state.py."""
     state, parameters = state_of(compute=compute, dtype=dtype)
@@ -159,15 +183,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing_under_a_mask(compute, dty
 def test_where_a_norm_is_zero_the_ratio_is_the_documented_one(trust, otherwise):
     parameters = parameters_of(SINGLE)
     rules = Rules(create_lars(trust)(parameters), parameters, torch.device("cpu"))
-    weight, direction = torch.tensor([[0.0, 4.0, 4.0, 4.0], [4.0, 4.0, 0.0, 4.0]], dtype=torch.float64)
-    assert rules.ratios(weight, direction).tolist() == pytest.approx([otherwise, 1.0, otherwise, 1.0], rel=1e-7)
+    weight, direction = torch.tensor(
+        [[0.0, 4.0, 4.0, 4.0], [4.0, 4.0, 0.0, 4.0]], dtype=torch.float64
+    )
+    assert rules.ratios(weight, direction).tolist() == pytest.approx(
+        [otherwise, 1.0, otherwise, 1.0], rel=1e-7
+    )
 
 
 @pytest.mark.parametrize("weight", [2.0**-20, 0.5, 1.0, 1000.0])
 @pytest.mark.parametrize("direction", [2.0**-20, 0.5, 1.0, 1000.0])
 @pytest.mark.parametrize("trust", ["gradient", "momentum"])
 def test_ratios_of_long_and_short_vectors_are_those_of_the_formula(trust, weight, direction):
-    """Given as sums of squares; norms are powers of two or small integers, whose squares float64 holds."""
+    """Given as sums of squares; norms are powers of two or small integers, whose squares float64
+    holds."""
     parameters = parameters_of(SINGLE)
     rules = Rules(create_lars(trust)(parameters), parameters, torch.device("cpu"))
     squares = (torch.full((4,), norm**2, dtype=torch.float64) for norm in (weight, direction))
@@ -186,7 +215,10 @@ def test_of_sgd_no_parameter_has_a_ratio_and_each_decays_as_its_group():
     assert rules.decay.dtype == SINGLE and rules.decay.tolist() == [0.25, 0.0, 0.0, 0.0]
     expected = {"coefficient": 0.0, "eps": 0.0, "lr_scale": 1.0}
     for name, value in expected.items():
-        assert getattr(rules, name).dtype == torch.float64 and getattr(rules, name).tolist() == [value] * 4
+        assert (
+            getattr(rules, name).dtype == torch.float64
+            and getattr(rules, name).tolist() == [value] * 4
+        )
     assert rules.ratios(torch.full((4,), 9.0), torch.full((4,), 4.0)).tolist() == [1.0] * 4
 
 
@@ -213,7 +245,8 @@ def test_the_largest_gradients_of_float32_are_finite(form):
 
 
 def test_weights_of_the_compute_dtype_are_the_parameters_themselves():
-    """No copy of them: float16 weights, momentum and float32 gradients are all that a model needs, 8 bytes each."""
+    """No copy of them: float16 weights, momentum and float32 gradients are all that a model needs,
+    8 bytes each."""
     state, parameters = state_of(compute=HALF, dtype=HALF)
     assert next(iter(parameters.values())).data_ptr() == state.flat.data_ptr()
 
@@ -221,7 +254,9 @@ def test_weights_of_the_compute_dtype_are_the_parameters_themselves():
 @every_form
 def test_a_gradient_that_is_short_enough_is_not_clipped(form):
     """Nor made longer: the bits of an update without a limit."""
-    assert_bitwise_equal(updated(state_of(form, clip_norm=1e6)[0])[0], updated(state_of(form)[0])[0])
+    assert_bitwise_equal(
+        updated(state_of(form, clip_norm=1e6)[0])[0], updated(state_of(form)[0])[0]
+    )
 
 
 @every_form
@@ -234,14 +269,28 @@ def test_the_norm_of_an_update_that_is_not_made_is_not_known(form):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
-@pytest.mark.parametrize(("w", "g"), [(0.0, 0.0), (0.0, 2.0), (3.0, 0.0)], ids=["both", "weights", "gradient"])
+@pytest.mark.parametrize(
+    ("w", "g"), [(0.0, 0.0), (0.0, 2.0), (3.0, 0.0)], ids=["both", "weights", "gradient"]
+)
 @pytest.mark.parametrize(("trust", "without_norm"), [("gradient", 1.0), ("momentum", 0.25)])
-def test_where_a_norm_is_zero_lars_by_itself_takes_the_documented_ratio(trust, without_norm, w, g, decay):
-    """Powers of two and small integers: exact. With weight decay the second form has a direction without a gradient."""
+def test_where_a_norm_is_zero_lars_by_itself_takes_the_documented_ratio(
+    trust, without_norm, w, g, decay
+):
+    """Powers of two and small integers: exact.
+
+    With weight decay the second form has a direction without a gradient.
+    """
     weight = nn.Parameter(torch.full((4,), w))
     bare = nn.Parameter(torch.ones(4))
     weight.grad = torch.full((4,), g)
-    optimizer = LARS([weight, bare], lr=0.5, momentum=0.5, weight_decay=decay, trust_coefficient=0.25, trust=trust)
+    optimizer = LARS(
+        [weight, bare],
+        lr=0.5,
+        momentum=0.5,
+        weight_decay=decay,
+        trust_coefficient=0.25,
+        trust=trust,
+    )
     optimizer.step()
     ratio = 0.25 / decay if trust == "momentum" and w and decay else without_norm
     direction = (g if trust == "gradient" else 0.5 * g) + decay * w
@@ -257,23 +306,28 @@ def test_where_a_norm_is_zero_lars_by_itself_takes_the_documented_ratio(trust, w
 )
 @pytest.mark.parametrize("trust", ["gradient", "momentum"])
 def test_lars_by_itself_takes_norms_in_float32(trust, count, w, g):
-    """In float16 the norm of a million 80s is infinite, and that of three smallest numbers is 15 % off. The
-    norms are exact to a few 2**-24; the direction of the second form, (1 - 0.5) g, is exact in float16's steps
-    because momentum is float32."""
+    """In float16 the norm of a million 80s is infinite, and that of three smallest numbers is 15 %
+    off. The norms are exact to a few 2**-24; the direction of the second form, (1 - 0.5) g, is
+    exact in float16's steps because momentum is float32."""
     weight = nn.Parameter(torch.full((count,), w, dtype=HALF))
     weight.grad = torch.full((count,), g, dtype=HALF)
     optimizer = LARS([weight], lr=0.0, momentum=0.5, trust_coefficient=1.0, trust=trust)
     optimizer.step()
     direction = g if trust == "gradient" else 0.5 * g
     assert optimizer.trust_ratios[weight].item() == pytest.approx(w / direction, rel=2**-20)
-    assert optimizer.trust_ratios[weight].dtype == optimizer.state[weight]["momentum_buffer"].dtype == SINGLE
+    assert (
+        optimizer.trust_ratios[weight].dtype
+        == optimizer.state[weight]["momentum_buffer"].dtype
+        == SINGLE
+    )
 
 
 # Backends.
 
 
 def assert_alike(state, parameters, expected, norms, dtype, tolerance=0.0):
-    """Rounding may differ in a float32 bit, and then, in float16, once in 2**13 elements by a spacing.
+    """Rounding may differ in a float32 bit, and then, in float16, once in 2**13 elements by a
+    spacing.
 
     tolerance: of the module's parameters, relative to the weights of which they are copies.
     """
@@ -313,10 +367,13 @@ def test_compiled_it_steps_alike(form, compute, dtype):
     ],
     ids=["none", "failing", "nearest", "float16 copies of float32 weights"],
 )
-def test_what_cannot_be_compiled_steps_uncompiled_and_a_line_says_so(monkeypatch, environment, options):
+def test_what_cannot_be_compiled_steps_uncompiled_and_a_line_says_so(
+    monkeypatch, environment, options
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(compilation, "library", compilation.library.__wrapped__)  # nothing compiled before
+    # nothing compiled before
+    monkeypatch.setattr(compilation, "library", compilation.library.__wrapped__)
     state, _ = state_of(**options)
     assert state.compile_update().startswith("engine.compile: the update runs uncompiled: ")
     assert_bitwise_equal(updated(state)[0], updated(state_of(**options)[0])[0])
@@ -372,8 +429,8 @@ def test_triton_leaves_out_what_is_not_finite(triton_update):
 
 
 def test_triton_rounds_the_same_values_to_the_same_bits(triton_update, monkeypatch):
-    """Without decay, momentum and ratios, and with gradients that are 0, nothing is computed before the rounding: the
-    float32 gradients of the second step are what is rounded."""
+    """Without decay, momentum and ratios, and with gradients that are 0, nothing is computed before
+    the rounding: the float32 gradients of the second step are what is rounded."""
     results = []
     for kind in (LarsUpdate, triton_update):
         monkeypatch.setattr(lars, "update_class", lambda device, kind=kind: kind)
@@ -383,7 +440,9 @@ def test_triton_rounds_the_same_values_to_the_same_bits(triton_update, monkeypat
             lambda named: LARS([{"params": list(named.values()), "adapt": False}], lr=0.0, momentum=0.0),
             dtype=HALF, rounding="stochastic", seed=5,
         )  # fmt: skip
-        values = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-9, 6, 5000)
+        values = torch.randn(
+            5000, generator=torch.Generator().manual_seed(0)
+        ) * 10.0 ** torch.linspace(-9, 6, 5000)
         state.gradients.flat[:5000] = values
         state.update(7, 1.0, torch.ones(()), False)
         results.append(state.state_dict())

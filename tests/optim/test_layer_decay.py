@@ -1,4 +1,5 @@
-"""Learning rates that decay with the distance from the classifier: timm's scales, for every optimizer."""
+"""Learning rates that decay with the distance from the classifier: timm's scales, for every
+optimizer."""
 
 import pytest
 import timm
@@ -24,7 +25,10 @@ def of_timm(architecture):
 @pytest.mark.parametrize(
     ("section", "theirs"),
     [
-        ({"name": "efficientnet_b0", "norm": "batch", "group_size": 1, "expansion": 6}, "tf_efficientnet_b0"),
+        (
+            {"name": "efficientnet_b0", "norm": "batch", "group_size": 1, "expansion": 6},
+            "tf_efficientnet_b0",
+        ),
         pytest.param(
             {"name": "efficientnet_b2", "norm": "batch", "group_size": 1, "expansion": 6},
             "efficientnet_b2",
@@ -33,7 +37,9 @@ def of_timm(architecture):
         (of_timm("vit_tiny_patch16_224"), "vit_tiny_patch16_224"),
         pytest.param(of_timm("convnext_atto"), "convnext_atto", marks=pytest.mark.slow),
         (of_timm("resnet18"), "resnet18"),
-        pytest.param(of_timm("tf_efficientnetv2_b0"), "tf_efficientnetv2_b0", marks=pytest.mark.slow),
+        pytest.param(
+            of_timm("tf_efficientnetv2_b0"), "tf_efficientnetv2_b0", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -51,10 +57,17 @@ def test_rates_are_those_of_timm(section, theirs):
     found = depths(section)
     parameters = {name: torch.nn.Parameter(torch.zeros(1)) for name in found}
     optimizer = factory.create(
-        Optimizer(name="sgd", skip=[], layer_decay=DECAY), parameters, norm_parameters=(), depths=found
+        Optimizer(name="sgd", skip=[], layer_decay=DECAY),
+        parameters,
+        norm_parameters=(),
+        depths=found,
     )
-    of_parameter = {id(each): group["lr_scale"] for group in optimizer.param_groups for each in group["params"]}
-    assert {timm_name(section, name): of_parameter[id(each)] for name, each in parameters.items()} == expected
+    of_parameter = {
+        id(each): group["lr_scale"] for group in optimizer.param_groups for each in group["params"]
+    }
+    assert {
+        timm_name(section, name): of_parameter[id(each)] for name, each in parameters.items()
+    } == expected
     assert len(set(expected.values())) > 5 and max(expected.values()) == 1.0
 
 
@@ -71,8 +84,13 @@ def state(parameters, section, dtype, rounding):
 @pytest.mark.parametrize(
     ("kind", "dtype", "rounding", "compute"),
     [
-        # LARS and LAMB, with and without OptimizerUpdate, are fast in all formats, each other optimizer in one.
-        pytest.param(kind, *form, marks=() if kind in ("lars", "lamb") or number == place % 5 else pytest.mark.slow)
+        # LARS and LAMB, with and without OptimizerUpdate, are fast in all formats, each other
+        # optimizer in one.
+        pytest.param(
+            kind,
+            *form,
+            marks=() if kind in ("lars", "lamb") or number == place % 5 else pytest.mark.slow,
+        )
         for place, kind in enumerate(SECTIONS)
         for number, form in enumerate(FORMATS)
     ],
@@ -97,7 +115,8 @@ def test_each_parameter_steps_as_at_its_own_rate(kind, dtype, rounding, compute)
 
 
 def assert_near(found, expected):
-    """Rates are products of three factors in another order, rounded in float64, then to float32: one unit apart."""
+    """Rates are products of three factors in another order, rounded in float64, then to float32:
+    one unit apart."""
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=3 * torch.finfo(found.dtype).eps, atol=1e-7)
 

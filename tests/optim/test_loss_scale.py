@@ -23,13 +23,16 @@ def after(scale, *finite):
         pytest.param(128.0, True, [True] * 1999, 128.0, id="not yet doubled"),
         pytest.param(128.0, True, [True] * 4000, 512.0, id="doubled twice"),
         pytest.param(128.0, True, [*[True] * 1999, False, *[True] * 1999], 64.0, id="counted anew"),
-        pytest.param(128.0, True, [*[True] * 1999, False, *[True] * 2000], 128.0, id="doubled after that"),
+        pytest.param(
+            128.0, True, [*[True] * 1999, False, *[True] * 2000], 128.0, id="doubled after that"
+        ),
         pytest.param(1.0, True, [False] * 40, 2.0**-14, id="never below"),
         pytest.param(2.0**23, True, [True] * 4000, 2.0**24, id="never above"),
     ],
 )
 def test_the_scale_after_a_history(start, dynamic, finite, expected):
-    """The bounds are 2**-14 and 2**24: halved or doubled further, 1 / scale or the loss would leave float32."""
+    """The bounds are 2**-14 and 2**24: halved or doubled further, 1 / scale or the loss would leave
+    float32."""
     assert after(LossScale(start, dynamic, CPU), *finite).scale.item() == expected
 
 
@@ -62,7 +65,8 @@ def test_a_loaded_scale_goes_on_where_the_saved_one_was():
 
 
 def test_nothing_waits_for_the_device():
-    """On tensors without values, as those that a device has not computed yet, reading one raises."""
+    """On tensors without values, as those that a device has not computed yet, reading one
+    raises."""
     with FakeTensorMode():
         scale = LossScale(128.0, True, torch.device("cuda"))
         scale.update(torch.ones((), dtype=torch.bool, device="cuda"))

@@ -1,4 +1,5 @@
-"""Muon against its closed form, timm, torch and AdamW; which parameters are matrices; its bits on several threads."""
+"""Muon against its closed form, timm, torch and AdamW; which parameters are matrices; its bits on
+several threads."""
 
 import collections
 import functools
@@ -34,7 +35,10 @@ DECAY = 0.05
 
 def random_values(seed):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
 
 
 def polynomial(values, steps):
@@ -45,14 +49,16 @@ def polynomial(values, steps):
     return values
 
 
-# Making matrices orthogonal ------------------------------------------------------------------------------------------
+# Making matrices orthogonal -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (6, 6), (2, 40)], ids=str)
 @pytest.mark.parametrize("steps", [1, 5, 7])
 def test_singular_values_become_those_of_the_polynomial_and_the_vectors_stay(shape, steps):
-    """The closed form, by numpy's decomposition. Each of 7 steps magnifies errors of float64 by 3.4 at most, so by
-    5,300 in all, of a few 2e-16."""
+    """The closed form, by numpy's decomposition.
+
+    Each of 7 steps magnifies errors of float64 by 3.4 at most, so by 5,300 in all, of a few 2e-16.
+    """
     drawn = np.random.RandomState(0).randn(3, *shape)
     left, values, right = np.linalg.svd(drawn, full_matrices=False)
     values = values / np.linalg.norm(values, axis=1, keepdims=True)
@@ -62,29 +68,38 @@ def test_singular_values_become_those_of_the_polynomial_and_the_vectors_stay(sha
 
 
 def test_five_steps_bring_singular_values_into_the_published_range():
-    """Between 0.5 and 1.5 says the authors' code. Above 1 % of the norm they are between 0.68 and 1.14, and smaller
-    ones grow 3.4445^5 = 485 times."""
+    """Between 0.5 and 1.5 says the authors' code.
+
+    Above 1 % of the norm they are between 0.68 and 1.14, and smaller ones grow 3.4445^5 = 485
+    times.
+    """
     values = polynomial(np.linspace(0.01, 1, 100_000), 5)
     assert 0.68 < values.min() < 0.69 and 1.13 < values.max() < 1.14
     found = torch.linalg.svdvals(orthogonalized(torch.diag(torch.linspace(0.02, 1, 16))[None], 5))
     assert found.min() > 0.68 and found.max() < 1.14
     tiny = torch.diag(torch.tensor([1.0, 1e-6]))[None]
-    assert torch.linalg.svdvals(orthogonalized(tiny, 5))[0, 1].item() == pytest.approx(485e-6, rel=1e-3)
+    assert torch.linalg.svdvals(orthogonalized(tiny, 5))[0, 1].item() == pytest.approx(
+        485e-6, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e36])
 def test_the_size_of_finite_gradients_does_not_matter(factor):
-    """Squares of 1e36 are infinite in float32. Rounding 2**-24 grows 485 times at most where singular values are small;
-    these are not."""
+    """Squares of 1e36 are infinite in float32.
+
+    Rounding 2**-24 grows 485 times at most where singular values are small; these are not.
+    """
     drawn = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(orthogonalized(drawn * factor, 5), orthogonalized(drawn, 5), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        orthogonalized(drawn * factor, 5), orthogonalized(drawn, 5), rtol=0, atol=1e-5
+    )
 
 
 def test_zeros_stay_zeros():
     assert torch.equal(orthogonalized(torch.zeros(2, 3, 5), 5), torch.zeros(2, 3, 5))
 
 
-# Steps ---------------------------------------------------------------------------------------------------------------
+# Steps --------------------------------------------------------------------------------------------
 
 
 def parameters_of(dtype=torch.float64):
@@ -93,7 +108,12 @@ def parameters_of(dtype=torch.float64):
 
 def muon_of(parameters, **numbers):
     section = Optimizer(
-        name="muon", beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY, **{**NUMBERS, **numbers}
+        name="muon",
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        eps=EPS,
+        weight_decay=DECAY,
+        **{**NUMBERS, **numbers},
     )
     return factory.create(section, parameters, [], dict.fromkeys(MATRICES, 1))
 
@@ -112,8 +132,11 @@ def steps_of(optimizer, parameters, steps=STEPS):
 
 
 def assert_close(ours, theirs, names, tolerance):
-    """Relative to the largest weight. Both in float64, where 12 updates of singular values that grow 485 times carry a
-    rounding of 2e-16 to 1e-12."""
+    """Relative to the largest weight.
+
+    Both in float64, where 12 updates of singular values that grow 485 times carry a rounding of
+    2e-16 to 1e-12.
+    """
     for name in names:
         largest = theirs[name].detach().abs().max().item()
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance * largest)
@@ -121,19 +144,31 @@ def assert_close(ours, theirs, names, tolerance):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_steps_are_those_of_timm(nesterov, monkeypatch):
-    """timm rounds the products of matrices to bfloat16, which is not the subject. With Nesterov momentum its other
-    parameters take NAdam's steps; here they are AdamW's in any case."""
+    """timm rounds the products of matrices to bfloat16, which is not the subject.
+
+    With Nesterov momentum its other parameters take NAdam's steps; here they are AdamW's in any
+    case.
+    """
     theirs = pytest.importorskip("timm.optim.muon", reason="timm has Muon from 1.0.23 on")
     exact = functools.partial(theirs.zeropower_via_newtonschulz, dtype=torch.float64)
     monkeypatch.setattr(theirs, "zeropower_via_newtonschulz", exact)
     ours = parameters_of()
     expected = parameters_of()
     optimizer = muon_of(ours, nesterov=nesterov)
-    common = {"lr": 0.0, "momentum": NUMBERS["momentum"], "betas": BETAS, "ns_coefficients": "original"}
+    common = {
+        "lr": 0.0,
+        "momentum": NUMBERS["momentum"],
+        "betas": BETAS,
+        "ns_coefficients": "original",
+    }
     groups = [
         {"params": [expected[name] for name in MATRICES], "nesterov": nesterov},
         {"params": [expected["bias"]], "use_fallback": True, "eps": EPS, "weight_decay": 0.0},
-        {"params": [expected[name] for name in ("first", "last")], "use_fallback": True, "eps": EPS},
+        {
+            "params": [expected[name] for name in ("first", "last")],
+            "use_fallback": True,
+            "eps": EPS,
+        },
     ]
     reference = timm.optim.Muon(groups, weight_decay=DECAY, **common)
     steps_of(optimizer, ours)
@@ -149,7 +184,11 @@ def test_steps_of_matrices_are_those_of_torch(nesterov, monkeypatch):
     ours = parameters_of()
     expected = parameters_of()
     matrices = {name: nn.Parameter(expected[name].detach().flatten(1)) for name in MATRICES}
-    options = {"momentum": NUMBERS["momentum"], "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+    options = {
+        "momentum": NUMBERS["momentum"],
+        "weight_decay": DECAY,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
     reference = torch.optim.Muon(matrices.values(), lr=0.0, nesterov=nesterov, **options)
     optimizer = muon_of(ours, nesterov=nesterov)
     for step in range(STEPS):
@@ -181,11 +220,13 @@ def test_all_other_parameters_take_the_steps_of_adamw_at_their_own_rate():
 
 
 def test_rates_of_adamw_are_of_use():
-    """An element of a step at rate 1 is 0.2 in the root mean square, as about AdamW's, whatever the shape; up to the
-    singular values, which are 0.68 to 1.14 instead of 1."""
+    """An element of a step at rate 1 is 0.2 in the root mean square, as about AdamW's, whatever the
+    shape; up to the singular values, which are 0.68 to 1.14 instead of 1."""
     parameters = {name: value for name, value in parameters_of().items() if name in MATRICES}
     before = {name: value.detach().clone() for name, value in parameters.items()}
-    optimizer = factory.create(Optimizer(name="muon", weight_decay=0.0), parameters, [], dict.fromkeys(MATRICES, 1))
+    optimizer = factory.create(
+        Optimizer(name="muon", weight_decay=0.0), parameters, [], dict.fromkeys(MATRICES, 1)
+    )
     for group in optimizer.param_groups:
         group["lr"] = 1.0
     for name, parameter in parameters.items():
@@ -216,21 +257,31 @@ def test_each_group_of_a_convolution_is_a_matrix_of_its_own():
     assert (whole - stacked).abs().max() > 1e-3
 
 
-# Which parameters are matrices of hidden layers -----------------------------------------------------------------------
+# Which parameters are matrices of hidden layers ---------------------------------------------------
 
 
 def convolutions_of(model):
-    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d)
+    }
 
 
 @pytest.mark.parametrize("group_size", [1, 16])
 def test_hidden_layers_are_all_convolutions_but_the_first_and_depthwise_ones(group_size):
     """And not the classifier. Groups are the convolution's own."""
-    model = build(Model(name="efficientnet_b0", width=0.5, depth=0.4, image_size=32, group_size=group_size), 0)
+    model = build(
+        Model(name="efficientnet_b0", width=0.5, depth=0.4, image_size=32, group_size=group_size), 0
+    )
     hidden = factory.hidden_layers(model)
     convolutions = convolutions_of(model)
-    assert "stem.conv_stem.weight" in convolutions and "head.classifier.weight" in dict(model.named_parameters())
-    depthwise = {name for name, module in convolutions.items() if module.in_channels == module.groups}
+    assert "stem.conv_stem.weight" in convolutions and "head.classifier.weight" in dict(
+        model.named_parameters()
+    )
+    depthwise = {
+        name for name, module in convolutions.items() if module.in_channels == module.groups
+    }
     assert set(hidden) == set(convolutions) - depthwise - {"stem.conv_stem.weight"}
     assert bool(depthwise) == (group_size == 1)
     assert {name: convolutions[name].groups for name in hidden} == hidden
@@ -239,14 +290,20 @@ def test_hidden_layers_are_all_convolutions_but_the_first_and_depthwise_ones(gro
 
 def test_layers_of_any_module_are_taken_in_their_order():
     module = nn.Sequential(
-        nn.Embedding(7, 6), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1), nn.Linear(1, 4), nn.Linear(4, 3)
+        nn.Embedding(7, 6),
+        nn.Linear(6, 5),
+        nn.LayerNorm(5),
+        nn.Linear(5, 1),
+        nn.Linear(1, 4),
+        nn.Linear(4, 3),
     )
     assert factory.hidden_layers(module) == {"1.weight": 1}
     assert factory.hidden_layers(nn.Linear(3, 4)) == factory.hidden_layers(nn.LayerNorm(3)) == {}
 
 
 class Tabled(nn.Module):
-    """Torch's attention, transposed convolution in two groups, and between them a table and an embedding."""
+    """Torch's attention, transposed convolution in two groups, and between them a table and an
+    embedding."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +320,10 @@ class Tabled(nn.Module):
 def test_hidden_layers_are_multiplied_by_and_no_table_or_token_is_one():
     projections = ("attention.q_proj_weight", "attention.k_proj_weight", "attention.v_proj_weight")
     others = ("attention.out_proj.weight", "own.in_proj_weight", "own.out_proj.weight")
-    assert factory.hidden_layers(Tabled()) == {**dict.fromkeys((*projections, *others), 1), "larger.weight": 2}
+    assert factory.hidden_layers(Tabled()) == {
+        **dict.fromkeys((*projections, *others), 1),
+        "larger.weight": 2,
+    }
 
 
 class Own(nn.Module):
@@ -277,7 +337,9 @@ class Own(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
-@pytest.mark.parametrize(("kind", "matrix"), [("spectral_norm", "original"), ("weight_norm", "original1")])
+@pytest.mark.parametrize(
+    ("kind", "matrix"), [("spectral_norm", "original"), ("weight_norm", "original1")]
+)
 def test_a_parametrised_layer_is_a_layer(kind, matrix):
     """The first and the last one count as these, whatever their weights are made of."""
     if not hasattr(parametrizations, kind):
@@ -299,7 +361,9 @@ def test_what_a_parametrisation_stores_need_be_no_matrix_of_the_layer():
 
     middle = nn.Conv2d(4, 4, 1, groups=2)
     parametrize.register_parametrization(middle, "weight", Scaled())
-    assert factory.hidden_layers(nn.Sequential(nn.Conv2d(4, 4, 1), middle, nn.Conv2d(4, 4, 1))) == {}
+    assert (
+        factory.hidden_layers(nn.Sequential(nn.Conv2d(4, 4, 1), middle, nn.Conv2d(4, 4, 1))) == {}
+    )
 
 
 def test_of_other_modules_matrices_are_not_known():
@@ -309,14 +373,18 @@ def test_of_other_modules_matrices_are_not_known():
     assert factory.hidden_layers(module) == {"4.weight": 1}
 
 
-@pytest.mark.parametrize("architecture", ["swin_tiny_patch4_window7_224", "beit_base_patch16_224", "tiny_vit_5m_224"])
+@pytest.mark.parametrize(
+    "architecture", ["swin_tiny_patch4_window7_224", "beit_base_patch16_224", "tiny_vit_5m_224"]
+)
 def test_hidden_layers_of_timms_models_are_weights_of_linear_layers_and_convolutions(architecture):
     with without_memory():
         model = timm.create_model(architecture)
     hidden = factory.hidden_layers(model)
     multiplied = {}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and len(module.weight) > getattr(module, "groups", 1):
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and len(module.weight) > getattr(
+            module, "groups", 1
+        ):
             multiplied[f"{name}.weight"] = getattr(module, "groups", 1)
     first, *between, _ = multiplied
     assert list(hidden) == between and first.startswith("patch_embed.")
@@ -350,7 +418,9 @@ def test_products_of_a_b4_cost_what_the_page_says(by_group, expected):
     kinds = collections.Counter()
     for name, groups in hidden.items():
         matrices = groups if by_group else 1
-        kinds[weights[name].detach().reshape(matrices, len(weights[name]) // matrices, -1).shape] += 1
+        kinds[
+            weights[name].detach().reshape(matrices, len(weights[name]) // matrices, -1).shape
+        ] += 1
     flops = 0
     for shape, count in kinds.items():
         with flop_counter.FlopCounterMode(display=False) as counter:
@@ -361,7 +431,7 @@ def test_products_of_a_b4_cost_what_the_page_says(by_group, expected):
     assert f"{expected} GFLOP" in page or f"would be {expected}." in page
 
 
-# Bits ----------------------------------------------------------------------------------------------------------------
+# Bits ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -373,8 +443,9 @@ def threads():
 
 
 def test_bits_do_not_depend_on_threads(threads, monkeypatch):
-    """A library that divides a product of matrices among threads may add in another order: MKL does with three threads
-    and these shapes. One thread makes the products; afterwards there are as many as before."""
+    """A library that divides a product of matrices among threads may add in another order: MKL does
+    with three threads and these shapes. One thread makes the products; afterwards there are as many
+    as before."""
     used = []
 
     def noted(*arguments):

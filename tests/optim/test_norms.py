@@ -1,4 +1,5 @@
-"""Norms of gradients whose squares float32 cannot hold, against float64, in every place that takes norms."""
+"""Norms of gradients whose squares float32 cannot hold, against float64, in every place that takes
+norms."""
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ SHAPES = {"conv.weight": (30, 7, 3), "head.weight": (64,), "zero": (5,)}
 MU = 0.9
 COEFFICIENT = 0.02
 LR = 0.5
-# Squares of the first two overflow, of the last two underflow; of 1e-21 they are subnormal, with a few bits.
-# NumPy's warning, in Triton's interpreter.
+# Squares of the first two overflow, of the last two underflow; of 1e-21 they are subnormal, with a
+# few bits. NumPy's warning, in Triton's interpreter.
 overflows = pytest.mark.filterwarnings("ignore:overflow encountered")
 SIZES = (1e30, 3e19, 1e-21, 1e-25, 1e-36)
 every_form = pytest.mark.parametrize("trust", ["gradient", "momentum"])
@@ -26,7 +27,10 @@ every_form = pytest.mark.parametrize("trust", ["gradient", "momentum"])
 def values_of(seed, size):
     """float32 values of each parameter, whose gradient is `size`; those of "zero" are 0."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) * size * (name != "zero") for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator) * size * (name != "zero")
+        for name, shape in SHAPES.items()
+    }
 
 
 def length_of(tensors):
@@ -74,11 +78,15 @@ def state_of(request, monkeypatch):
     ],
 )
 def test_lars_steps_by_norms_that_float32_squares_would_spoil(state_of, trust, size):
-    """Two steps, the second with other gradients; float32 rounding of a few operations. Parameters that are 0 have the
-    documented ratio."""
+    """Two steps, the second with other gradients; float32 rounding of a few operations.
+
+    Parameters that are 0 have the documented ratio.
+    """
     weights = values_of(0, 1.0)
     state = state_of(trust, weights)
-    expected = {name: (each.double().numpy(), np.zeros(each.shape)) for name, each in weights.items()}
+    expected = {
+        name: (each.double().numpy(), np.zeros(each.shape)) for name, each in weights.items()
+    }
     for step in range(2):
         gradients = values_of(1 + step, size)
         for view, gradient in zip(state.gradients.views, gradients.values()):
@@ -102,7 +110,9 @@ def test_lars_by_itself_takes_such_norms_too(trust, size):
     weights = values_of(0, 1.0)
     gradients = values_of(1, size)
     parameters = {name: nn.Parameter(each.clone()) for name, each in weights.items()}
-    optimizer = LARS(parameters.values(), lr=LR, momentum=MU, trust_coefficient=COEFFICIENT, trust=trust)
+    optimizer = LARS(
+        parameters.values(), lr=LR, momentum=MU, trust_coefficient=COEFFICIENT, trust=trust
+    )
     for name, parameter in parameters.items():
         parameter.grad = gradients[name]
     optimizer.step()
@@ -130,7 +140,8 @@ def test_weights_of_such_sizes_have_their_norms(state_of, size):
 
 
 def test_no_ratio_becomes_infinite(state_of):
-    """A gradient of 1e-44 asks for a ratio above the largest number: with infinity the step would be NaN."""
+    """A gradient of 1e-44 asks for a ratio above the largest number: with infinity the step would
+    be NaN."""
     weights = values_of(0, 1.0)
     state = state_of("gradient", weights)
     state.gradients.views[0].fill_(1e-44)
@@ -141,8 +152,8 @@ def test_no_ratio_becomes_infinite(state_of):
 @pytest.mark.parametrize("size", [1e37, 3e19, 1e-25])
 @pytest.mark.parametrize("name", ["sgd without momentum", "lars"])
 def test_gradients_of_such_sizes_are_clipped_to_the_limit(name, size):
-    """A step against the whole gradient, of the limit's length, or of its own where that is shorter. The whole norm
-    of 1e37 is more than float32 has."""
+    """A step against the whole gradient, of the limit's length, or of its own where that is
+    shorter. The whole norm of 1e37 is more than float32 has."""
     section = {**states.SECTIONS[name], "weight_decay": 0.0, "skip": [], "clip_norm": 2.0}
     if name == "lars":
         section.update(momentum=0.0, skip=["bias", "norm"], skip_lr_scale=1.0)
@@ -171,7 +182,8 @@ def test_gradients_of_such_sizes_are_clipped_to_the_limit(name, size):
     ],
 )
 def test_a_replica_that_makes_its_own_update_has_such_norms(kind, size):
-    """LARS's steps do not depend on the gradient's size, nor do clipped ones: those of ordinary gradients."""
+    """LARS's steps do not depend on the gradient's size, nor do clipped ones: those of ordinary
+    gradients."""
     kind = {**test_replica_update.OPTIMIZERS[kind], "weight_decay": 0.0}
     made = []
     for factor in (1.0, size / test_replica_update.DIVISOR):

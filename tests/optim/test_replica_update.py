@@ -1,4 +1,5 @@
-"""What replicas add to their residuals, against the optimizers' own steps; and the sketch: linear, with the norm."""
+"""What replicas add to their residuals, against the optimizers' own steps; and the sketch: linear,
+with the norm."""
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from recipe.optimization import Optimizer
 from tests.parallel import threads
 from tests.tensors import assert_bitwise_equal
 
-SHAPES = {"conv.weight": (24, 16, 3, 3), "conv.bias": (24,), "norm.weight": (24,), "head.weight": (10, 24)}
+SHAPES = {
+    "conv.weight": (24, 16, 3, 3),
+    "conv.bias": (24,),
+    "norm.weight": (24,),
+    "head.weight": (10, 24),
+}
 STEPS = 5
 DIVISOR = 256.0
 LR = 0.5
@@ -38,7 +44,10 @@ def gradients(step, replica=0):
 def weights_of(section):
     """A WeightState that makes the optimizer's steps itself, and its optimizer."""
     generator = torch.Generator().manual_seed(0)
-    made = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    made = {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
     create = lambda named: factory.create(section, named, ["norm.weight"])  # noqa: E731
     options = {"rounding": "nearest", "seed": 0, "clip_norm": section.clip_norm}
     return WeightState(made.items(), create, dtype=torch.float32, **options), create(made)
@@ -58,7 +67,12 @@ class Replica:
         section = Optimizer(**(OPTIMIZERS[kind] if isinstance(kind, str) else kind))
         self.weights, optimizer = weights_of(section)
         self.update = self.weights.create_replica_update(
-            optimizer, clip_norm=section.clip_norm, buckets=buckets, replicas=replicas, add_up=add_up, whole=whole
+            optimizer,
+            clip_norm=section.clip_norm,
+            buckets=buckets,
+            replicas=replicas,
+            add_up=add_up,
+            whole=whole,
         )
         self.residual = torch.zeros_like(self.weights.flat)
 
@@ -86,7 +100,9 @@ def of_the_mean(kind, size):
     """A replica alone with the mean of what the others have."""
     alone = Replica(kind)
     for step in range(2):
-        alone([sum(parts) / size for parts in zip(*(gradients(step, rank) for rank in range(size)))])
+        alone(
+            [sum(parts) / size for parts in zip(*(gradients(step, rank) for rank in range(size)))]
+        )
     return alone
 
 
@@ -108,13 +124,17 @@ def test_a_replica_alone_makes_the_optimizers_steps(kind):
 @every_optimizer
 @pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_the_parts_of_all_replicas_add_up_to_the_update_of_one(kind, replicas):
-    """With so many buckets norms are exact to 1 % each; without a norm to rounding. Without the others' part, and with
-    its own norms, a replica alone would be half off and more."""
+    """With so many buckets norms are exact to 1 % each; without a norm to rounding.
+
+    Without the others' part, and with its own norms, a replica alone would be half off and more.
+    """
     made = threads.run(replicas, together, kind, 4099)
     alone = of_the_mean(kind, replicas)
     found = sum(replica.residual for replica in made)
     expected = alone.residual
-    assert (found - expected).norm() < (1e-6 if kind in ("sgd", "sgd, Nesterov") else 0.05) * expected.norm()
+    assert (found - expected).norm() < (
+        1e-6 if kind in ("sgd", "sgd, Nesterov") else 0.05
+    ) * expected.norm()
 
 
 def test_all_replicas_take_the_same_ratios_near_those_of_the_mean_gradient():
@@ -138,7 +158,8 @@ def test_an_update_that_is_not_finite_changes_nothing(kind):
 
 @pytest.mark.parametrize("kind", ["lars", "lars, clipped", "lars by momentum, clipped"])
 def test_norms_are_those_of_the_mean_gradient(kind):
-    """Of one replica they are exact: over all parameters, before clipping, and the ratios of those that have one."""
+    """Of one replica they are exact: over all parameters, before clipping, and the ratios of those
+    that have one."""
     replica = Replica(kind)
     replica(gradients(0))
     wanted = updated(weights_of(Optimizer(**OPTIMIZERS[kind]))[0], 0, measure=True)
@@ -176,7 +197,8 @@ VECTORS = {
 
 @pytest.mark.parametrize("kind", VECTORS)
 def test_the_norm_is_found_to_one_over_the_root_of_twice_the_buckets(kind):
-    """The error of a norm, over 300 vectors: no bias beyond 4 standard errors, and at most 1.3 times the deviation.
+    """The error of a norm, over 300 vectors: no bias beyond 4 standard errors, and at most 1.3
+    times the deviation.
 
     Vectors that are multiples of each other have one error, which is within four deviations.
     """
@@ -194,14 +216,18 @@ def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches_and_of_a_vector_the_same
     made = Sketch([[(0, 1000)], [(1024, 77), (1152, 3000)]], BUCKETS, CPU)
     parts = [drawn(4200, seed=seed) for seed in range(5)]
     torch.testing.assert_close(made(sum(parts)), sum(map(made, parts)), rtol=0, atol=1e-4)
-    moved = Sketch([[(0, 128)], [(128, 1000)]], BUCKETS, CPU)(torch.cat([drawn(128, seed=1), parts[0][:1000]]))
+    moved = Sketch([[(0, 128)], [(128, 1000)]], BUCKETS, CPU)(
+        torch.cat([drawn(128, seed=1), parts[0][:1000]])
+    )
     assert torch.equal(moved[1], made(parts[0])[0])
 
 
 def test_pieces_of_one_vector_do_not_cancel():
     """A vector of 40 equal pieces: had they equal signs, it would be 6 times too long."""
     found = Sketch([[(64 * piece, 50) for piece in range(40)]], BUCKETS, CPU)(drawn(64).repeat(40))
-    assert found.norm().item() == pytest.approx(drawn(64)[:50].norm().item() * 40**0.5, rel=4 / (2 * BUCKETS) ** 0.5)
+    assert found.norm().item() == pytest.approx(
+        drawn(64)[:50].norm().item() * 40**0.5, rel=4 / (2 * BUCKETS) ** 0.5
+    )
 
 
 def test_vectors_may_be_longer_than_the_table_of_signs(monkeypatch):
@@ -217,16 +243,18 @@ WAITS = {1.0: 0, 0.25: 3, 0.1: 9, 0.001: 999}
     ("kind", "full", "density", "waits"),
     [
         # Two densities of each kind are fast: with Nesterov momentum the others.
-        pytest.param(kind, full, density, waits, marks=pytest.mark.slow if (row + column) % 2 else ())
+        pytest.param(
+            kind, full, density, waits, marks=pytest.mark.slow if (row + column) % 2 else ()
+        )
         for row, (kind, full) in enumerate(FULL.items())
         for column, (density, waits) in enumerate(WAITS.items())
     ],
 )
 def test_momentum_makes_up_for_what_waiting_lacks(kind, full, density, waits):
-    """One gradient, then none: in all it moves as far as at density 1, by 1 / (1 - 0.9), and on average 9 updates after
-    it came, less what values wait, or at once; with Nesterov momentum, whose part of it k updates later is 0.9^(k + 1)
-    but 1 + 0.9 at first, 0.9 / (1 - 0.9) - 0.9. What never waits is as late at any density. 200 updates leave less than
-    1e-7 of it."""
+    """One gradient, then none: in all it moves as far as at density 1, by 1 / (1 - 0.9), and on
+    average 9 updates after it came, less what values wait, or at once; with Nesterov momentum,
+    whose part of it k updates later is 0.9^(k + 1) but 1 + 0.9 at first, 0.9 / (1 - 0.9) - 0.9.
+    What never waits is as late at any density. 200 updates leave less than 1e-7 of it."""
     replica = Replica({**OPTIMIZERS[kind], "weight_decay": 0.0}, whole=["conv.bias"])
     first = gradients(0)
     none = [torch.zeros_like(value) for value in first]
@@ -237,7 +265,9 @@ def test_momentum_makes_up_for_what_waiting_lacks(kind, full, density, waits):
         replica.residual = torch.zeros_like(replica.residual)
     total = sum(moved)
     by_steps = sum(step * each for step, each in enumerate(moved))
-    for name, all_of_it, by_step in zip(SHAPES, *map(replica.weights._layout.views, (total, by_steps))):
+    for name, all_of_it, by_step in zip(
+        SHAPES, *map(replica.weights._layout.views, (total, by_steps))
+    ):
         expected = full if name == "conv.bias" else max(0, full - waits)
         torch.testing.assert_close(by_step, expected * all_of_it, rtol=1e-5, atol=1e-9)
     reference = Replica({**OPTIMIZERS[kind], "weight_decay": 0.0, "nesterov": False})

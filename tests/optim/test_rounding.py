@@ -1,4 +1,5 @@
-"""Stochastic rounding against NumPy's float16, against exact probabilities, and its bits against the mixer."""
+"""Stochastic rounding against NumPy's float16, against exact probabilities, and its bits against
+the mixer."""
 
 import shutil
 from statistics import NormalDist
@@ -18,7 +19,8 @@ from tests.optim.states import INSTRUCTIONS, compile_for
 CPU = torch.device("cpu")
 KEEP = torch.tensor(True)
 LEAVE = torch.tensor(False)
-# One or more of every kind: normals, around powers of two, at both ends; subnormals; below all of them.
+# One or more of every kind: normals, around powers of two, at both ends; subnormals; below all of
+# them.
 VALUES = [
     1.0003,
     3.14159,
@@ -74,11 +76,14 @@ def neighbours(source):
     nearest = source.astype(np.float16)
     with np.errstate(over="ignore"):  # what follows 65504 is computed, but not taken
         previous, following = (np.nextafter(nearest, np.float16(end)) for end in (-np.inf, np.inf))
-    return np.where(nearest <= source, nearest, previous), np.where(nearest >= source, nearest, following)
+    return np.where(nearest <= source, nearest, previous), np.where(
+        nearest >= source, nearest, following
+    )
 
 
 def floats_of_all_kinds():
-    """Random float32 bit patterns up to 65504, half of them within float16's own range of exponents."""
+    """Random float32 bit patterns up to 65504, half of them within float16's own range of
+    exponents."""
     random = np.random.RandomState(0)
     patterns = random.randint(0, 2**32, 1 << 18, np.uint32).view(np.float32)
     scaled = (random.randn(1 << 17) * 2.0 ** random.randint(-30, 14, 1 << 17)).astype(np.float32)
@@ -108,11 +113,13 @@ def test_what_float16_can_represent_is_kept_bit_for_bit():
 
 
 def test_over_all_noise_the_mean_is_the_value():
-    """That of a subnormal result is the value rounded to a multiple of 2**-37, as the docstring says. Float64 holds all
-    of these numbers and their sum."""
+    """That of a subnormal result is the value rounded to a multiple of 2**-37, as the docstring
+    says. Float64 holds all of these numbers and their sum."""
     noise = torch.arange(2**13, dtype=torch.int32)
     values = VALUES.astype(np.float64)
-    found = rounding.rounded(torch.from_numpy(VALUES)[:, None].repeat(1, 2**13), noise).double().numpy()
+    found = (
+        rounding.rounded(torch.from_numpy(VALUES)[:, None].repeat(1, 2**13), noise).double().numpy()
+    )
     exact = np.where(np.abs(values) >= 2.0**-14, values, np.round(values * 2.0**37) / 2.0**37)
     np.testing.assert_array_equal(found.mean(1), exact)
     below, above = neighbours(VALUES[:, None])
@@ -125,7 +132,9 @@ def test_beyond_the_largest_float16_it_saturates_and_nan_stays():
         np.testing.assert_array_equal(rounded(source, step=step), np.full(7, 65504, np.float16))
         np.testing.assert_array_equal(rounded(-source, step=step), np.full(7, -65504, np.float16))
     source = np.array([1.0, np.nan, 2.0, -np.nan, 1e6], np.float32)
-    np.testing.assert_array_equal(rounded(source), np.array([1.0, np.nan, 2.0, np.nan, 65504], np.float16))
+    np.testing.assert_array_equal(
+        rounded(source), np.array([1.0, np.nan, 2.0, np.nan, 65504], np.float16)
+    )
 
 
 def test_the_bits_are_those_of_the_documented_key():
@@ -139,12 +148,15 @@ def test_the_bits_are_those_of_the_documented_key():
         for slot in slots:
             np.testing.assert_array_equal(random_bits(10_000, seed, step, slot, name), expected)
             noise = expected & 0x1FFF if slot == "momentum_buffer" else expected >> 19
-            np.testing.assert_array_equal(random_bits(10_000, seed, step, slot, name, noise=True), noise)
+            np.testing.assert_array_equal(
+                random_bits(10_000, seed, step, slot, name, noise=True), noise
+            )
 
 
 def assert_independent(words, others, bits=32):
-    """Each of the bits of two independent words agrees half the time, and as uniform numbers they do not
-    correlate. Both bounds are 5 standard deviations of n pairs, passed by chance once in 50,000 calls."""
+    """Each of the bits of two independent words agrees half the time, and as uniform numbers they
+    do not correlate. Both bounds are 5 standard deviations of n pairs, passed by chance once in
+    50,000 calls."""
     count = len(words)
     differing = words ^ others
     for bit in range(bits):
@@ -154,31 +166,44 @@ def assert_independent(words, others, bits=32):
 
 
 def test_draws_of_another_seed_step_slot_or_name_are_independent():
-    for other in ({"seed": 1}, {"step": 1}, {"step": 1 << 16}, {"slot": "mean"}, {"name": "stem.bias"}):
+    for other in (
+        {"seed": 1},
+        {"step": 1},
+        {"step": 1 << 16},
+        {"slot": "mean"},
+        {"name": "stem.bias"},
+    ):
         assert_independent(random_bits(), random_bits(**other))
     # Each bit is set half the time: the upper bits of the numbers are all 0.
     assert_independent(random_bits(), np.arange(1 << 17, dtype=np.uint32))
-    weight, momentum = (random_bits(slot=slot, noise=True) for slot in ("weight", "momentum_buffer"))
+    weight, momentum = (
+        random_bits(slot=slot, noise=True) for slot in ("weight", "momentum_buffer")
+    )
     for lag in (0, 1, 63, 64):  # of the same words
         assert_independent(weight[lag:], momentum[: len(momentum) - lag], 13)
 
 
 def pairs(columns):
-    """Correlations of all pairs of columns, [n, m], in standard deviations of those of independent columns."""
+    """Correlations of all pairs of columns, [n, m], in standard deviations of those of independent
+    columns."""
     columns = (columns - columns.mean(0)) / columns.std(0)
     return (columns.T @ columns / len(columns) ** 0.5)[np.triu_indices(columns.shape[1], 1)]
 
 
 def at_lags(columns):
-    """The same of each value with one some rows further on, over all columns together, for twelve distances."""
+    """The same of each value with one some rows further on, over all columns together, for twelve
+    distances."""
     columns = (columns - columns.mean()) / columns.std()
     lags = (1, 2, 3, 4, 8, 16, 32, 63, 64, 65, 128, 1024)
-    return np.array([np.vdot(columns[:-lag], columns[lag:]) / columns[lag:].size ** 0.5 for lag in lags])
+    return np.array(
+        [np.vdot(columns[:-lag], columns[lag:]) / columns[lag:].size ** 0.5 for lag in lags]
+    )
 
 
 def assert_uncorrelated(found, count):
-    """None of `count` correlations is beyond what one of so many independent ones is by chance once in 1,000 seeds
-    (Bonferroni), and all together they are no larger than chance: the mean of their squares is 1 to 5 deviations."""
+    """None of `count` correlations is beyond what one of so many independent ones is by chance once
+    in 1,000 seeds (Bonferroni), and all together they are no larger than chance: the mean of their
+    squares is 1 to 5 deviations."""
     assert len(found) == count
     assert np.abs(found).max() < NormalDist().inv_cdf(1 - 0.0005 / count)
     assert abs((found**2).mean() - 1) < 5 * (2 / count) ** 0.5
@@ -187,7 +212,10 @@ def assert_uncorrelated(found, count):
 def test_no_two_elements_or_steps_of_one_correlate():
     """And one pair of elements that correlates by a tenth would be seen."""
     bits = RoundingBits({"stem.weight": (0, 256)}, 256, 0, CPU)
-    words = [rounding.random_bits(bits.rows, bits.lanes, bits.draw(step, "weight")[0]) for step in range(4000)]
+    words = [
+        rounding.random_bits(bits.rows, bits.lanes, bits.draw(step, "weight")[0])
+        for step in range(4000)
+    ]
     words = torch.stack(words).flatten(1)
     for noise in (rounding.upper, rounding.lower):
         history = noise(words).numpy().astype(np.float64)
@@ -206,24 +234,33 @@ def test_no_two_places_of_a_row_or_of_a_buffer_correlate():
 
 
 def test_updates_and_slots_round_with_words_of_their_own():
-    """The same values round up in other places: weights and their momentum take the two halves of a word."""
+    """The same values round up in other places: weights and their momentum take the two halves of a
+    word."""
     source = np.full(4 * ROW, 1.0 + 2.0**-12, np.float32)
     assert np.array_equal(rounded(source, step=3), rounded(source, step=3))
     results = [
-        rounded(source, step=step, slot=slot) for step in (3, 4) for slot in ("weight", "momentum_buffer", "mean")
+        rounded(source, step=step, slot=slot)
+        for step in (3, 4)
+        for slot in ("weight", "momentum_buffer", "mean")
     ]
     for number, result in enumerate(results):
         assert all(np.any(result != other) for other in results[:number])
 
 
 def test_a_draw_is_a_signed_number_of_32_bits():
-    assert [rounding._signed(word) for word in (0, 2**31 - 1, 2**31, 2**32 - 1)] == [0, 2**31 - 1, -(2**31), -1]
+    assert [rounding._signed(word) for word in (0, 2**31 - 1, 2**31, 2**32 - 1)] == [
+        0,
+        2**31 - 1,
+        -(2**31),
+        -1,
+    ]
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_compiled_it_rounds_to_the_same_bits(monkeypatch, instructions):
-    """With each width of vectors, and without the instructions that convert float16; NaN and infinity among them."""
+    """With each width of vectors, and without the instructions that convert float16; NaN and
+    infinity among them."""
     compile_for(monkeypatch, instructions)
     special = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e6, -1e6, 0.0, -0.0], np.float32)
     source = in_rows(np.concatenate([floats_of_all_kinds(), special]))
@@ -235,7 +272,9 @@ def test_compiled_it_rounds_to_the_same_bits(monkeypatch, instructions):
         round_stochastically(source, bits, 3, slot, out=plain, keep=KEEP)
         round_stochastically(source, bits, 3, slot, out=found, keep=KEEP, run=run)
         assert torch.equal(found.isnan(), plain.isnan())
-        assert torch.equal(found.nan_to_num().view(torch.int16), plain.nan_to_num().view(torch.int16))
+        assert torch.equal(
+            found.nan_to_num().view(torch.int16), plain.nan_to_num().view(torch.int16)
+        )
 
 
 class OffCpu(torch.Tensor):
@@ -255,17 +294,22 @@ def test_every_device_computes_the_same_and_changes_no_bit_where_a_step_is_left_
     round_stochastically(source.as_subclass(kind), bits, 3, "weight", out=out, keep=LEAVE)
     np.testing.assert_array_equal(out.numpy().view(np.uint16), patterns)
     round_stochastically(source.as_subclass(kind), bits, 3, "weight", out=out, keep=KEEP)
-    np.testing.assert_array_equal(out.numpy().view(np.uint16), rounded(source.numpy(), step=3).view(np.uint16))
+    np.testing.assert_array_equal(
+        out.numpy().view(np.uint16), rounded(source.numpy(), step=3).view(np.uint16)
+    )
 
 
 def test_nothing_waits_for_another_device():
-    """On tensors without values, as those that a device has not computed yet, reading one raises."""
+    """On tensors without values, as those that a device has not computed yet, reading one
+    raises."""
     with FakeTensorMode():
         gpu = torch.device("cuda")
         source = torch.zeros(ROW, device=gpu)
         out = torch.zeros(ROW, dtype=torch.float16, device=gpu)
         keep = torch.ones((), dtype=torch.bool, device=gpu)
-        round_stochastically(source, RoundingBits({"a": (0, 50)}, ROW, 0, gpu), 0, "weight", out=out, keep=keep)
+        round_stochastically(
+            source, RoundingBits({"a": (0, 50)}, ROW, 0, gpu), 0, "weight", out=out, keep=keep
+        )
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(keep)
 
@@ -278,7 +322,13 @@ def test_a_gpu_rounds_as_the_cpu_does():
     length = len(source)
     out = torch.full((length,), 7.0, dtype=torch.float16, device=gpu)
     bits = RoundingBits({"stem.weight": (0, length)}, length, 0, gpu)
-    round_stochastically(torch.from_numpy(source).to(gpu), bits, 3, "weight", out=out, keep=LEAVE.to(gpu))
+    round_stochastically(
+        torch.from_numpy(source).to(gpu), bits, 3, "weight", out=out, keep=LEAVE.to(gpu)
+    )
     assert (out == 7).all()
-    round_stochastically(torch.from_numpy(source).to(gpu), bits, 3, "weight", out=out, keep=KEEP.to(gpu))
-    np.testing.assert_array_equal(out.cpu().numpy().view(np.uint16), rounded(source, step=3).view(np.uint16))
+    round_stochastically(
+        torch.from_numpy(source).to(gpu), bits, 3, "weight", out=out, keep=KEEP.to(gpu)
+    )
+    np.testing.assert_array_equal(
+        out.cpu().numpy().view(np.uint16), rounded(source, step=3).view(np.uint16)
+    )

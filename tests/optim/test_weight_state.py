@@ -1,4 +1,5 @@
-"""State in float16 against float32, bit for bit or in the mean, with every optimizer; what is saved and loaded."""
+"""State in float16 against float32, bit for bit or in the mean, with every optimizer; what is saved
+and loaded."""
 
 import sys
 
@@ -13,7 +14,17 @@ from optim.lars import LARS as LarsOptimizer
 from optim.weight_state import WeightState
 from recipe.config import Model
 from tests.optim import states
-from tests.optim.states import FORMATS, HALF, LARS, SECTIONS, SHAPES, SINGLE, random_values, take_step, weight_state
+from tests.optim.states import (
+    FORMATS,
+    HALF,
+    LARS,
+    SECTIONS,
+    SHAPES,
+    SINGLE,
+    random_values,
+    take_step,
+    weight_state,
+)
 from tests.tensors import assert_bitwise_equal
 
 every_optimizer = pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
@@ -33,9 +44,14 @@ every_compute = pytest.mark.parametrize("compute", COMPUTE, ids=str)
 
 
 def plain(parameters):
-    """No trust ratio, no weight decay, no momentum from one step to the next: weights less rate times gradient."""
-    optimizer = LarsOptimizer([{"params": parameters.values(), "adapt": False}], lr=0.0, momentum=0.0)
-    return WeightState(parameters.items(), lambda _: optimizer, dtype=HALF, rounding="stochastic", seed=0)
+    """No trust ratio, no weight decay, no momentum from one step to the next: weights less rate
+    times gradient."""
+    optimizer = LarsOptimizer(
+        [{"params": parameters.values(), "adapt": False}], lr=0.0, momentum=0.0
+    )
+    return WeightState(
+        parameters.items(), lambda _: optimizer, dtype=HALF, rounding="stochastic", seed=0
+    )
 
 
 def flattened(tensors):
@@ -44,9 +60,10 @@ def flattened(tensors):
 
 @every_optimizer
 def test_rounding_to_nearest_gives_the_half_of_the_float32_update(section):
-    """Bitwise, for one update from the same state; slots that need float32 (the square of 2e-4 is 4e-8, and float16
-    has nothing between 0 and 6e-8) are not rounded. Norms are those from before the rounding, against float64: the
-    update's, a difference of float32 weights, errs by 2**-24 of a weight."""
+    """Bitwise, for one update from the same state; slots that need float32 (the square of 2e-4 is
+    4e-8, and float16 has nothing between 0 and 6e-8) are not rounded. Norms are those from before
+    the rounding, against float64: the update's, a difference of float32 weights, errs by 2**-24 of
+    a weight."""
     results = []
     norms = []
     for dtype in (HALF, SINGLE):
@@ -56,7 +73,9 @@ def test_rounding_to_nearest_gives_the_half_of_the_float32_update(section):
         results.append(state.state_dict())
         assert results[-1].keys() == {"weights", *states.slots_of(section)}
         for key, tensors in results[-1].items():
-            assert {tensor.dtype for tensor in tensors.values()} == {SINGLE if key in states.IN_FLOAT32 else dtype}
+            assert {tensor.dtype for tensor in tensors.values()} == {
+                SINGLE if key in states.IN_FLOAT32 else dtype
+            }
     for key, tensors in results[0].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, results[1][key][name].to(tensor.dtype)), (key, name)
@@ -67,12 +86,17 @@ def test_rounding_to_nearest_gives_the_half_of_the_float32_update(section):
         assert found.gradient.item() == pytest.approx(gradient.norm().item() / 4, rel=1e-6)
         assert found.weight.item() == pytest.approx(before.norm().item(), rel=1e-6)
         assert found.update.item() == pytest.approx(update.norm().item(), rel=1e-5)
-        assert found.trust.keys() == ({*SHAPES} - {*states.SKIPPED} if section["name"] == "lars" else set())
+        assert found.trust.keys() == (
+            {*SHAPES} - {*states.SKIPPED} if section["name"] == "lars" else set()
+        )
 
 
 @some_pairs
-def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(section, dtype, rounding, compute):
-    """Step 2 is skipped, so a count of the updates made would differ from the number of the step."""
+def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(
+    section, dtype, rounding, compute
+):
+    """Step 2 is skipped, so a count of the updates made would differ from the number of the
+    step."""
     steps = 5
 
     def go_on(state, parameters, step):
@@ -86,7 +110,9 @@ def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(section, dt
         files.append(state.state_dict())
         go_on(state, parameters, step)
     for first, file in enumerate(files):
-        resumed_parameters = {name: nn.Parameter(torch.zeros_like(w)) for name, w in parameters.items()}
+        resumed_parameters = {
+            name: nn.Parameter(torch.zeros_like(w)) for name, w in parameters.items()
+        }
         resumed = weight_state(resumed_parameters, section, dtype, rounding)
         resumed.load_state_dict(file)
         for step in range(first, steps):
@@ -97,10 +123,13 @@ def test_a_run_goes_on_bitwise_from_every_step_at_which_it_was_saved(section, dt
 
 @some_pairs
 def test_a_gradient_that_is_not_finite_changes_nothing(section, dtype, rounding, compute):
-    """Bitwise, one element of one parameter; and the next step is as if there had been none before it."""
+    """Bitwise, one element of one parameter; and the next step is as if there had been none before
+    it."""
     parameters = states.module_parameters(compute)
     undisturbed = states.module_parameters(compute)
-    state, other = (weight_state(named, section, dtype, rounding) for named in (parameters, undisturbed))
+    state, other = (
+        weight_state(named, section, dtype, rounding) for named in (parameters, undisturbed)
+    )
     take_step(state, parameters, 3)
     before = state.state_dict()
     working = flattened(parameters)
@@ -128,7 +157,8 @@ def test_an_overflow_of_the_sum_counts_as_not_finite():
 @pytest.mark.parametrize(
     ("section", "compute"),
     [
-        # LARS and LAMB, with and without OptimizerUpdate, in all dtypes; each other optimizer in one.
+        # LARS and LAMB, with and without OptimizerUpdate, in all dtypes; each other optimizer in
+        # one.
         pytest.param(
             section,
             compute,
@@ -140,13 +170,16 @@ def test_an_overflow_of_the_sum_counts_as_not_finite():
     ],
 )
 def test_nothing_waits_for_the_device(section, compute, monkeypatch):
-    """On tensors without values, as those that a device has not computed yet, reading one raises. Without Triton,
-    whose kernels need values."""
+    """On tensors without values, as those that a device has not computed yet, reading one raises.
+
+    Without Triton, whose kernels need values.
+    """
     monkeypatch.setitem(sys.modules, "optim.kernels.lars", None)
     for dtype in (HALF, SINGLE):
         with FakeTensorMode():
             parameters = {
-                name: nn.Parameter(torch.zeros(shape, dtype=compute, device="cuda")) for name, shape in SHAPES.items()
+                name: nn.Parameter(torch.zeros(shape, dtype=compute, device="cuda"))
+                for name, shape in SHAPES.items()
             }
             state = weight_state(parameters, section, dtype)
             state.gradients.zero()
@@ -159,8 +192,11 @@ def test_nothing_waits_for_the_device(section, compute, monkeypatch):
 
 
 def test_updates_too_small_for_nearest_rounding_add_up():
-    """256 updates of a 64th of the spacing move a weight by 4 spacings. Each rounding adds a variance of about
-    1/64, in all 4 or less; the mean over 1,024 weights then has a standard deviation of 2/32, tolerated 5 times."""
+    """256 updates of a 64th of the spacing move a weight by 4 spacings.
+
+    Each rounding adds a variance of about 1/64, in all 4 or less; the mean over 1,024 weights then
+    has a standard deviation of 2/32, tolerated 5 times.
+    """
     spacing = 2.0**-10
     parameters = {"bias": nn.Parameter(torch.full((1024,), 1.5))}
     state = plain(parameters)
@@ -172,8 +208,9 @@ def test_updates_too_small_for_nearest_rounding_add_up():
 
 
 def test_weights_and_momentum_have_bits_of_their_own():
-    """Weight and momentum become -x and x, with x halfway between two float16 values: by the same bits never of the
-    same magnitude, by independent ones half the time; tolerated is 5 times the standard deviation 0.5 / 64."""
+    """Weight and momentum become -x and x, with x halfway between two float16 values: by the same
+    bits never of the same magnitude, by independent ones half the time; tolerated is 5 times the
+    standard deviation 0.5 / 64."""
     parameters = {"bias": nn.Parameter(torch.zeros(4096))}
     state = plain(parameters)
     take_step(state, parameters, 0, gradients={"bias": torch.full((4096,), 1 + 2.0**-11)}, lr=1.0)
@@ -183,7 +220,8 @@ def test_weights_and_momentum_have_bits_of_their_own():
 
 @pytest.mark.parametrize("names", [["head.weight"], [*SHAPES][::-1]], ids=str)
 def test_the_presence_and_order_of_others_changes_nothing(names):
-    """So a model cut into stages takes the steps of a whole one: bitwise, the random bits included."""
+    """So a model cut into stages takes the steps of a whole one: bitwise, the random bits
+    included."""
     results = []
     for chosen in (tuple(SHAPES), names):
         parameters = states.module_parameters(names=chosen)
@@ -196,23 +234,37 @@ def test_the_presence_and_order_of_others_changes_nothing(names):
 
 @every_compute
 def test_gradients_add_up_and_are_divided_in_float32(compute):
-    """48 times 1 + 2**-7, which all dtypes hold. From 32 on float16 goes in steps of 2**-5, bfloat16 in wider ones; in
-    float32 the sum is exact, and so is the norm of 4 of it. The next step's quotient 2**-26 is zero in float16; the
-    norm of four of them is 2**-25."""
+    """48 times 1 + 2**-7, which all dtypes hold.
+
+    From 32 on float16 goes in steps of 2**-5, bfloat16 in wider ones; in float32 the sum is exact,
+    and so is the norm of 4 of it. The next step's quotient 2**-26 is zero in float16; the norm of
+    four of them is 2**-25.
+    """
     parameters = {"a": nn.Parameter(torch.ones(4, dtype=compute))}
     state = weight_state(parameters)
     each = 1 + 2.0**-7
-    _, norms = take_step(state, parameters, 0, gradients={"a": torch.full((4,), each)}, divisor=16.0, micro_batches=48)
+    _, norms = take_step(
+        state,
+        parameters,
+        0,
+        gradients={"a": torch.full((4,), each)},
+        divisor=16.0,
+        micro_batches=48,
+    )
     assert norms.gradient.item() == 2 * 48 * each / 16
-    _, norms = take_step(state, parameters, 1, gradients={"a": torch.full((4,), 2.0**-16)}, divisor=2.0**10)
+    _, norms = take_step(
+        state, parameters, 1, gradients={"a": torch.full((4,), 2.0**-16)}, divisor=2.0**10
+    )
     assert norms.gradient.item() == 2.0**-25
 
 
 @every_format
 def test_the_working_copy_is_the_state_in_the_compute_dtype(dtype, rounding, compute):
-    """From the start, after updates, after a step that is left out, and after loading; what was given out stays."""
+    """From the start, after updates, after a step that is left out, and after loading; what was
+    given out stays."""
     parameters = states.module_parameters(compute)
-    parameters["third"] = nn.Parameter(torch.tensor([1 / 3, 1e-4, -2.0], dtype=compute))  # not in float16
+    # not in float16
+    parameters["third"] = nn.Parameter(torch.tensor([1 / 3, 1e-4, -2.0], dtype=compute))
     started = {name: parameter.detach().to(dtype) for name, parameter in parameters.items()}
     state = weight_state(parameters, LARS, dtype, rounding)
 
@@ -227,7 +279,12 @@ def test_the_working_copy_is_the_state_in_the_compute_dtype(dtype, rounding, com
     values = [{**random_values(seed), "third": torch.full((3,), float(seed))} for seed in range(3)]
     take_step(state, parameters, 3, gradients=values[0], lr=0.1)
     assert not torch.equal(flattened(refreshed()), flattened(first))
-    take_step(state, parameters, 4, gradients={name: value * torch.inf for name, value in values[0].items()})
+    take_step(
+        state,
+        parameters,
+        4,
+        gradients={name: value * torch.inf for name, value in values[0].items()},
+    )
     refreshed()
     state.load_state_dict({"weights": values[1], "momentum_buffer": values[2]})
     refreshed()
@@ -236,13 +293,21 @@ def test_the_working_copy_is_the_state_in_the_compute_dtype(dtype, rounding, com
 
 def test_a_state_of_another_dtype_is_rounded_to_nearest():
     """What belongs to others in it is let be."""
-    given = {"weights": random_values(3), "momentum_buffer": random_values(4), "loss_scale": {"scale": torch.ones(())}}
-    half, single = (weight_state(states.module_parameters(), LARS, dtype) for dtype in (HALF, SINGLE))
+    given = {
+        "weights": random_values(3),
+        "momentum_buffer": random_values(4),
+        "loss_scale": {"scale": torch.ones(())},
+    }
+    half, single = (
+        weight_state(states.module_parameters(), LARS, dtype) for dtype in (HALF, SINGLE)
+    )
     half.load_state_dict(given)
     single.load_state_dict(half.state_dict())
     for key in ("weights", "momentum_buffer"):
         assert torch.equal(flattened(half.state_dict()[key]), flattened(given[key]).half())
-        assert torch.equal(flattened(single.state_dict()[key]), flattened(given[key]).half().float())
+        assert torch.equal(
+            flattened(single.state_dict()[key]), flattened(given[key]).half().float()
+        )
 
 
 def without(tensors, name):
@@ -256,15 +321,24 @@ def without(tensors, name):
             {"weights": {**random_values(3), "head.weight": torch.zeros(6, 10)}},
             r"head.weight is \[6, 10\], the model's",
         ),
-        ({"momentum_buffer": {**random_values(3), "head.bias": torch.zeros(1)}}, r"head.bias is \[1\], the model's is"),
+        (
+            {"momentum_buffer": {**random_values(3), "head.bias": torch.zeros(1)}},
+            r"head.bias is \[1\], the model's is",
+        ),
         ({"weights": without(random_values(3), "head.bias")}, "head.bias is missing"),
-        ({"momentum_buffer": {**random_values(3), "tail.bias": torch.zeros(10)}}, "tail.bias is unknown"),
+        (
+            {"momentum_buffer": {**random_values(3), "tail.bias": torch.zeros(10)}},
+            "tail.bias is unknown",
+        ),
         ({"weights": None}, "weights is missing"),
         (
             {"momentum_buffer": None, "square_avg": random_values(7)},
             "momentum_buffer is missing; square_avg belongs to",
         ),
-        ({"exp_avg": random_values(7), "exp_avg_sq": random_values(7)}, "exp_avg_sq belongs to another optimizer than"),
+        (
+            {"exp_avg": random_values(7), "exp_avg_sq": random_values(7)},
+            "exp_avg_sq belongs to another optimizer than",
+        ),
     ],
     ids=["turned", "shorter", "missing", "unknown", "no weights", "RMSprop's", "LAMB's"],
 )
@@ -275,7 +349,9 @@ def test_a_state_that_does_not_fit_is_refused_whole(changed, message):
     before = state.state_dict()
     damaged = {"weights": random_values(3), "momentum_buffer": random_values(4), **changed}
     with pytest.raises(ValueError, match=message):
-        state.load_state_dict({key: tensors for key, tensors in damaged.items() if tensors is not None})
+        state.load_state_dict(
+            {key: tensors for key, tensors in damaged.items() if tensors is not None}
+        )
     assert_bitwise_equal(state.state_dict(), before)
     assert torch.equal(flattened(parameters), flattened(states.module_parameters()))
 

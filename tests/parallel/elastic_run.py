@@ -1,7 +1,9 @@
-"""An elastic run in this process: the real launcher's watch and generations, with threads in the place of ranks.
+"""An elastic run in this process: the real launcher's watch and generations, with threads in the
+place of ranks.
 
-A rank here loads, begins, meets the others, makes steps, saves and ends as `training/elastic.py` and the loop do, but
-an exchange is a dictionary, and a step adds one to a number. A test holds it at a phase, and strikes there.
+A rank here loads, begins, meets the others, makes steps, saves and ends as `training/elastic.py`
+and the loop do, but an exchange is a dictionary, and a step adds one to a number. A test holds it
+at a phase, and strikes there.
 """
 
 import functools
@@ -27,7 +29,10 @@ class Dead(BaseException):
 
 
 class Rank(threading.Thread):
-    """A process of one stage. `poll`, `wait`, `send_signal` and `pid` are those of subprocess.Popen."""
+    """A process of one stage.
+
+    `poll`, `wait`, `send_signal` and `pid` are those of subprocess.Popen.
+    """
 
     _numbers = itertools.count(10**6)
 
@@ -75,7 +80,9 @@ class Rank(threading.Thread):
         self._reach("loading")
         self.listens = True
         run = self.run_
-        self.membership = Membership(run.store, Member(self.rank, self.life), 0, 1, run.minimum, silence=5.0)
+        self.membership = Membership(
+            run.store, Member(self.rank, self.life), 0, 1, run.minimum, silence=5.0
+        )
         if self.life:
             self._reach("waiting")
             self.membership.join()
@@ -102,7 +109,9 @@ class Rank(threading.Thread):
             self._gather(None)
             self.step += 1
             self._reach("training")
-            told, wanted = zip(*self._gather((self.told, run.takes_in and self.membership.is_wanted())))
+            told, wanted = zip(
+                *self._gather((self.told, run.takes_in and self.membership.is_wanted()))
+            )
             if any(told):
                 return self._save(self.step)
             if any(wanted):
@@ -153,8 +162,8 @@ class Rank(threading.Thread):
 
 
 class Run:
-    """A launcher that watches ranks. held: (rank, phase) at which ranks wait. takes_in: whether the run takes in
-    replicas that wait. saved: the step of the last checkpoint."""
+    """A launcher that watches ranks. held: (rank, phase) at which ranks wait. takes_in: whether the
+    run takes in replicas that wait. saved: the step of the last checkpoint."""
 
     def __init__(self, patch, replicas=3, total=10**6, held=(), minimum=1):
         self.replicas = replicas
@@ -195,7 +204,8 @@ class Run:
         self._launcher.start()
 
     def _watched(self, watch):
-        # A test may take the store away: what the watch raises then, maybe after the test, is for `end` alone.
+        # A test may take the store away: what the watch raises then, maybe after the test, is for
+        # `end` alone.
         try:
             self.outcome = watch()
         except RuntimeError as fault:
@@ -214,10 +224,17 @@ class Run:
 
     def reach(self, rank, phase, life=0):
         """Wait until the newest process of a rank is at a phase, and held there if it is to be."""
-        wait_until(lambda: any(
-            each.phase == phase and each.code is None and (each.is_held or (rank, phase) not in self.held)
-            for (number, of, _), each in list(self.every.items()) if (number, of) == (rank, life)
-        ), SECONDS)  # fmt: skip
+        held = (rank, phase) in self.held
+
+        def reached():
+            for (number, of, _), process in list(self.every.items()):
+                if (number, of) != (rank, life) or process.code is not None:
+                    continue
+                if process.phase == phase and (process.is_held or not held):
+                    return True
+            return False
+
+        wait_until(reached, SECONDS)
 
     def step(self):
         """The last step that all ranks have done which have done any."""
@@ -231,7 +248,9 @@ class Run:
     def end(self):
         """The outcome of the watch, which must end."""
         self._launcher.join(SECONDS)
-        assert not self._launcher.is_alive(), [(each.rank, each.life, each.phase) for each in self.ranks.values()]
+        assert not self._launcher.is_alive(), [
+            (each.rank, each.life, each.phase) for each in self.ranks.values()
+        ]
         if self._fault is not None:
             raise self._fault
         assert all(each.code is not None for each in self.every.values())

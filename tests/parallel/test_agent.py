@@ -50,7 +50,8 @@ def signals(monkeypatch):
     ("failed", "expected"),
     [
         ([(3, 1)], (FAILED, f"rank 3 failed with exit code 1 (host {HOST}); all ranks stopped")),
-        # Of several the one that others followed: killed before it lost a peer, complaining before all.
+        # Of several the one that others followed: killed before it lost a peer, complaining before
+        # all.
         (
             [(0, 1), (2, KILLED), (1, 7)],
             (FAILED, f"rank 2 (host {HOST}) was killed (SIGKILL); all ranks stopped; rerun to resume"),
@@ -110,7 +111,9 @@ def test_the_first_signal_asks_the_ranks_and_a_later_second_one_ends_them(signal
     signals.watch(ranks)
     assert not ranks[0].sent
     signals._receive(signal.SIGTERM, None)
-    asked = "SIGTERM: the ranks finish their step, save and end; a second signal ends them at once\n"
+    asked = (
+        "SIGTERM: the ranks finish their step, save and end; a second signal ends them at once\n"
+    )
     assert signals.written == [(2, asked)]
     assert signals.stopping and not signals.hurry
     assert [rank.sent for rank in ranks.values()] == [[signal.SIGUSR1]] * 2
@@ -138,7 +141,10 @@ def test_ranks_that_start_after_a_stop_was_asked_for_are_asked_too(signals):
 def test_a_host_that_cannot_come_back_has_failed(signals, monkeypatch, capfd):
     """Its input was right before: 2 would tell a scheduler to give up."""
     lost = SimpleNamespace(
-        lost_master=True, hosts=SimpleNamespace(this=1), agree_on_end=lambda outcome: outcome, attempt=0
+        lost_master=True,
+        hosts=SimpleNamespace(this=1),
+        agree_on_end=lambda outcome: outcome,
+        attempt=0,
     )
     meetings = [lost, UserError("cannot reach the master")]
 
@@ -148,15 +154,23 @@ def test_a_host_that_cannot_come_back_has_failed(signals, monkeypatch, capfd):
             raise met
         return met
 
-    monkeypatch.setattr(agent, "_attempt", lambda *_: Outcome(FAILED, "the master is gone", last=True))
+    monkeypatch.setattr(
+        agent, "_attempt", lambda *_: Outcome(FAILED, "the master is gone", last=True)
+    )
     program = agent._Program([], local=1, stages=1)
     assert agent._run_attempts(program, meet, 3, signals) == FAILED
-    assert capfd.readouterr().err == "the master is gone; trying to come back\ncannot reach the master\n"
+    assert (
+        capfd.readouterr().err
+        == "the master is gone; trying to come back\ncannot reach the master\n"
+    )
 
 
 def test_restarts_are_counted_from_the_attempt_that_the_master_has_come_to(signals, monkeypatch):
     others = SimpleNamespace(
-        lost_master=False, hosts=SimpleNamespace(this=1), agree_on_end=lambda outcome: outcome, attempt=0
+        lost_master=False,
+        hosts=SimpleNamespace(this=1),
+        agree_on_end=lambda outcome: outcome,
+        attempt=0,
     )
     asked = []
 

@@ -1,4 +1,5 @@
-"""The launchers' board: what is written is read, by and from those who share the secret, and nobody waits for it."""
+"""The launchers' board: what is written is read, by and from those who share the secret, and nobody
+waits for it."""
 
 import contextlib
 import json
@@ -54,12 +55,15 @@ def test_hosts_read_what_each_has_written_and_it_stays(master):
     assert second.read(0)[1] == {"who": boards[1].who, "shape": "from 1"}
     boards[1].write(1, shape="again")
     wait_until(lambda: boards[1].read(1))
-    assert boards[1].read(0) == {} and boards[1].silent(2) < 30, "host 2 is not lost, though it has written nothing yet"
+    assert boards[1].read(0) == {} and boards[1].silent(2) < 30, (
+        "host 2 is not lost, though it has written nothing yet"
+    )
 
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_another_launcher_of_a_silent_host_has_returned_if_the_run_had_begun(master, begun):
-    """Also where the first one is silent for long enough when the other comes, and is not seen by it."""
+    """Also where the first one is silent for long enough when the other comes, and is not seen by
+    it."""
     first = written(master.place, "first")
     if begun:
         written(master.place, "another host", 2)
@@ -82,7 +86,13 @@ def test_without_the_secret_nothing_is_written_or_read(master):
 def signed(challenge, **changes):
     """A message of host 1 to a master that has given this challenge."""
     sent = []
-    message = {"host": 1, "attempt": 0, "challenge": "x", "entries": {"who": "1", "end": ENDED}, **changes}
+    message = {
+        "host": 1,
+        "attempt": 0,
+        "challenge": "x",
+        "entries": {"who": "1", "end": ENDED},
+        **changes,
+    }
     _send(SimpleNamespace(sendall=sent.append), SECRET.encode(), challenge + b"ask", message)
     return sent[0]
 
@@ -130,7 +140,9 @@ def answer_once(server):
     with server.accept()[0] as connection:
         connection.sendall(challenge)
         question = json.loads(_receive(connection.makefile("rb"), key, challenge + b"ask", 1 << 16))
-        _send(connection, key, question["challenge"].encode() + b"answer", {"attempt": 0, "hosts": {}})
+        _send(
+            connection, key, question["challenge"].encode() + b"answer", {"attempt": 0, "hosts": {}}
+        )
 
 
 def test_what_listened_in_the_place_of_a_master_that_is_late_and_has_ended_is_no_master_that_is_gone():
@@ -176,7 +188,10 @@ def test_somebody_in_the_place_of_the_master_is_not_believed():
     "entries",
     [
         *({"end": {**ENDED, "code": code}} for code in (0, True, False, 3, [1], "0", None)),
-        *({"end": {**ENDED, **changes}} for changes in ({"line": "x" * 1001}, {"more": 1}, {"last": 1})),
+        *(
+            {"end": {**ENDED, **changes}}
+            for changes in ({"line": "x" * 1001}, {"more": 1}, {"last": 1})
+        ),
         {"end": "0"},
         {"port": 0},
         {"port": 65536},
@@ -198,7 +213,10 @@ def test_entries_that_are_not_as_they_should_be_are_refused(entries):
 
 def test_a_message_does_not_steer_the_terminal():
     given = {"who": "1", "end": {"code": 0, "line": "\x1b[2Jdone"}}
-    assert TypeAdapter(Entries).validate_json(json.dumps(given)) == {"who": "1", "end": Outcome(0, "\\x1b[2Jdone")}
+    assert TypeAdapter(Entries).validate_json(json.dumps(given)) == {
+        "who": "1",
+        "end": Outcome(0, "\\x1b[2Jdone"),
+    }
 
 
 @pytest.mark.parametrize("this", [0, 1])
@@ -217,17 +235,22 @@ def test_a_signal_ends_the_wait_for_a_name_server(monkeypatch, this):
     answered.set()
 
 
-@pytest.mark.parametrize(("name", "fault"), [("a" * 64 + ".example", UserError), ("no such name", HostLost)])
+@pytest.mark.parametrize(
+    ("name", "fault"), [("a" * 64 + ".example", UserError), ("no such name", HostLost)]
+)
 def test_what_is_no_name_is_reported(monkeypatch, name, fault):
     monkeypatch.setattr(hosts, "NAME_SECONDS", 0.0)
-    with pytest.raises(fault, match=f"^--master {name}: .*; give a name or an address that exists$"):
+    with pytest.raises(
+        fault, match=f"^--master {name}: .*; give a name or an address that exists$"
+    ):
         hosts.listen(Hosts(2, 0, name, 1))
     board = written((name, 1), "mine")
     wait_until(lambda: board.fault)
     assert not board.gone
 
 
-@pytest.mark.parametrize("first", [OSError("not known"), "192.0.2.77"])  # of an earlier host of the name
+# The second is that of an earlier host of the name.
+@pytest.mark.parametrize("first", [OSError("not known"), "192.0.2.77"])
 def test_a_name_that_a_name_server_learns_late_is_waited_for(monkeypatch, first):
     answers = [first, "127.0.0.1"]
     resolve = socket.getaddrinfo
@@ -289,7 +312,8 @@ def end(launcher):
 
 
 def test_a_launcher_that_was_stopped_while_it_waited_is_followed_by_its_successor():
-    """The others did not count on it meanwhile, nor took its successor for a host with a wrong number."""
+    """The others did not count on it meanwhile, nor took its successor for a host with a wrong
+    number."""
     run = Launchers(3)
     master = run.start(0)
     first = run.start(1)
@@ -306,7 +330,10 @@ def test_a_launcher_that_was_stopped_while_it_waited_is_followed_by_its_successo
 
 
 def killed_while_it_waited(monkeypatch):
-    """The launchers of three hosts, of which the second has died, and the first's. The third has not come."""
+    """The launchers of three hosts, of which the second has died, and the first's.
+
+    The third has not come.
+    """
     run = Launchers(3)
     master = run.start(0)
     first = run.start(1)
@@ -348,7 +375,9 @@ def test_the_launchers_that_wait_end_with_a_master_that_is_stopped():
     assert isinstance(end(other), Stopped) and isinstance(end(master), Stopped)
 
 
-def test_a_master_that_is_stopped_between_two_attempts_ends_those_that_wait_in_the_next_one(monkeypatch):
+def test_a_master_that_is_stopped_between_two_attempts_ends_those_that_wait_in_the_next_one(
+    monkeypatch,
+):
     """Its word was of the attempt before, and it waited for nobody to read it."""
     monkeypatch.setattr(rendezvous, "_READ_SECONDS", 2.0)
     run = Launchers(3)
@@ -377,10 +406,13 @@ def test_a_launcher_that_comes_anew_begins_with_the_attempt_that_the_master_has_
 
 
 def test_a_launcher_that_is_told_twice_to_stop_ends_once_the_others_know():
-    """It ended before its word was sent: the others waited for its ranks, or ended with another code."""
+    """It ended before its word was sent: the others waited for its ranks, or ended with another
+    code."""
     place = ("127.0.0.1", _free_port())
     signals = [SimpleNamespace(stopping=False, hurry=False) for _ in range(2)]
-    others = [Others(Hosts(2, this, *place), "2 replicas", signals[this], 5.0, SECRET) for this in (0, 1)]
+    others = [
+        Others(Hosts(2, this, *place), "2 replicas", signals[this], 5.0, SECRET) for this in (0, 1)
+    ]
     master = threading.Thread(target=others[0].gather, args=(0,))
     master.start()
     others[1].gather(0)
@@ -396,6 +428,8 @@ def test_a_launcher_that_is_told_twice_to_stop_ends_once_the_others_know():
     master = threading.Thread(target=end_of_the_master)
     master.start()
     own = others[1].agree_on_end(Outcome(1, abrupt=True))
-    assert others[1]._has_written(0, "end"), "it has heard of the other, so the other has heard of it"
+    assert others[1]._has_written(0, "end"), (
+        "it has heard of the other, so the other has heard of it"
+    )
     master.join()
     assert own.code == found[0].code == 1

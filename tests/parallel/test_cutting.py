@@ -1,4 +1,5 @@
-"""The end of calls that wait: which connections are cut, and that NCCL's communicators end together.
+"""The end of calls that wait: which connections are cut, and that NCCL's communicators end
+together.
 
 That gloo's calls end by it: tests/training/test_elastic.py, where replicas are lost.
 """
@@ -47,7 +48,8 @@ def is_open(ends):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("noted", [False, True])
 def test_connections_of_a_generation_are_cut_and_others_are_left(connect, noted):
-    """Those that are opened later are cut only while the generation connects; its listening socket goes on."""
+    """Those that are opened later are cut only while the generation connects; its listening socket
+    goes on."""
     earlier = connect()
     connections = cutting.Connections()
     own = connect()
@@ -79,7 +81,9 @@ def test_communicators_of_nccl_are_aborted_together_and_groups_of_gloo_are_left(
         group._get_backend.return_value = Communicator(meet)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups))
+    )
     waiting = threading.Thread(target=meet.wait, args=(5.0,))
     waiting.start()
     cutting.abort_nccl()

@@ -18,7 +18,8 @@ def flat(tensors):
 
 
 def gradients(rank, size, hooks):
-    """Of each hook: gradients after each of some backward passes, the sum of those of this replica alone, residuals.
+    """Of each hook: gradients after each of some backward passes, the sum of those of this replica
+    alone, residuals.
 
     Replicas but the first return a digest of the gradients: what they return goes through a file.
     """
@@ -35,7 +36,9 @@ def gradients(rank, size, hooks):
         own = 0.0
         for step in range(STEPS):
             images = torch.randn(8, 200, generator=torch.Generator().manual_seed(10 * step + rank))
-            own += flat(torch.autograd.grad(module(images).square().sum(), list(module.parameters()))).double()
+            own += flat(
+                torch.autograd.grad(module(images).square().sum(), list(module.parameters()))
+            ).double()
             model.zero_grad()
             model(images).square().sum().backward()
             found.append(flat(each.grad for each in module.parameters()))
@@ -46,12 +49,16 @@ def gradients(rank, size, hooks):
 
 
 WHOLE = [{"density": 1.0}, {"density": 0.1, "dense_steps": STEPS}]
-SPARSE = [{"density": 0.05, **more} for more in ({}, {"pattern": "tree"}, {"pattern": "owners", "wire": torch.float16})]
+SPARSE = [
+    {"density": 0.05, **more}
+    for more in ({}, {"pattern": "tree"}, {"pattern": "owners", "wire": torch.float16})
+]
 
 
 @pytest.mark.multiprocess
 def test_whole_gradients_are_ddps_means_and_of_sparse_ones_nothing_is_lost():
-    """To the rounding of float32 sums; each replica has the same result, of which few values are not zero."""
+    """To the rounding of float32 sums; each replica has the same result, of which few values are
+    not zero."""
     size = 3
     ((_, expected, *_), *_), *results = zip(*world.run(size, gradients, [None, *WHOLE, *SPARSE]))
     for number, ranks in enumerate(results):
@@ -62,8 +69,8 @@ def test_whole_gradients_are_ddps_means_and_of_sparse_ones_nothing_is_lost():
             continue
         due = sum(own for _, _, own, _ in ranks) / size
         waiting = sum(sum(part.double().sum() for part in kept) for *_, kept in ranks)
-        # Residuals lie in the order of buckets, so sums are compared; of float32 values, to a millionth of
-        # the sum of their magnitudes.
+        # Residuals lie in the order of buckets, so sums are compared; of float32 values, to a
+        # millionth of the sum of their magnitudes.
         assert abs(torch.stack(found).double().sum() + waiting - due.sum()) < 1e-6 * due.abs().sum()
         assert len(residuals) > 1, "there were several buckets"
         sent = [(result != 0).double().mean().item() for result in found]
@@ -73,7 +80,10 @@ def test_whole_gradients_are_ddps_means_and_of_sparse_ones_nothing_is_lost():
 def halves(rank, size):
     """Means of float16 gradients, in dense steps and in one that sends everything as well."""
     made = SparseState(density=1.0)
-    return [made.average(torch.full((4,), 4e4, dtype=torch.float16), bucket=0, last=True) for _ in range(3)]
+    return [
+        made.average(torch.full((4,), 4e4, dtype=torch.float16), bucket=0, last=True)
+        for _ in range(3)
+    ]
 
 
 @pytest.mark.multiprocess

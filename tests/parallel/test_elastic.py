@@ -14,15 +14,21 @@ from parallel.generations import LeftOut, Member, TooFew
 from parallel.topology import Topology
 
 
-@pytest.mark.parametrize(("number", "connects", "is_over"), [(1, False, True), (1, True, False), (0, False, False)])
-def test_a_generation_whose_processes_do_not_connect_is_over(monkeypatch, number, connects, is_over):
+@pytest.mark.parametrize(
+    ("number", "connects", "is_over"), [(1, False, True), (1, True, False), (0, False, False)]
+)
+def test_a_generation_whose_processes_do_not_connect_is_over(
+    monkeypatch, number, connects, is_over
+):
     """But for the first, whose processes begin one after the other."""
     ended = threading.Event()
     monkeypatch.setattr(elastic, "_MEET_SECONDS", 0.1)
     waiting = Elastic.__new__(Elastic)
     waiting._given = Topology(2, 1, 0)
     members = Member(0, 0), Member(1, 0)
-    waiting._membership = SimpleNamespace(number=number, members=members, member=members[0], end=ended.set)
+    waiting._membership = SimpleNamespace(
+        number=number, members=members, member=members[0], end=ended.set
+    )
     with waiting.meeting():
         if not connects:
             ended.wait(5.0 if is_over else 0.3)

@@ -1,4 +1,5 @@
-"""Each cell of the table in docs/reliability.md: what a signal does in a phase of an elastic run."""
+"""Each cell of the table in docs/reliability.md: what a signal does in a phase of an elastic
+run."""
 
 import functools
 import re
@@ -231,12 +232,16 @@ class OtherHost:
     def __init__(self, run):
         ranks = {}
         self.signals = agent.Signals()
-        self.others = SimpleNamespace(finished=lambda: False, news=lambda: None, all_silent=lambda: False)
+        self.others = SimpleNamespace(
+            finished=lambda: False, news=lambda: None, all_silent=lambda: False
+        )
         check = functools.partial(agent._check_others, self.others, self.signals)
         self.replacements = Replacements(
             ranks, ("", 0), 1, start=lambda rank, life: None, numbers=range(3, 3), check=check
         )
-        self._watch = functools.partial(agent._watch, ranks, self.others, self.signals, lambda: self.replacements)
+        self._watch = functools.partial(
+            agent._watch, ranks, self.others, self.signals, lambda: self.replacements
+        )
 
     def end(self):
         return self._watch()
@@ -265,14 +270,19 @@ def test_a_first_signal_after_another_host_was_asked_ends_nothing_at_once(start)
     assert run.signals.hurry and run.end().code == 1
 
 
-@pytest.mark.parametrize("news", [Outcome(75), Outcome(1, "the launcher at the master is gone", last=True)])
+@pytest.mark.parametrize(
+    "news", [Outcome(75), Outcome(1, "the launcher at the master is gone", last=True)]
+)
 def test_a_launcher_whose_store_is_gone_ends_as_the_board_says(start, monkeypatch, news):
-    """The master's launcher had ended, after a second signal, and the others' did with a traceback."""
+    """The master's launcher had ended, after a second signal, and the others' did with a
+    traceback."""
     run = start()
     other = OtherHost(run)
     said = iter([None, None, news])
     other.others.news = lambda: next(said)
-    monkeypatch.setattr(run.store, "check", Mock(side_effect=RuntimeError("Failed to recv, got 0 bytes")))
+    monkeypatch.setattr(
+        run.store, "check", Mock(side_effect=RuntimeError("Failed to recv, got 0 bytes"))
+    )
     assert other.end() == news
 
 
@@ -303,7 +313,10 @@ def test_a_store_that_is_gone_as_the_ranks_start_is_explained_by_the_news(start)
     """The first connection to it is as any other question."""
     other = OtherHost(start())
     other.others.news = lambda: LOST
-    assert agent._watch({}, other.others, other.signals, Mock(side_effect=RuntimeError("refused"))) == LOST
+    assert (
+        agent._watch({}, other.others, other.signals, Mock(side_effect=RuntimeError("refused")))
+        == LOST
+    )
 
 
 def test_a_fault_that_is_not_the_stores_is_shown(start, monkeypatch):

@@ -26,7 +26,9 @@ def test_losses_are_those_of_the_worse_setting_of_the_experiment(evidence):
         if of(recipe.exchange, recipe.optimizer) is evidence:
             found = [row for row in rows if (row["exchange"], row["size"]) == (name, size)]
             break
-    assert {row["setting"] for row in found} == {"digits", "glyphs"} and {row["seeds"] for row in found} == {"5"}
+    assert {row["setting"] for row in found} == {"digits", "glyphs"} and {
+        row["seeds"] for row in found
+    } == {"5"}
     worst = max(found, key=lambda row: float(row["lost_mean"]))
     assert evidence.loss == pytest.approx(float(worst["lost_mean"]), abs=0.0051)
     assert evidence.error == pytest.approx(float(worst["lost_error"]), abs=0.0051)

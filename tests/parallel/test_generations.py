@@ -31,14 +31,19 @@ NEW = Member(1, 1)
         ((NEW, C), (A, B), 0.0, (C, NEW)),
     ],
 )
-def test_the_next_generation_is_all_who_can_come_and_waits_only_for_those(here, gone, waited, chosen):
+def test_the_next_generation_is_all_who_can_come_and_waits_only_for_those(
+    here, gone, waited, chosen
+):
     limits = {A: 5.0, B: 3.0, C: 3.0}
-    found = choice((A, B, C), here=here, gone=gone, limits=limits, waited=waited, minimum=2, silence=10)
+    found = choice(
+        (A, B, C), here=here, gone=gone, limits=limits, waited=waited, minimum=2, silence=10
+    )
     assert found == chosen
 
 
 def test_who_has_not_begun_or_says_that_it_is_alive_is_waited_for_longer():
-    """Before it is over all members of a later generation had begun: they were there when it was decided on."""
+    """Before it is over all members of a later generation had begun: they were there when it was
+    decided on."""
     store = Shared()
     one, other = (Membership(store, member, 0, 1, 1, silence=30.0) for member in (A, B))
     one.found(3)
@@ -56,7 +61,9 @@ def test_a_replica_has_begun_once_one_of_its_processes_has_and_all_have_met_once
     store = Shared()
     seen = Generations(store, stages=2)
     processes = [
-        Membership(store, member, stage, stages=2, minimum=1, silence=1.0) for member in (A, B, C) for stage in (0, 1)
+        Membership(store, member, stage, stages=2, minimum=1, silence=1.0)
+        for member in (A, B, C)
+        for stage in (0, 1)
     ]
     assert not seen.is_founded() and not seen.has_met()
     assert not seen.has_begun(A) and seen.has_begun(NEW)
@@ -88,7 +95,9 @@ class Process(threading.Thread):
 
     def __init__(self, store, member, stage=0, stages=1, silence=2.0, delay=0.0):
         super().__init__(daemon=True)
-        self.membership = Membership(store, member, stage, stages=stages, minimum=1, silence=silence)
+        self.membership = Membership(
+            store, member, stage, stages=stages, minimum=1, silence=silence
+        )
         self.delay = delay
         self.error = None
         self.stopping = lambda: False
@@ -110,13 +119,17 @@ class Process(threading.Thread):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_dies_and_whenever_the_living_have_one_generation(store, seed):
-    """Some of 3 replicas of 2 stages never report, one may report and then be buried: the rest agree."""
+    """Some of 3 replicas of 2 stages never report, one may report and then be buried: the rest
+    agree."""
     draw = random.Random(seed)
     every = [
-        Process(store, Member(r, 0), s, 2, delay=draw.uniform(0, 0.1)) for r, s in itertools.product((0, 1, 2), (0, 1))
+        Process(store, Member(r, 0), s, 2, delay=draw.uniform(0, 0.1))
+        for r, s in itertools.product((0, 1, 2), (0, 1))
     ]
     lost = draw.choice([(), (0,), (1,), (2,), (0, 1)])
-    dying = {each for each in every if each.membership.member.replica in lost and draw.random() < 0.7}
+    dying = {
+        each for each in every if each.membership.member.replica in lost and draw.random() < 0.7
+    }
     for each in every:
         if each not in dying:
             each.start()
@@ -129,11 +142,14 @@ def test_whoever_dies_and_whenever_the_living_have_one_generation(store, seed):
     assert len({each.membership.members for each in living}) == 1
     found = living[0].membership.members
     assert set(found) >= {each.membership.member for each in living}
-    assert {member.replica for member in found} - {each.membership.member.replica for each in living} <= set(lost)
+    assert {member.replica for member in found} - {
+        each.membership.member.replica for each in living
+    } <= set(lost)
 
 
 def test_the_minority_of_a_cut_network_does_not_go_on(store):
-    """Two that reach the store agree without the third; it finds no store, or, later, that it was left out."""
+    """Two that reach the store agree without the third; it finds no store, or, later, that it was
+    left out."""
     every = [Process(store, Member(replica, 0)) for replica in range(3)]
     late = Process(store, C)
     store.broken.add(every[2])
@@ -148,7 +164,10 @@ def test_the_minority_of_a_cut_network_does_not_go_on(store):
 
 
 def test_a_new_life_is_wanted_once_all_its_processes_wait_and_comes_after_the_old_members(store):
-    old = [Process(store, Member(replica, 0), stage, 2) for replica, stage in itertools.product((0, 2), (0, 1))]
+    old = [
+        Process(store, Member(replica, 0), stage, 2)
+        for replica, stage in itertools.product((0, 2), (0, 1))
+    ]
     Generations(store, 2).bury(B)
     new = [Process(store, NEW, stage, 2) for stage in (0, 1)]
     new[0].start()
@@ -188,7 +207,9 @@ def test_too_few_end_once_no_other_comes(store):
 @pytest.mark.parametrize("dies", [False, True])
 def test_too_few_wait_until_their_main_process_has_closed_the_run_or_is_lost(store, dies):
     """Their launcher would end it as soon as one of them has ended."""
-    main, other = (Process(store, member, stage=stage, stages=2) for member, stage in ((A, 0), (A, 1)))
+    main, other = (
+        Process(store, member, stage=stage, stages=2) for member, stage in ((A, 0), (A, 1))
+    )
     third = [Process(store, C, stage=stage, stages=2) for stage in (0, 1)]
     Generations(store, 2).bury(B)
     for each in (main, other, *third):
@@ -198,7 +219,8 @@ def test_too_few_wait_until_their_main_process_has_closed_the_run_or_is_lost(sto
         each.join(10)
         assert isinstance(each.error, TooFew)
     waiting = [
-        threading.Thread(target=each.membership.close, args=(pytest.fail,), daemon=True) for each in (other, *third)
+        threading.Thread(target=each.membership.close, args=(pytest.fail,), daemon=True)
+        for each in (other, *third)
     ]
     for each in waiting:
         each.start()
@@ -254,5 +276,7 @@ def test_all_lost_means_that_nobody_lives(store):
 
 
 def test_what_all_have_in_common_is_what_the_first_had(store):
-    one, other = (Membership(store, member, 0, stages=1, minimum=1, silence=1.0) for member in (A, B))
+    one, other = (
+        Membership(store, member, 0, stages=1, minimum=1, silence=1.0) for member in (A, B)
+    )
     assert one.common("code", "x") == "x" and other.common("code", "y") == "x"

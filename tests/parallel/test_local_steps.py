@@ -84,7 +84,9 @@ def by_hand(size, steps, fragments=1, dense_steps=0, outer=None, delay=0, **_):
                 if outer is not None:
                     way = anchor[part] - mean
                     velocity[part] = OUTER["outer_momentum"] * velocity[part] + way
-                    mean = anchor[part] - OUTER["outer_lr"] * (way + OUTER["outer_momentum"] * velocity[part])
+                    mean = anchor[part] - OUTER["outer_lr"] * (
+                        way + OUTER["outer_momentum"] * velocity[part]
+                    )
                     anchor[part] = mean
                 for each, then in zip(weights, history[sent]):
                     each[part] += mean - then[part]
@@ -107,7 +109,8 @@ CASES = [
 @pytest.mark.parametrize("keys", CASES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_replicas_are_where_the_definition_has_them(size, keys):
-    """To the rounding of some ten float32 additions of values below 16; and equal where they should be, to the bit."""
+    """To the rounding of some ten float32 additions of values below 16; and equal where they should
+    be, to the bit."""
     ranks = threads.run(size, trained, 11, keys)
     for step, wanted in enumerate(by_hand(size, 11, **keys)):
         for (found, _), each in zip(ranks, wanted):
@@ -123,8 +126,9 @@ def test_replicas_are_where_the_definition_has_them(size, keys):
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (4, 0.35)])
 def test_in_few_bits_what_is_rounded_off_is_kept(bits, bound):
-    """After a mean all replicas are equal, within half of two steps of the exact mean: a step is a 127th, or a 7th, of
-    the longest way, here some 5. What is not sent of the ways is what replicas keep."""
+    """After a mean all replicas are equal, within half of two steps of the exact mean: a step is a
+    127th, or a 7th, of the longest way, here some 5. What is not sent of the ways is what replicas
+    keep."""
     ranks = threads.run(3, trained, EVERY, {"bits": bits})
     found = [weights[-1] for weights, _ in ranks]
     assert all(torch.equal(each, found[0]) for each in found)

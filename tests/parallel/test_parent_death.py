@@ -46,7 +46,8 @@ def begin():
     pass
 """
 IMPORTING = (
-    "import slow; from parallel import parent_death; parent_death.context('spawn').Process(target=slow.begin).start()"
+    "import slow; from parallel import parent_death; "
+    "parent_death.context('spawn').Process(target=slow.begin).start()"
 )
 BENCHMARK = "from benchmarks import ranks; ranks.run(2, rest)"
 EXPERIMENT = (
@@ -55,13 +56,19 @@ EXPERIMENT = (
 )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a child of its parent's death"
+)
 @pytest.mark.parametrize(
     ("start", "count", "number"),
     [
         (CONTEXTS, 3, signal.SIGKILL),
         (IMPORTING, 1, signal.SIGKILL),
-        ("subprocess.Popen(bound_to_parent([sys.executable, '-c', REST]), cwd=ROOT)", 1, signal.SIGKILL),
+        (
+            "subprocess.Popen(bound_to_parent([sys.executable, '-c', REST]), cwd=ROOT)",
+            1,
+            signal.SIGKILL,
+        ),
         pytest.param(BENCHMARK, 2, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(BENCHMARK, 2, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(EXPERIMENT, 1, signal.SIGKILL, marks=pytest.mark.slow),
@@ -83,7 +90,8 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, start, count
 
 
 def test_whatever_starts_processes_binds_them_to_itself():
-    """Commands that end by themselves within moments need not be bound; torch watches those of data/workers.py."""
+    """Commands that end by themselves within moments need not be bound; torch watches those of
+    data/workers.py."""
     others = {
         "training/run_folder.py",
         "parallel/hosts.py",
@@ -93,7 +101,9 @@ def test_whatever_starts_processes_binds_them_to_itself():
         "benchmarks/networks.py",
         "benchmarks/faults/kinds.py",
     }
-    starts = re.compile(r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork")
+    starts = re.compile(
+        r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork"
+    )
     for room in (
         "benchmarks",
         "common",
@@ -109,13 +119,16 @@ def test_whatever_starts_processes_binds_them_to_itself():
         for path in sorted((ROOT / room).rglob("*.py")):
             text = path.read_text()
             name = str(path.relative_to(ROOT))
-            assert name in others or not starts.search(text) or "parallel.parent_death import" in text, name
+            assert (
+                name in others or not starts.search(text) or "parallel.parent_death import" in text
+            ), name
 
 
 @pytest.mark.parametrize("ignores", [False, True])
 def test_the_program_is_what_runs_and_interrupts_are_left_to_the_parent_if_wanted(ignores):
     code = "import signal, sys; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN, sys.argv[1:]); sys.exit(7)"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may let it be ignored
+    # shells may let it be ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command = bound_to_parent([sys.executable, "-c", code, "a b", "$c"], ignores)
         done = subprocess.run(command, capture_output=True, text=True)

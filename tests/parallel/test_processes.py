@@ -1,4 +1,5 @@
-"""What ranks send each other on the host, and how they end together; several real processes on the loopback."""
+"""What ranks send each other on the host, and how they end together; several real processes on the
+loopback."""
 
 import os
 import re
@@ -41,7 +42,10 @@ def talk(rank, size):
         "sum": group.sum(torch.tensor([1.0 + rank])).item(),
         "over stages": group.sum_over_stages(torch.tensor([1.0 + rank])).item(),
         "agreed": [group.agree_late(value) for value in (rank, 0, 0)],
-        "groups": [torch.distributed.get_process_group_ranks(g) for g in (group.stage_group, group.replica_group)],
+        "groups": [
+            torch.distributed.get_process_group_ranks(g)
+            for g in (group.stage_group, group.replica_group)
+        ],
         "errors": [_failure(group.together, (1, 2), rank), _failure(group.from_main, (0,), rank)],
         "machine": _failure(group.together, (2, 3), rank, MachineError, MachineError),
     }
@@ -63,14 +67,19 @@ def test_ranks_gather_broadcast_sum_agree_and_fail_together():
             "over stages": 3.0 if rank < 2 else 7.0,
             "agreed": [0, 3, 0],  # a call late
             "groups": [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]],
-            "errors": ["no images on 1" if rank == 1 else "", "no images on 0" if rank == 0 else ""],
+            "errors": [
+                "no images on 1" if rank == 1 else "",
+                "no images on 0" if rank == 0 else "",
+            ],
             "machine": "no images on 2" if rank == 2 else "",
         }
 
 
 def fail(rank, size, number):
     """Rank 0 kills itself, or is stopped for five seconds and then killed."""
-    Processes(Topology(size, 1, rank, rank), CPU, silence=1.5 if number == signal.SIGSTOP else 300.0)
+    Processes(
+        Topology(size, 1, rank, rank), CPU, silence=1.5 if number == signal.SIGSTOP else 300.0
+    )
     if rank == 0:
         if number == signal.SIGSTOP:  # nobody else would end it
             subprocess.Popen(["sh", "-c", f"sleep 5; kill -KILL {os.getpid()}"])
@@ -80,10 +89,13 @@ def fail(rank, size, number):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_falls_silent_is_named_and_takes_the_others_with_it(number):
-    """Nobody communicates, and nobody ends them: the watch alone can notice. One rank tells the next by its own end.
+    """Nobody communicates, and nobody ends them: the watch alone can notice.
 
-    They notice a death by the broken connection: by themselves they would end after 100 s with code 0, and silence
-    counts after 300 s only. How soon that is: benchmarks/faults. Of a silent rank they end before it is killed.
+    One rank tells the next by its own end.
+
+    They notice a death by the broken connection: by themselves they would end after 100 s with code
+    0, and silence counts after 300 s only. How soon that is: benchmarks/faults. Of a silent rank
+    they end before it is killed.
     """
     first, after, third = ranks.run(3, fail, number)
     fault = "is gone"
@@ -98,8 +110,15 @@ def test_a_rank_that_dies_or_falls_silent_is_named_and_takes_the_others_with_it(
 @pytest.mark.parametrize(
     ("address", "port", "fault"),
     [
-        ("127.0.0.1", "1", r"rank 1 \(replica 1, stage 0\) did not meet all 2 ranks at 127.0.0.1:1 "),
-        *((*place, "MASTER_ADDR and MASTER_PORT must name") for place in (("", "1234"), ("127.0.0.1", "http"))),
+        (
+            "127.0.0.1",
+            "1",
+            r"rank 1 \(replica 1, stage 0\) did not meet all 2 ranks at 127.0.0.1:1 ",
+        ),
+        *(
+            (*place, "MASTER_ADDR and MASTER_PORT must name")
+            for place in (("", "1234"), ("127.0.0.1", "http"))
+        ),
     ],
 )
 def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, port, fault):
@@ -113,9 +132,15 @@ def test_ranks_that_do_not_meet_are_an_error_of_one_line(monkeypatch, address, p
 def test_ranks_of_our_launcher_that_do_not_meet_are_a_fault_of_the_machine(monkeypatch):
     """Of wrong input the launcher would make the end of the job."""
     monkeypatch.setattr("parallel.joining.RENDEZVOUS_SECONDS", 0.2)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "POD_LAUNCHER": "1"}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "POD_LAUNCHER": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MachineError, match=r"^rank 1 .* did not meet all 2 ranks .*; rerun to resume$"):
+    with pytest.raises(
+        MachineError, match=r"^rank 1 .* did not meet all 2 ranks .*; rerun to resume$"
+    ):
         Processes(Topology(2, 1, 1), CPU)
 
 
@@ -128,11 +153,21 @@ def test_ranks_of_our_launcher_that_do_not_meet_are_a_fault_of_the_machine(monke
             r"rank 0 \(replica 0, stage 0\): 1 of 2 ranks is here; "
             r"waiting for rank 1 at HOST until TIME, for another 2 s",
         ),
-        (0, 12, r".*: 1 of 12 ranks is here; waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 ... at HOST .*"),
-        (1, 2, r"rank 1 \(replica 1, stage 0\): waiting for rank 0 to listen at HOST until TIME, for another 2 s"),
+        (
+            0,
+            12,
+            r".*: 1 of 12 ranks is here; waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 ... at HOST .*",
+        ),
+        (
+            1,
+            2,
+            r"rank 1 \(replica 1, stage 0\): waiting for rank 0 to listen at HOST until TIME, for another 2 s",
+        ),
     ],
 )
-def test_a_rank_that_waits_for_others_says_for_whom_where_and_until_when(monkeypatch, capsys, rank, world, said):
+def test_a_rank_that_waits_for_others_says_for_whom_where_and_until_when(
+    monkeypatch, capsys, rank, world, said
+):
     place = addresses()
     monkeypatch.setattr("parallel.joining.RENDEZVOUS_SECONDS", 3.0)
     monkeypatch.setattr("parallel.joining._SILENT_SECONDS", 0.6)
@@ -140,6 +175,8 @@ def test_a_rank_that_waits_for_others_says_for_whom_where_and_until_when(monkeyp
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="did not meet all"):
         Processes(Topology(world, 1, rank), CPU)
-    pattern = said.replace("HOST", f"127.0.0.1:{place['MASTER_PORT']}").replace("TIME", r"\d\d:\d\d:\d\d")
+    pattern = said.replace("HOST", f"127.0.0.1:{place['MASTER_PORT']}").replace(
+        "TIME", r"\d\d:\d\d:\d\d"
+    )
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if re.fullmatch(pattern, line)] == lines[:1] and len(lines) == 1

@@ -1,4 +1,5 @@
-"""Values in few bits, and sums of such: errors within half a step, nothing lost, the same bits everywhere."""
+"""Values in few bits, and sums of such: errors within half a step, nothing lost, the same bits
+everywhere."""
 
 import itertools
 import math
@@ -26,13 +27,16 @@ def drawn(rank, step=0, length=LENGTH):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 3000])
 def test_a_value_is_off_by_half_a_step_at_most(bits, count):
-    """A step is the block's largest over 127 or 7, which the block's largest itself is a multiple of."""
+    """A step is the block's largest over 127 or 7, which the block's largest itself is a multiple
+    of."""
     code = Quantizer(bits)
     values = drawn(0, length=count)
     most = 2 ** (bits - 1) - 1
     message = code.encode(values)
     assert message.dtype == torch.uint8 and len(message) == costs.quantized_bytes(count, bits)
-    for block, other in zip(values.split(costs.BLOCK), code.decode(message, count).split(costs.BLOCK)):
+    for block, other in zip(
+        values.split(costs.BLOCK), code.decode(message, count).split(costs.BLOCK)
+    ):
         assert (block - other).abs().max() <= block.abs().max() / most * (0.5 + 1e-5)
         place = block.abs().argmax()
         torch.testing.assert_close(other[place], block[place], rtol=1e-6, atol=0)
@@ -40,7 +44,9 @@ def test_a_value_is_off_by_half_a_step_at_most(bits, count):
     assert_bitwise_equal(code.decode(code.encode(every), len(every)), every)
 
 
-@pytest.mark.parametrize("values", [torch.zeros(300), torch.full((300,), 1e-45), torch.tensor([1e38, -3e38, 1.0])])
+@pytest.mark.parametrize(
+    "values", [torch.zeros(300), torch.full((300,), 1e-45), torch.tensor([1e38, -3e38, 1.0])]
+)
 def test_extremes_stay_finite(values):
     found = Quantizer(4).decode(Quantizer(4).encode(values), len(values))
     assert found.isfinite().all() and (found - values).abs().max() <= values.abs().max()
@@ -65,7 +71,8 @@ def summed(rank, size, bits, steps):
     ],
 )
 def test_nothing_is_lost_and_all_have_the_same_bits(size, bits):
-    """sum(given) = sum of results + sum of what is kept, to float32 rounding of values up to 50, a step of each."""
+    """sum(given) = sum of results + sum of what is kept, to float32 rounding of values up to 50, a
+    step of each."""
     steps = 4
     ranks = threads.run(size, summed, bits, steps)
     for totals, _ in ranks:
@@ -94,8 +101,8 @@ def test_a_sparse_message_is_as_long_as_predicted_and_loses_what_it_says(count, 
 
 
 def quantized_steps(rank, size, faulty):
-    """The sum of each of three steps and the residual after it; in the middle one replica `faulty` has an infinity,
-    and None leaves that step out."""
+    """The sum of each of three steps and the residual after it; in the middle one replica `faulty`
+    has an infinity, and None leaves that step out."""
     group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
     setup = Setup(
         batch=None,
@@ -121,7 +128,8 @@ def quantized_steps(rank, size, faulty):
 
 @pytest.mark.parametrize(("size", "faulty"), [(1, 0), (3, 0), (3, 2)])
 def test_a_step_that_is_not_finite_leaves_the_residual_of_few_bits_as_it_was(size, faulty):
-    """On the replicas whose own gradient was finite as well: the steps around it are those of a run without it."""
+    """On the replicas whose own gradient was finite as well: the steps around it are those of a run
+    without it."""
     expected = threads.run(size, quantized_steps, None)
     for rank, found in enumerate(threads.run(size, quantized_steps, faulty)):
         first, middle, last = found

@@ -1,4 +1,5 @@
-"""The exchange of whole gradients: exact, alike on all replicas, in one order, early where it may be."""
+"""The exchange of whole gradients: exact, alike on all replicas, in one order, early where it may
+be."""
 
 import math
 from types import SimpleNamespace
@@ -14,8 +15,13 @@ from recipe.exchange import Exchange
 from recipe.shares import by_speed, subtrees
 from tests.parallel import threads
 
-UNIT = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}  # of a rounding: relative, absolute
-VARIANTS = [{"order": "fast"}, {"order": "tree"}, *({"method": "half", "wire": wire} for wire in UNIT)]
+# of a rounding: relative, absolute
+UNIT = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+VARIANTS = [
+    {"order": "fast"},
+    {"order": "tree"},
+    *({"method": "half", "wire": wire} for wire in UNIT),
+]
 BUCKET = 4 * 97  # bytes: 97 elements, which no number of replicas divides
 
 
@@ -37,7 +43,9 @@ def finish(exchange, buffer):
 
 
 def same_bits(tensors):
-    return all(torch.equal(tensor.view(torch.int32), tensors[0].view(torch.int32)) for tensor in tensors)
+    return all(
+        torch.equal(tensor.view(torch.int32), tensors[0].view(torch.int32)) for tensor in tensors
+    )
 
 
 def random_gradients(rank, length=1003):
@@ -46,7 +54,7 @@ def random_gradients(rank, length=1003):
     return torch.randn(length, generator=generator) * 2.0**exponents
 
 
-# Random buffers -------------------------------------------------------------------------------------------------
+# Random buffers -----------------------------------------------------------------------------------
 
 
 def sums_of_random(rank, size):
@@ -65,10 +73,12 @@ def sums_of_random(rank, size):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_sums_are_exact_to_their_roundings_and_alike_on_all_replicas(size):
-    """Of float32: an element is added size - 1 times in whatever order, with an error of half a unit of float32 each.
+    """Of float32: an element is added size - 1 times in whatever order, with an error of half a
+    unit of float32 each.
 
-    In half what a replica sends and what comes back is rounded: means over 60 micro batches, so errors count as many
-    times as these."""
+    In half what a replica sends and what comes back is rounded: means over 60 micro batches, so
+    errors count as many times as these.
+    """
     sums = list(zip(*threads.run(size, sums_of_random)))
     given = torch.stack([random_gradients(rank) for rank in range(size)]).double()
     assert all(same_bits(each) for each in sums)
@@ -78,7 +88,9 @@ def test_sums_are_exact_to_their_roundings_and_alike_on_all_replicas(size):
     own = given * size / 60
     for (relative, absolute), each in zip(UNIT.values(), sums[2:]):
         first = (own.abs() * relative + absolute).mean(0)
-        bound = first + (own.mean(0).abs() + first) * relative + absolute + 2.0**-21 * own.abs().mean(0)
+        bound = (
+            first + (own.mean(0).abs() + first) * relative + absolute + 2.0**-21 * own.abs().mean(0)
+        )
         error = (each[0].double() / 60 - own.mean(0)).abs()
         assert (error <= bound).all()
         assert (error > bound / 4).any()  # so it did travel in this dtype
@@ -91,9 +103,13 @@ def special(rank, size, values):
 
 
 def test_half_passes_on_what_is_not_finite_and_what_is_tiny():
-    """The mean of 2 x 40000 fits float16; 70000, inf and NaN are found by a check; 2 ** -24 is its least number."""
+    """The mean of 2 x 40000 fits float16; 70000, inf and NaN are found by a check; 2 ** -24 is its
+    least number."""
     tiny = 2.0**-24
-    values = [[40000.0, 70000.0, math.inf, math.nan, tiny, 1.0], [40000.0, 1.0, -math.inf, 1.0, tiny, 2.0]]
+    values = [
+        [40000.0, 70000.0, math.inf, math.nan, tiny, 1.0],
+        [40000.0, 1.0, -math.inf, 1.0, tiny, 2.0],
+    ]
     for result in threads.run(2, special, values):
         assert result.isfinite().tolist() == [True, False, False, False, True, True]
         assert result[[0, 4, 5]].tolist() == [80000.0, 2 * tiny, 3.0]
@@ -113,7 +129,9 @@ def tree_over_replicas(rank, size, leaves, divisions):
     found = []
     exchange = create(torch.zeros(leaves.shape[1]), order="tree")
     for shares in divisions:
-        sums = [tree_sum(leaves[each.start : each.stop]) for each in subtrees(shares[rank], len(leaves))]
+        sums = [
+            tree_sum(leaves[each.start : each.stop]) for each in subtrees(shares[rank], len(leaves))
+        ]
         exchange.set_shares(shares, sums)
         for _ in range(2):  # the memory of the first sum serves for the second
             total = sums[0].clone()
@@ -132,7 +150,7 @@ def test_dense_tree_continues_the_tree_of_micro_batches(size):
         assert same_bits([tree_sum(leaves), *found])
 
 
-# Backward passes ------------------------------------------------------------------------------------------------
+# Backward passes ----------------------------------------------------------------------------------
 
 
 class Replica:
@@ -158,7 +176,8 @@ class Replica:
 
 
 def early_and_late(rank, size, section):
-    """Own gradients, the sum sent late, that sent early, and how many were launched at what point of the early step."""
+    """Own gradients, the sum sent late, that sent early, and how many were launched at what point
+    of the early step."""
     launched = reduce.distributed.this.launched
     points = []
     replica = Replica(rank)
@@ -182,22 +201,26 @@ def early_and_late(rank, size, section):
 
 
 @pytest.mark.parametrize(
-    ("section", "sent"), [({}, [0, 3, 6]), ({"order": "tree"}, [0, 0, 0]), ({"method": "half"}, [0, 5, 11])]
+    ("section", "sent"),
+    [({}, [0, 3, 6]), ({"order": "tree"}, [0, 0, 0]), ({"method": "half"}, [0, 5, 11])],
 )
 def test_what_is_sent_early_is_what_is_sent_late(section, sent):
-    """6 buckets: the last layers' are sent before the first layer has its gradient, all before the end. The bits are
-    those of the late exchange: the same buckets go through the same additions."""
+    """6 buckets: the last layers' are sent before the first layer has its gradient, all before the
+    end. The bits are those of the late exchange: the same buckets go through the same additions."""
     results = threads.run(3, early_and_late, section)
     own = torch.stack([result[0] for result in results]).double()
-    tolerance = 2e-3 if "method" in section else 1e-6  # two roundings of 2 ** -11 and some for cancellation
+    # two roundings of 2 ** -11 and some for cancellation
+    tolerance = 2e-3 if "method" in section else 1e-6
     for _, late, early, points in results:
         assert same_bits([results[0][1], late, early])
         assert (late.double() - own.sum(0)).abs().max() <= tolerance * own.abs().sum(0).max()
-        assert points == sent  # collectives launched at the first layer of both passes, and at the end
+        # collectives launched at the first layer of both passes, and at the end
+        assert points == sent
 
 
 def disarmed(rank, size, section):
-    """Sums of a step, without and with a backward pass before it that is armed, but does not count."""
+    """Sums of a step, without and with a backward pass before it that is armed, but does not
+    count."""
     replica = Replica(rank)
     found = []
     exchange = create(replica.gradients, replica.places, **section)
@@ -223,8 +246,9 @@ def test_a_backward_pass_that_does_not_count_leaves_nothing_behind(section):
 
 
 def orders_that_differ(rank, size):
-    """Replica 0 computes the gradients of `left` and `right` in another order than the others; all of them that of a
-    single number, which is the last of its bucket, at the end. `idle` has one of an earlier backward pass only."""
+    """Replica 0 computes the gradients of `left` and `right` in another order than the others; all
+    of them that of a single number, which is the last of its bucket, at the end. `idle` has one of
+    an earlier backward pass only."""
     sizes = (2, 3, 1, 3)
     idle, left, one, right = (
         nn.Parameter(torch.full((size,), value)) for size, value in zip(sizes, (0.0, 1.0, 1.0, 2.0))

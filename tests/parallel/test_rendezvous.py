@@ -16,7 +16,9 @@ def waiting(entries, elastic=True, silent=0.0):
     """A launcher of host 1 that looks at these entries of the hosts."""
     found = object.__new__(rendezvous.Others)
     found.hosts = SimpleNamespace(this=1, place="10.0.0.1")
-    found._board = SimpleNamespace(who="this one", refused=False, gone=False, fault="", silent=lambda host: silent)
+    found._board = SimpleNamespace(
+        who="this one", refused=False, gone=False, fault="", silent=lambda host: silent
+    )
     found._elastic = elastic
     found.attempt = 0
     found._entries = lambda: entries
@@ -62,7 +64,9 @@ STOPPED = {1: {"who": "the one before", "end": Outcome(75)}}
     (STOPPED, 1.0, 4.0, None),
     (STOPPED, 1.0, LONG, HostLost),
 ])  # fmt: skip
-def test_an_earlier_launcher_of_this_host_is_no_other_host_with_its_number(entries, silent, waited, fault):
+def test_an_earlier_launcher_of_this_host_is_no_other_host_with_its_number(
+    entries, silent, waited, fault
+):
     found = waiting(entries, elastic=False, silent=silent)
     if fault is None:
         assert found._has_joined(waited) is False
@@ -72,8 +76,11 @@ def test_an_earlier_launcher_of_this_host_is_no_other_host_with_its_number(entri
 
 
 @pytest.mark.parametrize(("code", "is_limited"), [(0, False), (75, False), (1, True), (2, True)])
-def test_after_a_success_or_a_stop_the_ends_of_hosts_that_answer_are_waited_for_without_a_limit(code, is_limited):
-    """One of them sends the run to its mirror: a launcher that left it would be made anew, and meet the old run."""
+def test_after_a_success_or_a_stop_the_ends_of_hosts_that_answer_are_waited_for_without_a_limit(
+    code, is_limited
+):
+    """One of them sends the run to its mirror: a launcher that left it would be made anew, and meet
+    the old run."""
     found = waiting({1: {"who": "this one"}})
     limits = []
     found.hosts.number = 2

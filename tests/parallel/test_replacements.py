@@ -1,4 +1,5 @@
-"""The launcher buries a replica that ends, and starts it again, unless the fault is the run's own."""
+"""The launcher buries a replica that ends, and starts it again, unless the fault is the run's
+own."""
 
 import os
 import shutil
@@ -40,7 +41,9 @@ class Host:
         self.member = self.members[0]
         for rank in range(4):
             self.start(rank, 0)
-        self.replacements = Replacements(self.ranks, ("127.0.0.1", self.store.port), 2, self.start, range(4))
+        self.replacements = Replacements(
+            self.ranks, ("127.0.0.1", self.store.port), 2, self.start, range(4)
+        )
         self.lives.clear()
 
     def begin(self):
@@ -59,7 +62,9 @@ class Host:
         process.send_signal(-code if code < 0 else signal.SIGKILL)
         process.wait()
         if code >= 0:
-            self.ranks[rank] = process = subprocess.Popen([shutil.which("sh"), "-c", f"exit {code}"])
+            self.ranks[rank] = process = subprocess.Popen(
+                [shutil.which("sh"), "-c", f"exit {code}"]
+            )
         process.wait()
         return rank, code
 
@@ -88,7 +93,10 @@ def test_all_ranks_of_a_replica_end_and_begin_again_with_one_that_was_killed(hos
     other = host.ranks[3]
     assert host.replacements.replace([host.end(2, KILLED)])
     assert other.poll() == KILLED and host.member.is_over() and set(host.ranks) == {0, 1}
-    assert "was ended by signal SIGKILL: replica 1 is started anew, the others go on" in capfd.readouterr().err
+    assert (
+        "was ended by signal SIGKILL: replica 1 is started anew, the others go on"
+        in capfd.readouterr().err
+    )
     host.replacements.look()
     assert host.lives == [(2, 1), (3, 1)] and set(host.ranks) == {0, 1, 2, 3}
 
@@ -112,7 +120,9 @@ def test_a_replica_that_dies_again_and_again_begins_later_and_later(host):
     ({0: KILLED, 2: KILLED}, False),  # nobody is left who remembers the run
 ])  # fmt: skip
 def test_the_run_goes_on_if_the_fault_is_not_its_own_and_a_replica_is_left(host, codes, goes_on):
-    assert host.replacements.replace([host.end(rank, code) for rank, code in codes.items()]) == goes_on
+    assert (
+        host.replacements.replace([host.end(rank, code) for rank, code in codes.items()]) == goes_on
+    )
 
 
 def test_a_replica_that_has_not_begun_is_started_again_in_the_same_life(starting, capfd):
@@ -207,7 +217,10 @@ def test_a_replica_that_is_refused_stays_away(host, capfd):
 def test_a_stopped_replica_that_was_left_out_is_killed(host):
     stopped = host.ranks[2]
     stopped.send_signal(signal.SIGSTOP)
-    stages = [Membership(host.store, Member(0, 0), stage, stages=2, minimum=1, silence=1.0) for stage in (0, 1)]
+    stages = [
+        Membership(host.store, Member(0, 0), stage, stages=2, minimum=1, silence=1.0)
+        for stage in (0, 1)
+    ]
     for each in stages:
         each.catch_up()
         each._report("here")
@@ -228,9 +241,16 @@ def test_new_replicas_that_wait_when_the_run_is_done_are_ended(host):
 
 def test_a_newcomer_with_other_code_is_refused(host, monkeypatch):
     host.member.common("code/0", "ours")
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(host.store.port)), (LIFE, "1")):
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", str(host.store.port)),
+        (LIFE, "1"),
+    ):
         monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(ConfigError, match=r"^replica 1 has other code than the run that it would join; give its host"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^replica 1 has other code than the run that it would join; give its host",
+    ):
         Elastic(Topology(2, 2, 2, 0), Parallel(stages=2, elastic=True), {"code": "other"})
 
 

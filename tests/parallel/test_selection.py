@@ -1,4 +1,5 @@
-"""The k largest of many values: those of a full sort, whatever the values and what a sample of them says."""
+"""The k largest of many values: those of a full sort, whatever the values and what a sample of them
+says."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ CHUNK = selection._CHUNK
 
 
 def in_order(values, numbers=None):
-    """Positions from the largest magnitude to the smallest, by NumPy's sort of floats: NaN first; then by number."""
+    """Positions from the largest magnitude to the smallest, by NumPy's sort of floats: NaN first;
+    then by number."""
     values = values.numpy()
     numbers = np.arange(len(values)) if numbers is None else numbers.numpy()
     return np.lexsort((numbers, -np.abs(values), ~np.isnan(values)))
@@ -32,7 +34,10 @@ def assert_largest(values, *counts):
 def assert_ranked(values, numbers, *counts):
     order = in_order(values, numbers)
     for k in counts:
-        for kept, others in (ranked(values, numbers, k), selection._ranked_by_keys(values, numbers, k)):
+        for kept, others in (
+            ranked(values, numbers, k),
+            selection._ranked_by_keys(values, numbers, k),
+        ):
             assert kept.dtype == others.dtype == torch.int64
             assert np.array_equal(kept.numpy(), np.sort(order[:k]))
             assert np.array_equal(others.numpy(), np.sort(order[k:]))
@@ -43,14 +48,34 @@ def normal(length, seed=0):
 
 
 def sparse(length, share, seed=1):
-    return torch.where(torch.rand(length, generator=torch.Generator().manual_seed(seed)) < share, normal(length), 0.0)
+    return torch.where(
+        torch.rand(length, generator=torch.Generator().manual_seed(seed)) < share,
+        normal(length),
+        0.0,
+    )
 
 
 def special(length):
     """Values that a comparison of floats or of bits may put in the wrong place, many times over."""
     tiny = torch.finfo(torch.float32).tiny
-    values = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1e-45, -1e-45, tiny, -tiny, 3.4e38, -3.4e38, 1.0]
-    return torch.tensor(values)[torch.randint(len(values), (length,), generator=torch.Generator().manual_seed(2))]
+    values = [
+        0.0,
+        -0.0,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        -torch.nan,
+        1e-45,
+        -1e-45,
+        tiny,
+        -tiny,
+        3.4e38,
+        -3.4e38,
+        1.0,
+    ]
+    return torch.tensor(values)[
+        torch.randint(len(values), (length,), generator=torch.Generator().manual_seed(2))
+    ]
 
 
 KINDS = {
@@ -64,7 +89,9 @@ KINDS = {
     "half zero": lambda length: sparse(length, 0.5),
     "nearly all zero": lambda length: sparse(length, 0.0005),
     "rising": lambda length: torch.arange(length) + 0.5,
-    "layers of different scale": lambda length: normal(length) * 10.0 ** -(torch.arange(length) // 700 % 7),
+    "layers of different scale": lambda length: (
+        normal(length) * 10.0 ** -(torch.arange(length) // 700 % 7)
+    ),
 }
 
 
@@ -78,7 +105,8 @@ def test_every_number_of_few_values_and_a_share_of_many(kind):
 
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1])
 def test_values_on_both_sides_of_a_chunk_s_border(length):
-    """And of equal values the first: above the threshold as many as fit, then some of those equal to it."""
+    """And of equal values the first: above the threshold as many as fit, then some of those equal
+    to it."""
     values = normal(length) / 100
     at_borders = [0, CHUNK - 2, CHUNK - 1, CHUNK, CHUNK + 1, length - 1]
     values[[place for place in at_borders if place < length]] = 7.0
@@ -104,8 +132,9 @@ def collected(monkeypatch):
 
 
 def test_a_sample_may_mislead(collected):
-    """Nothing but what the sample sees is large: its threshold is too high, and a second pass finds the others. Or the
-    sample sees zeros, and everything else is above: one pass collects too much. Zeros are never collected."""
+    """Nothing but what the sample sees is large: its threshold is too high, and a second pass finds
+    the others. Or the sample sees zeros, and everything else is above: one pass collects too much.
+    Zeros are never collected."""
     values = normal(2 * CHUNK) / 1000
     sampled = selection._sample_positions(len(values))
     values[sampled] += 10
@@ -120,7 +149,8 @@ def test_a_sample_may_mislead(collected):
 
 
 def test_one_pass_that_collects_little_is_the_rule(collected):
-    """Else all would be found slowly. 1000 of a million are 8 of the sample, which takes 24 to be sure."""
+    """Else all would be found slowly. 1000 of a million are 8 of the sample, which takes 24 to be
+    sure."""
     for seed in range(20):
         largest(normal(1_000_000, seed), 1000)
     assert len(collected) == 20 and min(collected) >= 1000 and max(collected) < 6000
@@ -129,7 +159,8 @@ def test_one_pass_that_collects_little_is_the_rule(collected):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranked_of_a_message(kind, dtype):
-    """Every number of a few values; and elements in any order and in ascending order, as in messages."""
+    """Every number of a few values; and elements in any order and in ascending order, as in
+    messages."""
 
     def numbers_of(length, below):
         return torch.randperm(below, generator=torch.Generator().manual_seed(3))[:length].to(dtype)
@@ -148,7 +179,8 @@ def test_ranked_with_the_highest_numbers():
 
 
 def test_on_another_device_the_result_lies_there():
-    """The meta device stands for one: its values cannot be read, which would be to wait for a GPU."""
+    """The meta device stands for one: its values cannot be read, which would be to wait for a
+    GPU."""
     values = torch.empty(40, device="meta")
     for found, size in zip((largest(values, 3), *ranked(values, values.long(), 3)), (3, 3, 37)):
         assert (found.device, found.dtype, found.shape) == (values.device, torch.int64, (size,))

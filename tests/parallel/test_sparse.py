@@ -53,7 +53,8 @@ def largest_of(total):
 
 
 def by_hand(size, pattern):
-    """The total, [LENGTH], and who keeps what, float64 [size, LENGTH], by the definition of the pattern."""
+    """The total, [LENGTH], and who keeps what, float64 [size, LENGTH], by the definition of the
+    pattern."""
     vectors = [dense([vector(rank)]) for rank in range(size)]
     kept = torch.zeros(size, LENGTH, dtype=torch.float64)
 
@@ -62,7 +63,8 @@ def by_hand(size, pattern):
         vectors[into] = largest_of(total)
         kept[into] += total - vectors[into]
 
-    if pattern == "butterfly":  # in each round groups of equal vectors are joined: only their first ranks matter
+    if pattern == "butterfly":
+        # in each round groups of equal vectors are joined: only their first ranks matter
         power = 1 << (size.bit_length() - 1)
         for extra in range(power, size):
             merge(extra - power, extra)
@@ -79,7 +81,10 @@ def by_hand(size, pattern):
 def test_gtopk_is_what_merging_by_hand_gives_and_topk_the_sum_in_the_order_of_ranks(size):
     """Also who keeps what: rank 0 of a merge; and all ranks have the total with the same bits."""
     whole = (dense(map(vector, range(size))), torch.zeros(size, LENGTH, dtype=torch.float64))
-    wanted = {"gather": (*whole, size), **{name: (*by_hand(size, name), 1) for name in ("tree", "butterfly")}}
+    wanted = {
+        "gather": (*whole, size),
+        **{name: (*by_hand(size, name), 1) for name in ("tree", "butterfly")},
+    }
     for rank, found in enumerate(threads.run(size, several, [(pattern,) for pattern in wanted])):
         for (total, kept, parts), (sums, left, counts) in zip(wanted.values(), found):
             assert_bitwise_equal(sums, total)
@@ -100,14 +105,19 @@ def one_after_the_other(rank, size, wire, scales):
 
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_owners_find_the_largest_of_the_whole_sum_wherever_regions_end(size):
-    """By sorting the sum in the order of ranks; a rank keeps its own entries that are not in the result."""
+    """By sorting the sum in the order of ranks; a rank keeps its own entries that are not in the
+    result."""
     expected = largest_of(dense(map(vector, range(size))))
-    for rank, (totals, borders) in enumerate(threads.run(size, one_after_the_other, "float32", SCALES)):
+    for rank, (totals, borders) in enumerate(
+        threads.run(size, one_after_the_other, "float32", SCALES)
+    ):
         own = dense([vector(rank)])
         for scale, (total, left) in zip(SCALES, totals):
             assert_bitwise_equal(total, scale * expected)
             assert_bitwise_equal(left, scale * torch.where(expected != 0, 0.0, own))
-        counts = torch.bincount(torch.searchsorted(borders, expected.nonzero()[:, 0], right=True), minlength=size)
+        counts = torch.bincount(
+            torch.searchsorted(borders, expected.nonzero()[:, 0], right=True), minlength=size
+        )
         assert counts.max() - counts.min() <= 1
 
 
@@ -120,9 +130,13 @@ def test_owners_that_round_give_the_same_bits_whatever_came_before():
 @pytest.mark.multiprocess
 def test_ranks_that_send_by_gloo_get_the_same():
     """Five: no power of two, so ranks take every part of a tree and a butterfly."""
-    for found, expected in zip(world.run(5, several, CALLS, "world"), threads.run(5, several, CALLS)):
+    for found, expected in zip(
+        world.run(5, several, CALLS, "world"), threads.run(5, several, CALLS)
+    ):
         for (total, kept, counts), (other, others_kept, others_counts) in zip(found, expected):
-            assert_bitwise_equal({"total": total, "kept": kept}, {"total": other, "kept": others_kept})
+            assert_bitwise_equal(
+                {"total": total, "kept": kept}, {"total": other, "kept": others_kept}
+            )
             assert counts == others_counts
 
 
@@ -132,18 +146,35 @@ def words_sent(rank, size, pattern, wire):
     words = []
     for name in ("_send", "_swap"):
         send = getattr(total, name)
-        setattr(total, name, lambda message, *rest, send=send: (words.append(len(message)), send(message, *rest))[1])
+        setattr(
+            total,
+            name,
+            lambda message, *rest, send=send: (words.append(len(message)), send(message, *rest))[1],
+        )
     total(vector(rank), torch.zeros(LENGTH, dtype=torch.int32))
     return words
 
 
 @pytest.mark.parametrize("wire,words", [("float32", 60), ("float16", 46)])
 def test_messages_are_packed(wire, words):
-    """8 bytes an entry, or 6 and a word for the exponent; log2 P messages from each in the butterfly."""
+    """8 bytes an entry, or 6 and a word for the exponent; log2 P messages from each in the
+    butterfly."""
     assert threads.run(4, words_sent, "butterfly", wire) == [[words, words]] * 4
-    assert threads.run(4, words_sent, "tree", wire) == [[words, words], [words, 1], [words, 1, words], [words, 1]]
+    assert threads.run(4, words_sent, "tree", wire) == [
+        [words, words],
+        [words, 1],
+        [words, 1, words],
+        [words, 1],
+    ]
     # Ranks 4 and 5 hand theirs in, and are sent the result.
-    assert [len(each) for each in threads.run(6, words_sent, "butterfly", wire)] == [3, 3, 2, 2, 1, 1]
+    assert [len(each) for each in threads.run(6, words_sent, "butterfly", wire)] == [
+        3,
+        3,
+        2,
+        2,
+        1,
+        1,
+    ]
 
 
 def few_or_faulty(rank, size):
@@ -157,7 +188,8 @@ def few_or_faulty(rank, size):
 
 
 def test_zeros_take_no_place_twice_and_values_that_are_not_finite_end_no_rank():
-    """A step of another stage may have to be left out: this one's exchange has to come to its end."""
+    """A step of another stage may have to be left out: this one's exchange has to come to its
+    end."""
     for ranks in threads.run(5, few_or_faulty):
         for total, counts in ranks:
             assert total[:COUNT].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * (COUNT - 5)

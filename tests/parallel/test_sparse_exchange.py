@@ -1,4 +1,5 @@
-"""Exchanges that keep a part of the gradient for later steps: what is sent, what is kept, and that nothing is lost."""
+"""Exchanges that keep a part of the gradient for later steps: what is sent, what is kept, and that
+nothing is lost."""
 
 import functools
 from itertools import product
@@ -29,9 +30,16 @@ def create(size, pattern="butterfly", momentum=False, places=None, **keys):
     Args: pattern: "dense" sends all in 4 bits. places: [(first element, shape)] of parameters.
     """
     merging = {} if pattern == "gather" else {"pattern": pattern}
-    keys = {"density": COUNT / LENGTH, "compress": "update" if momentum else "gradient", **merging, **keys}
+    keys = {
+        "density": COUNT / LENGTH,
+        "compress": "update" if momentum else "gradient",
+        **merging,
+        **keys,
+    }
     group, everyone = ("replicas", "everyone") if size > 1 else (None, None)
-    processes = SimpleNamespace(topology=Topology(), gather=lambda value: [value], further_group=lambda: everyone)
+    processes = SimpleNamespace(
+        topology=Topology(), gather=lambda value: [value], further_group=lambda: everyone
+    )
     places = [(start, torch.empty(shape)) for start, shape in places or [(0, (1, LENGTH))]]
     replica_update = Momentum() if momentum else None
     setup = Setup(
@@ -66,20 +74,32 @@ class Momentum:
 
 @functools.lru_cache(maxsize=None)
 def drawn(number, step):
-    """Of different sizes in different places, as a model's layers; whole numbers, of which float32 holds all sums."""
+    """Of different sizes in different places, as a model's layers; whole numbers, of which float32
+    holds all sums."""
     generator = torch.Generator().manual_seed(100 * number + step)
-    return (torch.randn(LENGTH, generator=generator) * torch.linspace(0.1, 3.0, LENGTH) * UNIT).round()
+    return (
+        torch.randn(LENGTH, generator=generator) * torch.linspace(0.1, 3.0, LENGTH) * UNIT
+    ).round()
 
 
-# Gradients of one of several replicas, chosen to break exchanges: `shared` is the same on all of them, `own` is not.
+# Gradients of one of several replicas, chosen to break exchanges: `shared` is the same on all of
+# them, `own` is not.
 KINDS = {
     "own": lambda rank, size, shared, own: own,
     "identical": lambda rank, size, shared, own: shared,
-    "disjoint": lambda rank, size, shared, own: torch.where(torch.arange(LENGTH) % size == rank, own, 0.0),
+    "disjoint": lambda rank, size, shared, own: torch.where(
+        torch.arange(LENGTH) % size == rank, own, 0.0
+    ),
     "opposite": lambda rank, size, shared, own: shared if rank % 2 else -shared,
-    "one against all": lambda rank, size, shared, own: shared if rank else own - (size - 1) * shared,
-    "fewer than k": lambda rank, size, shared, own: torch.where(torch.arange(LENGTH) == 5 * rank, 1.0, 0.0),
-    "one alone": lambda rank, size, shared, own: own if rank == size // 2 + 1 else torch.zeros(LENGTH),
+    "one against all": lambda rank, size, shared, own: (
+        shared if rank else own - (size - 1) * shared
+    ),
+    "fewer than k": lambda rank, size, shared, own: torch.where(
+        torch.arange(LENGTH) == 5 * rank, 1.0, 0.0
+    ),
+    "one alone": lambda rank, size, shared, own: (
+        own if rank == size // 2 + 1 else torch.zeros(LENGTH)
+    ),
     "ties": lambda rank, size, shared, own: 3 * own.sign(),
 }
 
@@ -90,7 +110,8 @@ def gradient(rank, step, kind="own", size=None):
 
 
 def steps_made(rank, size, keys, steps=range(STEPS), divisor=1.0, faults=(), kind="own"):
-    """The updates of each step, and what this rank has kept at the end. faults: (step, rank) of an infinite value."""
+    """The updates of each step, and what this rank has kept at the end. faults: (step, rank) of an
+    infinite value."""
     exchange = create(size, **keys)
     updates = {}
     for step in steps:
@@ -102,8 +123,13 @@ def steps_made(rank, size, keys, steps=range(STEPS), divisor=1.0, faults=(), kin
 
 
 def run(size, *arguments):
-    """`steps_made` on each rank; updates must have the same bits on all. Updates, and states by rank."""
-    ranks = threads.run(size, steps_made, *arguments) if size > 1 else [steps_made(0, 1, *arguments)]
+    """`steps_made` on each rank; updates must have the same bits on all.
+
+    Updates, and states by rank.
+    """
+    ranks = (
+        threads.run(size, steps_made, *arguments) if size > 1 else [steps_made(0, 1, *arguments)]
+    )
     for updates, _ in ranks:
         assert_bitwise_equal(updates, ranks[0][0])
     return ranks[0][0], {rank: state for rank, (_, state) in enumerate(ranks)}
@@ -113,13 +139,15 @@ SIZES = (1, 2, 3, 4, 7, 8, 32)
 SENT = ({}, {"wire": "float16"})
 KEPT = ({}, {"momentum": True, "wire": "float16"}, {"bits": 4})
 EXTREMES = [{**sent, "density": count / LENGTH} for sent in SENT for count in (1, 299)]
-BLOCKS = [{"bits": bits, "density": 270 / LENGTH} for bits in (8, 4)]  # more than the 256 values that share a scale
+# more than the 256 values that share a scale
+BLOCKS = [{"bits": bits, "density": 270 / LENGTH} for bits in (8, 4)]
 # So many threads take long; butterflies have their own way to round.
 THIRTY_TWO = [("butterfly", KEPT[2]), ("owners", KEPT[0])]
 
 
 def is_fast(size, pattern, keys, kind):
-    """Whether a case is among those that have each pair of a size, a pattern and a way to send, and each kind twice."""
+    """Whether a case is among those that have each pair of a size, a pattern and a way to send, and
+    each kind twice."""
     if size == 12:  # as six, but for one more round
         return False
     if size == 32:
@@ -147,16 +175,25 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "pattern", "keys", "kind"), CASES, ids=str)
 def test_nothing_is_lost(size, pattern, keys, kind):
-    """sum(contributions) = sum of updates + sum(residuals): exactly, or with momentum and few bits to the rounding of
-    float32 additions below 64 units: four steps of as many as there are replicas."""
+    """sum(contributions) = sum of updates + sum(residuals): exactly, or with momentum and few bits
+    to the rounding of float32 additions below 64 units: four steps of as many as there are
+    replicas."""
     updates, states = run(size, {"pattern": pattern, **keys}, range(STEPS), 1.0, (), kind)
-    found = sum(each.double() for each in [*updates.values(), *(state["residual"] for state in states.values())])
+    found = sum(
+        each.double()
+        for each in [*updates.values(), *(state["residual"] for state in states.values())]
+    )
     momentum = "momentum" in keys
-    weights = [sum(0.9**later for later in range(STEPS - step)) if momentum else 1.0 for step in range(STEPS)]
+    weights = [
+        sum(0.9**later for later in range(STEPS - step)) if momentum else 1.0
+        for step in range(STEPS)
+    ]
     places = product(range(size), range(STEPS))
     given = sum(weights[step] * gradient(rank, step, kind, size).double() for rank, step in places)
     rounds = momentum or "bits" in keys
-    torch.testing.assert_close(found, given, rtol=0, atol=max(34, 7 * size) * 2**-18 * UNIT if rounds else 0.0)
+    torch.testing.assert_close(
+        found, given, rtol=0, atol=max(34, 7 * size) * 2**-18 * UNIT if rounds else 0.0
+    )
     counts = [int((update != 0).sum()) for update in updates.values()]
     count = round(keys.get("density", COUNT / LENGTH) * LENGTH)
     assert max(counts) <= count * (size if pattern == "gather" else 1)
@@ -165,7 +202,8 @@ def test_nothing_is_lost(size, pattern, keys, kind):
 
 
 def test_by_the_published_rule_a_replica_keeps_what_it_sent_in_vain_and_the_rest_is_lost():
-    """The residual is the gradient but for the places of the result it had sent; `test_nothing_is_lost` conserves."""
+    """The residual is the gradient but for the places of the result it had sent;
+    `test_nothing_is_lost` conserves."""
     updates, states = run(4, {"pattern": "tree", "conserve": False}, range(1))
     found = updates[0] + sum(state["residual"] for state in states.values())
     assert (found - sum(gradient(rank, 0) for rank in range(4))).abs().sum() > 0.1 * UNIT
@@ -189,12 +227,18 @@ def test_a_single_replica_is_the_definition_in_a_few_lines(momentum):
         expected = torch.zeros(LENGTH).index_copy_(0, largest, residual[largest])
         residual[largest] = 0
         torch.testing.assert_close(update, expected, rtol=1e-6, atol=1e-6 * UNIT)
-    for name, wanted in {"residual": residual, **({"velocity": velocity} if momentum else {})}.items():
+    for name, wanted in {
+        "residual": residual,
+        **({"velocity": velocity} if momentum else {}),
+    }.items():
         torch.testing.assert_close(states[0][name], wanted, rtol=1e-6, atol=1e-6 * UNIT)
 
 
 def test_dense_steps_with_momentum_of_replicas_are_momentum_sgd():
-    """Whole gradients: the update is the momentum of their sum. And what was kept before is sent along."""
+    """Whole gradients: the update is the momentum of their sum.
+
+    And what was kept before is sent along.
+    """
     updates, states = run(2, {"density_warmup": [0.04], "density": 1.0, "momentum": True})
     velocity = torch.zeros(LENGTH)
     total = torch.zeros(LENGTH)
@@ -211,7 +255,8 @@ def test_dense_steps_with_momentum_of_replicas_are_momentum_sgd():
 
 
 @pytest.mark.parametrize(
-    ("densities", "counts"), [([0.5, 0.1, 0.02, 0.02], [150, 30, 6, 6]), ([1e-9], [1]), ([0.999999], [LENGTH])]
+    ("densities", "counts"),
+    [([0.5, 0.1, 0.02, 0.02], [150, 30, 6, 6]), ([1e-9], [1]), ([0.999999], [LENGTH])],
 )
 def test_the_density_is_that_of_the_epoch(densities, counts):
     """One entry at least, and all at most."""
@@ -245,7 +290,8 @@ def test_some_parameters_are_always_sent_whole(momentum):
     ids=str,
 )
 def test_a_gradient_that_is_not_finite_changes_nothing(kind):
-    """On one replica of three: all see NaN, so that the update is left out; later steps are as if it had not been."""
+    """On one replica of three: all see NaN, so that the update is left out; later steps are as if
+    it had not been."""
     kind = {**kind, "dense_1d": True}
     disturbed, states = run(3, kind, range(4), 1.0, ((2, 1),))
     assert disturbed[2].isnan().any()
@@ -263,7 +309,7 @@ def test_what_is_kept_does_not_depend_on_the_loss_scale(pattern):
     assert_bitwise_equal(states, others)
 
 
-# Shares of stages -----------------------------------------------------------------------------------------------
+# Shares of stages ---------------------------------------------------------------------------------
 
 
 def values_of(rank, length):
@@ -282,7 +328,8 @@ def share(rank, size, lengths, count):
 def test_stages_send_as_many_as_they_have_of_the_largest(lengths):
     """Two replicas of two stages; the second pair of lengths is sampled.
 
-    The bins are an eighth wide, and 2^18 of 400,000 values have 2 % above the threshold to within 2 %.
+    The bins are an eighth wide, and 2^18 of 400,000 values have 2 % above the threshold to within 2
+    %.
     """
     count = sum(lengths) // 50
     found = threads.run(4, share, lengths, count)
@@ -290,7 +337,9 @@ def test_stages_send_as_many_as_they_have_of_the_largest(lengths):
     assert sum(found[0]) == count
     both = torch.cat([values_of(rank, lengths[rank % 2]) for rank in range(4)]).abs()
     threshold = both.topk(2 * count).values[-1]
-    expected = [(values_of(stage, lengths[stage]).abs() >= threshold).sum().item() for stage in range(2)]
+    expected = [
+        (values_of(stage, lengths[stage]).abs() >= threshold).sum().item() for stage in range(2)
+    ]
     assert found[0] == pytest.approx(expected, abs=0.05 * count)
     assert found[0] != [count * length // sum(lengths) for length in lengths]
 
@@ -298,10 +347,14 @@ def test_stages_send_as_many_as_they_have_of_the_largest(lengths):
 @pytest.mark.parametrize(
     ("stages", "shares"),
     [
-        ([{100: 4, 90: 50}, {95: 6}], {10: [4, 6], 7: [4, 3], 60: [54, 6]}),  # the largest bins come first
+        # the largest bins come first
+        ([{100: 4, 90: 50}, {95: 6}], {10: [4, 6], 7: [4, 3], 60: [54, 6]}),
         ([{0: 300}, {0: 100}], {40: [30, 10]}),  # zeros are shared by size
         ([{5: 10}, {5: 9}], {10: [5, 5]}),  # 5.26 and 4.74
-        ([{5: 40}, {7: 40}, {3: 20}], {3: [1, 1, 1], 10: [1, 8, 1], 99: [40, 40, 19], 100: [40, 40, 20]}),
+        (
+            [{5: 40}, {7: 40}, {3: 20}],
+            {3: [1, 1, 1], 10: [1, 8, 1], 99: [40, 40, 19], 100: [40, 40, 20]},
+        ),
     ],
 )
 def test_counts_are_divided_by_magnitude_and_no_stage_goes_without(stages, shares):

@@ -9,7 +9,8 @@ from recipe.shares import even
 
 
 def followed(times, replicas, count=24, least=1):
-    """The numbers of micro batches of the replicas after each of `times`, seconds a micro batch, and the lines."""
+    """The numbers of micro batches of the replicas after each of `times`, seconds a micro batch,
+    and the lines."""
     speeds = Speeds(least)
     shares = even(count, replicas)
     counts = []
@@ -30,12 +31,16 @@ def test_a_replica_at_half_speed_gets_half_as_much_and_all_again_when_it_has_rec
     assert max(map(float.__mul__, map(float, counts[1]), (1.0, 1.0, 2.0))) == 10.0
     slow, shares = said[1]
     assert slow == "replica 2 has become slow: 2000 ms a micro batch, the median replica 1000 ms"
-    assert shares.startswith("micro batches of the replicas from here on: ") and shares.endswith("; 38% less time")
+    assert shares.startswith("micro batches of the replicas from here on: ") and shares.endswith(
+        "; 38% less time"
+    )
     assert said[0] == said[2] == []
     assert said[3][0].startswith("replica 2 is no longer slow: 1000 ms")
 
 
-@pytest.mark.parametrize(("times", "moves"), [((1.0, 1.04), False), ((1.0, 1.3), True), ((1.0, 1.09), False)])
+@pytest.mark.parametrize(
+    ("times", "moves"), [((1.0, 1.04), False), ((1.0, 1.3), True), ((1.0, 1.09), False)]
+)
 def test_shares_stay_where_little_would_be_won(times, moves):
     """Of 100 micro batches; a replica that is 9 % slower costs 4 %."""
     (counts,), _ = followed([times], 2, count=100)

@@ -11,7 +11,11 @@ def torchrun(world, rank, local_rank=0):
 
 
 def tasks(world, rank, local_rank=0):
-    return {"SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank)}
+    return {
+        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local_rank),
+    }
 
 
 def slurm(world, rank, local_rank=0):
@@ -19,32 +23,57 @@ def slurm(world, rank, local_rank=0):
 
 
 def poprun(total, local, first):
-    names = ("POPDIST_NUM_TOTAL_REPLICAS", "POPDIST_NUM_LOCAL_REPLICAS", "POPDIST_REPLICA_INDEX_OFFSET")
+    names = (
+        "POPDIST_NUM_TOTAL_REPLICAS",
+        "POPDIST_NUM_LOCAL_REPLICAS",
+        "POPDIST_REPLICA_INDEX_OFFSET",
+    )
     return dict(zip(names, map(str, (total, local, first))))
 
 
 BATCH_SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # where SLURM starts nothing by itself
-SHELL = {**tasks(8, 0), "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "34889"}  # of `srun --ntasks=8 --pty bash`
+# of `srun --ntasks=8 --pty bash`
+SHELL = {**tasks(8, 0), "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "34889"}
 
 
 @pytest.mark.parametrize("launcher", [torchrun, slurm])
 def test_the_stages_of_a_replica_are_neighbours(tiny, launcher):
-    """Activations cross between them with every micro batch, gradients between replicas once a step."""
-    places = [from_environment(tiny("parallel.stages=2"), launcher(6, rank, rank % 3)) for rank in range(6)]
+    """Activations cross between them with every micro batch, gradients between replicas once a
+    step."""
+    places = [
+        from_environment(tiny("parallel.stages=2"), launcher(6, rank, rank % 3))
+        for rank in range(6)
+    ]
     assert places == [Topology(3, 2, rank, rank % 3) for rank in range(6)]
-    assert [(place.replica, place.stage) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(place.replica, place.stage) for place in places] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+    ]
     assert {place.world for place in places} == {6}
     assert [place.is_main for place in places] == [True] + [False] * 5
-    assert [place.is_first for place in places] == [not place.is_last for place in places] == [True, False] * 3
+    assert (
+        [place.is_first for place in places]
+        == [not place.is_last for place in places]
+        == [True, False] * 3
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "environment", "expected"),
     [
         # A single process computes all stages of the only replica.
-        *(((), environment, Topology()) for environment in ({}, torchrun(1, 0), tasks(1, 0), BATCH_SCRIPT, SHELL)),
-        ((), {**slurm(2, 1), **torchrun(2, 1, 1)}, Topology(1, 2, 1, 1)),  # torchrun inside a SLURM step
-        # On IPUs a process feeds all replicas, of one pipeline each; or some of them, where poprun says so.
+        *(
+            ((), environment, Topology())
+            for environment in ({}, torchrun(1, 0), tasks(1, 0), BATCH_SCRIPT, SHELL)
+        ),
+        # torchrun inside a SLURM step
+        ((), {**slurm(2, 1), **torchrun(2, 1, 1)}, Topology(1, 2, 1, 1)),
+        # On IPUs a process feeds all replicas, of one pipeline each; or some of them, where poprun
+        # says so.
         (("run.device=ipu", "parallel.replicas=8"), {}, Topology(8, 1, 0, 0, 8)),
         (("run.device=ipu",), {}, Topology(1, 1, 0, 0, 1)),
         (("parallel.replicas=8",), poprun(8, 4, 4), Topology(8, 1, 1, 0, 4)),
@@ -55,7 +84,10 @@ def test_other_launchers(tiny, overrides, environment, expected):
     place = from_environment(tiny("parallel.stages=2", *overrides), environment)
     assert place == expected
     if place.stages == 1:
-        assert place.world == expected.replicas // expected.served and place.replica == place.rank * place.served
+        assert (
+            place.world == expected.replicas // expected.served
+            and place.replica == place.rank * place.served
+        )
         assert (place.is_first, place.is_last, place.is_main) == (True, True, place.rank == 0)
 
 
@@ -67,18 +99,34 @@ def test_other_launchers(tiny, overrides, environment, expected):
             torchrun(5, 0),
             r"^WORLD_SIZE 5: 5 ranks were started, no multiple of 2 stages; .* --replicas 2 or 3, or change ",
         ),
-        (("parallel.stages=4",), torchrun(2, 0), r"no multiple of 4 stages; .* ./run_pod.sh --replicas 1, or change "),
+        (
+            ("parallel.stages=4",),
+            torchrun(2, 0),
+            r"no multiple of 4 stages; .* ./run_pod.sh --replicas 1, or change ",
+        ),
         (
             ("parallel.stages=2", "parallel.replicas=2"),
             torchrun(6, 0),
             r"^WORLD_SIZE 6: 6 ranks were started, but 2 replicas x 2 stages = 4; "
             r"start 4 by ./run_pod.sh --replicas 2, or use parallel.replicas=auto$",
         ),
-        (("parallel.replicas=3",), {}, r"parallel.replicas 3 needs 3 processes.*run_pod.sh.*replicas=auto"),
-        (("parallel.replicas=3", "parallel.stages=2"), {}, r"parallel.replicas 3 needs 6 processes"),
+        (
+            ("parallel.replicas=3",),
+            {},
+            r"parallel.replicas 3 needs 3 processes.*run_pod.sh.*replicas=auto",
+        ),
+        (
+            ("parallel.replicas=3", "parallel.stages=2"),
+            {},
+            r"parallel.replicas 3 needs 6 processes",
+        ),
         ((), {"WORLD_SIZE": "two"}, r"^WORLD_SIZE 'two' .*unset it$"),
         ((), {"WORLD_SIZE": "2"}, r"^torchrun sets RANK, but it is missing"),
-        ((), {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a"}, r"^SLURM sets SLURM_PROCID, but it is missing"),
+        (
+            (),
+            {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a"},
+            r"^SLURM sets SLURM_PROCID, but it is missing",
+        ),
         # srun or mpirun started train.py itself, several times: each would train a run of its own.
         (
             (),
@@ -91,11 +139,23 @@ def test_other_launchers(tiny, overrides, environment, expected):
             r"^SLURM started 2 tasks .*SLURM_NTASKS",
         ),
         ((), {**SHELL, **tasks(2, 1)}, "^$"),  # of srun within that shell; task 0 says why
-        ((), {"OMPI_COMM_WORLD_SIZE": "2"}, r"^an MPI launcher started 2 processes .* ./run_pod.sh .* on each host"),
+        (
+            (),
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            r"^an MPI launcher started 2 processes .* ./run_pod.sh .* on each host",
+        ),
         ((), {"PMI_SIZE": "2", "PMI_RANK": "0"}, r"^an MPI launcher started 2 processes"),
         ((), torchrun(2, 2), r"^RANK 2 is not below WORLD_SIZE 2"),
-        (("parallel.replicas=4",), poprun(8, 4, 4), r"^poprun started 8 replicas, but parallel.replicas is 4"),
-        ((), poprun(8, 3, 0), r"^poprun started 8 replicas with 3 from number 0 .* a multiple of --num-instances$"),
+        (
+            ("parallel.replicas=4",),
+            poprun(8, 4, 4),
+            r"^poprun started 8 replicas, but parallel.replicas is 4",
+        ),
+        (
+            (),
+            poprun(8, 3, 0),
+            r"^poprun started 8 replicas with 3 from number 0 .* a multiple of --num-instances$",
+        ),
         ((), poprun(8, 0, 0), r"^poprun started 8 replicas with 0 "),
         ((), poprun(8, 4, 8), r"^poprun started 8 replicas with 4 from number 8 "),
     ],

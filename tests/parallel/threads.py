@@ -19,10 +19,12 @@ SECONDS = 120  # for a message to come
 
 
 class Threads:
-    """What the exchanges use of torch.distributed, among threads. this.launched: collectives of this thread so far.
+    """What the exchanges use of torch.distributed, among threads. this.launched: collectives of
+    this thread so far.
 
-    One thread computes at a time, until it waits for a message: torch's operators let go of Python's lock, for which
-    twelve threads that compute would fight, for ten times as long as their operators take.
+    One thread computes at a time, until it waits for a message: torch's operators let go of
+    Python's lock, for which twelve threads that compute would fight, for ten times as long as their
+    operators take.
     """
 
     def __init__(self, size):
@@ -32,7 +34,8 @@ class Threads:
         self.turn = threading.Lock()
 
     def _box(self, *key):
-        """The messages of a sender, receiver and tag: one queue, even if both ask for it at once."""
+        """The messages of a sender, receiver and tag: one queue, even if both ask for it at
+        once."""
         return self._boxes.setdefault(key, queue.SimpleQueue())
 
     def _received(self, box):
@@ -65,7 +68,8 @@ class Threads:
         self.irecv(*arguments, **keywords).wait()
 
     def _collective(self, name, messages, group, end, async_op):
-        """Sends one of `messages` to each rank; on waiting calls end(those of all ranks, in their order)."""
+        """Sends one of `messages` to each rank; on waiting calls end(those of all ranks, in their
+        order)."""
         self.this.launched.append(name)
         tag = (name, group)
         own = self.this.rank
@@ -84,10 +88,18 @@ class Threads:
         return self._collective("all_gather", [own] * self.size, group, fill, async_op)
 
     def all_to_all_single(
-        self, output, own, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+        self,
+        output,
+        own,
+        output_split_sizes=None,
+        input_split_sizes=None,
+        group=None,
+        async_op=False,
     ):
         messages = own.split(input_split_sizes or len(own) // self.size)
-        return self._collective("all_to_all", messages, group, lambda rows: output.copy_(torch.cat(rows)), async_op)
+        return self._collective(
+            "all_to_all", messages, group, lambda rows: output.copy_(torch.cat(rows)), async_op
+        )
 
     def all_reduce(self, tensor, group, async_op=False):
         def add(rows):
@@ -97,7 +109,8 @@ class Threads:
 
 
 def run(size, function, *arguments):
-    """What function(rank, size, *arguments) returns on each of so many replicas, as tests.world.run does it."""
+    """What function(rank, size, *arguments) returns on each of so many replicas, as tests.world.run
+    does it."""
     threads = Threads(size)
 
     def on_rank(rank):

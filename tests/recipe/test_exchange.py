@@ -9,7 +9,9 @@ from tests.conftest import QUICKSTART
 
 
 def recipe(overrides=""):
-    return load(QUICKSTART, [f"exchange.{override}" for override in overrides.split()], used=PREDICTED)
+    return load(
+        QUICKSTART, [f"exchange.{override}" for override in overrides.split()], used=PREDICTED
+    )
 
 
 def test_keys_that_only_say_how_another_method_sends_are_ignored():
@@ -28,7 +30,10 @@ def test_a_section_becomes_that_of_another_method():
 
 
 def test_densities_and_dense_steps():
-    """Dense first, then one density an epoch of 10 steps, then the recipe's. Without epochs: an engine at rest."""
+    """Dense first, then one density an epoch of 10 steps, then the recipe's.
+
+    Without epochs: an engine at rest.
+    """
     section = recipe("method=gtopk density_warmup=[0.25,0.05] dense_steps=3").exchange
     found = [section.density_at(step, 10) for step in (0, 2, 3, 9, 10, 19, 20, 1000)]
     assert found == [1, 1, 0.25, 0.25, 0.05, 0.05, 0.001, 0.001]
@@ -56,7 +61,11 @@ def test_a_late_exchange_runs_beside_steps(overrides, beside):
 
 @pytest.mark.parametrize(
     ("override", "compress"),
-    [("optimizer.name=lars", "update"), ("optimizer.name=sgd", "gradient"), ("exchange.delay=1", "gradient")],
+    [
+        ("optimizer.name=lars", "update"),
+        ("optimizer.name=sgd", "gradient"),
+        ("exchange.delay=1", "gradient"),
+    ],
 )
 def test_what_is_compressed_is_resolved(override, compress):
     assert load(QUICKSTART, ["exchange.method=topk", override]).exchange.compress == compress

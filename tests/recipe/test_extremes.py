@@ -1,4 +1,5 @@
-"""Numbers beyond all reason, and texts that are none: a recipe with one has a plan, or is refused in one line."""
+"""Numbers beyond all reason, and texts that are none: a recipe with one has a plan, or is refused
+in one line."""
 
 import json
 from contextlib import suppress
@@ -46,7 +47,9 @@ def numbers():
 
 
 def test_keys_of_all_sections_are_tried():
-    assert {"batch.global", "schedule.decay_epochs", "exchange.dense_epochs", "run.threads"} <= set(numbers())
+    assert {"batch.global", "schedule.decay_epochs", "exchange.dense_epochs", "run.threads"} <= set(
+        numbers()
+    )
 
 
 @pytest.mark.parametrize("number", ["1e308", "1e-320", "9" * 30, "9" * 400])
@@ -69,15 +72,20 @@ def test_epochs_of_an_exponential_decay_are_bounded(number):
 
 
 def test_half_a_surrogate_pair_is_a_text_or_has_one_line():
-    """An escape within quotes gives it, for which UTF-8 has no bytes: pydantic cannot say what it found there."""
+    """An escape within quotes gives it, for which UTF-8 has no bytes: pydantic cannot say what it
+    found there."""
     refused = {}
     for key in keys():
         try:
             loading.load(QUICKSTART, [f'{key}="\\ud800"'])
         except OneLineError as error:
             refused[key] = str(error)
-    assert refused["parallel.recompute"].endswith("parallel.recompute: '\\ud800' has half a surrogate pair; remove it")
-    assert {"batch.micro", "run.name", "optimizer.name"} <= set(refused) and "run.output" not in refused
+    assert refused["parallel.recompute"].endswith(
+        "parallel.recompute: '\\ud800' has half a surrogate pair; remove it"
+    )
+    assert {"batch.micro", "run.name", "optimizer.name"} <= set(
+        refused
+    ) and "run.output" not in refused
 
 
 def test_the_key_with_half_a_surrogate_pair_is_named_not_one_with_an_empty_text():

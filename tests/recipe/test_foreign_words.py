@@ -16,7 +16,8 @@ PAGE = "docs/coming_from.md translates words of other programs"
 
 
 def rows():
-    """Return words of timm, Lightning and torchtitan, and the keys beside them, of each row of the page's table."""
+    """Return words of timm, Lightning and torchtitan, and the keys beside them, of each row of the
+    page's table."""
     for line in (ROOT / "docs" / "coming_from.md").read_text().splitlines():
         cells = re.split(r"\s*\|\s*", line.strip("|"))
         if len(cells) != 5:
@@ -50,7 +51,10 @@ def test_translations_are_those_of_the_page():
         ("epochs=3", "did you mean run.epochs=3?"),
         ("optimizer.lr=0.1", "optimizer.lr: unknown key; did you mean schedule.peak?"),
         ("data.crop_pct=0.9", "data.crop_pct: unknown key; did you mean data.crop_fraction?"),
-        ("data.batch_size=9", "data.batch_size: unknown key; did you mean batch.global or batch.micro?"),
+        (
+            "data.batch_size=9",
+            "data.batch_size: unknown key; did you mean batch.global or batch.micro?",
+        ),
         ("precision.amp=true", "precision.amp: unknown key; did you mean precision.compute?"),
         ("model.drop=0.1", "model.drop: unknown key; did you mean model.dropout?"),
     ],
@@ -67,10 +71,14 @@ def test_keys_of_other_sections_are_only_proposed_where_they_are_close():
     assert suggestions.for_unknown("data", "profil") == "; did you mean log.profile or ipu.profile?"
 
 
-@pytest.mark.parametrize(("word", "key"), [("--lr=0.1", "schedule.peak"), ("--batch-size", "batch.global")])
+@pytest.mark.parametrize(
+    ("word", "key"), [("--lr=0.1", "schedule.peak"), ("--batch-size", "batch.global")]
+)
 def test_flags_of_others_lead_to_the_key(word, key, capsys):
     with pytest.raises(SystemExit) as exit:
         train.main(["--config", str(QUICKSTART), word])
     line = capsys.readouterr().err
-    assert exit.value.code == 2 and f"unrecognized arguments: {word}; did you mean {key}=..." in line
+    assert (
+        exit.value.code == 2 and f"unrecognized arguments: {word}; did you mean {key}=..." in line
+    )
     assert line.count("\n") == 1

@@ -29,7 +29,11 @@ def section(text):
         ("huggingface dataset=a", "huggingface dataset=a", False),
         ("huggingface dataset=a", "huggingface dataset=a validation_split=train", True),
         ("huggingface dataset=a", "huggingface dataset=b validation_split=train", False),
-        ("huggingface dataset=a subset=x", "huggingface dataset=a subset=y validation_split=train", False),
+        (
+            "huggingface dataset=a subset=x",
+            "huggingface dataset=a subset=y validation_split=train",
+            False,
+        ),
         ("huggingface root=/a", "huggingface root=/a", False),
         ("digits", "digits", False),
         ("torchvision dataset=CIFAR10", "torchvision dataset=CIFAR10", False),
@@ -41,7 +45,9 @@ def test_scored_images_were_trained_on_where_both_have_one_address(trained, scor
 
 
 @pytest.mark.parametrize("source", ["folder", "list"])
-@pytest.mark.parametrize(("trained", "scored"), [(0, 0), (0.2, 0.2), (0.2, 0.1), (0.2, 0.3), (0.2, 0), (0, 0.2)])
+@pytest.mark.parametrize(
+    ("trained", "scored"), [(0, 0), (0.2, 0.2), (0.2, 0.1), (0.2, 0.3), (0.2, 0), (0, 0.2)]
+)
 def test_shares_of_one_folder_have_images_in_common_as_their_hashes_say(source, trained, scored):
     names = [b"%d.jpg" % number for number in range(1000)]
 

@@ -1,4 +1,5 @@
-"""Names that bring their keys: defaults, refusals, and what a change of name does to keys of lower layers."""
+"""Names that bring their keys: defaults, refusals, and what a change of name does to keys of lower
+layers."""
 
 import itertools
 import re
@@ -15,8 +16,14 @@ from recipe.optimization import Lars, Optimizer, Sgd
 from recipe.section import Section
 
 BASE = "run: {epochs: 3}\nschedule: {peak: 1}\n"
-SECTIONS = {name: field.annotation for name, field in Recipe.model_fields.items() if issubclass(field.annotation, Kind)}
-KINDS = [(section, name) for section, base in SECTIONS.items() if base.resets for name in base.kinds]
+SECTIONS = {
+    name: field.annotation
+    for name, field in Recipe.model_fields.items()
+    if issubclass(field.annotation, Kind)
+}
+KINDS = [
+    (section, name) for section, base in SECTIONS.items() if base.resets for name in base.kinds
+]
 
 
 # A kind without a default for one of its keys, which every recipe with that kind names.
@@ -34,7 +41,9 @@ def test_a_name_has_its_own_keys_with_their_defaults_and_no_others(section, name
     needed = {override.split(".")[1].split("=")[0] for override in given}
     found = getattr(from_base(*given), section)
     assert type(found) is base.kinds[name] and found.name == name
-    others = {key for kind in base.kinds.values() for key in kind.fields()}.difference(type(found).fields())
+    others = {key for kind in base.kinds.values() for key in kind.fields()}.difference(
+        type(found).fields()
+    )
     for key in {*others, *found.own_keys()} - needed:
         assert getattr(from_base(*given, f"{section}.{key}=null"), section) == found
     for key in others:
@@ -43,7 +52,9 @@ def test_a_name_has_its_own_keys_with_their_defaults_and_no_others(section, name
         with pytest.raises(ConfigError) as refusal:
             from_base(f"{section}.{key}={value}", *given)
         kind = type(found).default_name()
-        assert f"not to {kind} (its keys: {', '.join(found.own_keys()) or 'none'}" in str(refusal.value)
+        assert f"not to {kind} (its keys: {', '.join(found.own_keys()) or 'none'}" in str(
+            refusal.value
+        )
         owner = re.search(f"{key} belongs to ([a-z_0-9]+)", str(refusal.value)).group(1)
         assert key in base.kinds[owner].fields()
 
@@ -55,16 +66,23 @@ def test_the_order_on_the_command_line_does_not_matter():
 
 
 def test_a_new_name_drops_the_keys_of_the_old_one(tmp_path):
-    """A momentum of 0.5 was meant for LARS; the skip list and the peak are common to all names and stay."""
-    base = (
-        "run: {epochs: 3}\nschedule: {peak: 1, power: 3}\noptimizer: {momentum: 0.5, trust: momentum, skip: [bias]}\n"
-    )
-    (tmp_path / "base.yaml").write_text(base)
+    """A momentum of 0.5 was meant for LARS; the skip list and the peak are common to all names and
+    stay."""
+    base = [
+        "run: {epochs: 3}",
+        "schedule: {peak: 1, power: 3}",
+        "optimizer: {momentum: 0.5, trust: momentum, skip: [bias]}",
+    ]
+    (tmp_path / "base.yaml").write_text("\n".join(base))
     child = tmp_path / "child.yaml"
     child.write_text("extends: base.yaml\noptimizer: {name: sgd}\nschedule: {name: cosine}\n")
     recipe = load(child)
     assert recipe.optimizer == Sgd(momentum=0.9, weight_decay=1e-4, skip=["bias"])
-    assert (recipe.schedule.name, recipe.schedule.peak, recipe.schedule.final_ratio) == ("cosine", 1, 0)
+    assert (recipe.schedule.name, recipe.schedule.peak, recipe.schedule.final_ratio) == (
+        "cosine",
+        1,
+        0,
+    )
     child.write_text("extends: base.yaml\noptimizer: {name: lars}\n")
     assert load(child).optimizer.momentum == 0.5, "the same name drops nothing"
 
@@ -93,7 +111,11 @@ def test_kinds_that_are_defined_after_the_recipe_are_like_any_other():
         side: float = 2.0
 
     found = Drawing.model_validate({"shape": {"name": "cube", "side": 3.0}}).shape
-    assert type(found) is Square and found.model_dump() == {"name": "cube", "colour": "red", "side": 3.0}
+    assert type(found) is Square and found.model_dump() == {
+        "name": "cube",
+        "colour": "red",
+        "side": 3.0,
+    }
     assert set(Shape.fields()) == {"name", "colour", "radius", "side"}
     with pytest.raises(TypeError, match=r"name square is taken by .*Square; choose another"):
         type("Cube", (Square,), {"__module__": __name__})

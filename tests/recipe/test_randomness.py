@@ -43,7 +43,20 @@ def test_integers_arrays_and_tensors_draw_alike():
 
 
 def test_words_of_a_name_are_separated():
-    names = [(), ("",), ("", ""), ("ab",), ("a", "b"), ("ab", ""), ("", "ab"), (1,), ("1",), (1, 1), (11,), (-1,)]
+    names = [
+        (),
+        ("",),
+        ("", ""),
+        ("ab",),
+        ("a", "b"),
+        ("ab", ""),
+        ("", "ab"),
+        (1,),
+        ("1",),
+        (1, 1),
+        (11,),
+        (-1,),
+    ]
     assert len({key(*name) for name in names}) == len(names)
     assert len({key("draw", seed, step) for seed in range(10) for step in range(1000)}) == 10_000
 
@@ -69,6 +82,10 @@ def test_draws_never_change():
     """Recorded from the first version: a run must repeat with every later one."""
     assert key("order", 0, 1) == 1953072085611776627
     assert key("rounding", 2**63 - 1, -5, "head.classifier.weight") == 11075250359147797750
-    assert [bits32(key("order", 0, 1), counter) for counter in (0, 1, MASK32)] == [954161266, 4216476126, 1155621590]
+    assert [bits32(key("order", 0, 1), counter) for counter in (0, 1, MASK32)] == [
+        954161266,
+        4216476126,
+        1155621590,
+    ]
     stream = Stream(key("augment", 0, 0, 0))
     assert [stream.bits() for _ in range(2)] == [7288200862830324941, 15314193309312609247]

@@ -20,17 +20,23 @@ TYPES = {
 
 
 def fits(value, node):
-    """Whether `value` obeys the JSON Schema `node`: the keywords that pydantic writes, and no more."""
+    """Whether `value` obeys the JSON Schema `node`: the keywords that pydantic writes, and no
+    more."""
     if "$ref" in node:
         node = {**SCHEMA["$defs"][node["$ref"].rpartition("/")[2]], **node}
     if "anyOf" in node:
         return any(fits(value, option) for option in node["anyOf"])
     if "const" in node or "enum" in node:
         return value in node.get("enum", [node.get("const")])
-    if not isinstance(value, TYPES[node["type"]]) or (isinstance(value, bool) and node["type"] != "boolean"):
+    if not isinstance(value, TYPES[node["type"]]) or (
+        isinstance(value, bool) and node["type"] != "boolean"
+    ):
         return False
     if isinstance(value, dict):
-        return all(key in node["properties"] and fits(each, node["properties"][key]) for key, each in value.items())
+        return all(
+            key in node["properties"] and fits(each, node["properties"][key])
+            for key, each in value.items()
+        )
     items = node.get("prefixItems", [])
     return not isinstance(value, list) or all(
         fits(item, items[place] if items else node["items"]) for place, item in enumerate(value)
@@ -65,9 +71,27 @@ def test_it_describes_every_key_and_requires_none():
 
 def test_it_takes_null_for_keys_of_other_kinds_and_ignored_keys_of_other_sources():
     layer = {
-        "optimizer": {"name": "sgd", "momentum": 0.9, "trust": None, "alpha": None, "clip_norm": None},
-        "exchange": {"method": "dense", "density": 0.001, "pattern": "tree", "wire": None, "density_warmup": []},
-        "data": {"source": "digits", "root": None, "train_folder": "train", "glyph_size": 32, "train_images": None},
+        "optimizer": {
+            "name": "sgd",
+            "momentum": 0.9,
+            "trust": None,
+            "alpha": None,
+            "clip_norm": None,
+        },
+        "exchange": {
+            "method": "dense",
+            "density": 0.001,
+            "pattern": "tree",
+            "wire": None,
+            "density_warmup": [],
+        },
+        "data": {
+            "source": "digits",
+            "root": None,
+            "train_folder": "train",
+            "glyph_size": 32,
+            "train_images": None,
+        },
     }
     assert fits(layer, SCHEMA)
     loads(json.dumps({"run": {"steps": 1}, "schedule": {"peak": 1}, **layer}), "older")

@@ -1,4 +1,5 @@
-"""Shares of the micro batches: each has one owner, and however they are divided the sum is that of one process."""
+"""Shares of the micro batches: each has one owner, and however they are divided the sum is that of
+one process."""
 
 import functools
 import itertools
@@ -13,8 +14,8 @@ MOST = 40  # micro batches
 
 
 def tree_by_counter(leaves):
-    """The sum of one process, as the documentation has it: of leaves q 2^p, groups of q as by a binary counter, then a
-    perfect binary tree. Nested pairs of leaves."""
+    """The sum of one process, as the documentation has it: of leaves q 2^p, groups of q as by a
+    binary counter, then a perfect binary tree. Nested pairs of leaves."""
     group = leaves
     while group % 2 == 0:
         group //= 2
@@ -60,7 +61,8 @@ def symbolic_total(division, count):
 
 
 def fewest_sums(count, replicas, most):
-    """Partial sums of the best division into shares of at most `most` micro batches: all are tried."""
+    """Partial sums of the best division into shares of at most `most` micro batches: all are
+    tried."""
 
     @functools.lru_cache(maxsize=None)
     def from_(start, left):
@@ -84,8 +86,8 @@ def test_each_micro_batch_has_one_owner_and_the_sum_is_that_of_one_process(repli
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_shares_are_even_and_partial_sums_few(replicas):
-    """The least that the shares' sizes allow, but for a third more at worst and 5 % more on average. Where as many
-    equal subtrees exist each replica has one."""
+    """The least that the shares' sizes allow, but for a third more at worst and 5 % more on
+    average. Where as many equal subtrees exist each replica has one."""
     found = []
     best = []
     for count in range(replicas, MOST + 1):
@@ -102,7 +104,8 @@ def test_shares_are_even_and_partial_sums_few(replicas):
 
 @pytest.mark.parametrize("share", list(itertools.combinations(range(0, 25, 3), 2)))
 def test_a_partial_sum_is_as_large_as_a_share_allows(share):
-    """No two parts of a share are the halves of a subtree: they would be one. 24 leaves: depth 5."""
+    """No two parts of a share are the halves of a subtree: they would be one. 24 leaves: depth
+    5."""
     parts = subtrees(range(*share), 24)
     assert list(itertools.chain(*parts)) == list(range(*share))
     every = []
@@ -116,12 +119,19 @@ def test_a_partial_sum_is_as_large_as_a_share_allows(share):
 
 @pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("count", [12, 40, 768])
-@pytest.mark.parametrize("speeds", [(1.0, 0.5), (3.0, 1.0, 2.0), (1.0, 1.0, 0.01), (0.7, 1.3, 1.1, 0.9, 5.0)])
+@pytest.mark.parametrize(
+    "speeds", [(1.0, 0.5), (3.0, 1.0, 2.0), (1.0, 1.0, 0.01), (0.7, 1.3, 1.1, 0.9, 5.0)]
+)
 def test_the_slowest_replica_is_done_as_early_as_can_be(speeds, count, least):
-    """To a hundredth, which buys larger subtrees. The best end: the first at which all micro batches could be done."""
+    """To a hundredth, which buys larger subtrees.
+
+    The best end: the first at which all micro batches could be done.
+    """
     division = by_speed(count, speeds, least)
     ends = sorted(number / speed for speed in speeds for number in range(1, count + 1))
-    best = next(end for end in ends if sum(max(least, int(end * speed + 1e-9)) for speed in speeds) >= count)
+    best = next(
+        end for end in ends if sum(max(least, int(end * speed + 1e-9)) for speed in speeds) >= count
+    )
     best = max(best, least / min(speeds))
     assert max(len(share) / speed for share, speed in zip(division, speeds)) <= best * (1.01 + 1e-9)
     assert min(map(len, division)) >= least and division[-1].stop == count
@@ -132,4 +142,8 @@ def test_the_documented_divisions():
     assert [subtrees(share, 24) for share in by_speed(24, [1.0] * 3)][:2] == [
         [range(0, 6), range(6, 8)], [range(8, 9), range(9, 12), range(12, 15), range(15, 16)],
     ]  # fmt: skip
-    assert additions([range(0, 6), range(6, 8), range(8, 9), range(9, 12)]) == [[(1, 2)], [(1, 3)], [(0, 1)]]
+    assert additions([range(0, 6), range(6, 8), range(8, 9), range(9, 12)]) == [
+        [(1, 2)],
+        [(1, 3)],
+        [(0, 1)],
+    ]

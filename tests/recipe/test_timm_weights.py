@@ -14,7 +14,11 @@ from recipe import loading, timm_models, timm_weights
 from tests.conftest import QUICKSTART
 from training.weights import StoredWeights, fitted
 
-PRETRAINED = [name for name in timm.list_pretrained("*") if re.match("(tf_)?efficientnet_b[0-7](?!_pruned)", name)]
+PRETRAINED = [
+    name
+    for name in timm.list_pretrained("*")
+    if re.match("(tf_)?efficientnet_b[0-7](?!_pruned)", name)
+]
 
 
 def of(name, *overrides):
@@ -47,13 +51,17 @@ def test_means_are_printed_and_those_of_an_unknown_tag_follow_the_name():
 
 def test_means_of_weights_in_a_lower_layer_do_not_stay(tmp_path):
     lower = tmp_path / "lower.yaml"
-    lower.write_text(f"extends: {QUICKSTART}\nmodel: {{init_from: 'timm:tf_efficientnet_b5.ap_in1k'}}")
+    lower.write_text(
+        f"extends: {QUICKSTART}\nmodel: {{init_from: 'timm:tf_efficientnet_b5.ap_in1k'}}"
+    )
     model = loading.load(lower, ["model.init_from=timm:efficientnet_b0.ra_in1k"]).model
     assert model.mean == timm.get_pretrained_cfg("efficientnet_b0.ra_in1k").mean
     assert model.std == timm.get_pretrained_cfg("efficientnet_b0.ra_in1k").std
 
 
-@pytest.mark.parametrize("name", ["efficientnet_b0.ra_in1k", "tf_efficientnet_b0_ns", "tf_efficientnet_b1.ap_in1k"])
+@pytest.mark.parametrize(
+    "name", ["efficientnet_b0.ra_in1k", "tf_efficientnet_b0_ns", "tf_efficientnet_b1.ap_in1k"]
+)
 def test_the_model_is_timms(name):
     """Parameters fit with no other key, and padding and epsilon are the layers' own."""
     recipe = of(name, "model.classes=1000")
@@ -67,7 +75,9 @@ def test_the_model_is_timms(name):
     assert (recipe.model.padding == "same") == isinstance(theirs.conv_stem, Conv2dSame)
     ours.load_state_dict(tensors)
     images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
-    mean, std = (torch.tensor(each).view(3, 1, 1) * 255 for each in (recipe.model.mean, recipe.model.std))
+    mean, std = (
+        torch.tensor(each).view(3, 1, 1) * 255 for each in (recipe.model.mean, recipe.model.std)
+    )
     with torch.no_grad():
         expected = theirs.eval()((images - mean) / std)
         # Float32 through some eighty layers.
@@ -76,23 +86,33 @@ def test_the_model_is_timms(name):
 
 def test_keys_of_the_same_layer_win_and_a_file_may_follow_the_name():
     recipe = of("tf_efficientnet_b4:/tmp/w.pth", "model.image_size=64", "model.dropout=0.1")
-    assert (recipe.model.name, recipe.model.width, recipe.model.image_size) == ("efficientnet_b4", 1.4, 64)
+    assert (recipe.model.name, recipe.model.width, recipe.model.image_size) == (
+        "efficientnet_b4",
+        1.4,
+        64,
+    )
     assert timm_weights.parse(recipe.model.init_from) == ("tf_efficientnet_b4", "/tmp/w.pth")
     assert loading.loads(loading.dump(recipe), "again") == recipe
 
 
-@pytest.mark.parametrize("name", ["resnet18.a1_in1k", "efficientnet_b1_pruned.in1k", "tf_efficientnet_b8"])
+@pytest.mark.parametrize(
+    "name", ["resnet18.a1_in1k", "efficientnet_b1_pruned.in1k", "tf_efficientnet_b8"]
+)
 def test_weights_of_other_models_name_models_of_timm(name):
     """Their size is that of timm's scores, whatever the recipe had before."""
     recipe = of(name, "model.classes=7")
     assert (recipe.model.name, recipe.model.architecture) == ("timm", name.partition(".")[0])
     configuration = timm.get_pretrained_cfg(name)
-    assert recipe.model.image_size == (configuration.test_input_size or configuration.input_size)[-1]
+    assert (
+        recipe.model.image_size == (configuration.test_input_size or configuration.input_size)[-1]
+    )
     assert loading.loads(loading.dump(recipe), "again") == recipe
 
 
 def test_a_recipe_may_want_timms_own_efficientnet():
-    recipe = loading.load(QUICKSTART, ["model.name=timm", "model.init_from=timm:efficientnet_b0.ra_in1k"])
+    recipe = loading.load(
+        QUICKSTART, ["model.name=timm", "model.init_from=timm:efficientnet_b0.ra_in1k"]
+    )
     assert (recipe.model.name, recipe.model.architecture) == ("timm", "efficientnet_b0")
 
 
@@ -101,7 +121,9 @@ def test_weights_of_models_that_timm_does_not_have_are_refused():
         of("tf")
 
 
-@pytest.mark.parametrize("name", timm.list_pretrained("*resnet*") + timm.list_pretrained("*efficientnet_b*"))
+@pytest.mark.parametrize(
+    "name", timm.list_pretrained("*resnet*") + timm.list_pretrained("*efficientnet_b*")
+)
 def test_images_are_those_of_timms_scores(name):
     """Against timm's own reading of its configuration, as its validate.py asks for it."""
     configuration = timm.get_pretrained_cfg(name).to_dict()
@@ -120,7 +142,9 @@ def test_a_run_trains_at_the_weights_training_size_and_scores_at_their_test_size
     assert (data.interpolation, data.crop_fraction, data.crop_mode) == ("bicubic", 0.95, "center")
     assert data.crop_rounding == "down"
     line = timm_weights.preparation(recipe.model, data)
-    assert line.startswith("images as timm's resnet10t.c3_in1k: model.image_size=224, model.mean=[0.485, ")
+    assert line.startswith(
+        "images as timm's resnet10t.c3_in1k: model.image_size=224, model.mean=[0.485, "
+    )
     assert "given" not in line and "data.image_sizes=[[0, 176]]" in line
 
 
@@ -128,7 +152,11 @@ def test_keys_that_the_user_gives_win_and_are_named():
     """On the command line in any order, and beside the weights in a file."""
     given = ("data.crop_fraction=0.9", "model.image_size=64")
     recipe = of("resnet10t.c3_in1k", *given)
-    assert (recipe.model.image_size, recipe.data.image_sizes, recipe.data.crop_fraction) == (64, None, 0.9)
+    assert (recipe.model.image_size, recipe.data.image_sizes, recipe.data.crop_fraction) == (
+        64,
+        None,
+        0.9,
+    )
     assert recipe.data.interpolation == "bicubic"
     line = timm_weights.preparation(recipe.model, recipe.data)
     assert "given: model.image_size=64 (timm: 224), data.crop_fraction=0.9 (timm: 0.95)" in line
@@ -142,22 +170,34 @@ def test_a_file_that_names_weights_may_give_keys_beside_them(tmp_path):
     model = "model: {init_from: 'timm:resnet10t.c3_in1k', image_size: 96}"
     path.write_text(f"extends: {QUICKSTART}\ndata: {{interpolation: bilinear}}\n{model}\n")
     recipe = loading.load(path)
-    assert (recipe.model.image_size, recipe.data.image_sizes, recipe.data.interpolation) == (96, None, "bilinear")
+    assert (recipe.model.image_size, recipe.data.image_sizes, recipe.data.interpolation) == (
+        96,
+        None,
+        "bilinear",
+    )
     assert recipe.data.crop_fraction == 0.95
 
 
 def test_a_run_that_began_before_these_keys_keeps_its_images():
     """config.yaml of such a run names its weights and all keys but these."""
-    old = loading.load(QUICKSTART, ["model.init_from=timm:resnet10t.c3_in1k", "model.image_size=176"])
+    old = loading.load(
+        QUICKSTART, ["model.init_from=timm:resnet10t.c3_in1k", "model.image_size=176"]
+    )
     text = loading.dump(old)
     for key in ("interpolation", "crop_mode", "crop_rounding"):
         text = re.sub(rf"\n  {key}: \w+", "", text)
     data = loading.loads(text, "config.yaml").data
-    assert (data.interpolation, data.crop_mode, data.crop_rounding) == ("bilinear", "center", "nearest")
+    assert (data.interpolation, data.crop_mode, data.crop_rounding) == (
+        "bilinear",
+        "center",
+        "nearest",
+    )
 
 
 def test_names_of_before_and_unknown_tags():
-    assert timm_models.scoring("tf_efficientnet_b4_ns") == timm_models.scoring("tf_efficientnet_b4.ns_jft_in1k")
+    assert timm_models.scoring("tf_efficientnet_b4_ns") == timm_models.scoring(
+        "tf_efficientnet_b4.ns_jft_in1k"
+    )
     assert timm_models.scoring("resnet10t.mine") is None
     recipe = of("resnet10t.mine:/tmp/w.pth")
     assert recipe.data.interpolation == "bilinear"
@@ -166,8 +206,16 @@ def test_names_of_before_and_unknown_tags():
 
 def test_weights_alone_make_a_recipe_for_scoring():
     recipe = loading.of_weights("timm:resnet10t.c3_in1k", ["data.root=/imagenet"])
-    assert (recipe.model.name, recipe.model.architecture, recipe.model.classes) == ("timm", "resnet10t", 1000)
-    assert (recipe.data.source, recipe.data.root, recipe.model.image_size) == ("folder", "/imagenet", 224)
+    assert (recipe.model.name, recipe.model.architecture, recipe.model.classes) == (
+        "timm",
+        "resnet10t",
+        1000,
+    )
+    assert (recipe.data.source, recipe.data.root, recipe.model.image_size) == (
+        "folder",
+        "/imagenet",
+        224,
+    )
     assert loading.of_weights("timm:tf_efficientnet_b0.ap_in1k").model.mean == (0.5, 0.5, 0.5)
     with pytest.raises(ConfigError, match="timm has no model 'tf'"):
         loading.of_weights("timm:tf")

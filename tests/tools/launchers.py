@@ -1,4 +1,7 @@
-"""Launchers in processes of their own. They are forked from a server that has loaded torch, so one costs no seconds."""
+"""Launchers in processes of their own.
+
+They are forked from a server that has loaded torch, so one costs no seconds.
+"""
 
 import ctypes
 import os
@@ -16,8 +19,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 class Launcher:
     """`./run_pod.sh ARGUMENTS` whose ranks run `program`, in a session of its own.
 
-    folder: for what it prints. seconds: attributes of parallel.hosts and parallel.rendezvous that are to be shorter.
-    namespace: of the network. environment: further variables; those of SLURM and torch are not inherited.
+    folder: for what it prints.
+    seconds: attributes of parallel.hosts and parallel.rendezvous that are to be shorter.
+    namespace: of the network.
+    environment: further variables; those of SLURM and torch are not inherited.
     """
 
     def __init__(self, folder, program, *arguments, seconds=None, namespace=None, **environment):
@@ -28,7 +33,14 @@ class Launcher:
         self._files = [folder / f"launcher-{number}.{name}" for name in ("out", "err")]
         for file in self._files:
             file.touch()
-        target = (str(program), [*map(str, arguments)], self._files, seconds or {}, namespace, variables)
+        target = (
+            str(program),
+            [*map(str, arguments)],
+            self._files,
+            seconds or {},
+            namespace,
+            variables,
+        )
         self._process = fork_server().Process(target=_launch, args=target)
         self._process.start()
         self.pid = self._process.pid

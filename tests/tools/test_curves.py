@@ -48,7 +48,9 @@ def test_a_single_value_is_a_point_since_a_line_of_one_shows_nothing(tmp_path, c
     (tmp_path / "metrics.jsonl").write_text(EVENTS)
     figures = []
     empty = output.figure
-    monkeypatch.setattr(output, "figure", lambda *arguments: figures.append(empty(*arguments)) or figures[-1])
+    monkeypatch.setattr(
+        output, "figure", lambda *arguments: figures.append(empty(*arguments)) or figures[-1]
+    )
     assert call(main, tmp_path, "--output", tmp_path / "curves.png")[0] == 0
     drawn = [line for axis in figures[0].axes for line in axis.lines if len(line.get_xdata())]
     assert len(drawn) == 7, "loss and top-1 of both, the rate, two norms"
@@ -75,8 +77,14 @@ def test_an_axis_has_two_to_six_labels_that_do_not_overlap(tmp_path, limits, sca
     canvas.draw()
     renderer = canvas.get_renderer()
     ticks = [*panel.xaxis.get_major_ticks(), *panel.xaxis.get_minor_ticks()]
-    shown = [tick.label1 for tick in ticks if tick.label1.get_text() and limits[0] <= tick.get_loc() <= limits[1]]
+    shown = [
+        tick.label1
+        for tick in ticks
+        if tick.label1.get_text() and limits[0] <= tick.get_loc() <= limits[1]
+    ]
     assert 2 <= len(shown) <= 6
-    boxes = sorted((each.get_window_extent(renderer).extents[[0, 2]] for each in shown), key=lambda box: box[0])
+    boxes = sorted(
+        (each.get_window_extent(renderer).extents[[0, 2]] for each in shown), key=lambda box: box[0]
+    )
     assert all(one[1] < next_[0] for one, next_ in zip(boxes, boxes[1:]))
     assert labels is None or [each.get_text() for each in shown] == labels

@@ -1,4 +1,5 @@
-"""tools.export: what is written gives the model's logits, to programs that never saw this repository."""
+"""tools.export: what is written gives the model's logits, to programs that never saw this
+repository."""
 
 import contextlib
 import functools
@@ -33,7 +34,8 @@ DONE = 0
 FAILED = 1
 WRONG_INPUT = 2
 FORMATS = {"safetensors": ".safetensors", "onnx": ".onnx", "torch": ".pt2"}
-# timm's own b0: depthwise, expansion 6, batch normalisation; small images and few classes make it quick.
+# timm's own b0: depthwise, expansion 6, batch normalisation; small images and few classes make it
+# quick.
 B0 = (
     "model.name=efficientnet_b0", "model.width=null", "model.depth=null", "model.dropout=0.2", "model.group_size=1",
     "model.expansion=6", "model.norm=batch", "model.padding=same", "model.norm_eps=1e-3", "model.image_size=64",
@@ -42,7 +44,8 @@ B0 = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, _one_thread):
-    """A run of one epoch of four steps, half weights, with an average over steps; its folder and end event."""
+    """A run of one epoch of four steps, half weights, with an average over steps; its folder and
+    end event."""
     overrides = ("batch.global=359", "batch.micro=359", "run.steps=4", "average.step_decay=0.5")
     folder = trained(tmp_path_factory.mktemp("runs") / "my run", *overrides)
     return folder, json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -50,8 +53,11 @@ def run(tmp_path_factory, _one_thread):
 
 @pytest.fixture(scope="module")
 def files(run):
-    """The run in each format, where the command puts it: {format: path}, and the lines that it printed."""
-    paths = {format: run[0] / "export" / f"quickstart{suffix}" for format, suffix in FORMATS.items()}
+    """The run in each format, where the command puts it: {format: path}, and the lines that it
+    printed."""
+    paths = {
+        format: run[0] / "export" / f"quickstart{suffix}" for format, suffix in FORMATS.items()
+    }
     printed = {}
     for format in FORMATS:
         out = io.StringIO()
@@ -82,7 +88,9 @@ def expected(run, digits):
     """Logits of the run's weights, in float64."""
     content = load(run[0] / "checkpoints" / "step-00000004.pt")
     model = build(loading.loads(content["recipe"], "checkpoint").model, 0).double().eval()
-    model.load_state_dict({name: tensor.double() for name, tensor in content["engine"]["weights"].items()})
+    model.load_state_dict(
+        {name: tensor.double() for name, tensor in content["engine"]["weights"].items()}
+    )
     with torch.no_grad():
         return model(digits).float()
 
@@ -110,14 +118,24 @@ def test_what_was_written_its_check_and_its_metadata_are_reported(run, files, fo
     assert recipe == loading.load(run[0] / "config.yaml") and metadata.pop("weights") == "trained"
     sizes = {"image_size": 16, "mean": list(recipe.model.mean), "std": list(recipe.model.std)}
     classes = [str(digit) for digit in range(10)]
-    crop = {"crop_fraction": 0.933, "crop_mode": "center", "crop_rounding": "nearest", "interpolation": "bilinear"}
+    crop = {
+        "crop_fraction": 0.933,
+        "crop_mode": "center",
+        "crop_rounding": "nearest",
+        "interpolation": "bilinear",
+    }
     found = {name: json.loads(text) for name, text in metadata.items()}
     assert found == {**sizes, "classes": classes, **crop}
 
 
-def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, tmp_path, monkeypatch, call):
-    """Without --config, each in a place of its own. The loss is the mean of 360 images; float32 sums in another order
-    differ by 1e-6 of it. Shares of classes agree to the tenth of a percent that is printed."""
+def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(
+    run, files, tmp_path, monkeypatch, call
+):
+    """Without --config, each in a place of its own.
+
+    The loss is the mean of 360 images; float32 sums in another order differ by 1e-6 of it. Shares
+    of classes agree to the tenth of a percent that is printed.
+    """
     folder, end = run
     monkeypatch.chdir(tmp_path)
     scan = tmp_path / "a digit.png"
@@ -133,29 +151,43 @@ def test_evaluation_of_an_export_gives_the_runs_scores_and_guesses(run, files, t
     guesses = evaluated(folder, "--images", scan)
     assert guesses.count("%") == 5
     for path in files[0].values():
-        assert f"{path}, trained weights: top1 {end['top1']:.2%}  top5 {end['top5']:.2%}" in evaluated(path)
+        assert (
+            f"{path}, trained weights: top1 {end['top1']:.2%}  top5 {end['top5']:.2%}"
+            in evaluated(path)
+        )
         scores = json.loads((folder / f"evaluation-{path.name}" / "scores.json").read_text())
         assert (scores["file"], scores["images"]) == (str(path), 360)
         assert (scores["top1"], scores["top5"]) == (own["top1"], own["top5"])
         assert scores["loss"] == pytest.approx(own["loss"], rel=1e-5)
         assert evaluated(path, "--images", scan) == guesses
-    code, _, (error,) = call(evaluate.main, "--checkpoint", path, "--images", scan, "model.image_size=24")
+    code, _, (error,) = call(
+        evaluate.main, "--checkpoint", path, "--images", scan, "model.image_size=24"
+    )
     assert code == WRONG_INPUT and "was exported with model.image_size 16, not 24" in error
 
 
 def test_an_export_scores_images_by_the_names_of_their_classes(run, files, tmp_path, call):
-    """Folders 7, 3 and of another name: a program has labels 7 and 3 for them, not 1 and 0, as the run itself has."""
+    """Folders 7, 3 and of another name: a program has labels 7 and 3 for them, not 1 and 0, as the
+    run itself has."""
     source = DigitsSource("validation")
     for name, label in (("3", 3), ("7", 7), ("x", 1)):
         (tmp_path / "val" / name).mkdir(parents=True)
         for index in np.flatnonzero(source.labels == label)[:5].tolist():
             pixels = source.read(index).permute(1, 2, 0).numpy()
             Image.fromarray(pixels).save(tmp_path / "val" / name / f"{index}.png")
-    place = ("data.source=folder", f"data.root={tmp_path}", "data.workers=0", "--output", tmp_path / "out")
+    place = (
+        "data.source=folder",
+        f"data.root={tmp_path}",
+        "data.workers=0",
+        "--output",
+        tmp_path / "out",
+    )
     tables = []
     for path in (run[0], *files[0].values()):
         code, lines, _ = call(evaluate.main, "--checkpoint", path, *place)
-        assert code == DONE and lines[0].endswith("left out 5 images of 1 class that the model does not know: x")
+        assert code == DONE and lines[0].endswith(
+            "left out 5 images of 1 class that the model does not know: x"
+        )
         assert lines[1].endswith("has no validation images of 8 classes: 0, 1, 2, 4, 5 and 3 more")
         tables.append((tmp_path / "out/classes.csv").read_text())
     assert tables == [tables[0]] * 4
@@ -164,12 +196,18 @@ def test_an_export_scores_images_by_the_names_of_their_classes(run, files, tmp_p
 
 
 def test_onnxruntime_alone_gives_the_models_logits(files, digits, expected):
-    """Another implementation of every operator, against float64; both round in float32, so 1e-4 at logits of about 1.
-    Batches of any size."""
+    """Another implementation of every operator, against float64; both round in float32, so 1e-4 at
+    logits of about 1. Batches of any size."""
     onnxruntime = pytest.importorskip("onnxruntime")
-    session = onnxruntime.InferenceSession(str(files[0]["onnx"]), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(files[0]["onnx"]), providers=["CPUExecutionProvider"]
+    )
     (images,), (logits,) = session.get_inputs(), session.get_outputs()
-    assert (images.name, images.type, images.shape) == ("images", "tensor(uint8)", ["batch", 3, 16, 16])
+    assert (images.name, images.type, images.shape) == (
+        "images",
+        "tensor(uint8)",
+        ["batch", 3, 16, 16],
+    )
     assert (logits.name, logits.type, logits.shape) == ("logits", "tensor(float)", ["batch", 10])
     for batch in (digits[:1], digits[:3], digits):
         actual = session.run(None, {"images": batch.numpy()})[0]
@@ -177,9 +215,21 @@ def test_onnxruntime_alone_gives_the_models_logits(files, digits, expected):
 
 
 def test_the_torch_program_needs_nothing_of_this_repository(files, digits, expected, monkeypatch):
-    """Its modules cannot be imported meanwhile. Float32 against float64: 1e-4 at logits of about 1."""
+    """Its modules cannot be imported meanwhile.
+
+    Float32 against float64: 1e-4 at logits of about 1.
+    """
     for name in [*sys.modules]:
-        if name.partition(".")[0] in ("common", "models", "recipe", "training", "engines", "data", "optim", "tools"):
+        if name.partition(".")[0] in (
+            "common",
+            "models",
+            "recipe",
+            "training",
+            "engines",
+            "data",
+            "optim",
+            "tools",
+        ):
             monkeypatch.setitem(sys.modules, name, None)
     texts = {"recipe": "", "classes": "", "image_size": ""}
     program = torch.export.load(files[0]["torch"], extra_files=texts).module()
@@ -189,8 +239,13 @@ def test_the_torch_program_needs_nothing_of_this_repository(files, digits, expec
     assert json.loads(texts["image_size"]) == 16 and "image_size: 16" in texts["recipe"]
 
 
-def test_exported_weights_are_the_runs_in_float32_and_the_same_bytes_each_time(run, files, command, tmp_path):
-    """Half weights have the same values in float32. The library alone would order the metadata otherwise each time."""
+def test_exported_weights_are_the_runs_in_float32_and_the_same_bytes_each_time(
+    run, files, command, tmp_path
+):
+    """Half weights have the same values in float32.
+
+    The library alone would order the metadata otherwise each time.
+    """
     weights = load(run[0] / "checkpoints" / "step-00000004.pt")["engine"]["weights"]
     tensors = safetensors.torch.load_file(files[0]["safetensors"])
     assert tensors.keys() == {timm_name(name) for name in weights}
@@ -203,23 +258,28 @@ def test_exported_weights_are_the_runs_in_float32_and_the_same_bytes_each_time(r
 
 
 def test_timm_loads_exported_weights_by_its_own_names(tmp_path, command):
-    """Strictly, into timm's model of the same architecture, whose forward pass is then the reference.
+    """Strictly, into timm's model of the same architecture, whose forward pass is then the
+    reference.
 
-    The statistics of the batch normalisation are drawn, so that each must be in its place. Both sum the same products
-    in float32; only the preprocessing differs, by one rounding of each pixel.
+    The statistics of the batch normalisation are drawn, so that each must be in its place. Both sum
+    the same products in float32; only the preprocessing differs, by one rounding of each pixel.
     """
     recipe = loading.load(QUICKSTART, B0)
     ours = build(recipe.model, 1).eval()
     generator = torch.Generator().manual_seed(0)
     for name, buffer in state.persistent_buffers(ours).items():
-        buffer.copy_(torch.rand(buffer.shape, generator=generator) + (0.5 if name.endswith("var") else -0.5))
+        buffer.copy_(
+            torch.rand(buffer.shape, generator=generator) + (0.5 if name.endswith("var") else -0.5)
+        )
     torch.save(ours.state_dict(), tmp_path / "ours.pth")
     path = tmp_path / "b0.safetensors"
     assert command(tmp_path / "ours.pth", "--config", QUICKSTART, "--output", path, *B0)[0] == DONE
     model = timm.create_model("tf_efficientnet_b0", num_classes=10).eval()
     model.load_state_dict(safetensors.torch.load_file(path), strict=True)
     images = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8, generator=generator)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std))
+    mean, std = (
+        torch.tensor(values).view(3, 1, 1) for values in (recipe.model.mean, recipe.model.std)
+    )
     with torch.no_grad():
         actual = ours(images)
         expected = model((images / 255 - mean) / std)
@@ -229,9 +289,15 @@ def test_timm_loads_exported_weights_by_its_own_names(tmp_path, command):
 def test_an_average_is_named_in_the_file_and_when_it_is_scored(run, command, tmp_path, call):
     code, lines, _ = command(run[0], "--weights", "step_average")
     path = run[0] / "export" / "quickstart-step_average.safetensors"
-    assert code == DONE and lines[0].startswith(f"{run[0] / 'checkpoints' / 'step-00000004.pt'}, step_average weights")
-    _, lines, _ = call(evaluate.main, "--checkpoint", path, "--weights", "trained", "--output", tmp_path)
-    assert f"{path}, step_average weights: top1 {run[1]['step_average']['top1']:.2%}" in "\n".join(lines)
+    assert code == DONE and lines[0].startswith(
+        f"{run[0] / 'checkpoints' / 'step-00000004.pt'}, step_average weights"
+    )
+    _, lines, _ = call(
+        evaluate.main, "--checkpoint", path, "--weights", "trained", "--output", tmp_path
+    )
+    assert f"{path}, step_average weights: top1 {run[1]['step_average']['top1']:.2%}" in "\n".join(
+        lines
+    )
     assert json.loads((tmp_path / "scores.json").read_text())["weights"] == "step_average"
 
 
@@ -240,34 +306,57 @@ def test_what_has_no_images_is_checked_on_random_ones_and_says_why(command, tmp_
     path = tmp_path / "m.safetensors"
     root = tmp_path / "images"
     weights = tmp_path / "w.pth"
-    overrides = (*TINY, "data.source=folder", f"data.root={root}", "model.classes=2", "data.bad_images=skip")
+    overrides = (
+        *TINY,
+        "data.source=folder",
+        f"data.root={root}",
+        "model.classes=2",
+        "data.bad_images=skip",
+    )
     random_weights(weights, "model.classes=2")
     for folder in ("train/a", "train/b", "val/a", "val/b") if there else ():
         (root / folder).mkdir(parents=True)
         (root / folder / "no picture.jpg").write_bytes(b"")
-    code, lines, _ = command(weights, "--config", QUICKSTART, "--output", path, "--json", *overrides)
+    code, lines, _ = command(
+        weights, "--config", QUICKSTART, "--output", path, "--json", *overrides
+    )
     about = json.loads(lines[-1])
     assert (code, about["images"]) == (DONE, "random")
-    assert ("none of the first 2 can be read" if there else f"{root}") in about["no_validation_images"]
+    assert ("none of the first 2 can be read" if there else f"{root}") in about[
+        "no_validation_images"
+    ]
     assert f"no validation images: {about['no_validation_images']}" in lines
 
 
 @pytest.mark.parametrize("format", ["safetensors", pytest.param("torch", marks=pytest.mark.slow)])
-def test_an_export_without_names_has_the_order_of_the_weights_it_was_made_of(command, tmp_path, format):
+def test_an_export_without_names_has_the_order_of_the_weights_it_was_made_of(
+    command, tmp_path, format
+):
     """Another program's order is timm's; its images are elsewhere as it is exported."""
     path = tmp_path / f"m{FORMATS[format]}"
     root = tmp_path / "images"
     overrides = (*TINY, "data.source=folder", f"data.root={root}", "model.classes=3")
     weights = random_weights(tmp_path / "w.pth", "model.classes=3")
-    assert command(weights, "--config", QUICKSTART, "--format", format, "--output", path, *overrides)[0] == DONE
+    assert (
+        command(weights, "--config", QUICKSTART, "--format", format, "--output", path, *overrides)[
+            0
+        ]
+        == DONE
+    )
     write_pictures(root, ("1", "2", "10"), train=1)
     stored = exported.read(str(path)) if format == "torch" else read(str(path))
     data = loading.loads(stored.recipe, "the file").data
-    assert of_model(stored, data, 3).names == of_model(read(str(weights)), data, 3).names == ("1", "2", "10")
+    assert (
+        of_model(stored, data, 3).names
+        == of_model(read(str(weights)), data, 3).names
+        == ("1", "2", "10")
+    )
 
 
 @pytest.mark.parametrize("wrong", [1.1e-4, float("nan")])
-def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_path, monkeypatch, wrong):
+def test_a_file_that_computes_something_else_is_not_written(
+    run, command, tmp_path, monkeypatch, wrong
+):
     """One logit of the five in the last batch; the earlier file stays."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"of before")
@@ -284,7 +373,10 @@ def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_pa
     monkeypatch.setattr(exporting, "_reader", a_little_off)
     code, lines, (error,) = command(run[0], "--output", path)
     assert (code, lines) == (FAILED, [])
-    assert error.startswith(f"{path}: not written: a logit differs by ") and "more than 0.0001" in error
+    assert (
+        error.startswith(f"{path}: not written: a logit differs by ")
+        and "more than 0.0001" in error
+    )
     assert path.read_bytes() == b"of before" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -294,7 +386,10 @@ def test_a_file_that_computes_something_else_is_not_written(run, command, tmp_pa
         ("nowhere", "nowhere: no such file or folder; name a run folder"),
         ("RUN --weights epoch_average", "has no epoch_average; it has trained, step_average"),
         ("RUN --output m.pt2", "m.pt2: --format onnx writes a .onnx file; name it m.onnx"),
-        ("nowhere --output /proc/m.onnx", "/proc/m.onnx: cannot be written: No such file or directory; name another"),
+        (
+            "nowhere --output /proc/m.onnx",
+            "/proc/m.onnx: cannot be written: No such file or directory; name another",
+        ),
         ("RUN modl.width=1", "command line: modl: unknown key; did you mean model?"),
         ("RUN model.width=0.5", "the model's is [16, 3, 3, 3]; name weights of"),
         ("RUN/config.yaml", "config.yaml: not weights"),
@@ -319,7 +414,10 @@ def test_a_model_whose_operators_are_not_run_here_is_no_program_of_torch(command
     weights = f"timm:resnet10t.c3_in1k:{tmp_path / 'w.pth'}"
     code, _, (error,) = command(weights, "--format", "torch", "--output", path, *keys)
     assert code == WRONG_INPUT and not path.exists()
-    assert "(operator 'torch.ops.aten.relu.default' is none that is run here); use --format onnx or safe" in error
+    assert (
+        "(operator 'torch.ops.aten.relu.default' is none that is run here); use --format onnx or safe"
+        in error
+    )
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch"])
@@ -330,7 +428,9 @@ def test_a_model_that_torch_does_not_export_is_refused_in_one_line(tiny, monkeyp
 
     def refuse(*arguments, **keywords):
         """What torch.onnx.export does after ten seconds."""
-        raise RuntimeError("Failed to export the model.\nNext steps: ...") from ValueError("data-dependent")
+        raise RuntimeError("Failed to export the model.\nNext steps: ...") from ValueError(
+            "data-dependent"
+        )
 
     monkeypatch.setattr(torch.onnx, "export", refuse)
     with pytest.raises(ConfigError) as caught:
@@ -341,14 +441,26 @@ def test_a_model_that_torch_does_not_export_is_refused_in_one_line(tiny, monkeyp
 
 
 DEPTHWISE = "model.norm=batch model.group_size=1 model.expansion=6 model.padding=torch"
-SLOW = ((format, norm) for format in ("onnx", "torch") for norm in ("model.norm=layer", "model.proxy_norm=true"))
+SLOW = (
+    (format, norm)
+    for format in ("onnx", "torch")
+    for norm in ("model.norm=layer", "model.proxy_norm=true")
+)
 
 
 @pytest.mark.parametrize(
-    ("format", "overrides"), [("torch", DEPTHWISE), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+    ("format", "overrides"),
+    [("torch", DEPTHWISE), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
 )
 def test_every_normalisation_can_be_exported_as_a_program(tmp_path, command, format, overrides):
     """The command itself compares; random weights, whose logits are about 1."""
     weights = random_weights(tmp_path / "w.pth", *overrides.split())
-    arguments = ("--config", QUICKSTART, "--format", format, "--output", tmp_path / f"m{FORMATS[format]}")
+    arguments = (
+        "--config",
+        QUICKSTART,
+        "--format",
+        format,
+        "--output",
+        tmp_path / f"m{FORMATS[format]}",
+    )
     assert command(weights, *arguments, *TINY, *overrides.split())[::2] == (DONE, [])

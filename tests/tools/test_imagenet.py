@@ -1,4 +1,5 @@
-"""ImageNet's archives, with three classes: every image gets its class, and what does not fit is refused."""
+"""ImageNet's archives, with three classes: every image gets its class, and what does not fit is
+refused."""
 
 import gzip
 import io
@@ -48,18 +49,24 @@ def matlab_file(rows, **options):
 def devkit(path):
     """As ImageNet's: classes by number, then groups of them; in an order of its own."""
     rows = [(1, WNIDS[2], 0), (2, WNIDS[0], 0), (3, WNIDS[1], 0), (1001, "n00001740", 2)]
-    content = matlab_file([dict(zip(("ILSVRC2012_ID", "WNID", "num_children"), row)) for row in rows])
+    content = matlab_file(
+        [dict(zip(("ILSVRC2012_ID", "WNID", "num_children"), row)) for row in rows]
+    )
     path.write_bytes(gzip.compress(tar_bytes([("ILSVRC2012_devkit_t12/data/meta.mat", content)])))
     return path
 
 
 def test_imagenets_training_images_are_packed_with_their_classes(train_archive, tmp_path, capsys):
     options = ("--workers", 1, "--images-per-shard", 5)
-    code, data, _ = run(capsys, "pack", "--imagenet-train", train_archive, tmp_path / "out", *options)
+    code, data, _ = run(
+        capsys, "pack", "--imagenet-train", train_archive, tmp_path / "out", *options
+    )
     assert (code, data["images"], data["classes"]) == (0, 9, 3)
     source = ShardsSource(str(tmp_path / "out"), 1)
     assert source.classes == WNIDS
-    expected = [(wnid, jpeg(10 * label + n)) for label, wnid in enumerate(WNIDS) for n in (7, 2, 10)]
+    expected = [
+        (wnid, jpeg(10 * label + n)) for label, wnid in enumerate(WNIDS) for n in (7, 2, 10)
+    ]
     assert pairs(source) == sorted(expected)
     archive = imagenet.training(str(train_archive))
     assert archive.name(0) == f"{train_archive}/n01440764/n01440764_10.JPEG"
@@ -76,7 +83,13 @@ def test_imagenets_validation_images_get_their_classes_in_the_order_of_their_nam
     (tmp_path / "truth").write_text("1\n2\n3\n2\n1\n" if numbers else "\n".join(truth))
     if numbers:
         options = ["--devkit", devkit(tmp_path / "kit.tar.gz")]
-    arguments = ("--imagenet-validation", validation_archive, "--ground-truth", tmp_path / "truth", *options)
+    arguments = (
+        "--imagenet-validation",
+        validation_archive,
+        "--ground-truth",
+        tmp_path / "truth",
+        *options,
+    )
     code, data, _ = run(capsys, "pack", *arguments, tmp_path / "out", "--workers", 1)
     assert (code, data["images"], data["classes"]) == (0, 5, 3)
     found = pairs(ShardsSource(str(tmp_path / "out"), 1))
@@ -91,7 +104,10 @@ TRAIN = "--imagenet-train"
     ("arguments", "message"),
     [
         (f"{VALIDATION} short --devkit kit.tar.gz", "short: 2 lines, but val.tar has 5 images"),
-        (f"{VALIDATION} mixed --devkit kit.tar.gz", "mixed:2: kit.tar.gz has no class 'n01440764'; all"),
+        (
+            f"{VALIDATION} mixed --devkit kit.tar.gz",
+            "mixed:2: kit.tar.gz has no class 'n01440764'; all",
+        ),
         (f"{VALIDATION} good", "good: numbers of the devkit; add --devkit"),
         (f"{VALIDATION} group --devkit kit.tar.gz", "group:5: kit.tar.gz has no class '1001'"),
         (f"{VALIDATION} good --devkit cut.tar.gz", "cut.tar.gz: damaged or no archive"),
@@ -108,7 +124,12 @@ def test_archives_that_do_not_fit_are_refused(
     train_archive, validation_archive, tmp_path, capsys, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
-    lists = {"short": (1, 2), "mixed": (1, WNIDS[0], 1, 1, 1), "good": (1, 2, 3, 2, 1), "group": (1, 2, 3, 2, 1001)}
+    lists = {
+        "short": (1, 2),
+        "mixed": (1, WNIDS[0], 1, 1, 1),
+        "good": (1, 2, 3, 2, 1),
+        "group": (1, 2, 3, 2, 1001),
+    }
     for name, lines in lists.items():
         (tmp_path / name).write_text("\n".join(map(str, lines)))
     kit = devkit(tmp_path / "kit.tar.gz")
@@ -124,8 +145,20 @@ def test_archives_that_do_not_fit_are_refused(
 
 def test_numbers_are_read_as_scipy_wrote_them_and_damaged_files_or_those_that_swell_are_refused():
     rows = [
-        {"ILSVRC2012_ID": 1, "WNID": "n02119789", "words": "kit fox, Vulpes", "children": [], "images": [1300, 2]},
-        {"ILSVRC2012_ID": 70_000.0, "WNID": "n00001740", "words": "ünïcode", "children": 4, "images": [1, 2, 3]},
+        {
+            "ILSVRC2012_ID": 1,
+            "WNID": "n02119789",
+            "words": "kit fox, Vulpes",
+            "children": [],
+            "images": [1300, 2],
+        },
+        {
+            "ILSVRC2012_ID": 70_000.0,
+            "WNID": "n00001740",
+            "words": "ünïcode",
+            "children": 4,
+            "images": [1, 2, 3],
+        },
     ]
     for compressed in (True, False):
         content = matlab_file(rows, do_compression=compressed)
@@ -135,7 +168,10 @@ def test_numbers_are_read_as_scipy_wrote_them_and_damaged_files_or_those_that_sw
         (b"", "no file of MATLAB 5"),
         (content[:200], "ends too early"),
         (content[:128], "no synsets in it"),
-        (content[:128] + struct.pack("<II", 15, len(packed)) + packed, "more than 16 MB when unpacked"),
+        (
+            content[:128] + struct.pack("<II", 15, len(packed)) + packed,
+            "more than 16 MB when unpacked",
+        ),
     ):
         with pytest.raises(ValueError, match=reason):
             imagenet._numbered(damaged)

@@ -1,4 +1,5 @@
-"""tools.shards index: every member of a tar is read by webdataset's rule for keys, or counted, or the shard refused."""
+"""tools.shards index: every member of a tar is read by webdataset's rule for keys, or counted, or
+the shard refused."""
 
 import io
 import json
@@ -20,7 +21,9 @@ from tools.indexing import LeftOut, Part, split
 def labelled(place):
     """Label of each image by its name."""
     source = ShardsSource(str(place), 1)
-    return {source._names[index].decode(): label for index, label in enumerate(source.labels.tolist())}
+    return {
+        source._names[index].decode(): label for index, label in enumerate(source.labels.tolist())
+    }
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,8 @@ def test_the_key_ends_at_the_first_dot_of_the_name_and_the_last_extension_is_the
 
 
 def test_images_whose_names_have_dots_are_read_with_their_labels(tmp_path, capsys):
-    """As webdataset 1.0 reads them: of one key, each image with the label of its own name, else that of the key."""
+    """As webdataset 1.0 reads them: of one key, each image with the label of its own name, else
+    that of the key."""
     files = [
         ("img_0.jpg", jpeg(0)), ("img_0.cls", b"0"), ("img_1.v2.jpg", jpeg(1)), ("img_1.v2.cls", b"1"),
         ("cat.0.jpg", jpeg(2)), ("cat.0.cls", b"2"), ("cat.1.jpg", jpeg(3)), ("cat.1.cls", b"3"),
@@ -50,16 +54,27 @@ def test_images_whose_names_have_dots_are_read_with_their_labels(tmp_path, capsy
     write_tar(tmp_path / "0.tar", files)
     code, data, _ = run(capsys, "index", tmp_path)
     assert (code, data["images"], data["classes"], data["left_out"]) == (0, 6, 6, {})
-    expected = {"img_0.jpg": 0, "img_1.v2.jpg": 1, "cat.0.jpg": 2, "cat.1.jpg": 3, "b.left.png": 4, "c.jpg": 5}
+    expected = {
+        "img_0.jpg": 0,
+        "img_1.v2.jpg": 1,
+        "cat.0.jpg": 2,
+        "cat.1.jpg": 3,
+        "b.left.png": 4,
+        "c.jpg": 5,
+    }
     assert labelled(tmp_path) == expected
 
 
 def test_what_is_packed_of_names_with_dots_is_indexed_again(tmp_path, capsys):
-    for number, name in enumerate(("a/img_1.v2.jpg", "a/img_1.v3.jpg", "b/x.y.z.jpeg", "b/1.0.png")):
+    for number, name in enumerate(
+        ("a/img_1.v2.jpg", "a/img_1.v3.jpg", "b/x.y.z.jpeg", "b/1.0.png")
+    ):
         path = tmp_path / "images" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg(number))
-    assert run(capsys, "pack", tmp_path / "images", tmp_path / "s", "--workers", 1)[1]["images"] == 4
+    assert (
+        run(capsys, "pack", tmp_path / "images", tmp_path / "s", "--workers", 1)[1]["images"] == 4
+    )
     before = labelled(tmp_path / "s")
     assert run(capsys, "index", tmp_path / "s")[1]["images"] == 4
     assert labelled(tmp_path / "s") == before and sorted(before.values()) == [0, 0, 1, 1]
@@ -108,16 +123,28 @@ LABEL = ("a.cls", b"1")
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (tar_bytes([IMAGE, LABEL, ("a.seg.png", b"x")]), "'a' has a second image, 'a.seg.png', for one label"),
-        (tar_bytes([("a.left.jpg", b"x"), ("a.right.jpg", b"x"), LABEL]), "'a' has a second image, 'a.right.jpg'"),
-        (tar_bytes([IMAGE, LABEL, ("a.v2.cls", b"1")]), "'a' has a second label; keys must differ, or each label"),
+        (
+            tar_bytes([IMAGE, LABEL, ("a.seg.png", b"x")]),
+            "'a' has a second image, 'a.seg.png', for one label",
+        ),
+        (
+            tar_bytes([("a.left.jpg", b"x"), ("a.right.jpg", b"x"), LABEL]),
+            "'a' has a second image, 'a.right.jpg'",
+        ),
+        (
+            tar_bytes([IMAGE, LABEL, ("a.v2.cls", b"1")]),
+            "'a' has a second label; keys must differ, or each label",
+        ),
         (tar_bytes([IMAGE, ("a.v1.cls", b"1"), ("a.v2.cls", b"1")]), "'a' has a second label"),
         (tar_bytes([("b.v2.jpg", b"x")]), "'b.v2' has no b.v2.cls, its label"),
         (
             tar_bytes([IMAGE, ("b.jpg", b"x"), ("c.jpg", b"x"), LABEL]),
             "'b' has no b.cls, its label; add it or leave the",
         ),
-        (tar_bytes([IMAGE, ("b.jpg", b"x"), ("c.jpg", b"x"), LABEL]), "other out (1 more such key in this shard)"),
+        (
+            tar_bytes([IMAGE, ("b.jpg", b"x"), ("c.jpg", b"x"), LABEL]),
+            "other out (1 more such key in this shard)",
+        ),
         (tar_bytes([("a.webp", b"x"), LABEL]), "'a' has no image (.jpg, .jpeg, .png)"),
         (
             tar_bytes([IMAGE, LABEL]) * 2,
@@ -125,7 +152,9 @@ LABEL = ("a.cls", b"1")
         ),
     ],
 )
-def test_images_and_labels_that_do_not_pair_are_refused_and_counted(tmp_path, capsys, content, fault):
+def test_images_and_labels_that_do_not_pair_are_refused_and_counted(
+    tmp_path, capsys, content, fault
+):
     (tmp_path / "x.tar").write_bytes(content)
     code, _, (error,) = run(capsys, "index", tmp_path)
     assert code == 2 and error.startswith(f"{tmp_path}/x.tar: ") and fault in error
@@ -153,15 +182,25 @@ def test_only_the_most_frequent_kinds_get_a_line_each():
 
 
 def test_members_of_imagenets_archives_that_are_no_images_are_counted(tmp_path):
-    inner = tar_bytes([("n01440764_1.JPEG", jpeg(0)), ("._n01440764_1.JPEG", b"x"), ("n01440764_2.v2.JPEG", jpeg(1))])
+    inner = tar_bytes(
+        [
+            ("n01440764_1.JPEG", jpeg(0)),
+            ("._n01440764_1.JPEG", b"x"),
+            ("n01440764_2.v2.JPEG", jpeg(1)),
+        ]
+    )
     write_tar(tmp_path / "train.tar", [("n01440764.tar", inner)])
     source = imagenet.training(str(tmp_path / "train.tar"))
     assert len(source) == 2
     place = f"{tmp_path}/train.tar"
-    assert source.notes == (f"{place}: left out hidden files: 1; the first: {place}/n01440764.tar/._n01440764_1.JPEG",)
+    assert source.notes == (
+        f"{place}: left out hidden files: 1; the first: {place}/n01440764.tar/._n01440764_1.JPEG",
+    )
 
 
-def test_a_command_that_takes_long_says_every_ten_seconds_how_far_it_is(tmp_path, capsys, monkeypatch):
+def test_a_command_that_takes_long_says_every_ten_seconds_how_far_it_is(
+    tmp_path, capsys, monkeypatch
+):
     """Ten seconds are a hundredth of one here."""
     monkeypatch.setattr(progress, "EVERY", 0.01)
     write_tar(tmp_path / "0.tar", [IMAGE, LABEL])
@@ -187,6 +226,8 @@ def test_packing_says_how_many_images_are_done(tmp_path, capsys, monkeypatch):
         path = tmp_path / "images/a" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg(number, (600, 600)))
-    assert shards.main(["pack", str(tmp_path / "images"), str(tmp_path / "s"), "--workers", "1"]) == 0
+    assert (
+        shards.main(["pack", str(tmp_path / "images"), str(tmp_path / "s"), "--workers", "1"]) == 0
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("packing: ")]
     assert any(0 < int(line.split()[1]) <= 30 and " of 30 images (" in line for line in lines)

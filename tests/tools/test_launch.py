@@ -1,4 +1,5 @@
-"""The launcher: what it starts and refuses, which exit codes and lines come back, and that no rank outlives it.
+"""The launcher: what it starts and refuses, which exit codes and lines come back, and that no rank
+outlives it.
 
 Ranks are a small program in place of train.py, whose behaviour the recipe's name asks for.
 """
@@ -81,13 +82,16 @@ class Launch:
 
     def start(self, behaviour, *arguments, **options):
         recipe = ("batch.global=768", "run.device=cpu", f"run.name={behaviour}")
-        self.started.append(Launcher(self.folder, self.folder / "rank.py", *recipe, *arguments, **options))
+        self.started.append(
+            Launcher(self.folder, self.folder / "rank.py", *recipe, *arguments, **options)
+        )
         return self.started[-1]
 
     def end(self, launcher, timeout=120):
         """Exit code, lines of stdout, lines of stderr; every rank must be gone.
 
-        What ranks have started is killed with them, but nobody waits for it: it may need a moment to die.
+        What ranks have started is killed with them, but nobody waits for it: it may need a moment
+        to die.
         """
         ended = launcher.end(timeout)
         assert [pid for pid in self.pids("pid-[0-9]*") if alive(pid)] == []
@@ -105,7 +109,15 @@ class Launch:
 
     def two_hosts(self, behaviour, *arguments, port=None, **options):
         """Four ranks over two launchers that meet on the loopback."""
-        for_host = ("--nnodes", "2", "--master", f"127.0.0.1:{port or _free_port()}", *FOUR, *arguments, "--node-rank")
+        for_host = (
+            "--nnodes",
+            "2",
+            "--master",
+            f"127.0.0.1:{port or _free_port()}",
+            *FOUR,
+            *arguments,
+            "--node-rank",
+        )
         started = [self.start(behaviour, *for_host, rank, **options) for rank in "01"]
         if behaviour == "stays":
             self.wait_for(*(f"ready-{rank}" for rank in range(4)))
@@ -140,30 +152,60 @@ def launch(tmp_path):
 
 def test_ranks_get_the_environment_of_torchrun_and_the_arguments_unchanged(launch):
     odd = "run.output=/a folder/it's $HOME $$ ${local_rank} *"
-    left_over = {"POPDIST_NUM_TOTAL_REPLICAS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}
-    code, out, errors = launch("ends", odd, "--stages", "2", *TWO, CUBLAS_WORKSPACE_CONFIG=":16:8", **left_over)
+    left_over = {
+        "POPDIST_NUM_TOTAL_REPLICAS": "8",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_PROCID": "0",
+    }
+    code, out, errors = launch(
+        "ends", odd, "--stages", "2", *TWO, CUBLAS_WORKSPACE_CONFIG=":16:8", **left_over
+    )
     noted = ["SLURM_STEP_NUM_TASKS=8 in the environment is set aside: 4 processes of this launcher"]
     assert (code, errors, len(out)) == (DONE, noted, 1)
-    assert out[0].startswith("4 processes = 2 replicas x 2 stages on this host: torchrun --standalone --nproc-per-node")
+    assert out[0].startswith(
+        "4 processes = 2 replicas x 2 stages on this host: torchrun --standalone --nproc-per-node"
+    )
     for rank in range(4):
         (start,) = launch.starts(rank)
         given = start["environment"]
-        assert start["arguments"][:4] == ["--config", str(QUICKSTART), "batch.global=768", "run.device=cpu"]
+        assert start["arguments"][:4] == [
+            "--config",
+            str(QUICKSTART),
+            "batch.global=768",
+            "run.device=cpu",
+        ]
         assert odd in start["arguments"]
         assert start["arguments"][-2:] == ["parallel.replicas=2", "parallel.stages=2"]
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "POD_LAUNCHER")
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "POD_LAUNCHER",
+        )
         assert [given[name] for name in names] == [str(rank), str(rank), "4", "4", "127.0.0.1", "1"]
         assert given["OMP_NUM_THREADS"] == str(max(1, cores.available() // 4))
         assert (given["GLOO_SOCKET_IFNAME"], given["TORCH_CPP_LOG_LEVEL"]) == ("lo", "ERROR")
-        assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # of every launcher, see common/command.py
+        # of every launcher, see common/command.py
+        assert given["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
         assert not {"POD_TOKEN", *left_over} & set(given)
 
 
 def test_one_process_is_train_itself(launch):
-    """No agent between: the process is the launcher's own, with its signals. What srun or torchrun have left in the
-    environment of the shell would make it one of eight."""
-    shell = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    launcher = launch.start("ends", "--replicas", "1", **shell, WORLD_SIZE="4", RANK="3", LOCAL_RANK="3")
+    """No agent between: the process is the launcher's own, with its signals.
+
+    What srun or torchrun have left in the environment of the shell would make it one of eight.
+    """
+    shell = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
+    launcher = launch.start(
+        "ends", "--replicas", "1", **shell, WORLD_SIZE="4", RANK="3", LOCAL_RANK="3"
+    )
     noted = ["WORLD_SIZE=4 in the environment is set aside: 1 process of this launcher"]
     assert launch.end(launcher) == (DONE, [], noted)
     (start,) = launch.starts(-1)
@@ -181,8 +223,13 @@ def test_ranks_that_stop_by_themselves_are_not_started_again(launch):
 def test_a_failure_is_tried_again_as_often_as_asked(launch):
     own = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "x"}
     code, _, errors = launch("code9", *TWO, "--max-restarts", "2", **own)
-    fault = ["rank 1 complains", f"rank 1 failed with exit code 9 (host {socket.gethostname()}); all ranks stopped"]
-    again = [f"restart {number} of 2: the run goes on from its last checkpoint" for number in (1, 2)]
+    fault = [
+        "rank 1 complains",
+        f"rank 1 failed with exit code 9 (host {socket.gethostname()}); all ranks stopped",
+    ]
+    again = [
+        f"restart {number} of 2: the run goes on from its last checkpoint" for number in (1, 2)
+    ]
     assert (code, errors) == (FAILED, [*fault, again[0], *fault, again[1], *fault])
     assert [len(launch.starts(rank)) for rank in (0, 1)] == [3, 3]
     given = [start["environment"] for start in launch.starts(0)]
@@ -231,11 +278,24 @@ def test_a_signal_lets_the_ranks_save(launch, number):
 def test_a_signal_before_ranks_are_started_ends_the_launcher_as_stopped(tmp_path, number, replicas):
     """As the first process of a container it would not even have heard it."""
     (tmp_path / "signals.py").write_text(f"import signal\nsignal.raise_signal({int(number)})\n")
-    words = ("tools/launch.py", "--import", tmp_path / "signals.py", "--replicas", replicas, "--config", QUICKSTART)
+    words = (
+        "tools/launch.py",
+        "--import",
+        tmp_path / "signals.py",
+        "--replicas",
+        replicas,
+        "--config",
+        QUICKSTART,
+    )
     recipe = ("run.device=cpu", f"run.output={tmp_path}/run", "batch.global=64")
-    ended = subprocess.run([sys.executable, *words, *recipe], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, *words, *recipe], cwd=ROOT, capture_output=True, text=True
+    )
     lines = ended.stderr.splitlines()
-    assert (ended.returncode, lines[-1:]) == (STOPPED, ["stopped while no rank was running; the same command goes on"])
+    assert (ended.returncode, lines[-1:]) == (
+        STOPPED,
+        ["stopped while no rank was running; the same command goes on"],
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -260,25 +320,33 @@ def test_a_rank_that_had_not_begun_has_nothing_to_save(launch):
 
 
 def test_a_launcher_that_hears_nothing_of_the_master_ends(launch):
-    """The master's host loses power, or the link is cut: nothing is refused, and these ranks notice nothing."""
+    """The master's host loses power, or the link is cut: nothing is refused, and these ranks notice
+    nothing."""
     master, other = launch.two_hosts("stays", "parallel.silence=5")
     master.send(signal.SIGSTOP)
     code, _, errors = other.end(timeout=5 + 40)  # 10 and what a busy machine adds
     said = "has said nothing for 5 s: it is stopped, or its host or the way there is gone; all ranks here are gone, too"
-    assert (code, len(errors)) == (FAILED, 1) and re.fullmatch(rf"the launcher at the master \S+ {said}", errors[0])
+    assert (code, len(errors)) == (FAILED, 1) and re.fullmatch(
+        rf"the launcher at the master \S+ {said}", errors[0]
+    )
     assert not any(alive(start["pid"]) for rank in (2, 3) for start in launch.starts(rank))
 
 
 def test_a_signal_ends_the_wait_for_an_answer(launch):
     with socket.create_server(("127.0.0.1", 0)) as silent, contextlib.ExitStack() as stack:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
-        launcher = launch.start("ends", "--nnodes", "2", "--node-rank", "1", "--master", place, *FOUR)
+        launcher = launch.start(
+            "ends", "--nnodes", "2", "--node-rank", "1", "--master", place, *FOUR
+        )
         silent.settimeout(40)
         for _ in "probe", "question":
             stack.enter_context(silent.accept()[0])
         launcher.send(signal.SIGTERM)
         code, _, errors = launch.end(launcher, timeout=25)  # without it 45
-    assert (code, errors[1:]) == (STOPPED, ["stopped while no rank was running; the same command goes on"])
+    assert (code, errors[1:]) == (
+        STOPPED,
+        ["stopped while no rank was running; the same command goes on"],
+    )
 
 
 def test_a_third_party_cannot_end_a_run_with_success(launch):
@@ -299,9 +367,14 @@ def test_a_third_party_cannot_end_a_run_with_success(launch):
 
 
 def test_two_hosts_start_fail_and_start_again_together(launch):
-    """On one machine: two launchers that meet on the loopback. A rank of host 0 fails; host 1's wait for it."""
+    """On one machine: two launchers that meet on the loopback.
+
+    A rank of host 0 fails; host 1's wait for it.
+    """
     first, second = map(launch.end, launch.two_hosts("code9", "--max-restarts", "1"))
-    assert first[1][0].startswith("4 processes = 4 replicas x 1 stage on 2 hosts, 2 here on host 0: torchrun ")
+    assert first[1][0].startswith(
+        "4 processes = 4 replicas x 1 stage on 2 hosts, 2 here on host 0: torchrun "
+    )
     assert [len(launch.starts(rank)) for rank in range(4)] == [2, 2, 2, 2]
     for code, _, errors in (first, second):
         faults = [line.split(" (")[0] for line in errors if line.startswith("rank 1 failed")]
@@ -350,11 +423,19 @@ def test_hosts_that_do_not_come(launch):
         ("1", True, FAILED, "cannot reach the master {} (no answer); check "),
         ("0", True, WRONG_INPUT, "cannot listen at {}: Address already in use; "),
         # 192.0.2.0/24 is for documentation (RFC 5737): the wrong host was given number 0.
-        ("0", None, WRONG_INPUT, "cannot listen at 192.0.2.77:29500: Cannot assign requested address; give "),
+        (
+            "0",
+            None,
+            WRONG_INPUT,
+            "cannot listen at 192.0.2.77:29500: Cannot assign requested address; give ",
+        ),
     ],
 )
 def test_a_master_that_cannot_be_reached(launch, rank, listens, code, fault):
-    """Anything may listen at the port. A master that is late is no wrong input, after which schedulers give up."""
+    """Anything may listen at the port.
+
+    A master that is late is no wrong input, after which schedulers give up.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = "192.0.2.77" if listens is None else f"127.0.0.1:{server.getsockname()[1]}"
         if not listens:

@@ -1,4 +1,5 @@
-"""The launcher's decisions: refusals, number of replicas, hosts under SLURM, arguments of poprun."""
+"""The launcher's decisions: refusals, number of replicas, hosts under SLURM, arguments of
+poprun."""
 
 import ctypes
 import os
@@ -42,8 +43,14 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
 @pytest.mark.parametrize(
     ("arguments", "start"),
     [
-        ("--replicas 4 batch.micro=100", f"{QUICKSTART}: batch.global 768 is not a multiple of 100 micro x 4 "),
-        ("--nnodes 3 --node-rank 0 --master a --replicas 4", "4 processes = 4 replicas x 1 stage do not divide"),
+        (
+            "--replicas 4 batch.micro=100",
+            f"{QUICKSTART}: batch.global 768 is not a multiple of 100 micro x 4 ",
+        ),
+        (
+            "--nnodes 3 --node-rank 0 --master a --replicas 4",
+            "4 processes = 4 replicas x 1 stage do not divide",
+        ),
         ("--node-rank 1", "--node-rank and --master go with --nnodes"),
         ("--nnodes 2", "--nnodes 2 also needs --node-rank and --master, "),
         ("--nnodes 2 --node-rank 2 --master a", "--node-rank 2 is none of 0 to 1"),
@@ -52,9 +59,15 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
         ("--nnodes 0", "run_pod.sh: argument --nnodes: '0' is no number from 1 to"),
         ("--replica 2", "run_pod.sh: unrecognized arguments: --replica"),
         ("--config missing.yaml", "missing.yaml: No such file"),
-        ("--stages 2 parallel.split=[a,b]", "command line: parallel: split names 2 cut points but 2 stages need 1"),
+        (
+            "--stages 2 parallel.split=[a,b]",
+            "command line: parallel: split names 2 cut points but 2 stages need 1",
+        ),
         ("--stages 2 run.sed=1", "command line: run.sed: unknown key; did you mean run.seed?"),
-        (f"{POD} --replicas 128 --instances 3", "--instances 3 does not divide 128 replicas; give a divisor"),
+        (
+            f"{POD} --replicas 128 --instances 3",
+            "--instances 3 does not divide 128 replicas; give a divisor",
+        ),
         (
             f"{POD} --replicas 128 --instances 2",
             "one process would have 64 replicas x 2 IPUs = 128, but PopTorch takes a power of two up to 64; "
@@ -66,10 +79,19 @@ HOSTS = "--nnodes 2 --node-rank 0 --master"
         ),
         (f"{POD} --replicas 8 --max-restarts 1", "--max-restarts is for CPUs and GPUs"),
         ("--poprun=--host=a", "--poprun goes with run.device=ipu, but run.device is cpu"),
-        ("run.device=ipu", "how many IPUs there are is not known here; give the number of replicas"),
-        ("run.device=ipu optimizer.trust=momentum --replicas 2", "run.device=ipu needs poprun on the PATH"),
+        (
+            "run.device=ipu",
+            "how many IPUs there are is not known here; give the number of replicas",
+        ),
+        (
+            "run.device=ipu optimizer.trust=momentum --replicas 2",
+            "run.device=ipu needs poprun on the PATH",
+        ),
         (f"run.device=ipu {HOSTS} a", "poprun itself starts all hosts"),
-        ("run.device=cuda --replicas 2", "2 processes on this host (2 replicas x 1 stage over 1 host) need a GPU"),
+        (
+            "run.device=cuda --replicas 2",
+            "2 processes on this host (2 replicas x 1 stage over 1 host) need a GPU",
+        ),
     ],
 )
 def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start, call, monkeypatch):
@@ -88,12 +110,22 @@ def test_faults_are_refused_in_one_line_before_anything_starts(arguments, start,
             f"{MANY} --nnodes 3 --node-rank 1 --master a",
             "= 12 replicas x 2 stages on 3 hosts, 8 here on host 1",
         ),
-        ("pod16", "--stages 4 --replicas 4", "the recipe's parallel.split: parallel.split=auto instead): poprun"),
-        ("pod128", "--instances 32", "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 "),
+        (
+            "pod16",
+            "--stages 4 --replicas 4",
+            "the recipe's parallel.split: parallel.split=auto instead): poprun",
+        ),
+        (
+            "pod128",
+            "--instances 32",
+            "128 IPUs = 64 replicas x 2 stages: poprun --num-replicas 64 ",
+        ),
         ("pod256", "", "poprun --num-replicas 128 --ipus-per-replica 2 --num-instances 4 "),
     ],
 )
-def test_replicas_follow_the_gpus_or_the_pod_and_cuts_the_stages(config, arguments, expected, call, monkeypatch):
+def test_replicas_follow_the_gpus_or_the_pod_and_cuts_the_stages(
+    config, arguments, expected, call, monkeypatch
+):
     monkeypatch.setattr(launch, "_gpus", lambda device: 8)
     recipe = ROOT / "configs" / f"{config}.yaml"
     code, lines, _ = call(launch.main, "--config", recipe, "--dry-run", *arguments.split())
@@ -102,7 +134,9 @@ def test_replicas_follow_the_gpus_or_the_pod_and_cuts_the_stages(config, argumen
     assert lines[-1].endswith("parallel.split=auto") == ("split=auto" in expected)
 
 
-@pytest.mark.parametrize(("device", "available", "expected"), [("cuda", 3, 3), ("auto", 0, 0), ("cpu", 3, 0)])
+@pytest.mark.parametrize(
+    ("device", "available", "expected"), [("cuda", 3, 3), ("auto", 0, 0), ("cpu", 3, 0)]
+)
 def test_gpus_are_counted_where_the_recipe_may_use_them(device, available, expected, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available > 0)
@@ -113,7 +147,17 @@ def test_gpus_are_counted_where_the_recipe_may_use_them(device, available, expec
 def test_poprun_gets_replicas_ipus_and_our_arguments(tool, tmp_path):
     tool("poprun", f'for text in "$@"; do printf "%s\\n" "$text"; done > {tmp_path}/said; exit 75')
     recipe = str(ROOT / "configs" / "pod16.yaml")
-    command = [sys.executable, "-m", "tools.launch", "--config", recipe, "--replicas", "8", "--instances", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.launch",
+        "--config",
+        recipe,
+        "--replicas",
+        "8",
+        "--instances",
+        "4",
+    ]
     command.append("--poprun=--host=a,b --mpi-local-args='-x PATH'")
     ended = subprocess.run([*command, "run.output=/a b"], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (STOPPED, "")
@@ -140,33 +184,54 @@ def test_a_signal_before_poprun_is_started_ends_the_launcher_as_stopped(tool, tm
     tool("poprun", f"touch {tmp_path}/started; exit 1")
     (tmp_path / "signals.py").write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
     recipe = str(ROOT / "configs" / "pod16.yaml")
-    command = [sys.executable, "tools/launch.py", "--import", str(tmp_path / "signals.py"), "--config", recipe]
+    command = [
+        sys.executable,
+        "tools/launch.py",
+        "--import",
+        str(tmp_path / "signals.py"),
+        "--config",
+        recipe,
+    ]
     ended = subprocess.run([*command, "run.output=/a b"], cwd=ROOT, capture_output=True, text=True)
     lines = ended.stderr.splitlines()
-    assert (ended.returncode, lines) == (STOPPED, ["stopped while no rank was running; the same command goes on"])
+    assert (ended.returncode, lines) == (
+        STOPPED,
+        ["stopped while no rank was running; the same command goes on"],
+    )
     assert not (tmp_path / "started").exists()
 
 
 def commands_in_the_docs():
-    """(IPUs of the POD, command) of docs/ipu.md's table, and of the examples with everything that hosts need."""
+    """(IPUs of the POD, command) of docs/ipu.md's table, and of the examples with everything that
+    hosts need."""
     text = (ROOT / "docs" / "ipu.md").read_text().replace("\\\n", " ")
-    found = re.findall(r"^\| (\d+)(?:, four stages)? \| `(\./run_pod\.sh [^`]+)`", text, re.MULTILINE)
+    found = re.findall(
+        r"^\| (\d+)(?:, four stages)? \| `(\./run_pod\.sh [^`]+)`", text, re.MULTILINE
+    )
     examples = re.findall(r"^\./run_pod\.sh .*--poprun=.*$", text, re.MULTILINE)
     assert len(examples) == 2
     return [*found, *zip(("64", "256"), examples)]
 
 
 @pytest.mark.parametrize(("ipus", "command"), commands_in_the_docs())
-def test_the_commands_in_the_docs_take_the_whole_pod_and_compile_once(ipus, command, call, monkeypatch):
+def test_the_commands_in_the_docs_take_the_whole_pod_and_compile_once(
+    ipus, command, call, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     arguments = shlex.split(command)[1:]
     assert any(text.startswith("ipu.executable_cache=") for text in arguments)
-    arguments = [text for text in arguments if not text.startswith("data.root=")]  # which glyphs do not have
+    # which glyphs do not have
+    arguments = [text for text in arguments if not text.startswith("data.root=")]
     code, lines, _ = call(launch.main, *arguments, "--dry-run", "data.source=glyphs")
     assert code == DONE and f" stages each: {ipus} devices)" in "\n".join(lines)
 
 
-SLURM = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "31234"}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "31234",
+}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +241,10 @@ SLURM = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1",
         # A batch script, too, has SLURM_NNODES and SLURM_NODEID, but runs on the first node alone.
         ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, hosts.Hosts()),
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, hosts.Hosts()),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, "SLURM started 16 tasks on 2 nodes; start one each"),
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "16"},
+            "SLURM started 16 tasks on 2 nodes; start one each",
+        ),
         ({**SLURM, "SLURM_JOB_NODELIST": "x"}, "scontrol cannot expand the nodes 'x'"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces joined by a cable, each with its own loopback and nothing else."""
+"""Two hosts on one machine: network namespaces joined by a cable, each with its own loopback and
+nothing else."""
 
 import contextlib
 import os
@@ -69,7 +70,8 @@ def two_hosts():
 
 @pytest.fixture
 def start(two_hosts, tmp_path):
-    """start(host, program, *arguments): a launcher in the namespace of host 0 or 1; ends with the test."""
+    """start(host, program, *arguments): a launcher in the namespace of host 0 or 1; ends with the
+    test."""
     with contextlib.ExitStack() as stack:
 
         def started(host, program, *arguments, **options):
@@ -105,7 +107,9 @@ def test_no_launcher_stays_when_the_link_between_hosts_is_cut(start, two_hosts, 
     launchers = [start(host // 2, program, *options, host) for host in range(4)]
     wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 4)
     for number, name in enumerate(two_hosts):
-        nobody = f"neigh replace 10.83.0.{2 - number} lladdr 02:00:00:00:00:99 dev cable nud permanent"
+        nobody = (
+            f"neigh replace 10.83.0.{2 - number} lladdr 02:00:00:00:00:99 dev cable nud permanent"
+        )
         assert ip("-n", name, *nobody.split()).returncode == 0
     # 10 and what a busy machine adds; TCP gives up after a quarter of an hour.
     end = time.monotonic() + silence + 60
@@ -118,11 +122,20 @@ def test_no_launcher_stays_when_the_link_between_hosts_is_cut(start, two_hosts, 
 def test_two_hosts_train_what_one_process_trains_also_if_a_cable_is_pulled_for_twenty_seconds(
     start, two_hosts, tmp_path
 ):
-    """Two replicas of two stages, a replica on each host; less than `parallel.silence`, so both wait.
-    Each replica takes the noise scale of its own micro batches, so it is off."""
+    """Two replicas of two stages, a replica on each host; less than `parallel.silence`, so both
+    wait. Each replica takes the noise scale of its own micro batches, so it is off."""
     recipe = (*TWO_STAGES, "run.epochs=6", "log.noise_scale=false")
     train_to_the_end(1, *recipe, f"run.output={tmp_path / 'single'}")
-    options = ("--replicas", "2", *ranks.RECIPE, *recipe, f"run.output={tmp_path / 'run'}", "--nnodes", "2", *MASTER)
+    options = (
+        "--replicas",
+        "2",
+        *ranks.RECIPE,
+        *recipe,
+        f"run.output={tmp_path / 'run'}",
+        "--nnodes",
+        "2",
+        *MASTER,
+    )
     launchers = [start(host, ROOT / "train.py", *options, "--node-rank", host) for host in range(2)]
 
     def lines():
@@ -144,12 +157,22 @@ def test_two_hosts_train_what_one_process_trains_also_if_a_cable_is_pulled_for_t
 
 @pytest.mark.slow
 @pytest.mark.clock
-def test_a_host_that_is_cut_off_for_twenty_seconds_comes_back_into_an_elastic_run(start, two_hosts, tmp_path):
-    """For longer than `parallel.silence`: the first host goes on alone; the bits are those of one process."""
+def test_a_host_that_is_cut_off_for_twenty_seconds_comes_back_into_an_elastic_run(
+    start, two_hosts, tmp_path
+):
+    """For longer than `parallel.silence`: the first host goes on alone; the bits are those of one
+    process."""
     recipe = ("run.epochs=60", "log.noise_scale=false", "log.every_steps=1")
     train_to_the_end(1, *recipe, f"run.output={tmp_path / 'single'}")
     elastic = ("parallel.elastic=true", "parallel.silence=5", "--nnodes", "2", *MASTER)
-    options = ("--replicas", "2", *ranks.RECIPE, *recipe, f"run.output={tmp_path / 'run'}", *elastic)
+    options = (
+        "--replicas",
+        "2",
+        *ranks.RECIPE,
+        *recipe,
+        f"run.output={tmp_path / 'run'}",
+        *elastic,
+    )
     launchers = [start(host, ROOT / "train.py", *options, "--node-rank", host) for host in range(2)]
     wait_until(lambda: lines_of(tmp_path / "run") >= 10)
     assert ip("-n", two_hosts[1], "link", "set", "cable", "down").returncode == 0

@@ -30,8 +30,12 @@ def without(monkeypatch):
         (curves.main, ["RUN"], "matplotlib"),
     ],
 )
-def test_a_command_that_needs_a_package_says_so_in_one_line(without, call, tmp_path, main, arguments, package):
-    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "epoch": 1.0, "loss": 1.0}\n')
+def test_a_command_that_needs_a_package_says_so_in_one_line(
+    without, call, tmp_path, main, arguments, package
+):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"event": "train", "step": 1, "epoch": 1.0, "loss": 1.0}\n'
+    )
     without(package)
     code, lines, (error,) = call(main, *(text.replace("RUN", str(tmp_path)) for text in arguments))
     assert (code, lines) == (2, [])
@@ -41,7 +45,10 @@ def test_a_command_that_needs_a_package_says_so_in_one_line(without, call, tmp_p
 def test_the_remedy_names_all_packages_of_a_purpose(without):
     assert packages.lacking("onnx", "pytest") == ""
     without("pytest")
-    assert packages.lacking("onnx", "pytest") == "the package pytest is not installed; pip install onnx pytest"
+    assert (
+        packages.lacking("onnx", "pytest")
+        == "the package pytest is not installed; pip install onnx pytest"
+    )
 
 
 def test_the_doctor_writes_the_machine_without_a_picture(without, call, tmp_path, monkeypatch):
@@ -61,12 +68,16 @@ def test_the_doctor_writes_the_machine_without_a_picture(without, call, tmp_path
 
 def test_a_sweep_ends_without_a_picture(without, tmp_path, capsys):
     file = tmp_path / "some.yaml"
-    file.write_text(f"recipe: {QUICKSTART}\ntrials: 1\nspace: {{schedule.peak: {{choices: [1.0, 2.0]}}}}\n")
+    file.write_text(
+        f"recipe: {QUICKSTART}\ntrials: 1\nspace: {{schedule.peak: {{choices: [1.0, 2.0]}}}}\n"
+    )
     candidates = load_candidates(read(file))
     study = SimpleNamespace(records=list, importances=lambda: None)
     without("matplotlib")
     with contextlib.closing(SweepFolder(tmp_path / "found", candidates)) as folder:
         files = Report(candidates, study, folder).conclude()["files"]
     assert "picture" not in files and "leaderboard" in files
-    line = "no picture of the sweep: the package matplotlib is not installed; pip install matplotlib"
+    line = (
+        "no picture of the sweep: the package matplotlib is not installed; pip install matplotlib"
+    )
     assert line in capsys.readouterr().out.splitlines()

@@ -68,8 +68,12 @@ def test_images_in_memory_are_packed_without_loss_in_their_own_order(fashion, tm
         assert source.order(5, 3).tolist() == permutation(5, 3, len(expected)).tolist()
         assert [shard["images"] for shard in manifest(tmp_path / split)] in ([25, 25, 10], [25, 5])
         names = [source.name(index).rpartition("-")[2] for index in range(len(source))]
-        assert names == [f"{expected.name(index).rpartition('/')[2]}.png" for index in range(len(source))]
-        assert all(source.encoded(index)[25] == 0 for index in range(len(source))), "grey is stored as grey"
+        assert names == [
+            f"{expected.name(index).rpartition('/')[2]}.png" for index in range(len(source))
+        ]
+        assert all(source.encoded(index)[25] == 0 for index in range(len(source))), (
+            "grey is stored as grey"
+        )
 
 
 def manifest(folder):
@@ -94,7 +98,9 @@ def test_folders_are_packed_in_order_with_their_bytes(tmp_path, capsys):
     source = ShardsSource(str(tmp_path / "shards"), 100)
     assert code == 0
     assert_same_images(source, folder)
-    assert [source.encoded(index) for index in range(60)] == [folder.encoded(index) for index in range(60)]
+    assert [source.encoded(index) for index in range(60)] == [
+        folder.encoded(index) for index in range(60)
+    ]
 
 
 def test_shards_are_packed_anew(fashion, tmp_path, capsys):
@@ -110,8 +116,13 @@ def is_sorted(folder):
     return class_names(Data(source="shards", root=str(folder)), "train").sorted
 
 
-def test_shards_say_whether_the_classes_of_their_source_are_numbered_by_name(fashion, tmp_path, capsys):
-    """Only then timm numbers them in an order of its own. Data sets and shards of others have theirs."""
+def test_shards_say_whether_the_classes_of_their_source_are_numbered_by_name(
+    fashion, tmp_path, capsys
+):
+    """Only then timm numbers them in an order of its own.
+
+    Data sets and shards of others have theirs.
+    """
     packed_from(capsys, tmp_path / "fashion" / "train", fashion)
     assert not is_sorted(tmp_path / "fashion")
     write_class_folders(tmp_path / "images", train=draw(60), validation=draw(30, seed=1))
@@ -131,7 +142,9 @@ def test_shards_say_whether_the_classes_of_their_source_are_numbered_by_name(fas
 
 def test_images_that_come_along_are_packed(tmp_path, capsys):
     recipe = ("--config", QUICKSTART)
-    source = packed_from(capsys, tmp_path / "digits", recipe, "--keep-order", "--split", "validation")
+    source = packed_from(
+        capsys, tmp_path / "digits", recipe, "--keep-order", "--split", "validation"
+    )
     assert_same_images(source, DigitsSource("validation"))
 
 
@@ -150,7 +163,9 @@ def test_longer_sides_become_smaller(tmp_path, capsys):
     assert source.encoded(0).startswith(b"\xff\xd8")
 
 
-def test_colours_and_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path, capsys, monkeypatch):
+def test_colours_and_the_bytes_do_not_depend_on_the_number_of_workers(
+    tmp_path, capsys, monkeypatch
+):
     """The source travels to the workers whole."""
     context = fork_server()  # which has loaded torch
     monkeypatch.setattr(packing.parent_death, "context", lambda method: context)
@@ -164,7 +179,9 @@ def test_colours_and_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path, 
     )
     found = []
     for workers in (1, 2):
-        source = packed_from(capsys, tmp_path / str(workers), recipe, "--keep-order", workers=workers)
+        source = packed_from(
+            capsys, tmp_path / str(workers), recipe, "--keep-order", workers=workers
+        )
         found.append({path.name: path.read_bytes() for path in (tmp_path / str(workers)).iterdir()})
     assert found[0] == found[1]
     expected = open_source(loading.load(QUICKSTART, recipe[2:]).data, 10, "train")
@@ -182,7 +199,13 @@ def test_other_pixels_of_the_same_names_are_other_images(fashion, tmp_path, caps
     write_idx(tmp_path / "idx", packed=True, train=changed)
     code, _, (error,) = pack(capsys, *fashion[:2], out, *fashion[2:])
     assert code == 2 and "packed from other images or with other options" in error
-    glyphs = ("--config", QUICKSTART, tmp_path / "drawn", "data.source=glyphs", "data.train_images=20")
+    glyphs = (
+        "--config",
+        QUICKSTART,
+        tmp_path / "drawn",
+        "data.source=glyphs",
+        "data.train_images=20",
+    )
     assert pack(capsys, *glyphs)[0] == 0
     assert pack(capsys, *glyphs, "data.glyph_difficulty=1")[0] == 2
 
@@ -201,12 +224,30 @@ RECORDED = "51c9663a52da76643fa68bf78ad1b7b396cf02a098fc882d96a3f319012015fc"
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (("--keep-order", "--seed", "1", "{images}", "{out}"), "--seed mixes the images, and --keep-order leaves"),
-        (("--split", "train", "{images}", "{out}"), "--split chooses among the images of a recipe; give --config FILE"),
-        (("--config", "{recipe}", "data.source=digits"), "data.source=digits: is no folder; name the folder of the sh"),
-        (("--config", "{recipe}", "--imagenet-train", "x.tar", "{out}"), "pack FOLDER DEST, pack --imagenet-train"),
-        (("--config", "{out}/none.yaml", "{out}"), "{out}/none.yaml: No such file or directory; name an e"),
-        (("--config", "{recipe}", "{out}", "data.sourse=digits"), "command line: data.sourse: unknown key; did you m"),
+        (
+            ("--keep-order", "--seed", "1", "{images}", "{out}"),
+            "--seed mixes the images, and --keep-order leaves",
+        ),
+        (
+            ("--split", "train", "{images}", "{out}"),
+            "--split chooses among the images of a recipe; give --config FILE",
+        ),
+        (
+            ("--config", "{recipe}", "data.source=digits"),
+            "data.source=digits: is no folder; name the folder of the sh",
+        ),
+        (
+            ("--config", "{recipe}", "--imagenet-train", "x.tar", "{out}"),
+            "pack FOLDER DEST, pack --imagenet-train",
+        ),
+        (
+            ("--config", "{out}/none.yaml", "{out}"),
+            "{out}/none.yaml: No such file or directory; name an e",
+        ),
+        (
+            ("--config", "{recipe}", "{out}", "data.sourse=digits"),
+            "command line: data.sourse: unknown key; did you m",
+        ),
         (("--config", "{recipe}", "{out}", "data.source=folder"), "data.root is not set"),
         (("--config", "{recipe}", "s3://bucket"), "s3://bucket: shards are packed on this machine"),
     ],

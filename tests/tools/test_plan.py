@@ -1,4 +1,5 @@
-"""python -m tools.plan: the plan of --dry-run, as text and as one JSON object; and the table in docs/ipu.md."""
+"""python -m tools.plan: the plan of --dry-run, as text and as one JSON object; and the table in
+docs/ipu.md."""
 
 import itertools
 import json
@@ -42,7 +43,9 @@ def test_the_text_is_that_of_a_dry_run_and_of_the_page_and_the_json_has_its_figu
     dry_run = "\n".join(call(train.main, "--config", POD256, "--dry-run", *FULL_POD)[1]) + "\n"
     assert text.startswith(f"{dry_run}machine    Bow Pod; ")
     assert text.removeprefix(dry_run) in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    assert "training   Options.Training.gradientAccumulation(16)  <- batch.global, batch.micro" in text
+    assert (
+        "training   Options.Training.gradientAccumulation(16)  <- batch.global, batch.micro" in text
+    )
     assert "optimizer  poptorch.optim.LAMB(betas=(0.885, 1.0))  <- optimizer.momentum" in text
     sizes = {"global": 6144, "micro": 3, "accumulation": 16, "replicas": 128, "stages": 2}
     assert data["batch"] == {**sizes, "uneven": []}
@@ -70,7 +73,9 @@ def recipes_and_machines():
     names = machine.names()
     for place, (config, name) in enumerate(itertools.product(RECIPES, names)):
         fast = place // len(names) % len(names) == place % len(names)
-        yield pytest.param(config, name, id=f"{config.stem}-{name}", marks=() if fast else pytest.mark.slow)
+        yield pytest.param(
+            config, name, id=f"{config.stem}-{name}", marks=() if fast else pytest.mark.slow
+        )
 
 
 @pytest.mark.parametrize(("config", "name"), list(recipes_and_machines()))
@@ -81,7 +86,10 @@ def test_every_recipe_can_be_planned_for_every_machine(config, name, planned):
     assert data["machine"]["name"] == machine.load(name).name
     assert [row["replicas"] for row in data["scaling"]] == [2**power for power in range(13)]
     for row in (data["step"], *data["scaling"]):
-        assert sum(row["parts"].values()) == pytest.approx(row["seconds"]) and min(row["parts"].values()) >= 0
+        assert (
+            sum(row["parts"].values()) == pytest.approx(row["seconds"])
+            and min(row["parts"].values()) >= 0
+        )
         assert row["images_per_second"] == pytest.approx(row["global_batch"] / row["seconds"])
     assert f"{data['model']['parameters']:,} parameters" in text
     assert f"{number(data['step']['images_per_second'])} images/s" in text
@@ -91,8 +99,16 @@ def test_every_recipe_can_be_planned_for_every_machine(config, name, planned):
 @pytest.mark.parametrize(
     ("arguments", "words", "others"),
     [
-        ([QUICKSTART], ["others by --machine bow_pod, ", "no time: the number of images"], ["poptorch"]),
-        ([GPU], ["A100", "assumed, as two cores would train for 1", "others by --machine"], ["images/s, 17,"]),
+        (
+            [QUICKSTART],
+            ["others by --machine bow_pod, ", "no time: the number of images"],
+            ["poptorch"],
+        ),
+        (
+            [GPU],
+            ["A100", "assumed, as two cores would train for 1", "others by --machine"],
+            ["images/s, 17,"],
+        ),
         ([GPU, "run.device=cpu"], ["two cores"], ["assumed", "others by"]),
         ([GPU, "data.train_images=null"], ["no time: the number of images"], []),
         ([POD256, *FULL_POD, "model.width=5"], ["DOES NOT FIT"], []),
@@ -100,7 +116,11 @@ def test_every_recipe_can_be_planned_for_every_machine(config, name, planned):
 )
 def test_notes_are_printed_where_they_apply(arguments, words, others, planned):
     text = planned(*arguments)
-    assert [word for word in words if word not in text] == [] == [word for word in others if word in text]
+    assert (
+        [word for word in words if word not in text]
+        == []
+        == [word for word in others if word in text]
+    )
 
 
 def test_images_that_are_found_here_give_the_time(planned, tmp_path):
@@ -109,9 +129,16 @@ def test_images_that_are_found_here_give_the_time(planned, tmp_path):
             image = tmp_path / split / "ab"[name % 2] / f"{name}.jpg"
             image.parent.mkdir(parents=True, exist_ok=True)
             image.touch()
-    folder = ("data.source=folder", f"data.root={tmp_path}", "model.classes=2", "schedule.warmup_epochs=0")
+    folder = (
+        "data.source=folder",
+        f"data.root={tmp_path}",
+        "model.classes=2",
+        "schedule.warmup_epochs=0",
+    )
     steps = 10**11  # too many for two cores
-    text = planned(QUICKSTART, "--json", *folder, "batch.global=4", "batch.micro=2", f"run.steps={steps}")
+    text = planned(
+        QUICKSTART, "--json", *folder, "batch.global=4", "batch.micro=2", f"run.steps={steps}"
+    )
     assert "8 training images" in text and "assumed, as two cores would train for" in text
     step = json.loads(text.splitlines()[-1])["step"]
     assert step["hours"] == pytest.approx(steps * step["seconds"] / 3600)
@@ -122,7 +149,16 @@ def test_a_picture_is_drawn_and_no_torch_is_loaded(tmp_path):
     path.write_text("old")
     os.link(path, tmp_path / "old")
     code = "import sys\nfrom tools import plan\nplan.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", code, "--config", str(POD256), "--picture", str(path), *FULL_POD]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--config",
+        str(POD256),
+        "--picture",
+        str(path),
+        *FULL_POD,
+    ]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert f"picture    {path}\n" in done.stdout and path.read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "old").read_text() == "old", "who has the old picture open keeps it"
@@ -136,9 +172,21 @@ def test_a_picture_is_drawn_and_no_torch_is_loaded(tmp_path):
             2,
             "cray: unknown machine: No such file or directory; name a file written by python -m tools.doctor",
         ),
-        (["--picture", "scaling.doc"], 2, "scaling.doc: no kind of picture; name it like scaling.png"),
-        (["--picture", "/nowhere/scaling.png"], 1, "/nowhere/scaling.png: No such file or directory; fix this"),
-        (["parallel.split=[blocks.9.9]"], 2, f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are"),
+        (
+            ["--picture", "scaling.doc"],
+            2,
+            "scaling.doc: no kind of picture; name it like scaling.png",
+        ),
+        (
+            ["--picture", "/nowhere/scaling.png"],
+            1,
+            "/nowhere/scaling.png: No such file or directory; fix this",
+        ),
+        (
+            ["parallel.split=[blocks.9.9]"],
+            2,
+            f"{POD256}: parallel.split: blocks.9.9 is not a block; the blocks are",
+        ),
         (["optimizer.trust=gradient"], 2, f"{POD256}: "),
     ],
 )
@@ -149,12 +197,23 @@ def test_faults_are_one_line(arguments, code, line, call):
 
 @pytest.mark.parametrize("name", ["lars", "lamb", "sgd", "rmsprop"])
 def test_every_argument_of_every_optimizer_has_a_source(name):
-    recipe = load(QUICKSTART, ["run.device=ipu", f"optimizer.name={name}", *([TRUST] if name == "lars" else [])])
+    recipe = load(
+        QUICKSTART,
+        ["run.device=ipu", f"optimizer.name={name}", *([TRUST] if name == "lars" else [])],
+    )
     keys = recipe.model_dump(by_alias=True)
     for argument, _, source in ipu_plan.arguments_of_optimizer(recipe):
-        for key in (key for part in source.split("; ") if not part.startswith("always: ") for key in part.split(", ")):
+        for key in (
+            key
+            for part in source.split("; ")
+            if not part.startswith("always: ")
+            for key in part.split(", ")
+        ):
             section, _, inner = key.partition(".")
-            assert section in keys and (not inner or keys[section][inner] is not None), (argument, source)
+            assert section in keys and (not inner or keys[section][inner] is not None), (
+                argument,
+                source,
+            )
 
 
 def test_under_poprun_the_replicas_are_its_own(planned, monkeypatch):
@@ -170,10 +229,14 @@ def table():
     for model, setting in ipu_plan.settings(recipe, divide(recipe)):
         rows.setdefault((f"`{setting}`", setting.source), []).append(model)
     for argument, value, source in ipu_plan.arguments_of_optimizer(recipe):
-        rows[f"`{optimizers.optimizer(recipe).name}(..., {argument}={value})`", source] = ["optimizer"]
+        rows[f"`{optimizers.optimizer(recipe).name}(..., {argument}={value})`", source] = [
+            "optimizer"
+        ]
     for which, how, source in ipu_plan.groups_of_optimizer(recipe):
         rows[f"{which} parameters: {how}", source] = ["optimizer"]
-    return [f"| {source} | {call} | {', '.join(models)} |" for (call, source), models in rows.items()]
+    return [
+        f"| {source} | {call} | {', '.join(models)} |" for (call, source), models in rows.items()
+    ]
 
 
 def test_the_table_in_the_docs_is_the_plan_of_a_pod256():

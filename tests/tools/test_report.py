@@ -1,4 +1,5 @@
-"""python -m tools.report: one page per run or comparison, whole in itself, made of whatever the folder still has."""
+"""python -m tools.report: one page per run or comparison, whole in itself, made of whatever the
+folder still has."""
 
 import errno
 import functools
@@ -14,11 +15,18 @@ from tests.tools.reporting.runs import end_event, eval_event, start, train_event
 from tools.report import main
 from tools.reporting import page as pages
 
-FINISHED = [train_event(6), eval_event(6), train_event(12), eval_event(12, 0.75), end_event(12, 6.0, 0.75)]
+FINISHED = [
+    train_event(6),
+    eval_event(6),
+    train_event(12),
+    eval_event(12, 0.75),
+    end_event(12, 6.0, 0.75),
+]
 
 
 class Seen(html.parser.HTMLParser):
-    """What a browser's parser finds: text outside of scripts and styles, tags, references, and names of attributes."""
+    """What a browser's parser finds: text outside of scripts and styles, tags, references, and
+    names of attributes."""
 
     def __init__(self, path):
         super().__init__()
@@ -30,7 +38,11 @@ class Seen(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.references += [value for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        self.references += [
+            value
+            for name, value in attributes
+            if name in ("src", "href", "srcset", "data", "action")
+        ]
         self.attributes |= {name for name, _ in attributes}
 
     def handle_data(self, data):
@@ -39,8 +51,12 @@ class Seen(html.parser.HTMLParser):
 
     def check_inert(self):
         """Whether every address in it lies in itself, and no script is in it but the page's own."""
-        assert self.references and all(re.match("#|data:", reference) for reference in self.references)
-        assert self.tags.count("script") == 3 and not any(name.startswith("on") for name in self.attributes)
+        assert self.references and all(
+            re.match("#|data:", reference) for reference in self.references
+        )
+        assert self.tags.count("script") == 3 and not any(
+            name.startswith("on") for name in self.attributes
+        )
 
 
 def drawn(path):
@@ -61,7 +77,9 @@ def command(call, monkeypatch):
 def run(tmp_path_factory, _one_thread):
     """Two epochs of four updates each, with an average."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
-    return trained(folder, "average.step_decay=0.5", "batch.global=359", "batch.micro=359", "log.every_steps=1")
+    return trained(
+        folder, "average.step_decay=0.5", "batch.global=359", "batch.micro=359", "log.every_steps=1"
+    )
 
 
 def test_a_run_becomes_a_page_in_its_folder_that_needs_nothing_else(run, command, monkeypatch):
@@ -78,7 +96,9 @@ def test_a_run_becomes_a_page_in_its_folder_that_needs_nothing_else(run, command
     assert figures["scored"]["top1"] == end["top1"] and figures["images_shown"] == 6
     page = Seen(run / "report.html")
     page.check_inert()
-    assert page.tags.count("img") == 6 + 1 + min(6, figures["scored"]["missed"]), "one is the confusion matrix"
+    assert page.tags.count("img") == 6 + 1 + min(6, figures["scored"]["missed"]), (
+        "one is the confusion matrix"
+    )
     assert "default-src 'none'" in (run / "report.html").read_text()
     top1 = f"{100 * end['top1']:.2f} %"
     for part in ("quickstart", top1, "359 = 359 micro x 1 accumulation x 1 replica", "Images seen"):
@@ -107,7 +127,12 @@ def test_files_that_are_missing_or_damaged_are_reported(tmp_path, command):
         stream.write('garbage\n{"event": "tr')
     assert command(folder, "--images", "0")[::2] == (0, [])
     text = Seen(folder / "report.html").text
-    for part in ("The recipe cannot be read: ", "run.name", "no events were passed over: 6.", "no environment.json"):
+    for part in (
+        "The recipe cannot be read: ",
+        "run.name",
+        "no events were passed over: 6.",
+        "no environment.json",
+    ):
         assert part in text
     for name in ("metrics.jsonl", "environment.json", "config.yaml"):
         (folder / name).write_text("[" * 200_000 + "\n")
@@ -118,20 +143,36 @@ ODD = ["x", [], {}, True, -1, 1e308, 10**400, float("nan"), float("inf"), "\ud80
 
 
 def test_values_of_any_type_make_a_page(tmp_path, command):
-    """Each number of each kind of event, and what is known of a start, with something else in its place; or nothing."""
-    events = [{**event, name: odd} for event in FINISHED for name in event if name != "event" for odd in ODD]
+    """Each number of each kind of event, and what is known of a start, with something else in its
+    place; or nothing."""
+    events = [
+        {**event, name: odd}
+        for event in FINISHED
+        for name in event
+        if name != "event"
+        for odd in ODD
+    ]
     starts = [start(**{name: odd}) for name in (*start(), "step", "replicas") for odd in ODD]
     for newest in ("devices", "cpus", "started"):
-        folder = written(tmp_path / "run", [*FINISHED, *events], starts=[*starts, start(**{newest: {"a": [1]}})])
+        folder = written(
+            tmp_path / "run", [*FINISHED, *events], starts=[*starts, start(**{newest: {"a": [1]}})]
+        )
         assert command(folder, "--images", "0", "--json")[::2] == (0, [])
-    for events in ([], [eval_event(6)], [{"event": "train", "step": 3, "epoch": 0.1}], [end_event(3, 1.0)]):
+    for events in (
+        [],
+        [eval_event(6)],
+        [{"event": "train", "step": 3, "epoch": 0.1}],
+        [end_event(3, 1.0)],
+    ):
         folder, other = (written(tmp_path / name, events) for name in ("run", "other"))
         assert command(folder, other, "--output", tmp_path / "both.html")[::2] == (0, [])
 
 
 def test_long_runs_and_many_sessions_make_a_page_that_can_be_sent(tmp_path, command):
     """Of 15,000 lines no spike is lost; the page says that it is thinned out."""
-    starts = [start(f"2026-01-02T03:{n // 60:02d}:{n % 60:02d}+00:00", step=150 * n) for n in range(100)]
+    starts = [
+        start(f"2026-01-02T03:{n // 60:02d}:{n % 60:02d}+00:00", step=150 * n) for n in range(100)
+    ]
     events = [train_event(n, trust={}, loss=1.0 if n != 10_001 else 99.0) for n in range(1, 15_001)]
     folder = written(tmp_path / "run", events, starts=starts)
     assert command(folder, "--images", "0")[0] == 0
@@ -156,7 +197,8 @@ ATTACKS = (
 def test_markup_in_names_metrics_and_notes_is_text(tmp_path, command):
     """In folders, recipe, events, names of weights and environments; of one run and of two."""
     folders = []
-    for attack in (" ".join(ATTACKS[::2]), " ".join(ATTACKS[1::2])):  # the name of a folder has no room for all
+    for attack in (" ".join(ATTACKS[::2]), " ".join(ATTACKS[1::2])):
+        # the name of a folder has no room for all
         trust = {f"{layer}.{each}": 0.01 for layer, each in enumerate(ATTACKS)}
         events = [train_event(6 * n, trust=trust, **{attack: attack}) for n in range(1, 9)]
         events += [eval_event(48, file=attack), {"event": attack, "step": 48}, end_event(48, 30.0)]
@@ -172,7 +214,11 @@ def test_markup_in_names_metrics_and_notes_is_text(tmp_path, command):
         page.check_inert()
         assert "alert(" in page.text and not {"iframe", "img", "b"} & set(page.tags)
         # plotly takes some markup for its own, unless it is escaped.
-        assert not any("<" in str([trace.get("name"), trace["y"]]) for each in drawn(path) for trace in each["data"])
+        assert not any(
+            "<" in str([trace.get("name"), trace["y"]])
+            for each in drawn(path)
+            for trace in each["data"]
+        )
 
 
 def test_what_cannot_be_done_is_one_line(tmp_path, command):
@@ -183,15 +229,25 @@ def test_what_cannot_be_done_is_one_line(tmp_path, command):
         ([folder, tmp_path], "neither config.yaml nor metrics.jsonl"),
         ([folder, f"{folder}/"], "run: is named twice; name each run once"),
         ([folder, "--output", tmp_path], "is a folder; name a file in it"),
-        ([folder, "--output", tmp_path / "no" / "r.html"], f"there is no folder {tmp_path / 'no'}; make it, or name"),
-        ([folder, "--output", tmp_path / "file" / "r.html"], "cannot be written: Not a directory; name another file"),
+        (
+            [folder, "--output", tmp_path / "no" / "r.html"],
+            f"there is no folder {tmp_path / 'no'}; make it, or name",
+        ),
+        (
+            [folder, "--output", tmp_path / "file" / "r.html"],
+            "cannot be written: Not a directory; name another file",
+        ),
         ([], "required: RUN_FOLDER"),
         *(([folder, "--images", text], "no number from 0 to 64") for text in ("65", "-1")),
     ):
         code, lines, errors = command(*arguments)
         assert (code, lines, len(errors)) == (2, [], 1) and fault in errors[0], errors
     assert not (tmp_path / "no").exists()
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "environment.json", "metrics.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+    ]
 
 
 def test_a_full_disk_is_no_fault_of_the_input(monkeypatch, tmp_path, command):

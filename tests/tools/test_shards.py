@@ -1,4 +1,5 @@
-"""python -m tools.shards: packed shards hold the images of the folders; damage and danger are refused in one line."""
+"""python -m tools.shards: packed shards hold the images of the folders; damage and danger are
+refused in one line."""
 
 import io
 import json
@@ -47,8 +48,14 @@ def test_packed_images_are_those_of_the_folders_also_for_tarfile(classes, tmp_pa
     source = ShardsSource(str(tmp_path / "out"), 10)
     tars = sorted((tmp_path / "out").glob("*.tar"))
     counts = {"shards": 4, "images": 21, "classes": 3, "kept": 0, "skipped": 0, "named": []}
-    assert data == {"folder": str(tmp_path / "out"), **counts, "bytes": sum(path.stat().st_size for path in tars)}
-    assert pairs(source) == sorted((path.parent.name, path.read_bytes()) for path in classes.glob("*/*"))
+    assert data == {
+        "folder": str(tmp_path / "out"),
+        **counts,
+        "bytes": sum(path.stat().st_size for path in tars),
+    }
+    assert pairs(source) == sorted(
+        (path.parent.name, path.read_bytes()) for path in classes.glob("*/*")
+    )
     assert set(source.labels[:6].tolist()) > {0}, "shards hold classes in a mixture"
     found = []
     for path in tars:
@@ -64,7 +71,8 @@ def test_indexes_can_be_made_anew(classes, tmp_path, capsys):
     pack(capsys, classes, tmp_path / "out")
     before = contents(tmp_path / "out")
     (tmp_path / "names").write_text("cat\ndog\nemu\n\n\n")
-    for options in ((), ("--classes", tmp_path / "names")):  # without names those of the manifest stay
+    for options in ((), ("--classes", tmp_path / "names")):
+        # without names those of the manifest stay
         (tmp_path / "out/000001.tar.index").unlink()
         os.truncate(tmp_path / "out/000002.tar.index", 300)
         assert run(capsys, "index", tmp_path / "out", *options)[0] == 0
@@ -72,20 +80,28 @@ def test_indexes_can_be_made_anew(classes, tmp_path, capsys):
     assert pack(capsys, classes, tmp_path / "out")[1]["kept"] == 4
 
 
-def test_an_index_that_is_made_anew_is_of_no_plan_where_that_is_not_known(classes, tmp_path, capsys):
-    """One shard is another by now, and so it is not known of what the one without an index is made."""
+def test_an_index_that_is_made_anew_is_of_no_plan_where_that_is_not_known(
+    classes, tmp_path, capsys
+):
+    """One shard is another by now, and so it is not known of what the one without an index is
+    made."""
     pack(capsys, classes, tmp_path / "out")
     before = contents(tmp_path / "out")
     (tmp_path / "out/000001.tar").write_bytes(WHOLE)
     (tmp_path / "out/000002.tar.index").unlink()
     assert run(capsys, "index", tmp_path / "out")[0] == 0
-    plans = [shard_index.stored_index(LocalFolder(str(tmp_path / "out")), f"00000{n}.tar").plan for n in range(4)]
+    plans = [
+        shard_index.stored_index(LocalFolder(str(tmp_path / "out")), f"00000{n}.tar").plan
+        for n in range(4)
+    ]
     plan = shard_index.decode_index(before["000000.tar.index"], "").plan
     assert plan and plans == [plan, "", "", plan]
 
 
 @pytest.mark.parametrize("packed_before", [True, False], ids=["whole", "interrupted"])
-def test_an_index_of_anothers_tar_is_of_no_plan_so_that_pack_does_not_keep_it(classes, tmp_path, capsys, packed_before):
+def test_an_index_of_anothers_tar_is_of_no_plan_so_that_pack_does_not_keep_it(
+    classes, tmp_path, capsys, packed_before
+):
     """It has the name of a shard of ours. Where pack was interrupted there is no manifest yet."""
     out = tmp_path / "out"
     pack(capsys, classes, out)
@@ -102,7 +118,9 @@ def test_an_index_of_anothers_tar_is_of_no_plan_so_that_pack_does_not_keep_it(cl
 
 def class_order(folder):
     """Whether the classes of shards are known to be numbered in the order of their names."""
-    return class_names(Data(source="shards", root=str(folder.parent), train_folder=folder.name), "train").sorted
+    return class_names(
+        Data(source="shards", root=str(folder.parent), train_folder=folder.name), "train"
+    ).sorted
 
 
 def without_sorted(manifest):
@@ -117,9 +135,15 @@ def test_indexes_of_packed_shards_say_whether_labels_follow_the_names(classes, t
     out = tmp_path / "out"
     pack(capsys, classes, out)
     # Editors of Windows write a mark of the byte order in front of the first name.
-    for text, options in (("", ()), ("cat\ndog\nemu\n", ("--classes",)), ("\ufeffcat\ndog\nemu\n", ("--classes",))):
+    for text, options in (
+        ("", ()),
+        ("cat\ndog\nemu\n", ("--classes",)),
+        ("\ufeffcat\ndog\nemu\n", ("--classes",)),
+    ):
         (tmp_path / "names").write_text(text, encoding="utf-8")
-        assert run(capsys, "index", out, *options, *([tmp_path / "names"] if options else []))[0] == 0
+        assert (
+            run(capsys, "index", out, *options, *([tmp_path / "names"] if options else []))[0] == 0
+        )
         assert class_order(out)
     (tmp_path / "names").write_text("zebra\nant\nbee\n")
     assert run(capsys, "index", out, "--classes", tmp_path / "names")[0] == 0
@@ -128,7 +152,9 @@ def test_indexes_of_packed_shards_say_whether_labels_follow_the_names(classes, t
     assert not class_order(tmp_path / "strange")
 
 
-def test_shards_of_versions_that_stored_no_order_of_classes_have_that_of_their_names(classes, tmp_path, capsys):
+def test_shards_of_versions_that_stored_no_order_of_classes_have_that_of_their_names(
+    classes, tmp_path, capsys
+):
     """And the same digest, so that runs on them go on."""
     out = tmp_path / "out"
     digests = set()
@@ -153,7 +179,10 @@ def test_a_blank_line_among_the_names_of_classes_is_refused(tmp_path, capsys, na
     (tmp_path / "names").write_text(names)
     code, _, (error,) = run(capsys, "index", tmp_path, "--classes", tmp_path / "names")
     assert code == 2
-    assert error == f"{tmp_path}/names: line {line} is blank; name the class with label {line - 1} there"
+    assert (
+        error
+        == f"{tmp_path}/names: line {line} is blank; name the class with label {line - 1} there"
+    )
 
 
 def test_names_of_classes_do_not_become_numbers_without_a_word(classes, tmp_path, capsys):
@@ -170,7 +199,9 @@ def test_names_of_classes_do_not_become_numbers_without_a_word(classes, tmp_path
     write_tar(out / "new.tar", [IMAGE, ("a.cls", b"3")])
     code, _, (error,) = run(capsys, "index", out)
     assert code == 2
-    fault = "names 3 classes, but the shards have label 3; give --classes FILE with the names of all"
+    fault = (
+        "names 3 classes, but the shards have label 3; give --classes FILE with the names of all"
+    )
     assert error == f"{out}/shards.json: {fault}"
     assert (out / "shards.json").read_bytes() == manifest
     (out / "shards.json").write_bytes(manifest[:-20])
@@ -186,7 +217,9 @@ def test_numbers_of_classes_go_on_with_a_new_shard(tmp_path, capsys):
     assert ShardsSource(str(tmp_path / "s"), 1).classes == ("0", "1", "2", "3")
 
 
-def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, tmp_path, capsys, monkeypatch):
+def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(
+    classes, tmp_path, capsys, monkeypatch
+):
     context = fork_server()  # which has loaded torch
     monkeypatch.setattr(packing.parent_death, "context", lambda method: context)
     for number in (1, 2):
@@ -194,9 +227,12 @@ def test_the_bytes_depend_on_the_seed_but_not_on_the_number_of_workers(classes, 
     assert pack(capsys, classes, tmp_path / "seed", "--seed", 1)[0] == 0
     found = contents(tmp_path / "1 workers")
     archive = next((tmp_path / "seed").glob("*.tar")).read_bytes()
-    assert len(archive) - len(archive.rstrip(b"\0")) < 2048  # two empty blocks end it, as in every shard so far
+    # two empty blocks end it, as in every shard so far
+    assert len(archive) - len(archive.rstrip(b"\0")) < 2048
     assert found == contents(tmp_path / "2 workers") and found != contents(tmp_path / "seed")
-    assert pairs(ShardsSource(str(tmp_path / "seed"), 1)) == pairs(ShardsSource(str(tmp_path / "1 workers"), 1))
+    assert pairs(ShardsSource(str(tmp_path / "seed"), 1)) == pairs(
+        ShardsSource(str(tmp_path / "1 workers"), 1)
+    )
 
 
 def test_an_interrupted_call_is_continued(classes, tmp_path, capsys, monkeypatch):
@@ -253,7 +289,10 @@ def test_a_tar_without_an_index_is_not_overwritten(classes, tmp_path, capsys):
     out.mkdir()
     (out / "000000.tar").write_bytes(WHOLE)
     code, _, (error,) = pack(capsys, classes, out)
-    assert (code, error) == (2, f"{out}/000000.tar: not packed by this command; name an empty folder")
+    assert (code, error) == (
+        2,
+        f"{out}/000000.tar: not packed by this command; name an empty folder",
+    )
     assert contents(out) == {"000000.tar": WHOLE}
 
 
@@ -261,7 +300,9 @@ def test_only_images_with_a_longer_short_side_are_made_smaller(tmp_path, capsys)
     folder = tmp_path / "images/one"
     folder.mkdir(parents=True)
     rows, columns = np.mgrid[0:600, 0:900]
-    image = Image.fromarray(np.stack([rows // 3, columns // 4, 255 - rows // 3], 2).astype(np.uint8))
+    image = Image.fromarray(
+        np.stack([rows // 3, columns // 4, 255 - rows // 3], 2).astype(np.uint8)
+    )
     exif = Image.Exif()
     exif[0x0112] = 6  # stored on its side
     image.save(folder / "turned.jpg", exif=exif)
@@ -272,8 +313,11 @@ def test_only_images_with_a_longer_short_side_are_made_smaller(tmp_path, capsys)
     assert source.encoded(found["small.jpg"]) == (folder / "small.jpg").read_bytes()
     upright = source.read(found["turned.jpg"]).numpy().astype(int)
     assert upright.shape == (3, 90, 60)
-    expected = np.rot90(np.asarray(image.resize((90, 60), Image.Resampling.BICUBIC)), -1).transpose(2, 0, 1)
-    assert np.abs(upright - expected).max() < 8  # of slopes that span 200 levels; JPEG at quality 95 twice
+    expected = np.rot90(np.asarray(image.resize((90, 60), Image.Resampling.BICUBIC)), -1).transpose(
+        2, 0, 1
+    )
+    # of slopes that span 200 levels; JPEG at quality 95 twice
+    assert np.abs(upright - expected).max() < 8
 
 
 def test_bad_images_end_the_command_or_are_left_out_named_and_counted(classes, tmp_path, capsys):
@@ -285,10 +329,23 @@ def test_bad_images_end_the_command_or_are_left_out_named_and_counted(classes, t
     os.mkfifo(classes / "cat/pipe.jpg")
     (classes / "dog/large.png").write_bytes(png(1, 178_956_970, 8, 0, [b"\0" * 9]))
     (classes / "dog/other.webp").write_bytes(b"pixels")
-    command = ("pack", classes, tmp_path / "new", "--images-per-shard", 6, "--workers", 1, "--skip-bad", "--json")
+    command = (
+        "pack",
+        classes,
+        tmp_path / "new",
+        "--images-per-shard",
+        6,
+        "--workers",
+        1,
+        "--skip-bad",
+        "--json",
+    )
     assert shards.main([str(argument) for argument in command]) == 0
     captured = capsys.readouterr()
-    assert f"{classes}: left out images that are not named .jpg, .jpeg or .png: 1 .webp" in captured.out
+    assert (
+        f"{classes}: left out images that are not named .jpg, .jpeg or .png: 1 .webp"
+        in captured.out
+    )
     data = json.loads(captured.out.splitlines()[-1])
     assert (data["images"], data["skipped"]) == (20, 3)
     assert captured.err.splitlines() == [f"left out: {reason}" for reason in data["named"]]
@@ -304,7 +361,9 @@ def test_an_image_that_is_too_long_for_a_jpeg_is_named_and_left_out(classes, tmp
     Image.new("L", (70_000, 20)).save(long)
     code, _, (error,) = pack(capsys, classes, tmp_path / "out", "--short-side", 19)
     assert code == 2
-    assert error.startswith(f"{long}: 66,500 pixels long when made smaller, but a JPEG has at most 65,500; give a sm")
+    assert error.startswith(
+        f"{long}: 66,500 pixels long when made smaller, but a JPEG has at most 65,500; give a sm"
+    )
     code, data, _ = pack(capsys, classes, tmp_path / "new", "--short-side", 19, "--skip-bad")
     assert (code, data["skipped"], data["images"]) == (0, 1, 21)
     assert data["named"][0].startswith(f"{long}: 66,500 pixels long")
@@ -337,14 +396,21 @@ DAMAGED = WHOLE.replace(b"b.jpg\0", b"b.jpg\1")  # a header in the middle, which
         (tar_bytes([IMAGE, LABEL, ("b.cls", b"1")]), "'b' has no image"),
         (tar_bytes([IMAGE, LABEL, ("a.png", b"x")]), "'a' has a second image"),
         (tar_bytes([IMAGE, LABEL, LABEL]), "'a' has a second label"),
-        *((tar_bytes([IMAGE, ("a.cls", text)]), "'a.cls' holds no label") for text in (b"-1", b"1.0", b"9" * 40)),
+        *(
+            (tar_bytes([IMAGE, ("a.cls", text)]), "'a.cls' holds no label")
+            for text in (b"-1", b"1.0", b"9" * 40)
+        ),
         (tar_bytes([IMAGE, LABEL, ("../b.txt", b"")]), "'../b.txt' leads out of the archive"),
         (tar_bytes([IMAGE, LABEL, ("/b.txt", b"")]), "'/b.txt' leads out of the archive"),
         (tar_bytes([]), "no images"),
         *((special(kind), "'a.jpg' is no plain file") for kind in NO_FILES),
-        (tar_bytes([IMAGE, ("a.cls", b"2")]), "names: 2 classes, but the shards have label 2; name all classes"),
+        (
+            tar_bytes([IMAGE, ("a.cls", b"2")]),
+            "names: 2 classes, but the shards have label 2; name all classes",
+        ),
         (DAMAGED, "damaged or cut short"),
-        # In a header, in an image, in a label, before the end's mark, of which a part may be missing.
+        # In a header, in an image, in a label, before the end's mark, of which a part may be
+        # missing.
         *((WHOLE[:size], "") for size in range(0, WHOLE.index(b"b.cls") + 1025, 450)),
         # Without names, one label cannot make a billion classes.
         (
@@ -384,15 +450,28 @@ def test_verify_finds_damage(tmp_path, capsys):
     folder = tmp_path / "s"
     write_shards(folder, (5, 4, 3, 2))
     size = sum(path.stat().st_size for path in folder.glob("*.tar"))
-    sound = {"folder": str(folder), "shards": 4, "images": 14, "classes": 2, "faults": 0, "named": [], "bytes": size}
+    sound = {
+        "folder": str(folder),
+        "shards": 4,
+        "images": 14,
+        "classes": 2,
+        "faults": 0,
+        "named": [],
+        "bytes": size,
+    }
     assert run(capsys, "verify", folder, "--decode")[:2] == (0, sound)
     source = ShardsSource(str(folder), 1)
-    for shard, place in ((0, int(source._offsets[1]) + 20), (2, int(source._offsets[9] + source._lengths[9]))):
+    for shard, place in (
+        (0, int(source._offsets[1]) + 20),
+        (2, int(source._offsets[9] + source._lengths[9])),
+    ):
         path = folder / f"part-{shard}.tar"  # in an image, in the padding behind one
         content = bytearray(path.read_bytes())
         content[place] ^= 1
         path.write_bytes(content)
-    (folder / "part-1.tar").write_bytes((folder / "part-1.tar").read_bytes().replace(b"1\n", b"0\n", 1))
+    (folder / "part-1.tar").write_bytes(
+        (folder / "part-1.tar").read_bytes().replace(b"1\n", b"0\n", 1)
+    )
     os.truncate(folder / "part-3.tar", 700)
     code, data, errors = run(capsys, "verify", folder)
     assert (code, data["faults"], data["named"]) == (2, 4, errors[:4])
@@ -431,10 +510,15 @@ URL = "http://host/shards"
         ("index empty", "empty: "),
         (f"index {URL}", URL),
         (f"pack images {URL}", URL),
-        *((arguments, "") for arguments in ("", "pack a b --quality 0", "pack a b --workers 0", "x")),
+        *(
+            (arguments, "")
+            for arguments in ("", "pack a b --quality 0", "pack a b --workers 0", "x")
+        ),
     ],
 )
-def test_wrong_folders_and_command_lines_are_one_line_and_2(tmp_path, call, monkeypatch, arguments, fault):
+def test_wrong_folders_and_command_lines_are_one_line_and_2(
+    tmp_path, call, monkeypatch, arguments, fault
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     code, _, (error,) = call(shards.main, *arguments.split())

@@ -37,7 +37,8 @@ SIX_STEPS_AN_EPOCH = (
 
 @pytest.fixture
 def session(tmp_path, monkeypatch, capsys):
-    """session(*overrides, stop_at=None): a session of a run in this process, which SIGTERM stops at a step (from 1).
+    """session(*overrides, stop_at=None): a session of a run in this process, which SIGTERM stops at
+    a step (from 1).
 
     Returns what it said. The machine's peak, which enters the utilisation alone, is not measured.
     """
@@ -47,7 +48,8 @@ def session(tmp_path, monkeypatch, capsys):
         recipe = loading.load(QUICKSTART, [f"run.output={tmp_path / 'run'}", *overrides])
         capsys.readouterr()
         with monkeypatch.context() as patch:
-            patch.setattr(TorchEngine, "train_step", TorchEngine.train_step)  # so that it is put back
+            # so that it is put back
+            patch.setattr(TorchEngine, "train_step", TorchEngine.train_step)
             ranks.before_step(stop_at, functools.partial(signal.raise_signal, signal.SIGTERM))
             with pytest.raises(Stopped) if stop_at else contextlib.nullcontext():
                 run(recipe)
@@ -72,10 +74,18 @@ def start(tiny, tmp_path):
         memory=None,
     ):
         recipe = tiny(*SIX_STEPS_AN_EPOCH, *overrides)
-        lengths = Lengths(steps_per_epoch=steps_per_epoch, dropped=0, total=recipe.run.steps, warmup=2)
+        lengths = Lengths(
+            steps_per_epoch=steps_per_epoch, dropped=0, total=recipe.run.steps, warmup=2
+        )
         monitor = Monitor(Metrics(tmp_path / "metrics.jsonl", 0), (), say)
         checkpoints = CheckpointFolder(tmp_path / "checkpoints", recipe.checkpoint.keep_last, True)
-        about = (checkpoints, monitor, progression or Progression(), flops_per_image, ["cat", "dog"])
+        about = (
+            checkpoints,
+            monitor,
+            progression or Progression(),
+            flops_per_image,
+            ["cat", "dog"],
+        )
         history = MemoryHistory(recipe.log, tmp_path / "memory.pickle", "cpu", say)
         file = tmp_path / "profile.json.gz"
         recordings = Recordings(recipe.log.profile, file, engine, monitor=monitor, history=history)
@@ -100,7 +110,10 @@ def start(tiny, tmp_path):
 
 def content(step):
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(step)).to(torch.float16)
-    return {"engine": {"weights": {"w": weights}}, "progression": {"step": step, "loss": 0.1 * step, "scores": {}}}
+    return {
+        "engine": {"weights": {"w": weights}},
+        "progression": {"step": step, "loss": 0.1 * step, "scores": {}},
+    }
 
 
 def states(step, count):
@@ -116,7 +129,9 @@ def files(folder):
 def names(*steps, replicas=0):
     """Names of the files of checkpoints."""
     own = [f"step-{step:08d}.{kind}" for step in steps for kind in ("json", "pt")]
-    return sorted([*own, *(f"step-{step:08d}.replica-{n:04d}.pt" for step in steps for n in range(replicas))])
+    return sorted(
+        [*own, *(f"step-{step:08d}.replica-{n:04d}.pt" for step in steps for n in range(replicas))]
+    )
 
 
 def manifest(checkpoints, step):
@@ -125,8 +140,11 @@ def manifest(checkpoints, step):
 
 @pytest.fixture
 def folder(tmp_path):
-    """folder(keep_last=2, keep_best=False): the run's checkpoint folder, as a new process would open it."""
-    return lambda keep_last=2, keep_best=False: CheckpointFolder(tmp_path / "checkpoints", keep_last, keep_best)
+    """folder(keep_last=2, keep_best=False): the run's checkpoint folder, as a new process would
+    open it."""
+    return lambda keep_last=2, keep_best=False: CheckpointFolder(
+        tmp_path / "checkpoints", keep_last, keep_best
+    )
 
 
 @pytest.fixture(params=[0, 3], ids=["no replicas", "three replicas"])
@@ -150,7 +168,8 @@ def save(folder, replicas):
 
 @pytest.fixture
 def newest(folder, replicas):
-    """newest(checkpoints=None): the step of the newest whole checkpoint, compared bit for bit; and the warnings."""
+    """newest(checkpoints=None): the step of the newest whole checkpoint, compared bit for bit; and
+    the warnings."""
 
     def loaded(checkpoints=None):
         given = []

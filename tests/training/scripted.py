@@ -23,10 +23,13 @@ EMPTY = MicroBatch(
 
 
 class ScriptedEngine(Engine):
-    """Counts steps instead of training. Step n has loss n, n hits among the 24 images, and gradient norm 10 n.
+    """Counts steps instead of training.
 
-    before: called with the number of each step. finite: which steps are not skipped. averaging: the average over
-    epochs scores one hit more for each epoch that ended. waited: seconds that images were waited for, by steps done.
+    Step n has loss n, n hits among the 24 images, and gradient norm 10 n.
+
+    before: called with the number of each step. finite: which steps are not skipped. averaging: the
+    average over epochs scores one hit more for each epoch that ended. waited: seconds that images
+    were waited for, by steps done.
     """
 
     device = torch.device("cpu")
@@ -76,7 +79,10 @@ class ScriptedEngine(Engine):
         finite = self._finite(step)
         self._skipped = self._skipped + (not finite)
         self._in_row = 0 if finite else self._in_row + 1
-        norms = Norms(*(torch.tensor(10.0 * step + n) for n in range(3)), trust={"stem": torch.tensor(step / 3)})
+        norms = Norms(
+            *(torch.tensor(10.0 * step + n) for n in range(3)),
+            trust={"stem": torch.tensor(step / 3)},
+        )
         loss, hits = (self._loss(step), step) if self._images else (0.0, 0)
         return StepResult(
             torch.tensor(float(loss)),

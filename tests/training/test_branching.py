@@ -1,6 +1,8 @@
-"""A run that begins in the state of another run's checkpoint goes on as that one would, or otherwise where it should.
+"""A run that begins in the state of another run's checkpoint goes on as that one would, or
+otherwise where it should.
 
-The other run is that of tests/ranks.py: dropout, stochastic depth, mixing and both averages; its rate is constant.
+The other run is that of tests/ranks.py: dropout, stochastic depth, mixing and both averages; its
+rate is constant.
 """
 
 import dataclasses
@@ -58,7 +60,9 @@ def branch(other, tmp_path):
     """branch(*overrides): trains a branch of the run from STEP on; its folder."""
 
     def train(*overrides):
-        recipe = loading.load(other / "config.yaml", [f"run.output={tmp_path / 'branch'}", *overrides])
+        recipe = loading.load(
+            other / "config.yaml", [f"run.output={tmp_path / 'branch'}", *overrides]
+        )
         folder = branching.begin(other, STEP, recipe)
         assert branching.is_begun(folder)
         run(recipe)
@@ -68,7 +72,10 @@ def branch(other, tmp_path):
 
 
 def tensors(content):
-    return {name: (tensor.dtype, tensor.numpy().tobytes()) for name, tensor in flat(content["engine"]).items()}
+    return {
+        name: (tensor.dtype, tensor.numpy().tobytes())
+        for name, tensor in flat(content["engine"]).items()
+    }
 
 
 def losses(folder):
@@ -85,7 +92,9 @@ def test_with_the_same_recipe_it_ends_with_the_bits_of_the_other_run(branch, oth
 
 
 def test_only_the_state_and_the_position_go_along(other, tmp_path):
-    recipe = loading.load(other / "config.yaml", [f"run.output={tmp_path / 'branch'}", "run.seed=7"])
+    recipe = loading.load(
+        other / "config.yaml", [f"run.output={tmp_path / 'branch'}", "run.seed=7"]
+    )
     assert not branching.is_begun(tmp_path / "branch")
     folder = branching.begin(other, STEP, recipe)
     content = newest(folder)
@@ -105,7 +114,10 @@ def test_another_seed_has_other_images_and_a_larger_batch_fewer_updates(branch, 
     """From step 6 on: 7 and 8 together, then 9 and 10; an epoch has 5 steps."""
     folder = branch("run.seed=1", "batch.schedule=[[0, 24], [144, 48]]", "schedule.peak=3")
     events = read_events(folder)["train"]
-    assert [(event["step"], event["batch"], event["lr"]) for event in events] == [(8, 48, 3), (10, 48, 3)]
+    assert [(event["step"], event["batch"], event["lr"]) for event in events] == [
+        (8, 48, 3),
+        (10, 48, 3),
+    ]
 
 
 def test_a_checkpoint_that_is_not_there_or_damaged_is_named(other, tmp_path):

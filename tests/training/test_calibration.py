@@ -21,7 +21,8 @@ def reference(confidence, hits):
 def test_error_of_random_predictions_is_the_equation_whatever_the_batches():
     generator = np.random.default_rng(0)
     confidence = generator.uniform(0.1, 1, 1000)
-    confidence[:BINS] = np.arange(1, BINS + 1) / BINS  # at the edges, which belong to the bins below
+    # at the edges, which belong to the bins below
+    confidence[:BINS] = np.arange(1, BINS + 1) / BINS
     hits = generator.random(1000) < confidence**2
     for size in (1, 64, 1000):
         calibration = Calibration()

@@ -1,5 +1,5 @@
-"""A run resumes with its own images, or with others where that is accepted; other threads, and other random bits, get
-a line."""
+"""A run resumes with its own images, or with others where that is accepted; other threads, and
+other random bits, get a line."""
 
 import itertools
 import json
@@ -48,12 +48,21 @@ def one_more(root):
 
 @pytest.mark.parametrize(
     ("overrides", "same"),
-    [((), False), (("data.validation_folder=train/",), True), (("data.train_folder=val/../val",), True)],
+    [
+        ((), False),
+        (("data.validation_folder=train/",), True),
+        (("data.train_folder=val/../val",), True),
+    ],
     ids=["none", "training", "validation"],
 )
 def test_a_line_says_that_the_training_images_are_validated_on(session, images, overrides, same):
-    said = session(*OVERRIDES, f"data.root={images}", "batch.global=2", "batch.micro=2", *overrides, stop_at=1)
-    assert ("\nthe training images are validated on, too: scores say nothing about other images\n" in said) == same
+    said = session(
+        *OVERRIDES, f"data.root={images}", "batch.global=2", "batch.micro=2", *overrides, stop_at=1
+    )
+    assert (
+        "\nthe training images are validated on, too: scores say nothing about other images\n"
+        in said
+    ) == same
 
 
 def test_other_images_are_refused_unless_they_are_accepted(session, images, tmp_path):
@@ -63,7 +72,9 @@ def test_other_images_are_refused_unless_they_are_accepted(session, images, tmp_
     said = session(*place, stop_at=2)
     assert "resuming at step 1 of 4" in said and "images than" not in said
     one_more(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"step-00000002.pt: saved with other training images than .*s=accept"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002.pt: saved with other training images than .*s=accept"
+    ):
         session(*place)
     said = session(*place, "data.changed_images=accept", stop_at=3)
     assert "resuming at step 2 of 4" in said and "other images than before" in said
@@ -81,10 +92,14 @@ def test_a_recipe_that_names_the_numbers_of_images_goes_on_with_others_once_they
     fault = f"^{tmp_path / 'run'} belongs to a run with .*: data.train_images is 6 there, 7 here; .*s=accept"
     with pytest.raises(CheckpointError, match=fault):
         session(*place, "data.train_images=7")
-    with pytest.raises(DataError, match=r"7 images, but data.train_images is 6; .*set data.train_images=7"):
+    with pytest.raises(
+        DataError, match=r"7 images, but data.train_images is 6; .*set data.train_images=7"
+    ):
         session(*place, "data.train_images=6", "data.changed_images=accept")
     with pytest.raises(CheckpointError, match=r"belongs to another recipe: data.crop_fraction is "):
-        session(*place, "data.train_images=7", "data.changed_images=accept", "data.crop_fraction=0.9")
+        session(
+            *place, "data.train_images=7", "data.changed_images=accept", "data.crop_fraction=0.9"
+        )
     shutil.rmtree(tmp_path / "run")  # filled from the mirror, which has the old number
     said = session(*place, "data.train_images=7", "data.changed_images=accept", stop_at=2)
     assert "restored from" in said and "other images than before" in said
@@ -95,7 +110,9 @@ def test_a_recipe_that_names_the_numbers_of_images_goes_on_with_others_once_they
     assert "resuming at step 2 of 4" in said and "other images" not in said
 
 
-def test_a_checkpoint_with_another_number_of_images_than_its_folder_says_how_to_go_on(session, images, tmp_path):
+def test_a_checkpoint_with_another_number_of_images_than_its_folder_says_how_to_go_on(
+    session, images, tmp_path
+):
     """A session that accepted images may have been killed before its first checkpoint."""
     place = (*OVERRIDES, f"data.root={images}")
     session(*place, "data.train_images=6", stop_at=1)
@@ -103,7 +120,10 @@ def test_a_checkpoint_with_another_number_of_images_than_its_folder_says_how_to_
     accepted = (*place, "data.train_images=7")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("train_images: 6", "train_images: 7"))
-    with pytest.raises(CheckpointError, match=r"step-00000001.pt: of another run: data.train_images is 6 .*s=accept"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000001.pt: of another run: data.train_images is 6 .*s=accept",
+    ):
         session(*accepted)
     assert "resuming at step 1 of 4" in session(*accepted, "data.changed_images=accept", stop_at=2)
 
@@ -126,7 +146,8 @@ def trained(folder):
 
 
 def test_a_growing_batch_goes_on_from_its_own_step(session, more, tmp_path, monkeypatch):
-    """Updates of four steps, within epochs of six, then of five: the seventh step is in the midst of one of theirs.
+    """Updates of four steps, within epochs of six, then of five: the seventh step is in the midst
+    of one of theirs.
 
     Each step is trained on once, with its own images, also by sessions after that.
     """
@@ -141,7 +162,13 @@ def test_a_growing_batch_goes_on_from_its_own_step(session, more, tmp_path, monk
 
     monkeypatch.setattr(TorchEngine, "train_step", noted)
     run = tmp_path / "run"
-    place = (*OVERRIDES, f"data.root={more}", "run.steps=null", "run.epochs=3", "batch.schedule=[[0,16]]")
+    place = (
+        *OVERRIDES,
+        f"data.root={more}",
+        "run.steps=null",
+        "run.epochs=3",
+        "batch.schedule=[[0,16]]",
+    )
     session(*place, stop_at=5)
     assert made == [(0, 4, 0), (4, 2, 1)]
     fewer(more)
@@ -164,9 +191,15 @@ def test_a_growing_batch_goes_on_from_its_own_step(session, more, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param("evaluation.every_epochs=9", marks=pytest.mark.slow), "evaluation.every_epochs=0.01"]
+    "every",
+    [
+        pytest.param("evaluation.every_epochs=9", marks=pytest.mark.slow),
+        "evaluation.every_epochs=0.01",
+    ],
 )
-def test_a_run_that_fewer_images_make_complete_is_scored_with_them_and_ends(session, more, tmp_path, every):
+def test_a_run_that_fewer_images_make_complete_is_scored_with_them_and_ends(
+    session, more, tmp_path, every
+):
     """Step 17 of 18 is done, and 15 are all now: whether it was scored before or not."""
     place = (*OVERRIDES, f"data.root={more}", "run.steps=null", "run.epochs=3", every)
     session(*place, stop_at=17)
@@ -187,17 +220,31 @@ def test_a_run_that_fewer_images_make_complete_is_scored_with_them_and_ends(sess
 def test_scores_stay_unless_other_images_end_the_run():
     scores = {"top1": 0.5}
     now = SimpleNamespace(digest="c-d")
-    for digest, step, kept in (("c-d", 9, scores), ("a-d", 9, {}), ("a-d", 8, scores), ("", 9, scores)):
+    for digest, step, kept in (
+        ("c-d", 9, scores),
+        ("a-d", 9, {}),
+        ("a-d", 8, scores),
+        ("", 9, scores),
+    ):
         progression = Progression(step=step, scores=scores, images_digest=digest)
         resuming.take_images(progression, now, total=9)
         assert (progression.scores, progression.images_digest) == (kept, "c-d")
 
 
 def test_scores_of_other_validation_images_are_not_compared(session, more, tmp_path, monkeypatch):
-    """Neither by the best top-1 and its line, nor by patience, nor by --best. Other training images change nothing."""
+    """Neither by the best top-1 and its line, nor by patience, nor by --best.
+
+    Other training images change nothing.
+    """
     scored = iter([0.9, 0.8, 0.3, 0.2, 0.4, 0.3])
     monkeypatch.setattr(loop, "evaluate", lambda *_: Scores(next(scored), 1.0, 1.0, 2, 0))
-    place = (*OVERRIDES, f"data.root={more}", "run.steps=6", "evaluation.every_epochs=0.1", "evaluation.patience=3")
+    place = (
+        *OVERRIDES,
+        f"data.root={more}",
+        "run.steps=6",
+        "evaluation.every_epochs=0.1",
+        "evaluation.patience=3",
+    )
     session(*place, stop_at=2)
     (more / "train" / "b" / "0.png").rename(more / "train" / "b" / "99.png")
     said = session(*place, "data.changed_images=accept", stop_at=3)
@@ -205,7 +252,10 @@ def test_scores_of_other_validation_images_are_not_compared(session, more, tmp_p
 
     (more / "val" / "b" / "0.png").rename(more / "val" / "b" / "9.png")
     said = session(*place, "data.changed_images=accept", stop_at=4)
-    assert "\nthe best top1 so far, 90.00%, is of other validation images and does not count any more\n" in said
+    assert (
+        "\nthe best top1 so far, 90.00%, is of other validation images and does not count any more\n"
+        in said
+    )
     said = session(*place)
     assert "best top1 40.00%" in said
     evaluations = read_events(tmp_path / "run")["eval"]
@@ -231,11 +281,16 @@ class Replicas(ScriptedEngine):
 def test_replicas_that_more_images_take_back_into_dense_epochs_begin_alike(
     tiny, tmp_path, images, digest, epochs, loaded
 ):
-    """Step 9 is dense in an epoch of 10 steps, not in one of 9: dense updates need the same weights everywhere."""
+    """Step 9 is dense in an epoch of 10 steps, not in one of 9: dense updates need the same weights
+    everywhere."""
     local = ("exchange.method=local", "exchange.order=fast", f"exchange.dense_epochs={epochs}")
     recipe = tiny(f"run.output={tmp_path}", "data.changed_images=accept", *local)
     progression = {"step": 9, "images_digest": "old"}
-    content = {"recipe": loading.dump(recipe), "progression": progression, "engine": {"steps": {"done": 9}}}
+    content = {
+        "recipe": loading.dump(recipe),
+        "progression": progression,
+        "engine": {"steps": {"done": 9}},
+    }
     checkpoints = CheckpointFolder(tmp_path / "checkpoints", 2, True)
     checkpoints.save(9, content, None, [{"own": torch.zeros(1)}] * 2)
     engine = Replicas()
@@ -250,7 +305,9 @@ def test_other_classes_are_refused_even_where_other_images_are_accepted(session,
     session(*place, stop_at=1)
     for split in ("train", "val"):
         (images / split / "a").rename(images / split / "z")
-    with pytest.raises(CheckpointError, match=r"saved with other training and validation images than .*s=accept"):
+    with pytest.raises(
+        CheckpointError, match=r"saved with other training and validation images than .*s=accept"
+    ):
         session(*place)
     said = r"step-00000001.pt: saved with other classes, or in another order \(a is b now, b is z now\); .*init_from="
     with pytest.raises(CheckpointError, match=said):
@@ -271,7 +328,9 @@ def test_shards_that_were_packed_anew_are_other_images(session, images, tmp_path
     pack()
     assert "resuming at step 1" in session(*place, stop_at=2)
     pack("--seed", 1)
-    with pytest.raises(CheckpointError, match=r"saved with other training and validation images than"):
+    with pytest.raises(
+        CheckpointError, match=r"saved with other training and validation images than"
+    ):
         session(*place)
 
 
@@ -290,13 +349,16 @@ def test_other_pixels_of_a_data_set_are_other_images(session, tmp_path):
         "data.validation_images=10",
     )
     session(*place, stop_at=1)
-    write_idx(tmp_path / "set", packed=True, train=drawn, validation=validation)  # beside those that are read first
+    # beside those that are read first
+    write_idx(tmp_path / "set", packed=True, train=drawn, validation=validation)
     for path in (tmp_path / "set").glob("*-ubyte"):
         path.unlink()
     assert "resuming at step 1" in session(*place, stop_at=2)
     drawn.images[7, 3, 3] ^= 1
     write_idx(tmp_path / "set", packed=True, train=drawn, validation=validation)
-    with pytest.raises(CheckpointError, match=r"saved with other training images than .*set has now"):
+    with pytest.raises(
+        CheckpointError, match=r"saved with other training images than .*set has now"
+    ):
         session(*place)
     assert "other images than before" in session(*place, "data.changed_images=accept")
 
@@ -305,7 +367,10 @@ def test_a_run_of_an_older_version_without_a_digest_is_resumed(session, images, 
     place = (*OVERRIDES, f"data.root={images}")
     with monkeypatch.context() as patch:
         known = set(Progression.__dataclass_fields__) - {"images_digest"}
-        patch.setattr("training.loop.asdict", lambda progression: {name: vars(progression)[name] for name in known})
+        patch.setattr(
+            "training.loop.asdict",
+            lambda progression: {name: vars(progression)[name] for name in known},
+        )
         session(*place, stop_at=1)
     one_more(images)
     assert "resuming at step 1 of 4" in session(*place, stop_at=2)
@@ -314,11 +379,19 @@ def test_a_run_of_an_older_version_without_a_digest_is_resumed(session, images, 
 @pytest.mark.parametrize("kind", ["stochastic", pytest.param("nearest", marks=pytest.mark.slow)])
 def test_other_threads_and_other_random_bits_that_round_get_a_line(session, monkeypatch, kind):
     few = ("batch.global=4", "batch.micro=4", "run.steps=4", "data.source=glyphs")
-    keys = (*TINY, *few, "data.train_images=40", "data.validation_images=10", f"precision.rounding={kind}")
+    keys = (
+        *TINY,
+        *few,
+        "data.train_images=40",
+        "data.validation_images=10",
+        f"precision.rounding={kind}",
+    )
     try:
         session(*keys, "run.threads=1", stop_at=1)
         said = session(*keys, "run.threads=1", stop_at=2)
-        assert "thread here" not in said and "threads here" not in said and "random bits" not in said
+        assert (
+            "thread here" not in said and "threads here" not in said and "random bits" not in said
+        )
         monkeypatch.setattr(rounding, "VERSION", 3)
         said = session(*keys, "run.threads=2", stop_at=3)
         assert torch.get_num_threads() == 2

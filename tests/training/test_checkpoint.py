@@ -24,12 +24,22 @@ def test_what_is_saved_is_loaded_bit_for_bit_the_newest_by_step(save, newest, re
     assert checkpoint.load(checkpoints.path(5))["progression"]["step"] == 5
 
 
-def test_the_manifest_has_step_score_and_the_sizes_and_checksums_of_all_files(save, folder, replicas):
-    """The checksums are those of sha256sum. Older programs know no list of replicas, so none is empty."""
+def test_the_manifest_has_step_score_and_the_sizes_and_checksums_of_all_files(
+    save, folder, replicas
+):
+    """The checksums are those of sha256sum.
+
+    Older programs know no list of replicas, so none is empty.
+    """
     checkpoints = save(3, scores={3: 0.25})
-    paths = [checkpoints.path(3), *(checkpoints.replica_path(3, number) for number in range(replicas))]
+    paths = [
+        checkpoints.path(3),
+        *(checkpoints.replica_path(3, number) for number in range(replicas)),
+    ]
     sums = subprocess.run(["sha256sum", *paths], capture_output=True, text=True, check=True).stdout
-    (size, digest), *others = ([path.stat().st_size, line.split()[0]] for path, line in zip(paths, sums.splitlines()))
+    (size, digest), *others = (
+        [path.stat().st_size, line.split()[0]] for path, line in zip(paths, sums.splitlines())
+    )
     found = json.loads(manifest(checkpoints, 3).read_text())
     checksum = found.pop("checksum")
     assert checksum == hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
@@ -37,7 +47,9 @@ def test_the_manifest_has_step_score_and_the_sizes_and_checksums_of_all_files(sa
     assert found == ({**expected, "replicas": others} if replicas else expected)
     manifest(checkpoints, 3).write_text(json.dumps(found) + "\n")  # as older programs wrote it
     files_of_replicas = tuple(File(*other) for other in others)
-    assert folder().manifests(warn=pytest.fail) == [Manifest(**expected, replicas=files_of_replicas)]
+    assert folder().manifests(warn=pytest.fail) == [
+        Manifest(**expected, replicas=files_of_replicas)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +67,8 @@ def test_the_last_and_the_best_are_kept(save, replicas, scores, keep_last, keep_
 
 
 def test_one_that_is_saved_for_its_score_alone_pushes_out_none_of_the_newest(folder, replicas):
-    """It goes once another is better; older programs, which do not know the field, meet it there alone."""
+    """It goes once another is better; older programs, which do not know the field, meet it there
+    alone."""
     checkpoints = folder(keep_last=2, keep_best=True)
     kept = []
     for step, top1 in enumerate([0.1, 0.2, 0.3, None, None, 0.2, 0.4], start=1):
@@ -69,15 +82,23 @@ def test_one_that_is_saved_for_its_score_alone_pushes_out_none_of_the_newest(fol
 
 
 def test_scores_of_other_validation_images_come_behind_those_of_the_newest(folder, replicas):
-    """The best one of before goes once there is a score of the new images. Older programs know no number of sets."""
+    """The best one of before goes once there is a score of the new images.
+
+    Older programs know no number of sets.
+    """
     checkpoints = folder(keep_last=1, keep_best=True)
     kept = []
-    for step, (top1, number) in enumerate([(0.9, 0), (0.8, 0), (None, 1), (0.2, 1), (0.1, 1)], start=1):
+    for step, (top1, number) in enumerate(
+        [(0.9, 0), (0.8, 0), (None, 1), (0.2, 1), (0.1, 1)], start=1
+    ):
         checkpoints.save(step, content(step), top1, states(step, replicas), validation_set=number)
         kept.append([manifest.step for manifest in checkpoints.manifests(warn=pytest.fail)])
     assert kept == [[1], [1, 2], [1, 3], [4], [4, 5]]
     assert checkpoints.load_best(pytest.fail)["progression"]["step"] == 4
-    assert [manifest.validation_set for manifest in checkpoints.manifests(warn=pytest.fail)] == [1, 1]
+    assert [manifest.validation_set for manifest in checkpoints.manifests(warn=pytest.fail)] == [
+        1,
+        1,
+    ]
     assert "validation_set" not in json.loads(encode(Manifest(1, 2, "3", 0.5)))
 
 
@@ -99,11 +120,17 @@ def parts(checkpoints, step, replicas):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda path: os.truncate(path, path.stat().st_size - 100), bit_flipped, unreadable, os.unlink]
+    "damage",
+    [lambda path: os.truncate(path, path.stat().st_size - 100), bit_flipped, unreadable, os.unlink],
 )
 @pytest.mark.parametrize("number", range(3))
-def test_a_checkpoint_with_a_damaged_file_is_passed_over_and_the_file_named(save, newest, replicas, damage, number):
-    """A manifest that is missing is no damage: its writing was cut off. Without a whole one nothing is touched."""
+def test_a_checkpoint_with_a_damaged_file_is_passed_over_and_the_file_named(
+    save, newest, replicas, damage, number
+):
+    """A manifest that is missing is no damage: its writing was cut off.
+
+    Without a whole one nothing is touched.
+    """
     checkpoints = save(1, 2)
     number %= len(parts(checkpoints, 2, replicas))
     path = parts(checkpoints, 2, replicas)[number]
@@ -114,7 +141,9 @@ def test_a_checkpoint_with_a_damaged_file_is_passed_over_and_the_file_named(save
     assert line.startswith(f"{checkpoints.path(2)}: has no manifest" if cut_off else f"{path}: ")
     damage(parts(checkpoints, 1, replicas)[number])
     before = files(checkpoints.folder)
-    with pytest.raises(CheckpointError, match=r"no older checkpoint is whole either: restore one with all files of"):
+    with pytest.raises(
+        CheckpointError, match=r"no older checkpoint is whole either: restore one with all files of"
+    ):
         newest()
     assert files(checkpoints.folder) == before
 
@@ -131,7 +160,8 @@ def test_a_first_checkpoint_that_was_cut_off_is_none_and_a_second_one_is_a_fault
     save(3, checkpoints=checkpoints)
     manifest(checkpoints, 3).unlink()
     with pytest.raises(
-        CheckpointError, match=rf"{checkpoints.path(3)}: has no manifest.*; no older checkpoint is whole"
+        CheckpointError,
+        match=rf"{checkpoints.path(3)}: has no manifest.*; no older checkpoint is whole",
     ):
         folder().load_newest(said.append)
 
@@ -157,7 +187,8 @@ def test_a_file_of_another_length_is_named_with_it(folder, monkeypatch, chunk):
 
 
 def test_a_named_file_is_compared_with_the_manifest_that_lies_beside_it(folder, tmp_path):
-    """Under another name there is none; where it cannot be read, a line says that nothing was compared."""
+    """Under another name there is none; where it cannot be read, a line says that nothing was
+    compared."""
     checkpoints = folder()
     path = checkpoints.save(1, content(1), None)
     assert checkpoint.load_named(path, pytest.fail)["progression"]["step"] == 1
@@ -170,7 +201,9 @@ def test_a_named_file_is_compared_with_the_manifest_that_lies_beside_it(folder, 
     said = []
     assert checkpoint.load_named(path, said.append)["progression"]["step"] == 1
     (line,) = said
-    assert line.startswith(f"{beside}: damaged: ") and line.endswith(f"; {path.name} is not compared with its checksum")
+    assert line.startswith(f"{beside}: damaged: ") and line.endswith(
+        f"; {path.name} is not compared with its checksum"
+    )
     # torch would load the file with these bytes at its end: only the checksum tells.
     beside.write_bytes(whole)
     path.write_bytes(path.read_bytes() + b"more")
@@ -185,13 +218,16 @@ def test_the_best_is_that_of_the_highest_score_and_of_equal_ones_the_newest(save
     assert checkpoints.load_best(said.append)["progression"]["step"] == 3 and not said
     bit_flipped(checkpoints.path(3))
     assert checkpoints.load_best(said.append)["progression"]["step"] == 2
-    assert [(line.split(":")[0], line[-20:]) for line in said] == [(str(checkpoints.path(3)), "trying the next best")]
+    assert [(line.split(":")[0], line[-20:]) for line in said] == [
+        (str(checkpoints.path(3)), "trying the next best")
+    ]
     assert save(5, scores={}, keep_last=1).load_best(said.append) is None
 
 
 @pytest.mark.parametrize("load", ["best", "newest"])
 def test_no_wrong_bit_in_the_best_manifest_passes_without_a_line(folder, load):
-    """One bit of each byte in turn: the next best is taken, and one line names the file and what is wrong."""
+    """One bit of each byte in turn: the next best is taken, and one line names the file and what is
+    wrong."""
     checkpoints = folder()
     for step in (1, 2):
         checkpoints.save(step, content(step), top1=0.5 + 0.1 * step)
@@ -215,7 +251,9 @@ def test_a_best_checkpoint_without_its_manifest_or_without_another_is_no_silent_
     assert checkpoints.load_best(said.append)["progression"]["step"] == 1
     assert [line.partition(": ")[0] for line in said] == [str(checkpoints.path(2))]
     manifest(checkpoints, 1).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"001\.json: damaged: .* no other checkpoint is scored and whole"):
+    with pytest.raises(
+        CheckpointError, match=r"001\.json: damaged: .* no other checkpoint is scored and whole"
+    ):
         checkpoints.load_best(said.append)
 
 
@@ -229,7 +267,9 @@ def test_saving_names_a_damaged_manifest_once_and_keeps_its_checkpoint(save, fol
     said = []
     for step in (3, 4, 5):
         resumed.save(step, content(step), None, warn=said.append)
-    assert said == [f"{path}: damaged: it does not match its own checksum; its score is unknown, and it is passed over"]
+    assert said == [
+        f"{path}: damaged: it does not match its own checksum; its score is unknown, and it is passed over"
+    ]
     path.write_bytes(whole)
     assert [each.step for each in resumed.manifests(pytest.fail)] == [1, 2, 4, 5]
 
@@ -250,7 +290,9 @@ def test_each_damaged_checkpoint_is_reported_once_and_again_if_it_was_written_an
     assert len(said) == 2 and said[1].startswith(f"{path}: damaged: ")
 
 
-def test_files_of_replicas_whose_manifest_is_damaged_are_kept_and_a_removed_file_stops_nothing(folder):
+def test_files_of_replicas_whose_manifest_is_damaged_are_kept_and_a_removed_file_stops_nothing(
+    folder,
+):
     checkpoints = folder(keep_last=1)
     for step in (1, 2):
         checkpoints.save(step, content(step), None, states(step, 2))
@@ -265,7 +307,9 @@ def test_files_of_replicas_whose_manifest_is_damaged_are_kept_and_a_removed_file
 
 def test_every_wrong_bit_of_a_manifest_is_reported():
     """Also those in the checksum and in its name, and the manifest of another step."""
-    expected = Manifest(1234, 56_789, "0123456789abcdef" * 4, 0.7512, (File(55, "f" * 64), File(66, "0" * 64)))
+    expected = Manifest(
+        1234, 56_789, "0123456789abcdef" * 4, 0.7512, (File(55, "f" * 64), File(66, "0" * 64))
+    )
     data = encode(expected)
     assert decode(data, 1234) == expected
     with pytest.raises(ValueError, match="it is that of step 1234"):
@@ -279,32 +323,57 @@ def test_every_wrong_bit_of_a_manifest_is_reported():
 
 def test_what_is_no_manifest_is_refused():
     begun = '{"step":1,"bytes":2,"sha256":"","top1":'
-    for text in ("", "[]", "7", '{"step": 1}', "[" * 200_000, begun + "NaN}", begun + 'null,"replicas":[[1]]}'):
+    for text in (
+        "",
+        "[]",
+        "7",
+        '{"step": 1}',
+        "[" * 200_000,
+        begun + "NaN}",
+        begun + 'null,"replicas":[[1]]}',
+    ):
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
             decode(text.encode(), 1)
 
 
-def test_damaged_checkpoints_push_out_no_whole_ones_and_are_kept_until_they_are_written_again(save, newest, folder):
-    """1 is whole, 8 and 9 are damaged: what is saved next, at 2, must be kept, and 1 as its predecessor."""
+def test_damaged_checkpoints_push_out_no_whole_ones_and_are_kept_until_they_are_written_again(
+    save, newest, folder
+):
+    """1 is whole, 8 and 9 are damaged: what is saved next, at 2, must be kept, and 1 as its
+    predecessor."""
     checkpoints = save(1, 8, 9, scores={8: 0.8, 9: 0.9})
     bit_flipped(checkpoints.path(8))
-    (checkpoints.replica_path(9, 1) if checkpoints.replica_count(9) else checkpoints.path(9)).unlink()
+    (
+        checkpoints.replica_path(9, 1) if checkpoints.replica_count(9) else checkpoints.path(9)
+    ).unlink()
     resumed = folder(keep_best=True)
     assert newest(resumed)[0] == 1
     save(2, checkpoints=resumed)
     assert {*names(1, 2), *names(8)} <= {*files(resumed.folder)} and manifest(resumed, 9).exists()
     assert newest()[0] == 2
     save(9, 10, checkpoints=resumed)
-    assert {path.name for path in resumed.folder.glob("*.json")} == {f"step-{step:08d}.json" for step in (8, 9, 10)}
+    assert {path.name for path in resumed.folder.glob("*.json")} == {
+        f"step-{step:08d}.json" for step in (8, 9, 10)
+    }
     assert newest() == (10, [])
 
 
 def test_strays_are_removed_by_the_next_save_and_files_of_others_left_alone(save, replicas):
-    """Of a process that was killed while it wrote or removed a checkpoint; of one with more replicas; a user's own."""
+    """Of a process that was killed while it wrote or removed a checkpoint; of one with more
+    replicas; a user's own."""
     checkpoints = save(1)
-    for name in ("2.replica-0000.pt", "2.replica-0001.pt.tmp", "0.replica-0002.pt", "2.pt.tmp", "1.replica-0003.pt"):
+    for name in (
+        "2.replica-0000.pt",
+        "2.replica-0001.pt.tmp",
+        "0.replica-0002.pt",
+        "2.pt.tmp",
+        "1.replica-0003.pt",
+    ):
         (checkpoints.folder / f"step-0000000{name}").write_bytes(b"half")
-    aside = [f"step-0000000{name}" for name in ("2.replica-0001-mine.pt", "2.replica-0001.txt", "1-before.pt")]
+    aside = [
+        f"step-0000000{name}"
+        for name in ("2.replica-0001-mine.pt", "2.replica-0001.txt", "1-before.pt")
+    ]
     for name in aside:
         (checkpoints.folder / name).write_bytes(b"mine")
     save(3, checkpoints=checkpoints)

@@ -43,7 +43,8 @@ def failing_at(patch, operation, number, error):
 
 @pytest.mark.parametrize("error", [FULL_DISK, KeyboardInterrupt()])
 @pytest.mark.parametrize(
-    ("operation", "number"), [("open", 1), ("open", 2), ("fsync", 1), ("fsync", 3), ("replace", 1), ("replace", 2)]
+    ("operation", "number"),
+    [("open", 1), ("open", 2), ("fsync", 1), ("fsync", 3), ("replace", 1), ("replace", 2)],
 )
 def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
     save, newest, monkeypatch, replicas, operation, number, error
@@ -61,8 +62,11 @@ def test_a_failure_while_saving_leaves_the_last_one_and_no_partial_file(
     assert newest() == (2, [])
 
 
-def test_content_reaches_the_disk_before_its_name_and_the_manifest_comes_last(save, monkeypatch, replicas):
-    """The order that a power cut needs: data of all files; then name and folder entry of each, the manifest's last."""
+def test_content_reaches_the_disk_before_its_name_and_the_manifest_comes_last(
+    save, monkeypatch, replicas
+):
+    """The order that a power cut needs: data of all files; then name and folder entry of each, the
+    manifest's last."""
     log = []
     fsync = os.fsync
     replace = os.replace
@@ -79,12 +83,16 @@ def test_content_reaches_the_disk_before_its_name_and_the_manifest_comes_last(sa
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("operation", ["open", "fsync"])
-def test_a_full_disk_leaves_the_checkpoint_of_the_same_step(save, newest, monkeypatch, replicas, operation, number):
+def test_a_full_disk_leaves_the_checkpoint_of_the_same_step(
+    save, newest, monkeypatch, replicas, operation, number
+):
     """A run whose images have changed may be saved at its last step once more."""
     checkpoints = save(1)
     number += replicas
     before = {file.name: file.read_bytes() for file in checkpoints.folder.iterdir()}
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left on device: '.*step-00000001"):
+    with monkeypatch.context() as patch, pytest.raises(
+        OSError, match=r"No space left on device: '.*step-00000001"
+    ):
         failing_at(patch, operation, number, FULL_DISK)
         save(1, checkpoints=checkpoints, scores={1: 0.5})
     assert {file.name: file.read_bytes() for file in checkpoints.folder.iterdir()} == before
@@ -119,7 +127,9 @@ def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path, folder, p
     checkpoints = folder()
     path = checkpoints.save(1, content(1), None)
     path.write_bytes(data)
-    manifest(checkpoints, 1).write_bytes(encode(Manifest(1, len(data), hashlib.sha256(data).hexdigest(), None)))
+    manifest(checkpoints, 1).write_bytes(
+        encode(Manifest(1, len(data), hashlib.sha256(data).hexdigest(), None))
+    )
     for load in (lambda: checkpoints.load_newest(lambda line: None), lambda: checkpoint.load(path)):
         with pytest.raises(CheckpointError, match="damaged, or not a checkpoint of this program"):
             load()

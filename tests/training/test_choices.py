@@ -1,4 +1,5 @@
-"""What is measured is decided once in a run: sessions that would measure other times go on with it."""
+"""What is measured is decided once in a run: sessions that would measure other times go on with
+it."""
 
 import functools
 import json
@@ -33,21 +34,28 @@ def test_what_is_kept_is_found_in_its_place_alone_and_a_damaged_file_is_one_line
     assert decisions.find(tmp_path, "engine", place) is None
     for text in ("{", "[3]", '[{"subject": "split"}]', "[" * 200_000):
         (tmp_path / "decisions.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"decisions.json: damaged or not readable; restore it, or delete it"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"decisions.json: damaged or not readable; restore it, or delete it",
+        ):
             decisions.find(tmp_path, "split", {})
 
 
 @pytest.fixture
 def on_device(tiny, monkeypatch):
-    """on_device(room, recipe): choices.settle_on_device with room for so many images: lines by what said them."""
+    """on_device(room, recipe): choices.settle_on_device with room for so many images: lines by what
+    said them."""
 
     def measured(room):
         said = []
 
         def tune(recipe, batch, processes, say, begun):
             said.append(f"kernels with {batch.micro}")
-            kernels = "triton" if batch.micro <= room else "torch"  # the last resort, where none could be measured
-            return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"kernels": kernels})})
+            # the last resort, where none could be measured
+            kernels = "triton" if batch.micro <= room else "torch"
+            return recipe.model_copy(
+                update={"engine": recipe.engine.model_copy(update={"kernels": kernels})}
+            )
 
         def size(recipe, batch, processes, say):
             said.append(f"size from {batch.micro} on with {recipe.engine.kernels}")
@@ -72,7 +80,13 @@ def test_kernels_are_measured_before_the_size_and_again_where_they_had_too_many_
     )  # fmt: skip
 
 
-AUTO = ("batch.global=48", "batch.micro=auto", "run.steps=4", "schedule.warmup_steps=1", "log.tensorboard=false")
+AUTO = (
+    "batch.global=48",
+    "batch.micro=auto",
+    "run.steps=4",
+    "schedule.warmup_steps=1",
+    "log.tensorboard=false",
+)
 
 
 def test_a_run_keeps_the_micro_batch_that_it_began_with(session, tmp_path, monkeypatch):
@@ -82,7 +96,9 @@ def test_a_run_keeps_the_micro_batch_that_it_began_with(session, tmp_path, monke
     assert "48 = 24 micro x 2 accumulation" in out
     assert loading.load(tmp_path / "run" / "config.yaml").batch.micro == 24
     monkeypatch.setattr(micro_batch, "_WITH_TRIALS", ("cpu",))
-    monkeypatch.setattr(micro_batch, "_train", lambda *arguments: pytest.fail("nothing is to be tried"))
+    monkeypatch.setattr(
+        micro_batch, "_train", lambda *arguments: pytest.fail("nothing is to be tried")
+    )
     out = session(*AUTO)
     assert "batch.micro auto: 24, as the run began\n" in out and "resuming at step 2 of 4\n" in out
 
@@ -129,7 +145,8 @@ def measure(slow, until, rank):
 def test_a_run_keeps_its_cut_in_a_topology(tmp_path):
     """Stopped and resumed with another schedule, it is cut anew, and then as before.
 
-    Decisions of a start after which nothing was trained do not count: its recipe may have been another one.
+    Decisions of a start after which nothing was trained do not count: its recipe may have been
+    another one.
     """
     folder = tmp_path / "run"
     two = "parallel.stages=2"
@@ -139,7 +156,12 @@ def test_a_run_keeps_its_cut_in_a_topology(tmp_path):
     for slow, until, overrides, said in (
         ("stem", 2, (two,), "split [blocks.0.0] (measured): "),
         ("head", 4, (two, "parallel.schedule=1f1b"), "split [head] (measured): "),
-        ("head", 0, (two,), "split [blocks.0.0], as this run has had it with 1 replica of 2 stages"),
+        (
+            "head",
+            0,
+            (two,),
+            "split [blocks.0.0], as this run has had it with 1 replica of 2 stages",
+        ),
     ):
         sabotage = functools.partial(measure, slow, until)
         ended = ranks.train(2, *ranks.SMALL, *overrides, f"run.output={folder}", sabotage=sabotage)
@@ -174,7 +196,15 @@ def test_a_run_that_began_on_a_cpu_decides_once_for_each_kind_of_gpu(tmp_path):
         place = functools.partial(on_gpu, times, name, number, str(tmp_path / f"cache {number}"))
         (ended,) = ranks.train(1, f"run.output={tmp_path / 'run'}", sabotage=place)
         assert (ended.code, len(ended.errors)) == (75, 1), ended
-        found += [line for line in ended.out if "taken: " in line or line.endswith("as this run has had it")]
+        found += [
+            line
+            for line in ended.out
+            if "taken: " in line or line.endswith("as this run has had it")
+        ]
     fastest = " ".join(FASTEST)
     plain = " ".join(PLAIN)
-    assert found == [f"  taken: {fastest}", f"  taken: {plain}", f"engine auto: {fastest}, as this run has had it"]
+    assert found == [
+        f"  taken: {fastest}",
+        f"  taken: {plain}",
+        f"engine auto: {fastest}, as this run has had it",
+    ]

@@ -11,7 +11,8 @@ from training import class_scores
 CLASSES = 6
 GENERATOR = np.random.default_rng(5)
 LABELS = GENERATOR.integers(0, 4, 200)  # classes 4 and 5 have no images
-GUESSES = np.where(GENERATOR.random(200) < 0.5, LABELS, GENERATOR.integers(1, 5, 200))  # 5 is never guessed
+# 5 is never guessed
+GUESSES = np.where(GENERATOR.random(200) < 0.5, LABELS, GENERATOR.integers(1, 5, 200))
 
 
 def confusion(labels, guesses):
@@ -41,7 +42,8 @@ def test_scores_of_each_class_are_their_definitions():
 
 
 def test_means_are_over_classes_that_have_images_or_guesses():
-    """As scikit-learn averages: class 4 has no images, but guesses, and counts with zeros; class 5 does not count."""
+    """As scikit-learn averages: class 4 has no images, but guesses, and counts with zeros; class 5
+    does not count."""
     found = class_scores.macro(confusion(LABELS, GUESSES))
     rows = [expected(label) for label in range(5)]
     means = [float(sum(column) / 5) for column in zip(*rows)]

@@ -1,4 +1,5 @@
-"""Which classes a model knows: by its file, by the data, and in a run that starts from other weights."""
+"""Which classes a model knows: by its file, by the data, and in a run that starts from other
+weights."""
 
 import types
 from pathlib import Path
@@ -35,10 +36,14 @@ def known_by(stored, recipe):
 def recipe(tiny, tmp_path):
     """recipe(classes=4): of class folders with NAMES, and of a model with so many classes."""
     root = write_pictures(tmp_path / "images", NAMES, train=1, val=1)
-    return lambda classes=4: tiny("data.source=folder", f"data.root={root}", f"model.classes={classes}")
+    return lambda classes=4: tiny(
+        "data.source=folder", f"data.root={root}", f"model.classes={classes}"
+    )
 
 
-def test_a_file_names_its_classes_or_the_data_does_in_timms_order_or_in_its_own(recipe, tiny, tmp_path):
+def test_a_file_names_its_classes_or_the_data_does_in_timms_order_or_in_its_own(
+    recipe, tiny, tmp_path
+):
     root = tmp_path / "images"
     assert known_by(weights(["x", "y\x1b", "z", "a"]), recipe()) == Known(("x", "y\\x1b", "z", "a"))
     of_timm = known_by(weights(), recipe())
@@ -48,12 +53,17 @@ def test_a_file_names_its_classes_or_the_data_does_in_timms_order_or_in_its_own(
     assert of_timm.note == f"{assumed} timm's order (numbers by value, case ignored): 9, 10, A, b"
     assert own.note == f"{assumed} the order of their names as bytes: 10, 9, A, b"
     digits = known_by(weights(), tiny())
-    assert digits.names == tuple("0123456789") and "data.source=digits in the order of the data's own" in digits.note
+    assert (
+        digits.names == tuple("0123456789")
+        and "data.source=digits in the order of the data's own" in digits.note
+    )
 
 
 def test_a_program_without_names_is_one_of_ours(recipe):
     """Unless the file says that tools.export made it of another program's weights."""
-    program = types.SimpleNamespace(path=Path("p.onnx"), recipe="a recipe", classes=None, order=None)
+    program = types.SimpleNamespace(
+        path=Path("p.onnx"), recipe="a recipe", classes=None, order=None
+    )
     assert known_by(program, recipe()).names == NAMES
     program.order = "timm"
     assert known_by(program, recipe()).names == ("9", "10", "A", "b")
@@ -65,8 +75,8 @@ def test_validation_images_tell_where_there_are_none_for_training(recipe, tmp_pa
 
 
 def test_packed_class_folders_have_timms_order_and_numbered_tars_their_own(tiny, tmp_path):
-    """In tars of others a label is a number that a program chose; `pack` numbers class folders by their bytes, which
-    indexes that are made anew still say."""
+    """In tars of others a label is a number that a program chose; `pack` numbers class folders by
+    their bytes, which indexes that are made anew still say."""
     folder = write_pictures(tmp_path / "images", NAMES, train=1) / "train"
     assert shards.main(["pack", str(folder), str(tmp_path / "shards/train"), "--workers", "1"]) == 0
     recipe = tiny("data.source=shards", f"data.root={tmp_path}/shards", "model.classes=4")
@@ -84,9 +94,14 @@ def test_packed_class_folders_have_timms_order_and_numbered_tars_their_own(tiny,
 
 
 def test_other_numbers_of_classes_are_refused(recipe, tmp_path):
-    with pytest.raises(CheckpointError, match=r"^w.pt: damaged: names 2 classes, but its model has 4"):
+    with pytest.raises(
+        CheckpointError, match=r"^w.pt: damaged: names 2 classes, but its model has 4"
+    ):
         known_by(weights(["a", "b"]), recipe())
-    with pytest.raises(DataError, match=rf"^{tmp_path}/images/val: 4 classes, but w.pt has 5 and does not name them"):
+    with pytest.raises(
+        DataError,
+        match=rf"^{tmp_path}/images/val: 4 classes, but w.pt has 5 and does not name them",
+    ):
         known_by(weights(), recipe(5))
 
 
@@ -119,15 +134,26 @@ def test_a_classifier_of_as_many_but_other_classes_starts_anew(recipe, monkeypat
     found = for_data(weights(["9", "10", "A", "c"]), fitted(), recipe().model, data)
     assert found.fresh == ["head.classifier.weight", "head.classifier.bias"]
     assert list(found.tensors) == ["stem.conv_stem.weight"]
-    assert found.note == "w.pt: was trained on other classes (9, 10, A, c), so the classifier starts anew"
+    assert (
+        found.note
+        == "w.pt: was trained on other classes (9, 10, A, c), so the classifier starts anew"
+    )
     monkeypatch.setattr("training.classes.is_classifier", lambda section, name: False)
     with pytest.raises(
-        CheckpointError, match=r"has classes \(9, 10, A, c\) other than .* a classifier that has no name"
+        CheckpointError,
+        match=r"has classes \(9, 10, A, c\) other than .* a classifier that has no name",
     ):
         for_data(weights(["9", "10", "A", "c"]), fitted(), recipe().model, data)
 
 
-OVERRIDES = (*TINY, "model.classes=2", "batch.global=4", "batch.micro=4", "run.steps=1", "schedule.warmup_steps=0")
+OVERRIDES = (
+    *TINY,
+    "model.classes=2",
+    "batch.global=4",
+    "batch.micro=4",
+    "run.steps=1",
+    "schedule.warmup_steps=0",
+)
 
 
 def test_a_run_on_other_classes_keeps_all_weights_but_the_classifier(session, tmp_path):
@@ -141,10 +167,14 @@ def test_a_run_on_other_classes_keeps_all_weights_but_the_classifier(session, tm
         assert "evaluation after epoch 1.00: top1 " in said and "top5" not in said, "of two classes"
 
     def trained(name):
-        return CheckpointFolder(tmp_path / name / "run/checkpoints", 1, True).load_newest(pytest.fail)
+        return CheckpointFolder(tmp_path / name / "run/checkpoints", 1, True).load_newest(
+            pytest.fail
+        )
 
     first, same, other = (trained(name)["engine"]["weights"] for name in ("first", "same", "other"))
     assert trained("other")["classes"] == ["b", "c"]
     for name, tensor in first.items():
         assert torch.allclose(tensor, same[name], rtol=0, atol=1e-20)
-        assert torch.allclose(tensor, other[name], rtol=0, atol=1e-20) is (name != "head.classifier.weight")
+        assert torch.allclose(tensor, other[name], rtol=0, atol=1e-20) is (
+            name != "head.classifier.weight"
+        )

@@ -1,4 +1,5 @@
-"""Replicas that are lost, and come back, within a run: it ends with the bits of one that nothing disturbed."""
+"""Replicas that are lost, and come back, within a run: it ends with the bits of one that nothing
+disturbed."""
 
 import copy
 import errno
@@ -46,7 +47,11 @@ ELASTIC = ("parallel.elastic=true", "parallel.silence=2", "run.epochs=6")
         ([(True, [6, 7]), (False, [5, 6])], 6),  # one was hit before it had done the last step
         ([(False, [6, 7]), (False, [6, 7])], 6),  # the main one may not have written step 7
         ([(False, [5, 6]), (False, [6, 7])], 6),
-        ([(False, [7]), (False, [])], 7),  # a new one knows none; and nothing came before 7 in this generation
+        # a new one knows none; and nothing came before 7 in this generation
+        (
+            [(False, [7]), (False, [])],
+            7,
+        ),
         ([(False, []), (False, [])], None),
     ],
 )
@@ -107,13 +112,18 @@ def test_all_go_back_to_a_step_that_a_process_remembers_and_one_that_is_new_gets
         engine.step()
         memory.keep(engine, Progression(step=5))
         found = {step: state.engine for step, state in memory.states.items()}
-        return {step: (each["changed"].tolist(), each["replaced"].item()) for step, each in found.items()}
+        return {
+            step: (each["changed"].tolist(), each["replaced"].item())
+            for step, each in found.items()
+        }
 
     expected = {4: ([4.0] * 3, 4.0), 5: ([5.0] * 3, 5.0)}
     assert threads.run(3, 1, generation) == [expected] * 3
 
 
-def test_an_update_counts_only_if_the_generation_was_not_over_once_the_device_had_made_it(monkeypatch):
+def test_an_update_counts_only_if_the_generation_was_not_over_once_the_device_had_made_it(
+    monkeypatch,
+):
     """What is broken off on a GPU raises no error there."""
     waited = []
     monkeypatch.setattr("training.elastic.synchronize", waited.append)
@@ -130,14 +140,25 @@ def test_events_count_until_the_step_and_without_the_end(tmp_path):
         ("train", 1), ("eval", 1), ("checkpoint", 1), ("train", 2), ("end", 2),
     )]  # fmt: skip
     path.write_text("".join(lines) + '{"event": "tra')
-    assert [length_until(path, step) for step in (0, 1, 2)] == [0, len("".join(lines[:3])), len("".join(lines[:4]))]
+    assert [length_until(path, step) for step in (0, 1, 2)] == [
+        0,
+        len("".join(lines[:3])),
+        len("".join(lines[:4])),
+    ]
     assert length_until(tmp_path / "none", 1) == 0
 
 
 def test_other_recipes_and_images_are_other_runs(tiny_recipe):
     one = identity(tiny_recipe, [])
-    other = identity(tiny_recipe.model_copy(update={"batch": tiny_recipe.batch.model_copy(update={"micro": 4})}), [])
-    assert one["recipe"] != other["recipe"] and one["code"] == other["code"] and one["images"] == other["images"]
+    other = identity(
+        tiny_recipe.model_copy(update={"batch": tiny_recipe.batch.model_copy(update={"micro": 4})}),
+        [],
+    )
+    assert (
+        one["recipe"] != other["recipe"]
+        and one["code"] == other["code"]
+        and one["images"] == other["images"]
+    )
 
 
 @pytest.fixture
@@ -152,7 +173,9 @@ def tiny_recipe():
 def test_other_launchers_and_systems_are_refused(tiny_recipe, monkeypatch, name, value):
     monkeypatch.setenv("POD_LAUNCHER", "1" if name == "platform" else value)
     monkeypatch.setattr("sys.platform", value if name == "platform" else "linux")
-    with pytest.raises(ConfigError, match=r"needs Linux, and \./run_pod\.sh, .*use parallel\.elastic=false"):
+    with pytest.raises(
+        ConfigError, match=r"needs Linux, and \./run_pod\.sh, .*use parallel\.elastic=false"
+    ):
         run(tiny_recipe, Topology(2, 1), None)
 
 
@@ -166,15 +189,21 @@ def elastic_engine(**options):
 
 
 @pytest.mark.parametrize(("step", "saved"), [(5, [5]), (6, [6]), (0, [])])
-def test_a_run_that_is_told_to_stop_between_two_generations_saves_before_the_next_step(start, step, saved):
-    """At step 6 there is a checkpoint, with the scores of its evaluation: it stays. At step 0 there is nothing."""
+def test_a_run_that_is_told_to_stop_between_two_generations_saves_before_the_next_step(
+    start, step, saved
+):
+    """At step 6 there is a checkpoint, with the scores of its evaluation: it stays.
+
+    At step 0 there is nothing.
+    """
     if step == 6:
         start(ScriptedEngine(), "run.steps=6")
     before = start.content() if step == 6 else None
     engine = elastic_engine()
     memory = Mock(spec=Memory, signal=signal.SIGTERM)
     with pytest.raises(
-        Stopped, match=f"^SIGTERM: saved at step {step};" if step else "^SIGTERM: the same command begins"
+        Stopped,
+        match=f"^SIGTERM: saved at step {step};" if step else "^SIGTERM: the same command begins",
     ):
         start(engine, progression=Progression(step=step), memory=memory)
     assert not engine.steps and start.saved() == saved
@@ -264,7 +293,9 @@ def test_a_store_that_is_down_ends_no_run_whose_main_process_was_lost(
     if fault == "down":
         store_is_down()
     else:
-        monkeypatch.setattr("fsspec.url_to_fs", Mock(side_effect=PermissionError("the store does not answer")))
+        monkeypatch.setattr(
+            "fsspec.url_to_fs", Mock(side_effect=PermissionError("the store does not answer"))
+        )
     memory = Memory([])
     memory.states = {1: None}
     memory.begin(1)
@@ -273,7 +304,9 @@ def test_a_store_that_is_down_ends_no_run_whose_main_process_was_lost(
     assert "the store does not answer" in capsys.readouterr().out
 
 
-def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_failed(mirrored, monkeypatch):
+def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_failed(
+    mirrored, monkeypatch
+):
     """Of wrong input (ConfigError) the launcher would make the end of the whole run."""
     assert elastic_module._HANDED_OVER_SECONDS > 90, "a lease of NFS"
     monkeypatch.setattr(elastic_module, "_HANDED_OVER_SECONDS", 0.2)
@@ -287,7 +320,9 @@ def test_the_folder_is_waited_for_in_later_generations_and_then_the_machine_has_
         memory.open_folder(mirrored, alone)
     assert lockf.call_count == 1
     memory.begin(1)
-    with pytest.raises(MachineError, match=r"still in use by another process after 0\.2 s; end that one, then"):
+    with pytest.raises(
+        MachineError, match=r"still in use by another process after 0\.2 s; end that one, then"
+    ):
         memory.open_folder(mirrored, alone)
     assert lockf.call_count > 2
     lockf.reset_mock()
@@ -335,12 +370,17 @@ def run_and_strike(folder, topology, strikes, overrides=ELASTIC):
 @pytest.mark.slow  # continuous integration runs it nonetheless
 @pytest.mark.multiprocess
 def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, monkeypatch):
-    """Its steps are small; this process trains the run that it is compared with. Later generations find the folder that
-    the first one began, which run.resume=never does not forbid, and go on with its mirror."""
+    """Its steps are small; this process trains the run that it is compared with.
+
+    Later generations find the folder that the first one began, which run.resume=never does not
+    forbid, and go on with its mirror.
+    """
     small = (*ranks.SMALL, "run.epochs=4")
     site = Site(tmp_path / "alone", Topology(1, 1))
     monkeypatch.setattr(TorchEngine, "peak_flops", lambda engine: 1e12)
-    assert train.main(["--config", str(QUICKSTART), *RECIPE, *small, f"run.output={site.run}"]) == DONE
+    assert (
+        train.main(["--config", str(QUICKSTART), *RECIPE, *small, f"run.output={site.run}"]) == DONE
+    )
     struck = tmp_path / "struck"
     strikes = [(8, [(0, signal.SIGKILL)])]
     overrides = (*ELASTIC, *small, "run.resume=never", f"checkpoint.mirror={tmp_path / 'mirror'}")
@@ -352,8 +392,8 @@ def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, 
         assert (there / path.relative_to(here)).read_bytes() == path.read_bytes()
     assert len(list(there.glob("checkpoints/*"))) == len(list(here.glob("checkpoints/*")))
     assert "of 20 with replicas 1, 2" in said and "resuming" not in said
-    # For a report. On a busy machine a slow replica may be missed before the strike, and come back in a generation of
-    # its own; after the strike two go on.
+    # For a report. On a busy machine a slow replica may be missed before the strike, and come back
+    # in a generation of its own; after the strike two go on.
     started = [(each["generation"], each["replicas"]) for each in starts(struck / "run")]
     assert started[0] == (0, 3) and 2 in [replicas for _, replicas in started], (started, said)
     assert [number for number, _ in started] == list(range(len(started))), (started, said)
@@ -365,7 +405,10 @@ def test_without_its_main_process_a_run_goes_on_and_has_the_same_bits(tmp_path, 
     ("topology", "strikes"),
     [
         (Topology(3, 1), [(5, [(1, signal.SIGSTOP)]), (20, [(0, signal.SIGKILL)])]),
-        (Topology(4, 1), [(5, [(0, signal.SIGKILL), (2, signal.SIGKILL)]), (15, [(1, signal.SIGKILL)])]),
+        (
+            Topology(4, 1),
+            [(5, [(0, signal.SIGKILL), (2, signal.SIGKILL)]), (15, [(1, signal.SIGKILL)])],
+        ),
         (Topology(2, 2), [(15, [(3, signal.SIGKILL)])]),
         (Topology(2, 2), [(15, [(0, signal.SIGSTOP)])]),
         (Topology(3, 2), [(5, [(2, signal.SIGKILL)]), (12, [(1, signal.SIGKILL)])]),
@@ -394,7 +437,8 @@ def test_a_replica_comes_back_with_all_others_told_to_stop_then(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_is_saved_though_it_is_told_to_stop_while_a_replacement_starts(tmp_path):
-    """All generations and signals are real here; tests/parallel/test_elastic_signals.py has the other moments."""
+    """All generations and signals are real here; tests/parallel/test_elastic_signals.py has the
+    other moments."""
     site = Site(tmp_path, Topology(2, 1), (*ELASTIC[:2], *ranks.SMALL, "run.epochs=160"))
     session = site.start()
     session.reach(5, 0.0)
@@ -409,7 +453,9 @@ def test_a_run_is_saved_though_it_is_told_to_stop_while_a_replacement_starts(tmp
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_as_it_loads_is_started_again_and_the_bits_are_the_same(tmp_path, undisturbed, rank):
+def test_a_rank_that_is_killed_as_it_loads_is_started_again_and_the_bits_are_the_same(
+    tmp_path, undisturbed, rank
+):
     site = Site(tmp_path, Topology(3, 1), ELASTIC)
     session = site.start()
     wait_until(lambda: len(session.ranks()) == 3)
@@ -424,8 +470,11 @@ def test_a_rank_that_is_killed_as_it_loads_is_started_again_and_the_bits_are_the
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("delay", [0.0, 0.5, 2.0, 4.0, 6.0])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_that_is_told_to_stop_after_a_loss_resumes_to_the_same_bits(tmp_path, undisturbed, rank, delay):
-    """A moment after it, while the others regroup, while a replacement loads, waits or is taken in."""
+def test_a_run_that_is_told_to_stop_after_a_loss_resumes_to_the_same_bits(
+    tmp_path, undisturbed, rank, delay
+):
+    """A moment after it, while the others regroup, while a replacement loads, waits or is taken
+    in."""
     site = Site(tmp_path, Topology(3, 1), ELASTIC)
     session = site.start()
     session.reach(5, 0.0)

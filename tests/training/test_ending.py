@@ -10,12 +10,24 @@ from training import ending
 from training.ending import Ending
 from training.progression import Progression
 
-SCORES = {"top1": 0.5, "top5": 0.9, "loss": 1.0, "step_average": {"top1": 0.75, "top5": 1.0, "loss": 0.5}}
+SCORES = {
+    "top1": 0.5,
+    "top5": 0.9,
+    "loss": 1.0,
+    "step_average": {"top1": 0.75, "top5": 1.0, "loss": 0.5},
+}
 
 
 def ended(*overrides, updates=10, total=10, **state):
     """A run of 10 steps of 24 images in 20 s, 4 of which were no training."""
-    known = {"step": 10, "seconds": 20.0, "paused": 4.0, "scores": SCORES, "best_top1": 0.5, "best_of_all": 0.75}
+    known = {
+        "step": 10,
+        "seconds": 20.0,
+        "paused": 4.0,
+        "scores": SCORES,
+        "best_top1": 0.5,
+        "best_of_all": 0.75,
+    }
     progression = Progression(**{**known, "best_weights": "step_average", **state})
     return Ending(loading.load(QUICKSTART, [*TINY, *overrides]), progression, updates, total)
 
@@ -30,7 +42,9 @@ def test_rates_count_all_the_time_and_waiting_is_a_share_of_training():
 
 def test_the_last_line_has_the_best_weights_and_each_average():
     (line,) = ending.lines(ended())
-    assert line.startswith("done: top1 50.00%  top5 90.00%  best top1 75.00% (step average)  step average 75.00%  ")
+    assert line.startswith(
+        "done: top1 50.00%  top5 90.00%  best top1 75.00% (step average)  step average 75.00%  "
+    )
     assert line.endswith("12 img/s with evaluation and checkpoints")
 
 
@@ -38,7 +52,10 @@ def test_a_run_that_waits_for_images_is_told_how_many_workers_keep_up():
     """Three quarters of the 16 s of training: four times the two workers."""
     run = ended("data.workers=2", waited=12.0)
     _, line = ending.lines(run)
-    assert line.startswith("input-bound: 75% of the training time") and "data.workers=8 would keep up" in line
+    assert (
+        line.startswith("input-bound: 75% of the training time")
+        and "data.workers=8 would keep up" in line
+    )
     assert ending.values_of(run)["workers_needed"] == 8
 
 

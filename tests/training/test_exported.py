@@ -1,4 +1,5 @@
-"""Programs instead of weights: predictions, refusals that name file and reason, and no code that runs.
+"""Programs instead of weights: predictions, refusals that name file and reason, and no code that
+runs.
 
 The programs are made by hand, each by its own library: the mean of each colour is its logit.
 """
@@ -28,7 +29,8 @@ WEIGHTS = "archive/data/weights/"
 
 
 class Means(torch.nn.Module):
-    """A parameter, a buffer that is stored as a constant, and an operator with keywords, which change no bit."""
+    """A parameter, a buffer that is stored as a constant, and an operator with keywords, which
+    change no bit."""
 
     def __init__(self):
         super().__init__()
@@ -70,14 +72,20 @@ def torch_program():
 
 @pytest.fixture
 def write(tmp_path):
-    """write(suffix, change=None, compression=zipfile.ZIP_STORED, **metadata): a file like those of tools.export.
+    """write(suffix, change=None, compression=zipfile.ZIP_STORED, **metadata): a file like those of
+    tools.export.
 
     change: returns other members of a .pt2. metadata: None leaves an entry out.
     """
 
     def make(suffix, change=lambda members: members, compression=zipfile.ZIP_STORED, **metadata):
         path = tmp_path / f"means{suffix}"
-        metadata = {"recipe": RECIPE, "weights": "trained", "classes": json.dumps(["r", "g", "b"]), **metadata}
+        metadata = {
+            "recipe": RECIPE,
+            "weights": "trained",
+            "classes": json.dumps(["r", "g", "b"]),
+            **metadata,
+        }
         metadata = {key: value for key, value in metadata.items() if value is not None}
         if suffix == exported.ONNX:
             write_onnx(path, metadata)
@@ -94,29 +102,44 @@ def write(tmp_path):
 def batch(images, valid):
     numbers = torch.arange(len(images))
     return MicroBatch(
-        images.to(memory_format=torch.channels_last), numbers, numbers, valid=valid, number=0, step=0, unreadable=()
+        images.to(memory_format=torch.channels_last),
+        numbers,
+        numbers,
+        valid=valid,
+        number=0,
+        step=0,
+        unreadable=(),
     )
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_program_gives_logits_of_the_images_that_are_no_padding(write, tiny, suffix):
-    """Of any number, and where channels lie last in memory. Means of 256 numbers up to 255: exact to 1e-4."""
+    """Of any number, and where channels lie last in memory.
+
+    Means of 256 numbers up to 255: exact to 1e-4.
+    """
     path = str(write(suffix, weights="step_average"))
     model = exported.read(path, "step_average")
     assert (model.which, model.classes, model.recipe) == ("step_average", ["r", "g", "b"], RECIPE)
     for rows, valid in ((1, 1), (4, 3)):
         images = torch.randint(0, 256, (rows, 3, 16, 16), dtype=torch.uint8)
         logits = model.predict_step(batch(images, valid))
-        torch.testing.assert_close(logits, images[:valid].double().mean((2, 3)).float(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            logits, images[:valid].double().mean((2, 3)).float(), rtol=0, atol=1e-4
+        )
     with pytest.raises(CheckpointError, match=r"has no epoch_average: .* --weights step_average"):
         exported.read(path, "epoch_average")
-    model.check(tiny(*CLASSES, "batch.evaluation=7", "model.dropout=0.5", "model.train=classifier").model)
+    model.check(
+        tiny(*CLASSES, "batch.evaluation=7", "model.dropout=0.5", "model.train=classifier").model
+    )
     for override, other in (
         ("model.image_size=32", "image_size 16, not 32"),
         ("model.width=1", "width 0.25, not 1.0"),
         ("model.name=efficientnet_b1", "name efficientnet_b0, not efficientnet_b1"),
     ):
-        with pytest.raises(CheckpointError, match=rf"was exported with model\.{other}; export it again"):
+        with pytest.raises(
+            CheckpointError, match=rf"was exported with model\.{other}; export it again"
+        ):
             model.check(tiny(*CLASSES, override).model)
 
 
@@ -135,7 +158,9 @@ def test_damaged_files_and_programs_of_others_are_refused_in_one_line(write, cap
     path = write(suffix, **{damage: None})
     if damage == "text":
         path.write_bytes(b"hello")
-    assert refusal_of(path) and (damage == "text" or refusal_of(path) == f"its metadata has no {damage}")
+    assert refusal_of(path) and (
+        damage == "text" or refusal_of(path) == f"its metadata has no {damage}"
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -144,13 +169,18 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     path = tmp_path / "m.onnx"
     path.write_bytes(b"anything")
     for package in ("onnx", "onnxruntime"):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, missing=package: name != missing or None)
-        with pytest.raises(CheckpointError, match=rf"onnx: the package {package} is not installed; pip install"):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, missing=package: name != missing or None
+        )
+        with pytest.raises(
+            CheckpointError, match=rf"onnx: the package {package} is not installed; pip install"
+        ):
             exported.read(str(path))
 
 
 def test_numbers_in_other_files_are_refused(write):
-    """Also within a branch. onnxruntime reads those below the working directory; tools.export never writes any."""
+    """Also within a branch. onnxruntime reads those below the working directory; tools.export never
+    writes any."""
     onnx = pytest.importorskip("onnx")
     path = write(exported.ONNX)
     content = onnx.load(str(path))
@@ -163,7 +193,9 @@ def test_numbers_in_other_files_are_refused(write):
     entry.value = "inside.bin"
     inner = onnx.helper.make_graph([], "inner", [], [], [tensor])
     del graph.initializer[:]
-    graph.node.append(onnx.helper.make_node("If", ["axes"], ["other"], then_branch=inner, else_branch=inner))
+    graph.node.append(
+        onnx.helper.make_node("If", ["axes"], ["other"], then_branch=inner, else_branch=inner)
+    )
     path.write_bytes(content.SerializeToString())
     assert refusal_of(path) == "some of its numbers are in other files"
 
@@ -186,7 +218,8 @@ def edited(members, name, change):
 
 
 def test_no_part_of_a_file_runs_code(write, tmp_path):
-    """Sample inputs and sizes that torch.export.load would unpickle or evaluate are never opened."""
+    """Sample inputs and sizes that torch.export.load would unpickle or evaluate are never
+    opened."""
     marker = tmp_path / "marker"
     buffer = io.BytesIO()
     torch.save(Payload(marker), buffer)
@@ -206,7 +239,9 @@ def test_no_part_of_a_file_runs_code(write, tmp_path):
 
 def with_operator(target, **arguments):
     def change(content):
-        inputs = [{"name": name, "arg": argument, "kind": 1} for name, argument in arguments.items()]
+        inputs = [
+            {"name": name, "arg": argument, "kind": 1} for name, argument in arguments.items()
+        ]
         content["graph_module"]["graph"]["nodes"][-1].update(target=target, inputs=inputs)
 
     return lambda members: edited(members, MODEL, change)
@@ -224,24 +259,55 @@ def with_weight(pickled=False, **about):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        (with_operator("torch.ops.aten.from_file.default", filename={"as_string": "/etc/passwd"}), "none that is"),
-        (with_operator("torch.ops.aten.add.Tensor", self={"as_graph": {}}), "an argument 'as_graph' is none"),
-        (lambda members: {**members, "archive/data/aotinductor/model/model.so": b""}, "it holds compiled code"),
+        (
+            with_operator(
+                "torch.ops.aten.from_file.default", filename={"as_string": "/etc/passwd"}
+            ),
+            "none that is",
+        ),
+        (
+            with_operator("torch.ops.aten.add.Tensor", self={"as_graph": {}}),
+            "an argument 'as_graph' is none",
+        ),
+        (
+            lambda members: {**members, "archive/data/aotinductor/model/model.so": b""},
+            "it holds compiled code",
+        ),
         (with_weight(pickled=True), "weight is pickled, which could run code"),
-        (with_weight(sizes=[{"as_int": 1 << 40}], strides=[{"as_int": 0}]), "weight is larger than what is stored"),
+        (
+            with_weight(sizes=[{"as_int": 1 << 40}], strides=[{"as_int": 0}]),
+            "weight is larger than what is stored",
+        ),
         (with_weight(storage_offset={"as_int": 1 << 20}), "out of bounds"),
-        (lambda members: {**members, MODEL: b"[" * 200_000}, "lists and objects are nested too deeply"),
-        (lambda members: {name: members[name] for name in members if name != MODEL}, "models/model.json is missing"),
-        ({"compression": zipfile.ZIP_DEFLATED}, "its members are compressed, which torch's never are"),
+        (
+            lambda members: {**members, MODEL: b"[" * 200_000},
+            "lists and objects are nested too deeply",
+        ),
+        (
+            lambda members: {name: members[name] for name in members if name != MODEL},
+            "models/model.json is missing",
+        ),
+        (
+            {"compression": zipfile.ZIP_DEFLATED},
+            "its members are compressed, which torch's never are",
+        ),
     ],
 )
 def test_what_is_no_model_is_refused_before_it_is_run(write, how, reason):
-    """A compressed file could swell a thousandfold as it is read; torch stores all members as they are."""
-    assert reason in refusal_of(write(exported.PROGRAM, **(how if isinstance(how, dict) else {"change": how})))
+    """A compressed file could swell a thousandfold as it is read; torch stores all members as they
+    are."""
+    assert reason in refusal_of(
+        write(exported.PROGRAM, **(how if isinstance(how, dict) else {"change": how}))
+    )
 
 
 def test_a_program_that_gives_something_else_is_one_line(write):
     value = {"as_tensor": {"name": "mean"}}
-    path = write(exported.PROGRAM, with_operator("torch.ops.aten.unsqueeze.default", self=value, dim={"as_int": 0}))
-    with pytest.raises(CheckpointError, match=r"gives torch.float32 \[1, 2, 3\], not float32 \[2, 3\]"):
+    path = write(
+        exported.PROGRAM,
+        with_operator("torch.ops.aten.unsqueeze.default", self=value, dim={"as_int": 0}),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"gives torch.float32 \[1, 2, 3\], not float32 \[2, 3\]"
+    ):
         exported.read(str(path)).predict_step(batch(IMAGES, 2))

@@ -1,4 +1,5 @@
-"""Runs whose images are balanced, repeated, mixed and augmented: stopped and resumed, on replicas and stages."""
+"""Runs whose images are balanced, repeated, mixed and augmented: stopped and resumed, on replicas
+and stages."""
 
 import numpy as np
 import pytest
@@ -50,7 +51,9 @@ def given(photos, *keys):
     return (*ranks.SMALL[4:], *source, "log.noise_scale=false")
 
 
-@pytest.fixture(scope="module", params=[("data.balance=loss",), AUGMENTED], ids=["weighted", "augmented"])
+@pytest.fixture(
+    scope="module", params=[("data.balance=loss",), AUGMENTED], ids=["weighted", "augmented"]
+)
 def one(request, photos, tmp_path_factory, _one_thread):
     """Keys, and the folder of their run in one process."""
     folder = tmp_path_factory.mktemp("runs") / "one"
@@ -89,7 +92,8 @@ def test_a_stopped_run_goes_on_to_equal_bits(one, tmp_path):
 
 @pytest.mark.parametrize("stages", [pytest.param((), marks=pytest.mark.slow), TWO_STAGES], ids=len)
 def test_two_ranks_are_one_process(one, tmp_path, stages):
-    """The stage with the loss has no images: it learns from the first how many there are of each class."""
+    """The stage with the loss has no images: it learns from the first how many there are of each
+    class."""
     train_to_the_end(2, *one[0], *stages, f"run.output={tmp_path / 'run'}")
     two = Outcome(tmp_path / "run")
     whole = Outcome(one[1])

@@ -1,4 +1,5 @@
-"""Runs with residuals and late gradients that are stopped or killed end with the bits of the undisturbed run."""
+"""Runs with residuals and late gradients that are stopped or killed end with the bits of the
+undisturbed run."""
 
 import functools
 import os
@@ -10,7 +11,13 @@ import torch
 from tests import ranks
 from tests.tensors import assert_bitwise_equal, flat
 from tests.training.test_resume import before_call
-from tests.training.test_several_ranks import FAILED, TWO_STAGES, assert_same_outcome, train_to_the_end, train_until
+from tests.training.test_several_ranks import (
+    FAILED,
+    TWO_STAGES,
+    assert_same_outcome,
+    train_to_the_end,
+    train_until,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,12 +44,20 @@ KILLS = [(-1, "step", 2), (0, "fsync", 3), (0, "rename", 4), (0, "fsync", 6), (-
 
 def die(who, moment, number, rank):
     if rank == who:
-        before_call(pytest.MonkeyPatch(), moment, number, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
+        before_call(
+            pytest.MonkeyPatch(),
+            moment,
+            number,
+            functools.partial(os.kill, os.getpid(), signal.SIGKILL),
+        )
 
 
 @pytest.mark.slow  # test_resume.py kills one process, the last test resumes residuals
 def test_twenty_kills_leave_no_trace_over_changing_topologies(tmp_path):
-    """On one to four processes, 10 steps in each topology with a checkpoint at each. Ranks that are left end, too."""
+    """On one to four processes, 10 steps in each topology with a checkpoint at each.
+
+    Ranks that are left end, too.
+    """
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
     recipe = (*ranks.SMALL, *GTOPK, *LATE_GTOPK, "checkpoint.every_epochs=0.2", "run.epochs=8")
@@ -51,7 +66,9 @@ def test_twenty_kills_leave_no_trace_over_changing_topologies(tmp_path):
             overrides = (*recipe, *stages, f"run.output={folder}")
             for rank, moment, number in kills:
                 who = rank % size
-                ended = ranks.train(size, *overrides, sabotage=functools.partial(die, who, moment, number))
+                ended = ranks.train(
+                    size, *overrides, sabotage=functools.partial(die, who, moment, number)
+                )
                 codes = [rank.code for rank in ended]
                 assert codes.pop(who) == -signal.SIGKILL and codes == [FAILED] * (size - 1), ended
             if end == 40:

@@ -1,4 +1,5 @@
-"""metrics.jsonl: what is written is what is read, also while it is written, cut off, damaged or not finite."""
+"""metrics.jsonl: what is written is what is read, also while it is written, cut off, damaged or not
+finite."""
 
 import json
 import math
@@ -48,7 +49,9 @@ def test_the_position_is_on_the_disk_before_a_checkpoint_relies_on_it(path, monk
 
 
 def test_numbers_that_json_does_not_know_become_null(path):
-    write(path, {**TRAIN, "loss": math.nan, "lr": math.inf, "trust": {"stem": -math.inf, "head": 0.5}})
+    write(
+        path, {**TRAIN, "loss": math.nan, "lr": math.inf, "trust": {"stem": -math.inf, "head": 0.5}}
+    )
     expected = {**TRAIN, "loss": None, "lr": None, "trust": {"stem": None, "head": 0.5}}
     assert json.loads(path.read_text()) == expected == last_events(path)["train"]
 
@@ -60,8 +63,11 @@ def test_numbers_that_json_does_not_know_become_null(path):
     ids=lambda line: line[:40],
 )  # fmt: skip
 def test_a_line_that_is_no_event_is_found_and_refused_or_passed_over(path, line):
-    path.write_text("\n".join([json.dumps(TRAIN), line, json.dumps(EVAL), json.dumps(EVAL)[:9]]), "latin-1")
-    assert list(lines(path)) == [(1, TRAIN), (2, None), (3, EVAL)]  # without the last one, which was cut off
+    path.write_text(
+        "\n".join([json.dumps(TRAIN), line, json.dumps(EVAL), json.dumps(EVAL)[:9]]), "latin-1"
+    )
+    # without the last one, which was cut off
+    assert list(lines(path)) == [(1, TRAIN), (2, None), (3, EVAL)]
     assert last_events(path) == {"train": TRAIN, "eval": EVAL}
     with pytest.raises(UserError, match=r"metrics.jsonl:2: not a line of metrics; remove it"):
         read_events(path.parent)

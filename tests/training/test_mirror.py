@@ -1,4 +1,5 @@
-"""A run whose disk is lost goes on from its mirror, to equal bits; faults of the store never end it."""
+"""A run whose disk is lost goes on from its mirror, to equal bits; faults of the store never end
+it."""
 
 import json
 import os
@@ -51,12 +52,18 @@ def weights_and_events(folder):
     tensors = {name: tensor.numpy().tobytes() for name, tensor in flat(content["engine"]).items()}
     events = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
-        events.append({key: value for key, value in json.loads(line).items() if key not in TIMING_FIELDS})
+        events.append(
+            {key: value for key, value in json.loads(line).items() if key not in TIMING_FIELDS}
+        )
     return tensors, events
 
 
 def files(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "memory"])
@@ -105,7 +112,9 @@ def test_weights_to_start_from_that_are_lost_with_the_folder_are_not_missed_once
     for lost in ("run", "mirror"):
         shutil.rmtree(tmp_path / lost)
     preflight.check(recipe)
-    with pytest.raises(CheckpointError, match="pretrain: no such file or folder; name a run folder") as refusal:
+    with pytest.raises(
+        CheckpointError, match="pretrain: no such file or folder; name a run folder"
+    ) as refusal:
         session(*overrides)
     assert "\n" not in str(refusal.value)
 
@@ -116,13 +125,18 @@ def test_a_mirror_of_another_run_or_of_other_files_is_refused_and_left_alone(ses
     session(*overrides)
     before = files(place)
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=f"^{place} belongs to another recipe: optimizer.momentum is "):
+    with pytest.raises(
+        CheckpointError, match=f"^{place} belongs to another recipe: optimizer.momentum is "
+    ):
         session(*overrides, "optimizer.momentum=0.5")
     with pytest.raises(ConfigError, match=r"holds a run and run\.resume is never"):
         session(*overrides, "run.resume=never")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "mine.jpg").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"photos holds files that are no run \(mine.jpg\); name a place of its own"):
+    with pytest.raises(
+        ConfigError,
+        match=r"photos holds files that are no run \(mine.jpg\); name a place of its own",
+    ):
         session(*RECIPE, f"checkpoint.mirror={tmp_path / 'photos'}")
     assert files(place) == before and len(files(tmp_path / "photos")) == 1
 
@@ -137,7 +151,10 @@ def test_a_mirror_that_is_ahead_of_the_folder_loses_nothing(session, tmp_path):
     shutil.rmtree(tmp_path / "run")
     shutil.copytree(tmp_path / "stale", tmp_path / "run")
     before = files(place)
-    with pytest.raises(ConfigError, match=r"is ahead of .*run \(checkpoints/step-00000010.json\); remove the folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is ahead of .*run \(checkpoints/step-00000010.json\); remove the folder",
+    ):
         session(*overrides)
     assert files(place) == before
 
@@ -164,8 +181,11 @@ def test_faults_of_the_store_are_said_and_tried_again(session, tmp_path, monkeyp
 
 @pytest.mark.parametrize("is_folder_lost", [False, True])
 @pytest.mark.parametrize("number", range(1, 6))
-def test_a_first_transfer_that_is_cut_off_is_gone_on_with(mirrored, tmp_path, monkeypatch, number, is_folder_lost):
-    """Before each of its five files; without its folder the run begins anew, as nothing is lost by that."""
+def test_a_first_transfer_that_is_cut_off_is_gone_on_with(
+    mirrored, tmp_path, monkeypatch, number, is_folder_lost
+):
+    """Before each of its five files; without its folder the run begins anew, as nothing is lost by
+    that."""
     sent = []
     send_file = Mirror._send_file
 
@@ -189,8 +209,13 @@ def test_a_first_transfer_that_is_cut_off_is_gone_on_with(mirrored, tmp_path, mo
 
 
 @pytest.mark.parametrize("others", [(), ("checkpoints/step-00000100.pt",)])
-def test_files_of_a_run_without_its_recipe_are_a_first_transfer_that_was_cut_off(mirrored, tmp_path, others):
-    """Older versions sent the recipe in any order. Files of others beside them are refused as ever."""
+def test_files_of_a_run_without_its_recipe_are_a_first_transfer_that_was_cut_off(
+    mirrored, tmp_path, others
+):
+    """Older versions sent the recipe in any order.
+
+    Files of others beside them are refused as ever.
+    """
     folder = mirrored(100)
     place = tmp_path / "mirror"
     (place / "checkpoints").mkdir(parents=True)
@@ -206,20 +231,28 @@ def test_files_of_a_run_without_its_recipe_are_a_first_transfer_that_was_cut_off
     assert {"config.yaml", "checkpoints/step-00000100.json"} <= files(place).keys()
 
 
-def test_several_checkpoints_without_manifests_are_no_first_transfer_of_a_new_run(mirrored, tmp_path):
+def test_several_checkpoints_without_manifests_are_no_first_transfer_of_a_new_run(
+    mirrored, tmp_path
+):
     """An older run was mirrored for the first time, or its manifests were removed."""
     mirrored(100, 200).close()
     for manifest in (tmp_path / "mirror" / "checkpoints").glob("*.json"):
         manifest.unlink()
     before = files(tmp_path / "mirror")
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(ConfigError, match="mirror has 2 checkpoints, all without their manifests; restore these, or"):
+    with pytest.raises(
+        ConfigError,
+        match="mirror has 2 checkpoints, all without their manifests; restore these, or",
+    ):
         mirrored()
     assert files(tmp_path / "mirror") == before
 
 
-def test_a_transfer_that_is_cut_off_is_begun_once_more_at_once(mirrored, tmp_path, monkeypatch, capsys):
-    """A regroup of an elastic run cuts connections, and its last checkpoint may be long in coming."""
+def test_a_transfer_that_is_cut_off_is_begun_once_more_at_once(
+    mirrored, tmp_path, monkeypatch, capsys
+):
+    """A regroup of an elastic run cuts connections, and its last checkpoint may be long in
+    coming."""
     put_file = LocalFileSystem.put_file
     cut = [ConnectionError("cut off")]
 
@@ -242,13 +275,19 @@ def test_manifests_come_last_and_go_first_once_the_next_is_there(tmp_path, monke
     checkpoints = CheckpointFolder(folder / "checkpoints", 1, False, mirror)
     order = []
     monkeypatch.setattr(mirror, "_send_file", order.append)
-    monkeypatch.setattr(mirror._system, "rm_file", lambda path: order.append(f"-{path.rpartition('/')[2]}"))
+    monkeypatch.setattr(
+        mirror._system, "rm_file", lambda path: order.append(f"-{path.rpartition('/')[2]}")
+    )
     there = set()
     monkeypatch.setattr(mirror, "_remote_names", lambda: there)
     for step in (1, 2):
-        checkpoints.save(step, {"engine": {"w": torch.zeros(9)}}, None, [{"residual": torch.zeros(9)}])
+        checkpoints.save(
+            step, {"engine": {"w": torch.zeros(9)}}, None, [{"residual": torch.zeros(9)}]
+        )
         mirror.wait()
-        there = {f"checkpoints/step-0000000{step}.{kind}" for kind in ("pt", "json", "replica-0000.pt")}
+        there = {
+            f"checkpoints/step-0000000{step}.{kind}" for kind in ("pt", "json", "replica-0000.pt")
+        }
     first = order[:3]
     second = order[3:]
     assert first[-1] == "checkpoints/step-00000001.json" and len(first) == 3
@@ -273,7 +312,10 @@ def test_training_goes_on_while_files_are_sent(session, tmp_path, monkeypatch):
     ("url", "said"),
     [
         ("nowhere://bucket/run", r"checkpoint.mirror: nowhere://bucket/run: Protocol not known"),
-        ("s3://me:secret@bucket/run", "has credentials in it; give them as the store's package reads them"),
+        (
+            "s3://me:secret@bucket/run",
+            "has credentials in it; give them as the store's package reads them",
+        ),
     ],
 )
 def test_urls_that_cannot_be_used_are_refused(session, url, said):
@@ -288,7 +330,10 @@ def test_urls_that_cannot_be_used_are_refused(session, url, said):
         ("run", "is the run folder itself"),
         ("file://{}/run/mirror", "lies in the run folder .*run, and would be copied into itself"),
         ("link/mirror", "lies in the run folder .*run, and would be copied into itself"),
-        ("simplecache::file://{}/run/mirror", "lies in the run folder .*run, and would be copied into itself"),
+        (
+            "simplecache::file://{}/run/mirror",
+            "lies in the run folder .*run, and would be copied into itself",
+        ),
         ("", "has the run folder .*run in it, and would be copied into that"),
     ],
 )
@@ -298,10 +343,14 @@ def test_a_mirror_in_the_run_folder_or_around_it_is_refused(tiny, tmp_path, plac
     url = place.format(tmp_path) if "{}" in place else str(tmp_path / place)
     recipe = tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={url}")
     for refused in (preflight.check, RunFolder):
-        with pytest.raises(ConfigError, match=f"^checkpoint.mirror: .* {said}; name a place of its own$"):
+        with pytest.raises(
+            ConfigError, match=f"^checkpoint.mirror: .* {said}; name a place of its own$"
+        ):
             refused(recipe)
     # Beside it, with a name that begins alike.
-    RunFolder(tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={tmp_path / 'run-mirror'}")).close()
+    RunFolder(
+        tiny(f"run.output={tmp_path / 'run'}", f"checkpoint.mirror={tmp_path / 'run-mirror'}")
+    ).close()
 
 
 def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path):
@@ -325,7 +374,8 @@ def test_the_key_may_change_between_sessions(session, tmp_path):
 
 @pytest.fixture
 def mirrored(tiny, tmp_path):
-    """mirrored(*steps, **options): the open folder of a mirrored run with checkpoints of `steps`."""
+    """mirrored(*steps, **options): the open folder of a mirrored run with checkpoints of
+    `steps`."""
     folders = []
 
     def open_folder(*steps, **options):
@@ -369,7 +419,9 @@ def test_a_later_checkpoint_of_a_branch_here_costs_the_mirror_none_of_its_own(mi
     assert files(tmp_path / "mirror") == before
 
 
-def test_a_later_checkpoint_of_a_branch_there_is_no_reason_to_refuse_and_is_kept(mirrored, tmp_path):
+def test_a_later_checkpoint_of_a_branch_there_is_no_reason_to_refuse_and_is_kept(
+    mirrored, tmp_path
+):
     folder = mirrored(100)
     branch = fill_branch(folder.path, 600)
     folder.close()
@@ -381,12 +433,15 @@ def test_a_later_checkpoint_of_a_branch_there_is_no_reason_to_refuse_and_is_kept
 
 
 def test_checkpoints_of_branches_are_sent_like_the_runs_own(mirrored, monkeypatch):
-    """A manifest comes after the weights that it tells of, and what is there whole is not sent again."""
+    """A manifest comes after the weights that it tells of, and what is there whole is not sent
+    again."""
     folder = mirrored(100)
     fill_branch(folder.path, 50, 100)
     sent = []
     send_file = Mirror._send_file
-    monkeypatch.setattr(Mirror, "_send_file", lambda mirror, name: (sent.append(name), send_file(mirror, name)))
+    monkeypatch.setattr(
+        Mirror, "_send_file", lambda mirror, name: (sent.append(name), send_file(mirror, name))
+    )
     folder.close()
     kinds = [name.rpartition(".")[2] for name in sent if "step-" in name]
     assert kinds == ["pt"] * 3 + ["json"] * 3
@@ -436,10 +491,15 @@ def test_checkpoints_behind_a_link_in_the_mirror_are_gone_on_with(mirrored, tmp_
     (again.path / "checkpoints" / "step-00000100.pt").unlink()
     again.close()
     assert there.is_symlink()
-    assert sorted(path.name for path in there.glob("*.pt")) == ["step-00000200.pt", "step-00000300.pt"]
+    assert sorted(path.name for path in there.glob("*.pt")) == [
+        "step-00000200.pt",
+        "step-00000300.pt",
+    ]
 
 
-def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_nothing(mirrored, tmp_path, capsys):
+def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_nothing(
+    mirrored, tmp_path, capsys
+):
     """Neither is it once that is opened as the run's own: the mirror has later checkpoints."""
     place = tmp_path / "mirror"
     mirrored(100, 200).close()
@@ -459,7 +519,8 @@ def test_what_lies_in_the_place_of_a_replaced_folder_is_not_sent_and_removes_not
 
 
 def test_a_lost_folder_is_filled_also_for_a_process_that_has_trained(mirrored, tmp_path):
-    """The first checkpoint in an empty one would write over the mirror's events, and remove its checkpoints."""
+    """The first checkpoint in an empty one would write over the mirror's events, and remove its
+    checkpoints."""
     mirrored(100, 200).close()
     before = files(tmp_path / "mirror")
     shutil.rmtree(tmp_path / "run")
@@ -485,7 +546,9 @@ def test_a_lost_folder_that_cannot_be_filled_to_the_end_is_written_by_a_process_
 
 
 @pytest.mark.parametrize("number", range(1, 8))
-def test_a_restore_that_is_cut_off_is_said_and_repeated_by_the_same_command(mirrored, tmp_path, monkeypatch, number):
+def test_a_restore_that_is_cut_off_is_said_and_repeated_by_the_same_command(
+    mirrored, tmp_path, monkeypatch, number
+):
     """Before each of its seven files."""
     mirrored(100, 200).close()
     before = files(tmp_path / "mirror")
@@ -501,7 +564,9 @@ def test_a_restore_that_is_cut_off_is_said_and_repeated_by_the_same_command(mirr
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalFileSystem, "get_file", failing)
-        with pytest.raises(ConfigError, match="mirror: the store does not answer; mend that, or train without"):
+        with pytest.raises(
+            ConfigError, match="mirror: the store does not answer; mend that, or train without"
+        ):
             mirrored()
     mirrored().close()
     here = files(tmp_path / "run")
@@ -519,7 +584,10 @@ def test_a_part_of_a_run_is_not_trained_without_its_mirror(mirrored, tiny, tmp_p
     with pytest.raises(ConfigError, match="cut off"):
         mirrored()
     before = files(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"run holds a part of a run, .*; give the same checkpoint\.mirror to go on"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run holds a part of a run, .*; give the same checkpoint\.mirror to go on",
+    ):
         RunFolder(tiny(f"run.output={tmp_path / 'run'}"))
     assert files(tmp_path / "run") == before
 
@@ -532,7 +600,9 @@ def test_a_checkpoint_that_is_there_whole_is_not_sent_again(mirrored, tmp_path, 
     (place / "step-00000100.pt").write_bytes(whole[:9])
     sent = []
     send_file = Mirror._send_file
-    monkeypatch.setattr(Mirror, "_send_file", lambda mirror, name: (sent.append(name), send_file(mirror, name)))
+    monkeypatch.setattr(
+        Mirror, "_send_file", lambda mirror, name: (sent.append(name), send_file(mirror, name))
+    )
     mirrored().close()
     assert {name for name in sent if "step-" in name} == {
         "checkpoints/step-00000100.pt",
@@ -542,7 +612,9 @@ def test_a_checkpoint_that_is_there_whole_is_not_sent_again(mirrored, tmp_path, 
 
 
 @pytest.mark.parametrize("method", ["put_file", "pipe_file"])
-def test_a_transfer_that_is_cut_off_leaves_the_file_before_it(mirrored, tmp_path, monkeypatch, method):
+def test_a_transfer_that_is_cut_off_leaves_the_file_before_it(
+    mirrored, tmp_path, monkeypatch, method
+):
     """In a folder, where a file that is written is there from its first byte on."""
     mirrored(100).close()
     place = tmp_path / "mirror"

@@ -1,4 +1,5 @@
-"""Runs that train a part of the model: stopped and resumed, on replicas and stages, and started from weights."""
+"""Runs that train a part of the model: stopped and resumed, on replicas and stages, and started
+from weights."""
 
 import pytest
 import torch
@@ -39,14 +40,22 @@ def test_two_ranks_are_one_process(one, tmp_path, stages):
 
 
 def test_a_stage_without_anything_to_train_is_refused(tmp_path):
-    ended = ranks.train(2, *PART, "model.train=classifier", "parallel.stages=2", f"run.output={tmp_path / 'run'}")
+    ended = ranks.train(
+        2, *PART, "model.train=classifier", "parallel.stages=2", f"run.output={tmp_path / 'run'}"
+    )
     assert [rank.code for rank in ended] == [2, 2]
     words = "has nothing that model.train names; use parallel.stages=1, or cut within what is trained (parallel.split)"
     assert [words in line for rank in ended for line in rank.errors] == [True]
 
 
 def test_the_other_weights_are_those_that_the_run_starts_from(one, tmp_path):
-    keys = (*PART, "model.train=classifier", f"model.init_from={one}", "run.seed=3", f"run.output={tmp_path / 'run'}")
+    keys = (
+        *PART,
+        "model.train=classifier",
+        f"model.init_from={one}",
+        "run.seed=3",
+        f"run.output={tmp_path / 'run'}",
+    )
     train_to_the_end(1, *keys)
     start = read(str(one)).tensors
     end = Outcome(tmp_path / "run").engine["weights"]

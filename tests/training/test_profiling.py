@@ -1,4 +1,5 @@
-"""log.profile and log.memory: the updates that are asked for are recorded, and nothing is left on afterwards."""
+"""log.profile and log.memory: the updates that are asked for are recorded, and nothing is left on
+afterwards."""
 
 import gzip
 import json
@@ -28,14 +29,25 @@ def annotations(path):
 
 
 @pytest.mark.slow
-def test_a_profile_holds_the_updates_from_the_second_on_with_the_spans_of_the_timeline(session, tmp_path):
+def test_a_profile_holds_the_updates_from_the_second_on_with_the_spans_of_the_timeline(
+    session, tmp_path
+):
     """Four updates of two micro batches; also a session's last update ends a profile."""
-    recipe = ("batch.micro=32", "run.steps=4", "schedule.warmup_steps=1", "log.tensorboard=false", "log.every_steps=1")
+    recipe = (
+        "batch.micro=32",
+        "run.steps=4",
+        "schedule.warmup_steps=1",
+        "log.tensorboard=false",
+        "log.every_steps=1",
+    )
     out = session(*recipe, "log.profile=2")
     path = tmp_path / "run" / "profile" / "rank-0000.json.gz"
     assert f"profile of updates 2 to 3 of this session: {path}\n" in out
     found = annotations(path)
-    assert {name: found[name] for name in found if name.startswith("step ")} == {"step 1": 1, "step 2": 1}
+    assert {name: found[name] for name in found if name.startswith("step ")} == {
+        "step 1": 1,
+        "step 2": 1,
+    }
     assert [found[name] for name in (*SPANS, "forward 1", "forward 2")] == [2, 2, 2, 2, 2, 0]
     out = session(*recipe, "log.profile=9", f"run.output={tmp_path / 'short'}")
     assert "profile of updates 2 to 4 of this session: " in out
@@ -73,7 +85,8 @@ class Memory:
     def __init__(self, monkeypatch):
         self.calls = []
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self._record)
-        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self._dump, raising=False)  # torch 2.0.1
+        # torch 2.0.1
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self._dump, raising=False)
 
     def _record(self, enabled="all", **options):
         self.calls.append("begin" if enabled else "end")
@@ -87,7 +100,8 @@ class Memory:
 
 @pytest.fixture
 def recorded(tiny, tmp_path, monkeypatch):
-    """recorded(*overrides, updates=..., error=None, rank=0): the calls, the lines and the name of what was written."""
+    """recorded(*overrides, updates=..., error=None, rank=0): the calls, the lines and the name of
+    what was written."""
 
     def record(*overrides, updates=4, error=None, rank=0, device="cuda"):
         memory = Memory(monkeypatch)
@@ -97,10 +111,14 @@ def recorded(tiny, tmp_path, monkeypatch):
         engine.topology = Topology(2, 1, rank, rank)
         try:
             folder = tmp_path / "run"
-            with MemoryHistory(recipe.log, snapshot_file(folder, rank), device, lines.append) as history:
+            with MemoryHistory(
+                recipe.log, snapshot_file(folder, rank), device, lines.append
+            ) as history:
                 monitor = Monitor(None, (), lines.append)
                 file = profile_file(folder, rank)
-                recordings = Recordings(recipe.log.profile, file, engine, monitor=monitor, history=history)
+                recordings = Recordings(
+                    recipe.log.profile, file, engine, monitor=monitor, history=history
+                )
                 for step in range(updates):
                     with recordings.update(step):
                         memory.calls.append(step)
@@ -114,10 +132,14 @@ def recorded(tiny, tmp_path, monkeypatch):
     return record
 
 
-def test_memory_is_recorded_from_before_the_first_update_to_the_end_of_the_profiles(recorded, tmp_path):
+def test_memory_is_recorded_from_before_the_first_update_to_the_end_of_the_profiles(
+    recorded, tmp_path
+):
     calls, (line,), (name,) = recorded("log.memory=true", rank=1)
     assert (calls, name) == (["begin", 0, 1, "dump", "end", 2, 3], "rank-0001.memory.pickle")
-    assert line.startswith(f"memory up to update 2 of this session: {tmp_path / 'run' / 'profile' / name}, for https:")
+    assert line.startswith(
+        f"memory up to update 2 of this session: {tmp_path / 'run' / 'profile' / name}, for https:"
+    )
     assert recorded("log.memory=true", updates=1)[0] == ["begin", 0, "dump", "end"]
     calls, lines, _ = recorded("log.memory=true", "log.profile=2", device="cuda")
     assert calls == ["begin", 0, 1, 2, "dump", "end", 3] and "up to update 3" in lines[-1]
@@ -130,7 +152,9 @@ def test_memory_is_recorded_from_before_the_first_update_to_the_end_of_the_profi
         (RuntimeError("something else"), ["begin", 0, 1, "end"]),
     ],
 )
-def test_a_snapshot_is_written_when_memory_runs_out_and_for_no_other_error(recorded, capsys, error, calls):
+def test_a_snapshot_is_written_when_memory_runs_out_and_for_no_other_error(
+    recorded, capsys, error, calls
+):
     found, lines, names = recorded("log.memory=true", error=error, rank=1)
     assert (found, lines, len(names)) == (calls, [], calls.count("dump"))
     assert ("log.memory: memory ran out: " in capsys.readouterr().out) == ("dump" in calls)
@@ -140,7 +164,10 @@ def test_without_the_key_or_without_cuda_there_is_none(recorded):
     assert recorded()[:2] == ([0, 1, 2, 3], [])
     calls, (line,), _ = recorded("log.memory=true", device="cpu")
     assert calls == [0, 1, 2, 3]
-    assert line == "log.memory: left out; there are snapshots of CUDA memory only, and this device is cpu"
+    assert (
+        line
+        == "log.memory: left out; there are snapshots of CUDA memory only, and this device is cpu"
+    )
 
 
 def test_a_run_records_from_before_its_engine_is_built(session, monkeypatch):
@@ -161,8 +188,12 @@ def test_a_run_records_from_before_its_engine_is_built(session, monkeypatch):
 
 @pytest.mark.multiprocess
 def test_every_rank_writes_its_own_profile(tmp_path):
-    ended = ranks.train(2, *ranks.SMALL, *TWO_STAGES, "log.profile=1", f"run.output={tmp_path / 'run'}")
+    ended = ranks.train(
+        2, *ranks.SMALL, *TWO_STAGES, "log.profile=1", f"run.output={tmp_path / 'run'}"
+    )
     assert {rank.code for rank in ended} == {0}, ended
-    found = [annotations(tmp_path / "run" / "profile" / f"rank-{rank:04d}.json.gz") for rank in range(2)]
+    found = [
+        annotations(tmp_path / "run" / "profile" / f"rank-{rank:04d}.json.gz") for rank in range(2)
+    ]
     assert all(each["step 1"] == each["forward 3"] == each["backward 3"] == 1 for each in found)
     assert [each["load 3"] for each in found] == [1, 0]  # images enter at the first stage

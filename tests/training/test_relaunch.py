@@ -1,4 +1,5 @@
-"""poprun's line, corrected: which words it has, where it is found, and which variables are left out."""
+"""poprun's line, corrected: which words it has, where it is found, and which variables are left
+out."""
 
 import os
 import signal
@@ -25,14 +26,28 @@ DEFAULTS = {
     [
         (["--num-replicas", "64"], []),
         (["--num-replicas=64", "--num-instances=1"], []),
-        (["--host=a,b", "--num-replicas", "64", "--vipu-partition", "p"], ["--host=a,b", "--vipu-partition", "p"]),
-        (["--mpi-local-args=-x PATH", "--num-replicas=64", "-vv"], ["--mpi-local-args=-x PATH", "-vv"]),
+        (
+            ["--host=a,b", "--num-replicas", "64", "--vipu-partition", "p"],
+            ["--host=a,b", "--vipu-partition", "p"],
+        ),
+        (
+            ["--mpi-local-args=-x PATH", "--num-replicas=64", "-vv"],
+            ["--mpi-local-args=-x PATH", "-vv"],
+        ),
     ],
 )
-@pytest.mark.parametrize("interpreter", [["python"], ["python3.8", "-u", "-W", "ignore"], ["bash", "-c", "exec $0 $@"]])
+@pytest.mark.parametrize(
+    "interpreter", [["python"], ["python3.8", "-u", "-W", "ignore"], ["bash", "-c", "exec $0 $@"]]
+)
 def test_the_users_other_flags_and_command_stay_as_typed(words, kept, interpreter):
     line = ["poprun", *words, *interpreter, *SCRIPT]
-    assert relaunch.corrected(line, FLAGS, SCRIPT) == ["poprun", *FLAGS, *kept, *interpreter, *SCRIPT]
+    assert relaunch.corrected(line, FLAGS, SCRIPT) == [
+        "poprun",
+        *FLAGS,
+        *kept,
+        *interpreter,
+        *SCRIPT,
+    ]
 
 
 def test_a_line_that_is_not_known_is_written_anew():
@@ -41,13 +56,22 @@ def test_a_line_that_is_not_known_is_written_anew():
 
 def test_the_launchers_variables_are_left_out():
     own = {"OPAL_PREFIX": "/sdk", "IPUOF_VIPU_API_PARTITION_ID": "p", "PATH": "/bin"}
-    theirs = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_ess": "env", "PMIX_RANK": "0", "PMI_RANK": "0", **DEFAULTS}
+    theirs = {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_MCA_ess": "env",
+        "PMIX_RANK": "0",
+        "PMI_RANK": "0",
+        **DEFAULTS,
+    }
     assert relaunch.without_launcher({**own, **theirs}) == own
 
 
 def test_a_run_that_fits_or_has_no_poprun_goes_on():
     relaunch.settle(two_stages(), {})
-    relaunch.settle(two_stages(), {**DEFAULTS, "POPDIST_NUM_IPUS_PER_REPLICA": "2", "POPDIST_NUM_LOCAL_REPLICAS": "16"})
+    relaunch.settle(
+        two_stages(),
+        {**DEFAULTS, "POPDIST_NUM_IPUS_PER_REPLICA": "2", "POPDIST_NUM_LOCAL_REPLICAS": "16"},
+    )
     relaunch.settle(two_stages("run.device=cpu"), DEFAULTS)
 
 
@@ -56,11 +80,19 @@ def test_a_run_that_fits_or_has_no_poprun_goes_on():
     [
         (["ipu.relaunch=false"], {}, True),
         ([], {}, False),  # there is no poprun here
-        ([], {"POPDIST_NUM_LOCAL_REPLICAS": "32"}, True),  # the user has chosen a number of instances
-        (["parallel.replicas=32", "batch.global=256"], {}, True),  # and here two numbers of replicas
+        # the user has chosen a number of instances
+        ([], {"POPDIST_NUM_LOCAL_REPLICAS": "32"}, True),
+        # and here two numbers of replicas
+        (
+            ["parallel.replicas=32", "batch.global=256"],
+            {},
+            True,
+        ),
     ],
 )
-def test_otherwise_the_whole_line_is_in_the_refusal(overrides, variables, poprun, tmp_path, monkeypatch):
+def test_otherwise_the_whole_line_is_in_the_refusal(
+    overrides, variables, poprun, tmp_path, monkeypatch
+):
     program = tmp_path / "poprun"
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o755)
@@ -70,8 +102,13 @@ def test_otherwise_the_whole_line_is_in_the_refusal(overrides, variables, poprun
     with pytest.raises(ConfigError) as refused:
         relaunch.settle(two_stages("data.workers=0", *overrides), {**DEFAULTS, **variables})
     message = str(refused.value)
-    assert message.startswith("poprun gives each replica 1 IPU, but parallel.stages is 2; start it as `poprun ")
-    assert f"{sys.executable} train.py --config configs/pod256.yaml`, or use parallel.stages=auto" in message
+    assert message.startswith(
+        "poprun gives each replica 1 IPU, but parallel.stages is 2; start it as `poprun "
+    )
+    assert (
+        f"{sys.executable} train.py --config configs/pod256.yaml`, or use parallel.stages=auto"
+        in message
+    )
 
 
 def test_other_instances_than_the_first_say_nothing(monkeypatch):
@@ -91,7 +128,9 @@ def test_a_line_whose_batch_does_not_divide_is_refused_before_it_is_started(tmp_
         relaunch.settle(two_stages(), three)
 
 
-def test_a_signal_that_came_before_poprun_is_started_again_ends_the_process(tmp_path, monkeypatch, capsys):
+def test_a_signal_that_came_before_poprun_is_started_again_ends_the_process(
+    tmp_path, monkeypatch, capsys
+):
     """poprun would not hear of it, and would train until it is killed."""
     (tmp_path / "poprun").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "poprun").chmod(0o755)
@@ -108,7 +147,9 @@ def test_a_signal_that_came_before_poprun_is_started_again_ends_the_process(tmp_
     finally:
         stopping.put_back(before)
     assert ended.value.code == 75
-    assert capsys.readouterr().err == "stopped while no rank was running; the same command goes on\n"
+    assert (
+        capsys.readouterr().err == "stopped while no rank was running; the same command goes on\n"
+    )
 
 
 def test_poprun_is_found_among_the_ancestors_with_its_words(tmp_path):

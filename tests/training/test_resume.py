@@ -1,7 +1,9 @@
-"""A run that is stopped, killed or damaged and started again ends as the undisturbed run does, bit for bit.
+"""A run that is stopped, killed or damaged and started again ends as the undisturbed run does, bit
+for bit.
 
-The recipe draws in every way a run can draw, keeps both averages, and its second epoch has larger images. It has 10
-steps in 2 epochs of 5, a log line every 4, an evaluation every 5, a checkpoint every 3.
+The recipe draws in every way a run can draw, keeps both averages, and its second epoch has larger
+images. It has 10 steps in 2 epochs of 5, a log line every 4, an evaluation every 5, a checkpoint
+every 3.
 """
 
 import functools
@@ -47,12 +49,16 @@ class Outcome:
         self.progression = {**content["progression"], **times}
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         self.events = [
-            {key: value for key, value in json.loads(line).items() if key not in TIMING_FIELDS} for line in lines
+            {key: value for key, value in json.loads(line).items() if key not in TIMING_FIELDS}
+            for line in lines
         ]
 
     def tensors(self):
         """{"part/name": (dtype, bytes)} of the engine's state."""
-        return {name: (tensor.dtype, tensor.numpy().tobytes()) for name, tensor in flat(self.engine).items()}
+        return {
+            name: (tensor.dtype, tensor.numpy().tobytes())
+            for name, tensor in flat(self.engine).items()
+        }
 
     def of(self, kind):
         return [event for event in self.events if event["event"] == kind]
@@ -81,7 +87,10 @@ def undisturbed(tmp_path_factory, _one_thread, _no_measuring):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(folder)
     outcome = Outcome(folder)
-    steps = {kind: [event["step"] for event in outcome.of(kind)] for kind in ("checkpoint", "train", "eval", "end")}
+    steps = {
+        kind: [event["step"] for event in outcome.of(kind)]
+        for kind in ("checkpoint", "train", "eval", "end")
+    }
     assert steps == {"checkpoint": [3, 6, 9, 10], "train": [4, 8, 10], "eval": [5, 10], "end": [10]}
     assert all(event["skipped_steps"] == 0 for event in outcome.of("train"))
     return outcome
@@ -114,8 +123,11 @@ def test_measured_times_change_nothing(session, undisturbed, folder, monkeypatch
     Outcome(folder).assert_same(undisturbed)
 
 
-def test_a_damaged_newest_checkpoint_costs_time_only_and_how_it_is_computed_may_change(session, undisturbed, folder):
-    """The one before is taken, with a message; the steps between the two are done again, in other ways."""
+def test_a_damaged_newest_checkpoint_costs_time_only_and_how_it_is_computed_may_change(
+    session, undisturbed, folder
+):
+    """The one before is taken, with a message; the steps between the two are done again, in other
+    ways."""
     session(*OVERRIDES, stop_at=5)
     newest = folder / "checkpoints" / "step-00000005.pt"
     newest.write_bytes(newest.read_bytes()[:-1000])
@@ -124,12 +136,19 @@ def test_a_damaged_newest_checkpoint_costs_time_only_and_how_it_is_computed_may_
     assert Outcome(folder).tensors() == undisturbed.tensors()
 
 
-GROWING = (*OVERRIDES, "batch.schedule=[[0,24],[60,48],[200,72]]", "exchange.order=fast", "log.every_steps=1")
+GROWING = (
+    *OVERRIDES,
+    "batch.schedule=[[0,24],[60,48],[200,72]]",
+    "exchange.order=fast",
+    "log.every_steps=1",
+)
 
 
-def test_a_run_whose_batch_grows_goes_on_across_changes_and_has_the_rates_of_its_images(session, folder, tmp_path):
-    """Updates of 24 images up to step 3, then of 48: stopped at the change, and at two updates after it.
-    Rates are those of a run without a schedule that has seen as many images."""
+def test_a_run_whose_batch_grows_goes_on_across_changes_and_has_the_rates_of_its_images(
+    session, folder, tmp_path
+):
+    """Updates of 24 images up to step 3, then of 48: stopped at the change, and at two updates
+    after it. Rates are those of a run without a schedule that has seen as many images."""
     whole = tmp_path / "whole"
     recipe = loading.load(QUICKSTART, [*GROWING, f"run.output={whole}"])
     run(recipe)
@@ -142,14 +161,21 @@ def test_a_run_whose_batch_grows_goes_on_across_changes_and_has_the_rates_of_its
     rate = schedule.create(loading.load(QUICKSTART, OVERRIDES), lengths(recipe, 125))
     events = [(event["step"], event["batch"], event["lr"]) for event in outcome.of("train")]
     ends = (1, 2, 3, 5, 7, 9, 10)
-    assert events == [(end, 24 * (end - first), rate(first)) for first, end in zip((0, *ends), ends)]
+    assert events == [
+        (end, 24 * (end - first), rate(first)) for first, end in zip((0, *ends), ends)
+    ]
 
 
-def test_a_batch_that_followed_the_noise_scale_stays_as_large_after_a_resume(session, folder, monkeypatch):
-    """Doubled after the first epoch of 5 steps; the resumed session finds a smaller scale, which changes nothing."""
+def test_a_batch_that_followed_the_noise_scale_stays_as_large_after_a_resume(
+    session, folder, monkeypatch
+):
+    """Doubled after the first epoch of 5 steps; the resumed session finds a smaller scale, which
+    changes nothing."""
     growing = (*GROWING, "batch.schedule=noise", "batch.largest=48")
     for scale, stop in ((60.0, 6), (1.0, None)):
-        monkeypatch.setattr(TorchEngine, "noise_scale", lambda engine, n=scale: (NoiseScale(n, 1.0, n, 1.0), {}))
+        monkeypatch.setattr(
+            TorchEngine, "noise_scale", lambda engine, n=scale: (NoiseScale(n, 1.0, n, 1.0), {})
+        )
         session(*growing, stop_at=stop)
     outcome = Outcome(folder)
     assert outcome.progression["growth"] == [[5, 2]]
@@ -171,12 +197,15 @@ MOMENTS = {
 KILLS = [
     ("step", 2),  # before there is anything to resume from
     ("fsync", 2),  # the first checkpoint, at step 3, is written but not yet on the disk
-    ("rename", 3),  # it is on the disk under its temporary name (two renames are those of the environment)
+    # it is on the disk under its temporary name (two renames are those of the environment)
+    ("rename", 3),
     ("fsync", 4),  # it has its name, its manifest has not
     ("event", 1),  # it counts, but its event is not written
     ("evaluation batch", 2),  # within the evaluation at step 5
-    ("step", 3),  # before step 6, with the log line of step 4 and the evaluation behind the checkpoint
-    ("removal", 2),  # step 3 is being removed after step 9 was saved: its manifest is gone, the file is not
+    # before step 6, with the log line of step 4 and the evaluation behind the checkpoint
+    ("step", 3),
+    # step 3 is being removed after step 9 was saved: its manifest is gone, the file is not
+    ("removal", 2),
     ("fsync", 3),  # step 10 has its name, the folder is not on the disk
     ("event", 5),  # all is done but the last event
 ]
@@ -197,11 +226,13 @@ def before_call(patch, moment, number, action):
 
 
 class Killed(BaseException):
-    """Ends a session in this process; what the session does to its folder from then on is undone."""
+    """Ends a session in this process; what the session does to its folder from then on is
+    undone."""
 
 
 def kill(folder, moment, number):
-    """What SIGKILL leaves: the files as they are at that moment, without what Python has not handed to the system."""
+    """What SIGKILL leaves: the files as they are at that moment, without what Python has not handed
+    to the system."""
     left = folder.with_name("left")
 
     def die():
@@ -219,7 +250,10 @@ def test_a_run_can_be_killed_at_any_moment(undisturbed, folder):
     """Ten times in one run, at moments that are chosen to hurt."""
     for moment in KILLS:
         kill(folder, *moment)
-    assert not any(json.loads(line)["event"] == "end" for line in (folder / "metrics.jsonl").read_text().splitlines())
+    assert not any(
+        json.loads(line)["event"] == "end"
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    )
     train(folder)
     Outcome(folder).assert_same(undisturbed)
 
@@ -229,12 +263,17 @@ def lines_of(folder):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_run_without_the_files_of_its_replicas_is_scored_and_not_resumed(session, folder, monkeypatch, capsys):
-    """They are made up beside an engine that has no such states; evaluate.py needs only its weights."""
+def test_a_run_without_the_files_of_its_replicas_is_scored_and_not_resumed(
+    session, folder, monkeypatch, capsys
+):
+    """They are made up beside an engine that has no such states; evaluate.py needs only its
+    weights."""
     with monkeypatch.context() as patch:
         patch.setattr(TorchEngine, "replica_states", lambda engine: states(1, 3))
         session(*OVERRIDES, stop_at=2)
-    with pytest.raises(CheckpointError, match="of other replicas: 3 replicas have a state of their own"):
+    with pytest.raises(
+        CheckpointError, match="of other replicas: 3 replicas have a state of their own"
+    ):
         session(*OVERRIDES)
     for path in (folder / "checkpoints").glob("*.replica-*"):
         path.unlink()
@@ -258,7 +297,9 @@ def dies_amid_the_run(rank, folder):
 def test_kill_nine_of_the_command_leaves_no_trace(undisturbed, folder):
     """A real one: of a process, in the midst of whatever it does."""
     overrides = (*OVERRIDES[len(ranks.RECIPE) :], f"run.output={folder}")
-    (killed,) = ranks.train(1, *overrides, sabotage=functools.partial(dies_amid_the_run, folder=folder))
+    (killed,) = ranks.train(
+        1, *overrides, sabotage=functools.partial(dies_amid_the_run, folder=folder)
+    )
     assert killed.code == -signal.SIGKILL
     train(folder)
     Outcome(folder).assert_same(undisturbed)

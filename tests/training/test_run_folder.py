@@ -33,34 +33,54 @@ def opened(tiny, tmp_path):
 
 @pytest.fixture
 def begun(opened):
-    """The folder of a run that has left its first log line; from then on it belongs to its recipe."""
+    """The folder of a run that has left its first log line; from then on it belongs to its
+    recipe."""
     folder = opened()
     folder.metrics.write_text('{"event": "train"}\n')
     folder.close()
     return folder
 
 
-def test_a_new_folder_is_made_with_its_parents_and_describes_what_runs_in_it(opened, tmp_path, tiny):
+def test_a_new_folder_is_made_with_its_parents_and_describes_what_runs_in_it(
+    opened, tmp_path, tiny
+):
     for starts in (1, 2):
         folder = opened("run.name=deep", f"run.output={tmp_path}/a/b/run")
         folder.close()
-        assert loading.load(folder.path / "config.yaml") == tiny("run.name=deep", f"run.output={tmp_path}/a/b/run")
+        assert loading.load(folder.path / "config.yaml") == tiny(
+            "run.name=deep", f"run.output={tmp_path}/a/b/run"
+        )
         noted = json.loads((folder.path / "environment.json").read_text())["starts"]
-        assert len(noted) == starts and noted[0]["python"] == ".".join(map(str, sys.version_info[:3]))
-        assert {"torch", "timm", "numpy", "revision", "devices", "command", "started"} <= set(noted[0])
+        assert len(noted) == starts and noted[0]["python"] == ".".join(
+            map(str, sys.version_info[:3])
+        )
+        assert {"torch", "timm", "numpy", "revision", "devices", "command", "started"} <= set(
+            noted[0]
+        )
         assert noted[0]["processor"] == cores.processor()
-    for text in ("{", '{"starts": [1]}', '{"starts": [{"threads": "2"}]}'):  # damage does not stop a run
+    for text in (
+        "{",
+        '{"starts": [1]}',
+        '{"starts": [{"threads": "2"}]}',
+    ):
+        # damage does not stop a run
         (folder.path / "environment.json").write_text(text)
         assert folder.first_threads() is None
 
 
 @pytest.mark.parametrize(
     ("override", "difference"),
-    [("batch.global=48", "batch.global is 24 there, 48 here"), ("run.epochs=1", "run.epochs is null there, 1.0 here")],
+    [
+        ("batch.global=48", "batch.global is 24 there, 48 here"),
+        ("run.epochs=1", "run.epochs is null there, 1.0 here"),
+    ],
 )
 def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, begun, override, difference):
     before = {path.name: path.read_bytes() for path in begun.path.iterdir()}
-    with pytest.raises(CheckpointError, match=rf"recipe: {difference}; .*run.output=FOLDER .*model.init_from=\S*run "):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"recipe: {difference}; .*run.output=FOLDER .*model.init_from=\S*run ",
+    ):
         opened(override)
     assert {path.name: path.read_bytes() for path in begun.path.iterdir()} == before
     begun.metrics.unlink()
@@ -72,8 +92,19 @@ def test_the_run_of_another_recipe_is_refused_and_left_alone(opened, begun, over
 def test_where_and_how_it_is_computed_may_change(opened, begun):
     for overrides in (
         ("data.workers=3", "batch.evaluation=7", "data.bad_images=skip"),
-        ("run.device=cpu", "parallel.stages=2", "checkpoint.keep_last=5", "checkpoint.keep_best=false"),
-        ("log.every_steps=7", "log.tensorboard=true", "log.trace=2", "log.wandb=true", "log.mlflow=true"),
+        (
+            "run.device=cpu",
+            "parallel.stages=2",
+            "checkpoint.keep_last=5",
+            "checkpoint.keep_best=false",
+        ),
+        (
+            "log.every_steps=7",
+            "log.tensorboard=true",
+            "log.trace=2",
+            "log.wandb=true",
+            "log.mlflow=true",
+        ),
         ("log.profile=2", "log.memory=true", "run.loss_limit=1e9"),
         ("engine.compile=true", "engine.memory_format=channels_last", "engine.kernels=triton"),
         ("run.device=ipu", "ipu.partials=float"),
@@ -98,7 +129,9 @@ def test_a_recipe_that_failed_before_it_trained_may_be_corrected_in_place(opened
 def test_a_new_file_system_is_a_new_folder(opened, tmp_path, resume):
     """It holds a folder of its own."""
     (tmp_path / "disk" / "lost+found").mkdir(parents=True)
-    with contextlib.closing(opened(f"run.output={tmp_path}/disk", f"run.resume={resume}")) as folder:
+    with contextlib.closing(
+        opened(f"run.output={tmp_path}/disk", f"run.resume={resume}")
+    ) as folder:
         assert (folder.path / "config.yaml").exists()
 
 
@@ -107,11 +140,23 @@ def test_a_new_file_system_is_a_new_folder(opened, tmp_path, resume):
     [
         (lambda place: (place / "train").mkdir(parents=True), "", "holds files that are no run"),
         (lambda place: place.write_text("mine"), "", "a file is in the way; choose a folder"),
-        (lambda place: place.write_text("mine"), "/deeper", "a file is in the way; choose a folder"),
-        (lambda place: [(place / name).mkdir(parents=True) for name in ("checkpoints", "config.yaml")], "", "never"),
+        (
+            lambda place: place.write_text("mine"),
+            "/deeper",
+            "a file is in the way; choose a folder",
+        ),
+        (
+            lambda place: [
+                (place / name).mkdir(parents=True) for name in ("checkpoints", "config.yaml")
+            ],
+            "",
+            "never",
+        ),
     ],
 )
-def test_a_folder_that_cannot_be_a_new_run_is_refused_and_left_alone(opened, tmp_path, make, below, words):
+def test_a_folder_that_cannot_be_a_new_run_is_refused_and_left_alone(
+    opened, tmp_path, make, below, words
+):
     make(tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=words):
@@ -123,7 +168,8 @@ _HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.L
 
 
 def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gone(opened, begun):
-    """Also while a worker lives, as for seconds after its parent was killed: it has inherited the open file."""
+    """Also while a worker lives, as for seconds after its parent was killed: it has inherited the
+    open file."""
     folder = opened()
     command = [sys.executable, "-c", _HOLDER, folder.path / "lock"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -131,14 +177,19 @@ def test_a_folder_in_use_by_another_process_is_refused_and_free_once_that_is_gon
         folder.close()
         with subprocess.Popen(command, **pipes) as holder:
             holder.stdout.readline()
-            with pytest.raises(ConfigError, match=r"in use by another process; wait for it or give run.output=FOLDER"):
+            with pytest.raises(
+                ConfigError,
+                match=r"in use by another process; wait for it or give run.output=FOLDER",
+            ):
                 opened()
             holder.kill()
         opened()
         worker.kill()
 
 
-def test_a_report_that_looks_at_the_lock_for_an_instant_keeps_no_run_out(opened, begun, monkeypatch):
+def test_a_report_that_looks_at_the_lock_for_an_instant_keeps_no_run_out(
+    opened, begun, monkeypatch
+):
     lock = run_folder.fcntl.lockf
     refused = [errno.EAGAIN, errno.EACCES]
 
@@ -159,7 +210,9 @@ def test_a_file_system_without_locks_is_called_that_and_may_be_used(opened, begu
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
-    with pytest.raises(ConfigError, match=r"cannot be locked, .* no locks .*\(No locks available\).*run.lock=false"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be locked, .* no locks .*\(No locks available\).*run.lock=false"
+    ):
         opened()
     opened("run.lock=false")
 
@@ -175,7 +228,10 @@ END = {"event": "end", "step": 8, "top1": 0.5, "seconds": 9}
         (TRAIN, False),
         ([1], False),
         ({"event": "end"}, False),
-        *(({**END, **odd}, False) for odd in ({"top1": "all"}, {"top1": math.nan}, {"seconds": None})),
+        *(
+            ({**END, **odd}, False)
+            for odd in ({"top1": "all"}, {"top1": math.nan}, {"seconds": None})
+        ),
     ],
 )
 def test_a_run_is_finished_once_its_last_event_is_a_whole_end(opened, last, finished):

@@ -1,7 +1,8 @@
-"""The same images as a data set of torchvision, as class folders, as lists, shards and parquet files: the same weights.
+"""The same images as a data set of torchvision, as class folders, as lists, shards and parquet
+files: the same weights.
 
-Images have the same numbers in each of them, and all draws are functions of the number; PNG keeps every pixel. So
-weights, momentum and averages are compared bit for bit.
+Images have the same numbers in each of them, and all draws are functions of the number; PNG keeps
+every pixel. So weights, momentum and averages are compared bit for bit.
 """
 
 import itertools
@@ -40,7 +41,16 @@ def sources(tmp_path_factory):
     data_set = ("data.source=torchvision", "data.dataset=FashionMNIST", f"data.root={root / 'set'}")
     write_class_folders(root, train=TRAIN, validation=VALIDATION)
     for split, folder in (("train", "train"), ("validation", "val")):
-        command = ["pack", "--config", str(QUICKSTART), "--split", split, "--keep-order", "--images-per-shard", "25"]
+        command = [
+            "pack",
+            "--config",
+            str(QUICKSTART),
+            "--split",
+            split,
+            "--keep-order",
+            "--images-per-shard",
+            "25",
+        ]
         where = [str(root / "shards" / folder), *data_set, *COUNTS]
         assert shards.main([*command, "--workers", "1", *where]) == 0
     write_list(root / "train.csv", root / "train")
@@ -56,7 +66,9 @@ def sources(tmp_path_factory):
     except ImportError:
         return ways
     datasets.disable_progress_bars()
-    write_parquet(root / "parquet", [str(number) for number in range(10)], train=TRAIN, validation=VALIDATION)
+    write_parquet(
+        root / "parquet", [str(number) for number in range(10)], train=TRAIN, validation=VALIDATION
+    )
     return {**ways, "huggingface": ("data.source=huggingface", f"data.root={root / 'parquet'}")}
 
 
@@ -73,7 +85,8 @@ def weights(folder, replicas, *overrides):
 
 @pytest.fixture
 def all_equal(sources, tmp_path, monkeypatch):
-    """all_equal(steps, topologies): trains each way on each (replicas, workers), and compares all with the first."""
+    """all_equal(steps, topologies): trains each way on each (replicas, workers), and compares all
+    with the first."""
 
     def compare(steps, topologies):
         found = {}

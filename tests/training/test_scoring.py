@@ -18,7 +18,16 @@ from parallel.topology import Topology
 from recipe import loading
 from recipe.batch import divide
 from tests.conftest import QUICKSTART, TINY
-from training.scoring import Scores, accuracy, class_rows, engine_with, evaluate, quality, score, write_class_table
+from training.scoring import (
+    Scores,
+    accuracy,
+    class_rows,
+    engine_with,
+    evaluate,
+    quality,
+    score,
+    write_class_table,
+)
 from training.weights import StoredWeights
 
 CLASSES = ("cat", "dog", "eel", "fox", "gnu", "hen", "ibex")
@@ -26,7 +35,8 @@ LABELS, TAKEN_FOR = np.random.default_rng(0).integers(0, 7, (2, 60))
 
 
 class Answers:
-    """Stands in for an engine: an image's first pixel is the class that it is taken for, the next ones follow it."""
+    """Stands in for an engine: an image's first pixel is the class that it is taken for, the next
+    ones follow it."""
 
     topology = Topology()
     device = torch.device("cpu")
@@ -54,13 +64,18 @@ def batches(size, unreadable=()):
         images[: len(read), 0, 0, 0] = torch.tensor(TAKEN_FOR[read])
         labels[: len(read)] = torch.tensor(LABELS[read])
         messages = tuple(f"{i}.jpg: empty" for i in positions if i in unreadable)
-        yield MicroBatch(images, labels, None, valid=len(read), number=number, step=0, unreadable=messages)
+        yield MicroBatch(
+            images, labels, None, valid=len(read), number=number, step=0, unreadable=messages
+        )
 
 
 @pytest.mark.parametrize("size", [1, 7, 59, 100])
 @pytest.mark.parametrize("unreadable", [(), (1, 8, 9)])
 def test_every_readable_image_counts_once_whatever_the_batch_size(size, unreadable):
-    """Losses are rounded to multiples of 2**-24. The engine is given every batch: other stages of a pipeline wait."""
+    """Losses are rounded to multiples of 2**-24.
+
+    The engine is given every batch: other stages of a pipeline wait.
+    """
     labels = np.delete(LABELS, unreadable)
     taken_for = np.delete(TAKEN_FOR, unreadable)
     ranks = (labels - taken_for) % 7
@@ -74,7 +89,11 @@ def test_every_readable_image_counts_once_whatever_the_batch_size(size, unreadab
     assert report.loss == pytest.approx(losses.mean(), abs=2**-25)
     scores = evaluate(engine, batches(size, unreadable))
     assert scores == Scores(report.top1, report.top5, report.loss, len(labels), len(unreadable))
-    assert (report.images, report.unreadable, engine.batches) == (len(labels), len(unreadable), -(-60 // size))
+    assert (report.images, report.unreadable, engine.batches) == (
+        len(labels),
+        len(unreadable),
+        -(-60 // size),
+    )
 
 
 def test_a_batch_touches_its_own_cells_alone():
@@ -90,21 +109,32 @@ def test_a_batch_touches_its_own_cells_alone():
 
     with Sizes():
         score(Answers(), batches(1), 7)
-    assert sizes.count("aten::zeros") == 1 and set(sizes) <= {"aten::zeros", "aten::index_add_", "aten::view"}
+    assert sizes.count("aten::zeros") == 1 and set(sizes) <= {
+        "aten::zeros",
+        "aten::index_add_",
+        "aten::view",
+    }
 
 
 def test_no_readable_image_at_all_is_an_error_that_names_the_first():
     """Also where images do not enter: the engine is called as often."""
     engine = Answers()
-    engine.evaluate_step = lambda batch: scored(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64))
+    engine.evaluate_step = lambda batch: scored(
+        torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64)
+    )
     none = [*batches(30, unreadable=range(60)), None]
     for call in (lambda: evaluate(engine, none), lambda: score(engine, none[:-1], 7)):
-        with pytest.raises(DataError, match=r"no (validation )?image can be read; the first: 0\.jpg: empty$"):
+        with pytest.raises(
+            DataError, match=r"no (validation )?image can be read; the first: 0\.jpg: empty$"
+        ):
             call()
 
 
 def test_top5_is_printed_where_it_says_something():
-    assert accuracy(0.5, 1.0, 5) == "top1 50.00%" and accuracy(0.5, 0.975, 6) == "top1 50.00%  top5 97.50%"
+    assert (
+        accuracy(0.5, 1.0, 5) == "top1 50.00%"
+        and accuracy(0.5, 0.975, 6) == "top1 50.00%  top5 97.50%"
+    )
 
 
 def test_the_table_has_the_worst_class_first_and_names_that_are_no_formulas(tmp_path):
@@ -118,7 +148,10 @@ def test_the_table_has_the_worst_class_first_and_names_that_are_no_formulas(tmp_
     right = wrong[2]
     wrong[2] = 0
     assert (row["images"], row["top1"]) == ((LABELS == 2).sum(), right / (LABELS == 2).sum())
-    assert (row["times"], row["taken_for"]) == (wrong.max(), ("=1+1", "-2", "@sum", "+3", *CLASSES[4:])[wrong.argmax()])
+    assert (row["times"], row["taken_for"]) == (
+        wrong.max(),
+        ("=1+1", "-2", "@sum", "+3", *CLASSES[4:])[wrong.argmax()],
+    )
     write_class_table(tmp_path / "classes.csv", rows)
     with open(tmp_path / "classes.csv", newline="") as stream:
         *_, last = found = list(csv.DictReader(stream))
@@ -128,7 +161,12 @@ def test_the_table_has_the_worst_class_first_and_names_that_are_no_formulas(tmp_
     assert {each["class"] for each in found} == {"'=1+1", "'-2", "'@sum", "'+3", *CLASSES[4:]}
 
 
-INTERLEAVED = ("parallel.stages=2", "parallel.schedule=interleaved", "batch.global=36", "batch.micro=4")
+INTERLEAVED = (
+    "parallel.stages=2",
+    "parallel.schedule=interleaved",
+    "batch.global=36",
+    "batch.micro=4",
+)
 
 
 def test_weights_of_a_pipeline_that_one_replica_could_not_train_are_scored():
@@ -141,13 +179,25 @@ def test_weights_of_a_pipeline_that_one_replica_could_not_train_are_scored():
     stored = StoredWeights(Path("w.pt"), model.state_dict())
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     with closing(engine_with(stored, recipe)) as engine:
-        batch = MicroBatch(images, torch.zeros(2, dtype=torch.int64), None, valid=2, number=0, step=0, unreadable=())
+        batch = MicroBatch(
+            images,
+            torch.zeros(2, dtype=torch.int64),
+            None,
+            valid=2,
+            number=0,
+            step=0,
+            unreadable=(),
+        )
         assert engine.predict_step(batch).shape == (2, recipe.model.classes)
 
 
-@pytest.mark.parametrize(("error", "words"), [(0.023, "2.3%"), (float("nan"), "unknown"), (None, "unknown")])
+@pytest.mark.parametrize(
+    ("error", "words"), [(0.023, "2.3%"), (float("nan"), "unknown"), (None, "unknown")]
+)
 def test_a_calibration_error_without_probabilities_is_unknown(error, words):
     """As of weights that diverged."""
-    scores = Scores(1.0, 1.0, 0.1, 4, 0, calibration_error=error, confusion=torch.eye(2, dtype=torch.int64))
+    scores = Scores(
+        1.0, 1.0, 0.1, 4, 0, calibration_error=error, confusion=torch.eye(2, dtype=torch.int64)
+    )
     line = f"macro: precision 100.0%  recall 100.0%  F1 100.0%; calibration error {words}"
     assert quality(scores) == line

@@ -1,4 +1,5 @@
-"""Models of timm in a run: stopped and resumed, on two replicas, with half weights, and back in timm."""
+"""Models of timm in a run: stopped and resumed, on two replicas, with half weights, and back in
+timm."""
 
 import pytest
 import safetensors.torch
@@ -54,7 +55,8 @@ def test_a_stopped_run_goes_on_to_equal_bits(runs, tmp_path, architecture):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_replicas_in_tree_order_are_one_process(runs, tmp_path, architecture):
-    """Running statistics, which are added up in float64 over replicas, to float32's rounding; all else to the bit."""
+    """Running statistics, which are added up in float64 over replicas, to float32's rounding; all
+    else to the bit."""
     train_to_the_end(2, *overrides(architecture, tmp_path / "run"))
     two = Outcome(tmp_path / "run")
     one = Outcome(runs / architecture)
@@ -77,13 +79,21 @@ def test_two_stages_are_one(runs, tmp_path, architecture):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_timm_loads_what_is_exported_and_has_the_same_logits(runs, tmp_path, architecture):
-    """The safetensors to the bit; the ONNX program is compared by the command itself, which ends with 1 otherwise."""
+    """The safetensors to the bit; the ONNX program is compared by the command itself, which ends
+    with 1 otherwise."""
     path = tmp_path / "weights.safetensors"
-    assert export.main([str(runs / architecture), "--format", "safetensors", "--output", str(path)]) == DONE
+    assert (
+        export.main([str(runs / architecture), "--format", "safetensors", "--output", str(path)])
+        == DONE
+    )
     options = {"img_size": 32} if architecture.startswith("vit") else {}
     theirs = timm.create_model(architecture, num_classes=10, **options).eval()
     tensors = safetensors.torch.load_file(path)
-    counts = {name: tensor for name, tensor in theirs.state_dict().items() if name.endswith("num_batches_tracked")}
+    counts = {
+        name: tensor
+        for name, tensor in theirs.state_dict().items()
+        if name.endswith("num_batches_tracked")
+    }
     theirs.load_state_dict({**tensors, **counts})
 
     content = load(runs / architecture / "checkpoints" / "step-00000010.pt")
@@ -94,4 +104,6 @@ def test_timm_loads_what_is_exported_and_has_the_same_logits(runs, tmp_path, arc
     with torch.no_grad():
         assert torch.equal(theirs(ours.block("preprocess")(images)), ours(images))
     onnx = tmp_path / "model.onnx"
-    assert export.main([str(runs / architecture), "--format", "onnx", "--output", str(onnx)]) == DONE
+    assert (
+        export.main([str(runs / architecture), "--format", "onnx", "--output", str(onnx)]) == DONE
+    )

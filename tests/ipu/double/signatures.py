@@ -1,13 +1,14 @@
 """Options, enumerations and optimizers of PopTorch 3.4 with their parameters: names without code.
 
-The double binds every call to them. A parameter has an annotation where PopTorch refuses arguments of another type (by
-an AssertionError, mostly of OptionsDict.set in python/_options_impl.py). A comment gives the file and line of PopTorch
-3.4.
+The double binds every call to them. A parameter has an annotation where PopTorch refuses arguments
+of another type (by an AssertionError, mostly of OptionsDict.set in python/_options_impl.py). A
+comment gives the file and line of PopTorch 3.4.
 """
 
 import enum
 
-# Session options that the product sets, of those that PopTorch takes (popart_compiler/source/SessionOptions.cpp).
+# Session options that the product sets, of those that PopTorch takes
+# (popart_compiler/source/SessionOptions.cpp).
 SESSION_OPTIONS = {
     "accumulateOuterFragmentSettings.schedule",
     "autoRecomputation",
@@ -50,10 +51,14 @@ class poptorch:
         def enableProfiling(self, profile_dir=None): ...  # python/options.py:1797
         def enableStableNorm(self, enabled): ...  # python/options.py:1751
         def enableSyntheticData(self, enabled): ...  # python/options.py:1763
-        def outputMode(self, output_mode: enum.IntEnum, output_return_period=None): ...  # python/options.py:1692
+        def outputMode(
+            self, output_mode: enum.IntEnum, output_return_period=None
+        ): ...  # python/options.py:1692
         def randomSeed(self, random_seed: int): ...  # python/options.py:1740
         def replicationFactor(self, replication_factor: int): ...  # python/options.py:1459
-        def setAvailableMemoryProportion(self, available_memory_proportion: dict): ...  # python/options.py:1426
+        def setAvailableMemoryProportion(
+            self, available_memory_proportion: dict
+        ): ...  # python/options.py:1426
         def setExecutionStrategy(self, strategy): ...  # python/options.py:1408
 
         class Precision:  # python/options.py:1361
@@ -61,7 +66,9 @@ class poptorch:
             def setPartialsType(self, dtype): ...  # python/options.py:165
 
         class Training:  # python/options.py:1369
-            def accumulationAndReplicationReductionType(self, reduction_type): ...  # python/options.py:278
+            def accumulationAndReplicationReductionType(
+                self, reduction_type
+            ): ...  # python/options.py:278
             def gradientAccumulation(self, gradient_accumulation: int): ...  # python/options.py:216
             def setAutomaticLossScaling(self, enabled): ...  # python/options.py:336
 

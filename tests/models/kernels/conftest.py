@@ -1,4 +1,5 @@
-"""Kernels in Triton's interpreter without what it does again for every function that a kernel calls."""
+"""Kernels in Triton's interpreter without what it does again for every function that a kernel
+calls."""
 
 import pytest
 import torch
@@ -6,8 +7,9 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def _language_is_replaced_once_a_launch():
-    """The interpreter puts its functions in the place of Triton's at each launch, and again, which changes nothing, at
-    each call of a kernel's function: that took more than half of these tests' time."""
+    """The interpreter puts its functions in the place of Triton's at each launch, and again, which
+    changes nothing, at each call of a kernel's function: that took more than half of these tests'
+    time."""
     if torch.cuda.is_available():
         yield
         return

@@ -1,4 +1,5 @@
-"""Blocks whose layers' kernels work for each other, against timm's; without a GPU, in the interpreter."""
+"""Blocks whose layers' kernels work for each other, against timm's; without a GPU, in the
+interpreter."""
 
 import copy
 
@@ -22,7 +23,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
 def model_of(**keys):
-    section = {"name": "efficientnet_b0", "width": 0.25, "depth": 1.4, "image_size": 16, "classes": 10, **keys}
+    section = {
+        "name": "efficientnet_b0",
+        "width": 0.25,
+        "depth": 1.4,
+        "image_size": 16,
+        "classes": 10,
+        **keys,
+    }
     model = build(Model(**section), seed=0)
     for name in BLOCKS:
         assert model.block(name).has_skip
@@ -36,7 +44,8 @@ def results(block, x, dy):
 
 
 def pair(name, drop_path=0.0, kernels=("group_norm", "block")):
-    """Plain, and with Triton's kernels, by default for its normalisations only, as torch computes the rest faster."""
+    """Plain, and with Triton's kernels, by default for its normalisations only, as torch computes
+    the rest faster."""
     found = []
     for chosen in ((), kernels):
         model = model_of(drop_path=drop_path)
@@ -59,8 +68,8 @@ def pair(name, drop_path=0.0, kernels=("group_norm", "block")):
     ids=str,
 )
 def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout):
-    """128 eps of the largest: torch's own float32 is off by up to 60, in gradients of the gates, which cancel. Images
-    that are dropped keep the bits of the shortcut."""
+    """128 eps of the largest: torch's own float32 is off by up to 60, in gradients of the gates,
+    which cancel. Images that are dropped keep the bits of the shortcut."""
     plain, fused = pair(name, drop_path)
     assert type(fused).__bases__ == (type(plain),)
     channels = fused.conv_pw.in_channels
@@ -73,15 +82,24 @@ def test_outputs_and_gradients_are_those_of_timms_block(name, drop_path, layout)
         kept = fused.drop_path.current(x)
         assert 0 < (kept == 0).sum() < len(kept)
         dropped = (kept == 0).nonzero()[0]
-        assert torch.equal(actual[0][dropped], x[dropped]) and torch.equal(actual[1][dropped], dy[dropped])
+        assert torch.equal(actual[0][dropped], x[dropped]) and torch.equal(
+            actual[1][dropped], dy[dropped]
+        )
 
 
 @pytest.mark.parametrize("name", ["blocks.1.0", pytest.param("blocks.1.1", marks=pytest.mark.slow)])
 def test_all_kernels_together_are_timms_block(name, monkeypatch):
-    """Without a residual, and with one. Statistics before squeeze and excitation come from the convolution."""
+    """Without a residual, and with one.
+
+    Statistics before squeeze and excitation come from the convolution.
+    """
     merged = []
     merge = squeeze.merge_statistics
-    monkeypatch.setattr(squeeze, "merge_statistics", lambda *given, **named: merged.append(1) or merge(*given, **named))
+    monkeypatch.setattr(
+        squeeze,
+        "merge_statistics",
+        lambda *given, **named: merged.append(1) or merge(*given, **named),
+    )
     plain, fused = pair(name, kernels=KERNELS)
     x = drawn((2, fused.conv_pw.in_channels, 6, 5), layout=torch.channels_last)
     y = fused(x)
@@ -94,18 +112,26 @@ def test_all_kernels_together_are_timms_block(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str
+)
 def test_gradients_that_others_hold_stay_as_they_are(layout):
-    """dy, and those of a gradient that flows on: the expansion writes to a copy, also where its input wants none."""
+    """dy, and those of a gradient that flows on: the expansion writes to a copy, also where its
+    input wants none."""
     _, fused = pair("blocks.1.1")
-    x, dy = (drawn((2, fused.conv_pw.in_channels, 3, 3), layout=layout, seed=seed) for seed in (1, 2))
+    x, dy = (
+        drawn((2, fused.conv_pw.in_channels, 3, 3), layout=layout, seed=seed) for seed in (1, 2)
+    )
     before = dy.clone()
     first = results(fused, x, dy)
     second = results(fused, x, dy)
     assert torch.equal(dy, before)
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     y = fused(x)  # which wants no gradient
-    assert all(torch.equal(one, other) for one, other in zip(first[2:], torch.autograd.grad(y, fused.parameters(), dy)))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(first[2:], torch.autograd.grad(y, fused.parameters(), dy))
+    )
 
 
 def test_nothing_is_dropped_in_evaluation():

@@ -1,4 +1,5 @@
-"""Grouped convolution by our kernels against torch's and timm's in float64, on the GPU or in Triton's interpreter."""
+"""Grouped convolution by our kernels against torch's and timm's in float64, on the GPU or in
+Triton's interpreter."""
 
 import copy
 import itertools
@@ -34,7 +35,9 @@ def _products_of_bfloat16(monkeypatch):
     def widened(handle):
         if handle.dtype.scalar != tl.bfloat16:
             return handle
-        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return interpreter.TensorHandle(
+            (handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+        )
 
     monkeypatch.setattr(
         interpreter.InterpreterBuilder,
@@ -43,12 +46,18 @@ def _products_of_bfloat16(monkeypatch):
     )
 
 
-def convolution(kernel=3, stride=1, padding="torch", channels=32, group=16, dtype=torch.float32, seed=0):
+def convolution(
+    kernel=3, stride=1, padding="torch", channels=32, group=16, dtype=torch.float32, seed=0
+):
     """As timm builds a block's: a Conv2d, or for "same" with stride 2 a Conv2dSame."""
     pad = "same" if padding == "same" else ""
-    conv = create_conv2d(channels, channels, kernel, stride=stride, padding=pad, groups=channels // group)
+    conv = create_conv2d(
+        channels, channels, kernel, stride=stride, padding=pad, groups=channels // group
+    )
     with torch.no_grad():
-        conv.weight.copy_(torch.randn(conv.weight.shape, generator=torch.Generator().manual_seed(seed)))
+        conv.weight.copy_(
+            torch.randn(conv.weight.shape, generator=torch.Generator().manual_seed(seed))
+        )
     return conv.to(DEVICE, dtype)
 
 
@@ -79,15 +88,21 @@ def stored(exact, dtype):
 def check(conv, x):
     """Relative to each tensor's largest value.
 
-    In half precision one rounding, of eps / 2, is all that shows; Triton's interpreter cuts bfloat16 off instead, by up
-    to eps. In float32, sums of up to 400 products of either sign are rounded at every addition, which goes as a random
-    walk: 4 eps. TF32 would be off by 1,000 of these.
+    In half precision one rounding, of eps / 2, is all that shows; Triton's interpreter cuts bfloat16
+    off instead, by up to eps. In float32, sums of up to 400 products of either sign are rounded at
+    every addition, which goes as a random walk: 4 eps. TF32 would be off by 1,000 of these.
     """
     upstream = images(conv(x).shape, dtype=x.dtype, seed=2)
     found = results(FusedGroupConv2d.of(conv), x, upstream)
-    roundings = {torch.float32: 4, torch.float16: 0.51, torch.bfloat16: 0.51 if DEVICE == "cuda" else 1.01}
+    roundings = {
+        torch.float32: 4,
+        torch.float16: 0.51,
+        torch.bfloat16: 0.51 if DEVICE == "cuda" else 1.01,
+    }
     tolerance = torch.finfo(x.dtype).eps * roundings[x.dtype]
-    for name, actual, expected in zip(("output", "input", "weight"), found, exact(conv, x, upstream)):
+    for name, actual, expected in zip(
+        ("output", "input", "weight"), found, exact(conv, x, upstream)
+    ):
         assert actual.dtype == x.dtype and actual.shape == expected.shape
         difference = (actual.cpu().double() - expected).abs().max() / expected.abs().max()
         assert difference <= tolerance, f"{name}: {difference / torch.finfo(x.dtype).eps:.3g} eps"
@@ -109,14 +124,17 @@ def test_output_and_gradients_are_the_convolutions(kernel, stride, padding, form
 
 @pytest.mark.parametrize(
     ("dtype", "form"),
-    [(torch.float16, "channels_last"), pytest.param(torch.bfloat16, "contiguous", marks=pytest.mark.slow)],
+    [
+        (torch.float16, "channels_last"),
+        pytest.param(torch.bfloat16, "contiguous", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     """Also where the weights' gradient is added up in parts: it is the exact one rounded once.
 
-    But for the few elements that float32's own rounding takes across a boundary, one in a thousand or so; parts in half
-    precision would change every third.
+    But for the few elements that float32's own rounding takes across a boundary, one in a thousand
+    or so; parts in half precision would change every third.
     """
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
     conv = convolution(3, 2, "same", dtype=dtype)
@@ -125,8 +143,12 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     upstream = images(y.shape, dtype=dtype, seed=2)
     assert (dw.cpu() == stored(exact(conv, x, upstream)[2], dtype)).double().mean() > 0.98
     again = results(FusedGroupConv2d.of(conv), x, upstream)
-    assert all(torch.equal(one, other) for one, other in zip((y, dx, dw), again)), "results repeat to the bit"
-    assert y.is_contiguous(memory_format=FORMATS[form]) and dx.is_contiguous(memory_format=FORMATS[form])
+    assert all(torch.equal(one, other) for one, other in zip((y, dx, dw), again)), (
+        "results repeat to the bit"
+    )
+    assert y.is_contiguous(memory_format=FORMATS[form]) and dx.is_contiguous(
+        memory_format=FORMATS[form]
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +161,10 @@ def test_sums_of_half_precision_are_float32(dtype, form, monkeypatch):
     ],
 )
 def test_groups_do_not_mix(channels, group, form):
-    """One, two or four groups a program, one to three programs. Weights in another layout than they have at first."""
+    """One, two or four groups a program, one to three programs.
+
+    Weights in another layout than they have at first.
+    """
     conv = convolution(3, 2, "same", channels, group)
     conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
     _, _, gradient = check(conv, images((1, channels, 6, 5), form))
@@ -154,10 +179,11 @@ def test_groups_do_not_mix(channels, group, form):
     ],
 )
 def test_tiles_of_lines_meet(kernel, stride, padding, form, monkeypatch):
-    """Float16, which has several lines a program: blocks of lines that the image does not fill, two tiles a line, and
-    one that is wider than the image.
+    """Float16, which has several lines a program: blocks of lines that the image does not fill, two
+    tiles a line, and one that is wider than the image.
 
-    The weights' gradient is added up in several parts, of which the last are empty where the stride is 1.
+    The weights' gradient is added up in several parts, of which the last are empty where the stride
+    is 1.
     """
     monkeypatch.setattr(group_conv, "_LEAST_TILES", 1)
     monkeypatch.setattr(group_conv, "_WARPS", 40)
@@ -169,10 +195,15 @@ def test_tiles_of_lines_meet(kernel, stride, padding, form, monkeypatch):
 
 @pytest.mark.parametrize(
     ("parts", "kernel", "form"),
-    [(1, 3, "contiguous"), pytest.param(35, 5, "channels_last", marks=pytest.mark.slow), (130, 3, "contiguous")],
+    [
+        (1, 3, "contiguous"),
+        pytest.param(35, 5, "channels_last", marks=pytest.mark.slow),
+        (130, 3, "contiguous"),
+    ],
 )
 def test_all_parts_of_the_weights_gradient_are_added(parts, kernel, form):
-    """One, and more than a program adds at a time, in either layout of the weights; a tile that is not full."""
+    """One, and more than a program adds at a time, in either layout of the weights; a tile that is
+    not full."""
     weight = convolution(kernel).weight.detach().contiguous(memory_format=FORMATS[form])
     sums = images((parts, 2, kernel, kernel, 16 * 16)).view(parts, 2, kernel, kernel, 16, 16)
     found = group_conv.Launches(images((1, 32, 4, 4)), weight, 1, False)._added(sums, torch.float32)
@@ -190,8 +221,8 @@ def test_all_parts_of_the_weights_gradient_are_added(parts, kernel, form):
     ],
 )
 def test_statistics_are_those_of_the_output_as_it_is_stored(stride, form, dtype):
-    """Merged, they are mean and variance of each image's groups; parts at the edges have fewer pixels. A mean of 30
-    standard deviations takes no digits. Sums of 800 float32 terms: 64 eps."""
+    """Merged, they are mean and variance of each image's groups; parts at the edges have fewer
+    pixels. A mean of 30 standard deviations takes no digits. Sums of 800 float32 terms: 64 eps."""
     conv = FusedGroupConv2d.of(convolution(3, stride, channels=64, dtype=dtype))
     x = images((2, 64, 5, 35), form, dtype)
     with torch.no_grad():
@@ -204,7 +235,9 @@ def test_statistics_are_those_of_the_output_as_it_is_stored(stride, form, dtype)
     values = y.double().reshape(2, 4, -1)
     tolerance = 64 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(mean.double(), values.mean(2), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(scale.double(), (values.var(2, correction=0) + 1e-3).rsqrt(), rtol=tolerance, atol=0)
+    torch.testing.assert_close(
+        scale.double(), (values.var(2, correction=0) + 1e-3).rsqrt(), rtol=tolerance, atol=0
+    )
 
 
 def test_narrow_and_wide_tiles_waste_few_columns():
@@ -223,7 +256,9 @@ def test_only_wanted_gradients_are_computed(wanted, monkeypatch):
     """Images want none: the kernel for it does not run; as with frozen weights."""
     conv = convolution()
     x = images((1, 32, 4, 4))
-    expected = dict(zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x, torch.ones(1, 32, 4, 4))[1:]))
+    expected = dict(
+        zip(("input", "weight"), results(FusedGroupConv2d.of(conv), x, torch.ones(1, 32, 4, 4))[1:])
+    )
     conv.weight.requires_grad_(wanted == "weight")
     x.requires_grad_(wanted == "input")
     other = {"input": "weight", "weight": "input"}[wanted]
@@ -247,7 +282,14 @@ def test_what_the_kernels_take_and_what_not():
     for setting in itertools.product((3, 5), (1, 2), ("same", "torch")):
         assert replaces(convolution(*setting))
     assert replaces(convolution(channels=64, group=32))
-    taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}
+    taken = {
+        "in_channels": 32,
+        "out_channels": 32,
+        "kernel_size": 3,
+        "padding": 1,
+        "groups": 2,
+        "bias": False,
+    }
     assert replaces(nn.Conv2d(**taken))
     for other in (
         {"groups": 32},
@@ -280,7 +322,9 @@ def test_more_elements_than_32_bits_can_count(form):
     """The last image lies past the first 2^31 elements, and gives what it gives alone."""
     conv = FusedGroupConv2d.of(convolution(dtype=torch.float16))
     last = images((1, 32, 1450, 1450), form, torch.float16)
-    x = torch.zeros(33, *last.shape[1:], dtype=torch.float16, device=DEVICE).contiguous(memory_format=FORMATS[form])
+    x = torch.zeros(33, *last.shape[1:], dtype=torch.float16, device=DEVICE).contiguous(
+        memory_format=FORMATS[form]
+    )
     x[-1:] = last
     assert x.numel() > 2**31
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The fused group normalisation against its formula in float64; without a GPU, in Triton's interpreter."""
+"""The fused group normalisation against its formula in float64; without a GPU, in Triton's
+interpreter."""
 
 import copy
 
@@ -18,11 +19,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.contiguous_format, torch.channels_last]
 EPS = 1e-3
 
-# Rows of pixels that are no multiple of anything; whole vectors of 8; one pixel; one channel for each group.
+# Rows of pixels that are no multiple of anything; whole vectors of 8; one pixel; one channel for
+# each group.
 SHAPES = [(2, 12, 7, 5), (1, 8, 8, 8), (3, 16, 1, 1), (2, 4, 13, 5)]
 FLOAT32 = torch.finfo(torch.float32).eps
 
-# NumPy, of which the interpreter is made, warns where a GPU is silent: exp of more than 88 is infinite, 1 over that 0.
+# NumPy, of which the interpreter is made, warns where a GPU is silent: exp of more than 88 is
+# infinite, 1 over that 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
@@ -30,8 +33,8 @@ WAYS = [pytest.param("whole", marks=pytest.mark.slow), "divided"]
 
 
 def divide(monkeypatch, way):
-    """Tiles as they are hold an image of these tests whole; those of 64 elements, two of which are a strip, divide
-    channels and pixels."""
+    """Tiles as they are hold an image of these tests whole; those of 64 elements, two of which are
+    a strip, divide channels and pixels."""
     if way == "divided":
         sizes = group_norm._Sizes(program=128, tile=64, warps=1)
         monkeypatch.setattr(group_norm, "_SUMMED", sizes)
@@ -87,7 +90,8 @@ def results(norm, x, dy):
 
 
 def exact(norm, x, dy):
-    """The same in float64, by torch's operators, from what the inputs are after rounding to their dtype."""
+    """The same in float64, by torch's operators, from what the inputs are after rounding to their
+    dtype."""
     x, dy = (tensor.double().cpu().contiguous() for tensor in (x, dy))
     return results(copy.deepcopy(norm).double().cpu(), x, dy)
 
@@ -105,13 +109,19 @@ def assert_close(actual, expected, tolerance):
         *((way, SHAPES[0], *kind) for way in WAYS[1:] for kind in ((True, True), (False, False))),
         *(("whole", shape, True, True) for shape in SHAPES[:2]),
         *(pytest.param("whole", shape, True, True, marks=pytest.mark.slow) for shape in SHAPES[2:]),
-        *(pytest.param("divided", shape, True, False, marks=pytest.mark.slow) for shape in SHAPES[1:]),
+        *(
+            pytest.param("divided", shape, True, False, marks=pytest.mark.slow)
+            for shape in SHAPES[1:]
+        ),
     ],
     indirect=["tiles"],
 )
-@pytest.mark.parametrize("layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str
+)
 def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift, shape, tiles):
-    """Sums of up to a hundred float32 terms, each rounded some ten times on the way: 16 eps of the largest."""
+    """Sums of up to a hundred float32 terms, each rounded some ten times on the way: 16 eps of the
+    largest."""
     norm = layer(shape[1], apply_act, shift)
     x = drawn(shape, layout=layout)
     dy = drawn(shape, layout=layout, seed=2)
@@ -129,7 +139,8 @@ def test_outputs_and_gradients_are_those_of_the_formula(layout, apply_act, shift
     ids=str,
 )
 def test_half_precision_is_rounded_once(layout, active, dtype, tiles):
-    """All arithmetic is float32, so each result is off by half an eps, or by a hair more where float32 tips it over.
+    """All arithmetic is float32, so each result is off by half an eps, or by a hair more where
+    float32 tips it over.
 
     The interpreter does not round to bfloat16 but cuts off: there it is a whole eps.
     """
@@ -141,9 +152,14 @@ def test_half_precision_is_rounded_once(layout, active, dtype, tiles):
     assert_close(actual, exact(norm, x, dy), (1.01 if cut else 0.51) * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16], ids=str
+)
 def test_a_residual_is_added_to_what_is_kept_of_each_image(dtype, tiles):
-    """As stochastic depth does: one image is dropped. One rounding in half precision, where torch has three."""
+    """As stochastic depth does: one image is dropped.
+
+    One rounding in half precision, where torch has three.
+    """
     norm = layer(12, apply_act=False, dtype=dtype)
     kept = torch.tensor([0.0, 1.25], dtype=dtype, device=DEVICE)
     x, residual, dy = (drawn(SHAPES[0], dtype, FORMATS[1], seed) for seed in (1, 2, 3))
@@ -157,11 +173,13 @@ def test_a_residual_is_added_to_what_is_kept_of_each_image(dtype, tiles):
 def test_a_large_mean_takes_no_more_digits_than_with_torch(tiles):
     """Against torch's own float32 on contiguous input, which merges means and squares too.
 
-    A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a variance of 1.
+    A mean of 1000 is itself only known to 3e-5. A difference of squares would be off by 0.06 in a
+    variance of 1.
     """
     norm = layer(8)
     x, dy = (
-        drawn((1, 8, 6, 11), layout=torch.channels_last, seed=seed, mean=mean) for seed, mean in ((1, 1e3), (2, 0))
+        drawn((1, 8, 6, 11), layout=torch.channels_last, seed=seed, mean=mean)
+        for seed, mean in ((1, 1e3), (2, 0))
     )
     expected = exact(norm, x, dy)
     torchs = results(copy.deepcopy(norm).cpu(), x.cpu().contiguous(), dy.cpu().contiguous())
@@ -171,7 +189,8 @@ def test_a_large_mean_takes_no_more_digits_than_with_torch(tiles):
 
 
 def test_an_image_has_the_same_bits_every_time_and_in_every_batch(tiles):
-    """Whatever the layout of the gradient: the other format, or, as from a mean over pixels, one number for many."""
+    """Whatever the layout of the gradient: the other format, or, as from a mean over pixels, one
+    number for many."""
     norm = FusedGroupNormAct.of(layer(2, groups=2))
     x = drawn((2, 2, 7, 5))
     dy = drawn((2, 2, 1, 1), seed=2).expand(2, 2, 7, 5)
@@ -198,7 +217,9 @@ def test_only_the_input_is_kept_for_the_backward_pass():
     norm = layer(12)
     x = drawn(SHAPES[0]).requires_grad_()
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         FusedGroupNormAct.of(norm)(x)
     known = {tensor.data_ptr() for tensor in (x, norm.weight, norm.bias)}
     assert {tensor.data_ptr() for tensor in kept} >= known
@@ -218,7 +239,9 @@ def test_proxy_normalisation_is_fused_below_its_proxy(monkeypatch):
     norm = ProxyNormAct(12, 4, EPS, 0.03).to(DEVICE)
     with torch.no_grad():
         for number, parameter in enumerate(norm.parameters()):
-            parameter.add_(0.3 * torch.randn(12, generator=torch.Generator().manual_seed(number)).to(DEVICE))
+            parameter.add_(
+                0.3 * torch.randn(12, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+            )
     x = drawn(SHAPES[0], layout=FORMATS[1])
     dy = drawn(SHAPES[0], seed=2)
     fused = FusedGroupNormAct.of(norm)
@@ -232,19 +255,26 @@ def test_proxy_normalisation_is_fused_below_its_proxy(monkeypatch):
 
 def test_layers_without_kernels_are_not_replaced():
     assert replaces(GroupNormAct(8, 4, EPS)) and replaces(ProxyNormAct(8, 4, EPS, 0.03))
-    others = [BatchNormAct(8, EPS, 0.1), nn.GroupNorm(4, 8), FusedGroupNormAct.of(GroupNormAct(8, 4, EPS))]
+    others = [
+        BatchNormAct(8, EPS, 0.1),
+        nn.GroupNorm(4, 8),
+        FusedGroupNormAct.of(GroupNormAct(8, 4, EPS)),
+    ]
     assert not any(replaces(other) for other in others)
 
 
 @pytest.mark.gpu
 def test_tensors_longer_than_an_int32_reaches():
-    """The last image of a batch of 2^31 + 2^22 elements, beside the same image alone; 9 GiB of memory."""
+    """The last image of a batch of 2^31 + 2^22 elements, beside the same image alone; 9 GiB of
+    memory."""
     if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs a CUDA device with 12 GiB")
     norm = FusedGroupNormAct.of(layer(4, dtype=torch.float16))
     last = drawn((1, 4, 1024, 1024), torch.float16)
     for layout in FORMATS:
-        x = torch.zeros((513, 4, 1024, 1024), dtype=torch.float16, device=DEVICE).contiguous(memory_format=layout)
+        x = torch.zeros((513, 4, 1024, 1024), dtype=torch.float16, device=DEVICE).contiguous(
+            memory_format=layout
+        )
         x[-1:] = last
         with torch.no_grad():
             assert torch.equal(norm(x)[-1:], norm(last.contiguous(memory_format=layout)))

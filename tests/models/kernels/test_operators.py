@@ -1,4 +1,5 @@
-"""Our kernels within compiled code: operators that say what they return, in a program without breaks."""
+"""Our kernels within compiled code: operators that say what they return, in a program without
+breaks."""
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # As training on a GPU has it, and with --full the other.
 every_layout = pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=() if each is torch.channels_last else pytest.mark.slow) for each in FORMATS],
+    [
+        pytest.param(each, marks=() if each is torch.channels_last else pytest.mark.slow)
+        for each in FORMATS
+    ],
     ids=str,
 )
 
@@ -52,23 +56,38 @@ def test_squeeze_and_excitation_says_what_it_returns(layout):
     x = drawn((2, block.bn2.num_channels, 3, 5), torch.float16, layout)
     reduce = block.se.conv_reduce
     expand = block.se.conv_expand
-    parameters = [block.bn2.weight, block.bn2.bias, reduce.weight, reduce.bias, expand.weight, expand.bias]
+    parameters = [
+        block.bn2.weight,
+        block.bn2.bias,
+        reduce.weight,
+        reduce.bias,
+        expand.weight,
+        expand.bias,
+    ]
     weight, bias, *layers = (parameter.detach() for parameter in parameters)
     arguments = (x, weight, bias, *layers, None, 1, 1, block.bn2.num_groups, 1e-3)
     _, *kept = squeeze._output(*arguments)
     check("squeeze_output", *arguments)
-    check("squeeze_gradients", x, x, weight, bias, layers[0], layers[2], *kept, block.bn2.num_groups)
+    check(
+        "squeeze_gradients", x, x, weight, bias, layers[0], layers[2], *kept, block.bn2.num_groups
+    )
 
 
 @every_layout
 @pytest.mark.parametrize("statistics", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "wanted", [(True, True), *(pytest.param(each, marks=pytest.mark.slow) for each in ((True, False), (False, True)))]
+    "wanted",
+    [
+        (True, True),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ((True, False), (False, True))),
+    ],
 )
 def test_the_convolution_says_what_it_returns(layout, statistics, wanted):
     x = drawn((2, 32, 5, 6), torch.float16, layout)
     weight = drawn((32, 16, 3, 3), torch.float16, layout)
-    y, packed, _ = group_conv._output(x, weight, 2, pads_same=True, statistics=statistics, language="triton")
+    y, packed, _ = group_conv._output(
+        x, weight, 2, pads_same=True, statistics=statistics, language="triton"
+    )
     check("group_conv_output", x, weight, 2, True, statistics, "triton")
     check("group_conv_gradients", y, x, weight, packed, 2, True, list(wanted), "triton")
 

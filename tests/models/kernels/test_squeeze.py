@@ -1,6 +1,8 @@
-"""Normalisation with squeeze and excitation in one layer, against timm's in float64; without a GPU, in the interpreter.
+"""Normalisation with squeeze and excitation in one layer, against timm's in float64; without a GPU,
+in the interpreter.
 
-Sums of up to a hundred float32 terms pass through two small layers and a sigmoid: 32 eps of the largest.
+Sums of up to a hundred float32 terms pass through two small layers and a sigmoid: 32 eps of the
+largest.
 """
 
 import copy
@@ -26,7 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
 def model_of(**keys):
-    section = {"name": "efficientnet_b0", "width": 0.25, "depth": 0.1, "image_size": 16, "classes": 10, **keys}
+    section = {
+        "name": "efficientnet_b0",
+        "width": 0.25,
+        "depth": 0.1,
+        "image_size": 16,
+        "classes": 10,
+        **keys,
+    }
     return build(Model(**section), seed=0)
 
 
@@ -36,7 +45,8 @@ def tiles(request, monkeypatch):
 
 
 class Pair(nn.Module):
-    """A block's normalisation and what follows it, with parameters that are like no initial ones."""
+    """A block's normalisation and what follows it, with parameters that are like no initial
+    ones."""
 
     def __init__(self, name, dtype=torch.float32):
         super().__init__()
@@ -72,7 +82,9 @@ def exact(pair, x, dy):
     return results(copy.deepcopy(pair).double().cpu(), x, dy)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str
+)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -85,7 +97,8 @@ def exact(pair, x, dy):
     ids=str,
 )
 def test_outputs_and_gradients_are_those_of_the_formula(name, size, layout, tiles):
-    """No group has two values alone: these become 1 and -1 whatever they are, and gradients what rounding leaves."""
+    """No group has two values alone: these become 1 and -1 whatever they are, and gradients what
+    rounding leaves."""
     pair = Pair(name)
     x, dy = (drawn((2, pair.channels, *size), layout=layout, seed=seed) for seed in (1, 2))
     actual = results(pair.fused(), x, dy)
@@ -94,9 +107,12 @@ def test_outputs_and_gradients_are_those_of_the_formula(name, size, layout, tile
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FORMATS[0], marks=pytest.mark.slow), FORMATS[1]], ids=str
+)
 def test_half_precision_is_rounded_once(layout, tiles):
-    """Arithmetic is float32: half an eps, or a hair more. timm's rounds what it pools and every layer."""
+    """Arithmetic is float32: half an eps, or a hair more. timm's rounds what it pools and every
+    layer."""
     pair = Pair("blocks.1.0", torch.float16)
     x, dy = (drawn((2, pair.channels, 5, 4), torch.float16, layout, seed) for seed in (1, 2))
     actual = results(pair.fused(), x, dy)
@@ -119,7 +135,9 @@ def test_only_the_input_is_kept_for_the_backward_pass():
     pair = Pair("blocks.1.0").fused()
     kept = []
     x = drawn((1, pair.channels, 9, 9)).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         pair(x)
     assert [tensor.data_ptr() for tensor in kept if tensor.numel() >= x.numel()] == [x.data_ptr()]
 
@@ -139,7 +157,9 @@ def test_blocks_keep_the_names_of_their_parameters_and_others_are_not_replaced()
     blocks = [name for name in model.names if name.startswith("blocks.")]
     assert patch(model, ["squeeze"]) == blocks
     after = dict(model.named_parameters())
-    assert list(after) == list(before) and all(after[name] is parameter for name, parameter in before.items())
+    assert list(after) == list(before) and all(
+        after[name] is parameter for name, parameter in before.items()
+    )
     assert patch(model, ["squeeze"]) == []
     for other in (model_of(norm="batch"), model_of(proxy_norm=True)):
         assert not any(map(squeeze.replaces, other.modules()))

@@ -11,7 +11,10 @@ from models.native import library
 
 @pytest.fixture(autouse=True, scope="session")
 def _functions(_own_cache):
-    """Skips where there are none. A Linux machine with a compiler has them: else a fault in them would skip all."""
+    """Skips where there are none.
+
+    A Linux machine with a compiler has them: else a fault in them would skip all.
+    """
     fault = library.fault()
     if fault:
         expected = sys.platform == "linux" and sys.version_info >= (3, 9) and shutil.which("c++")
@@ -21,7 +24,8 @@ def _functions(_own_cache):
 
 @pytest.fixture
 def with_threads():
-    """with_threads(compute): tensors, {name: tensor}, by one thread; those by two and by three have the same bits."""
+    """with_threads(compute): tensors, {name: tensor}, by one thread; those by two and by three have
+    the same bits."""
     before = torch.get_num_threads()
 
     def computed(compute):
@@ -30,7 +34,9 @@ def with_threads():
         for threads in (2, 3):
             torch.set_num_threads(threads)
             again = compute()
-            differing = [name for name, tensor in found.items() if not torch.equal(again[name], tensor)]
+            differing = [
+                name for name, tensor in found.items() if not torch.equal(again[name], tensor)
+            ]
             assert not differing, f"{threads} threads: {differing}"
         torch.set_num_threads(before)
         return found

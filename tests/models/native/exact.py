@@ -1,4 +1,5 @@
-"""Results of the functions of models/native, of the same formulas by torch's autograd in float64, and comparisons."""
+"""Results of the functions of models/native, of the same formulas by torch's autograd in float64,
+and comparisons."""
 
 import statistics
 from typing import NamedTuple, Optional
@@ -14,11 +15,16 @@ FLOAT32 = torch.finfo(torch.float32).eps
 
 
 def drawn(*shape, seed=1, mean=0.0, std=1.0):
-    """Normal numbers, float32. Those of a shape [N, ..., C] have means of their own in each image and channel."""
+    """Normal numbers, float32.
+
+    Those of a shape [N, ..., C] have means of their own in each image and channel.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     if len(shape) > 2:
-        x += torch.rand(shape[0], *[1] * (len(shape) - 2), shape[-1], generator=generator, dtype=torch.float64)
+        x += torch.rand(
+            shape[0], *[1] * (len(shape) - 2), shape[-1], generator=generator, dtype=torch.float64
+        )
     return (mean + std * x).float()
 
 
@@ -30,14 +36,16 @@ class Exact(NamedTuple):
 
     @classmethod
     def of(cls, value, terms=None):
-        """terms: of which value is the sum over images and pixels, and which may cancel: all of them count."""
+        """terms: of which value is the sum over images and pixels, and which may cancel: all of
+        them count."""
         value = value.detach()
         size = value if terms is None else terms.detach().abs().sum((0, 1, 2))
         return cls(value, size.abs().max().item())
 
 
 class Operands(NamedTuple):
-    """What a normalisation and what is around it take: activations [N, H, W, C], gates [N, C], parameters [C]."""
+    """What a normalisation and what is around it take: activations [N, H, W, C], gates [N, C],
+    parameters [C]."""
 
     x: torch.Tensor
     dy: torch.Tensor
@@ -53,7 +61,8 @@ class Operands(NamedTuple):
 
 
 def operands(images, height, width, channels, bias=True, around=True, seed=1):
-    """Random ones. bias, around: with a bias; with `kept`, of which every third is 0, and a residual."""
+    """Random ones. bias, around: with a bias; with `kept`, of which every third is 0, and a
+    residual."""
     shape = (images, height, width, channels)
     return Operands(
         x=drawn(*shape, seed=seed),
@@ -76,7 +85,8 @@ def normalised(x, groups, weight, bias, eps=EPS):
 
 
 def form_results(form, given, groups):
-    """Outputs and gradients of a normalisation of this form (see library.py), by our functions, as {name: tensor}."""
+    """Outputs and gradients of a normalisation of this form (see library.py), by our functions, as
+    {name: tensor}."""
     x, dy, weight, bias, kept, residual, gate, dpooled = given
     norm = Norm(library.group_moments(x, groups, EPS), weight, bias)
     by_pixel = dpooled / (x.shape[1] * x.shape[2])
@@ -89,7 +99,9 @@ def form_results(form, given, groups):
         if form == PLAIN:
             found["dx"] = library.input_gradient(LINEAR, x, norm, by_group, dz)
         else:
-            found["dx"] = library.input_gradient(LINEAR, x, norm, by_group=by_group, dy=dy, kept=kept)
+            found["dx"] = library.input_gradient(
+                LINEAR, x, norm, by_group=by_group, dy=dy, kept=kept
+            )
     elif form == POOLED:
         found["pooled"] = library.pooled(x, norm)
         by_pixel = Gate(None, by_pixel)
@@ -117,12 +129,18 @@ def form_exact(form, given, groups):
     )
     z = normalised(x, groups, weight, bias)
     found, loss = _behind(form, z, dy, kept=kept, residual=residual, gate=gate, dpooled=dpooled)
-    wanted = {"dx": x, "dweight": weight, "dbias": bias, **({"dgate": gate} if form == GATED else {})}
+    wanted = {
+        "dx": x,
+        "dweight": weight,
+        "dbias": bias,
+        **({"dgate": gate} if form == GATED else {}),
+    }
     return _with_gradients(found, loss, wanted, z)
 
 
 def _with_gradients(found, loss, wanted, z):
-    """Add the gradients of `wanted`, {name: tensor or None}, to results `found`; z: the normalised x, or None."""
+    """Add the gradients of `wanted`, {name: tensor or None}, to results `found`; z: the normalised
+    x, or None."""
     wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
     gradients = torch.autograd.grad(loss, [*wanted.values(), *([] if z is None else [z])])
     found = {name: Exact.of(value) for name, value in found.items()}
@@ -132,7 +150,8 @@ def _with_gradients(found, loss, wanted, z):
 
 
 def _behind(form, z, dy, kept, residual, gate, dpooled):
-    """Return outputs, and a number whose gradients are those of outputs whose own are dy and dpooled."""
+    """Return outputs, and a number whose gradients are those of outputs whose own are dy and
+    dpooled."""
     active = z if form == LINEAR else F.silu(z)
     if form in (PLAIN, LINEAR):
         y = active if kept is None else active * kept.view(-1, 1, 1, 1)
@@ -146,26 +165,32 @@ def _behind(form, z, dy, kept, residual, gate, dpooled):
 
 
 def geometry(kernel, stride, same, height, width):
-    """A convolution's numbers for images of this size: padding as TensorFlow's "same", or half a kernel."""
+    """A convolution's numbers for images of this size: padding as TensorFlow's "same", or half a
+    kernel."""
     out = [-(-side // stride) for side in (height, width)]
     before = [kernel // 2] * 2
     if same:
-        before = [max((made - 1) * stride + kernel - side, 0) // 2 for made, side in zip(out, (height, width))]
+        before = [
+            max((made - 1) * stride + kernel - side, 0) // 2
+            for made, side in zip(out, (height, width))
+        ]
     return Geometry(kernel, stride, *before, *out)
 
 
 class Around(NamedTuple):
-    """Groups of the normalisations before and behind a convolution, with SiLU; behind also gates. 0: none."""
+    """Groups of the normalisations before and behind a convolution, with SiLU; behind also gates.
+    0: none."""
 
     before: int
     behind: int
 
 
 def convolution_results(given, after, weight, by, around):
-    """Outputs and gradients of a convolution with what is around it, by our functions, as {name: tensor}.
+    """Outputs and gradients of a convolution with what is around it, by our functions, as {name:
+    tensor}.
 
-    given, after: operands of the normalisations before and behind; without these, `given.x` and `after.dy` are those of
-    the convolution.
+    given, after: operands of the normalisations before and behind; without these, `given.x` and
+    `after.dy` are those of the convolution.
     """
     x = given.x
     found = {}
@@ -216,7 +241,15 @@ def convolution_exact(given, after, weight, by, around):
         variance, mean = torch.var_mean(by_group, (1, 2, 4), correction=0)
         found["moments"] = torch.stack([mean, (variance + EPS).rsqrt()], -1)
         behind = normalised(y, around.behind, after.weight, after.bias)
-        _, loss = _behind(GATED, behind, after.dy, kept=None, residual=None, gate=after.gate, dpooled=after.dpooled)
+        _, loss = _behind(
+            GATED,
+            behind,
+            after.dy,
+            kept=None,
+            residual=None,
+            gate=after.gate,
+            dpooled=after.dpooled,
+        )
     return _with_gradients(found, loss, wanted, z)
 
 
@@ -232,11 +265,12 @@ def errors(actual, expected):
 def assert_no_worse(ours, torchs, exact):
     """Compare float32 results, {name: tensor}, by our layers and by torch's, with those in float64.
 
-    Errors are relative to the largest number of each tensor. Their median over all tensors must be at most three times
-    torch's. Which tensor is off by how much is chance, as what follows multiplies roundings: over many batches both had
-    the same worst error, in one batch either had fifteen times the other's. So each must be below thirty times torch's
-    worst, which is about a thousandth: what is computed wrongly is off by more. Tensors that are 0 but for rounding, as
-    the gradient of a bias before batch normalisation, are left out.
+    Errors are relative to the largest number of each tensor. Their median over all tensors must be
+    at most three times torch's. Which tensor is off by how much is chance, as what follows
+    multiplies roundings: over many batches both had the same worst error, in one batch either had
+    fifteen times the other's. So each must be below thirty times torch's worst, which is about a
+    thousandth: what is computed wrongly is off by more. Tensors that are 0 but for rounding, as the
+    gradient of a bias before batch normalisation, are left out.
     """
     assert ours.keys() == torchs.keys() == exact.keys()
     kept = [name for name, tensor in exact.items() if tensor.abs().max() > 1e-9]
@@ -246,4 +280,6 @@ def assert_no_worse(ours, torchs, exact):
     for name in kept:
         assert own[name] <= 30 * max(*other.values(), 8), f"{name}: {own[name]:.0f} eps"
     medians = [statistics.median(each.values()) for each in (own, other)]
-    assert medians[0] <= 3 * medians[1] + 8, "medians of {:.1f} eps, torch's {:.1f}".format(*medians)
+    assert medians[0] <= 3 * medians[1] + 8, "medians of {:.1f} eps, torch's {:.1f}".format(
+        *medians
+    )

@@ -60,7 +60,11 @@ def pair(name, **keys):
 
 def entering(block, count=6, height=13, width=8, seed=1):
     return images(
-        count, (block.conv_pw if hasattr(block, "conv_pwl") else block.conv_dw).in_channels, height, width, seed=seed
+        count,
+        (block.conv_pw if hasattr(block, "conv_pwl") else block.conv_dw).in_channels,
+        height,
+        width,
+        seed=seed,
     )
 
 
@@ -70,7 +74,10 @@ def results(block, x, dy=None):
     y = block(x)
     dy = images(*y.shape, seed=9).to(y.dtype) if dy is None else dy
     names = ["dx", *(name for name, _ in block.named_parameters())]
-    return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, [x, *block.parameters()], dy)))}
+    return {
+        "y": y.detach(),
+        **dict(zip(names, torch.autograd.grad(y, [x, *block.parameters()], dy))),
+    }
 
 
 def exact(plain, x):
@@ -87,8 +94,10 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("padding", ["same", "torch"])
 @every_block
 def test_outputs_and_gradients_are_those_of_timms_block(name, padding, width):
-    """Convolved side by side, and line by line; even sides and odd ones. At half the width the second block's
-    convolution has 8 channels, and is torch's."""
+    """Convolved side by side, and line by line; even sides and odd ones.
+
+    At half the width the second block's convolution has 8 channels, and is torch's.
+    """
     plain, ours = pair(name, width=width, padding=padding)
     for x in (entering(plain), entering(plain, 2, 20, 17), entering(plain, 1, 1, 1)):
         assert_no_worse(results(ours, x), results(plain, x.contiguous()), exact(plain, x))
@@ -172,7 +181,11 @@ def test_computed_again_it_has_the_same_bits(name):
     leaf = x.detach().requires_grad_()
     y = checkpoint(ours, leaf, use_reentrant=True)
     y.backward(images(*y.shape, seed=9))
-    found = {"y": y.detach(), "dx": leaf.grad, **{name: each.grad for name, each in ours.named_parameters()}}
+    found = {
+        "y": y.detach(),
+        "dx": leaf.grad,
+        **{name: each.grad for name, each in ours.named_parameters()},
+    }
     assert_same(found, expected)
 
 
@@ -199,7 +212,9 @@ def test_a_second_derivative_is_refused():
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("change", ["act1", "gate", "se", "aa", "conv_s2d", "drop_path", "norm", "bias"])
+@pytest.mark.parametrize(
+    "change", ["act1", "gate", "se", "aa", "conv_s2d", "drop_path", "norm", "bias"]
+)
 @pytest.mark.parametrize("kind", [NativeSeparable, NativeInverted])
 def test_blocks_with_other_layers_stay_timms(kind, change):
     """Their layers are ours all the same."""
@@ -233,7 +248,9 @@ def test_the_head_pools_what_it_never_stores():
     dy = torch.randn(5, 10, generator=torch.Generator().manual_seed(3))
     found = results(ours, x, dy)
     assert_no_worse(
-        found, results(plain, x.contiguous(), dy), results(copy.deepcopy(plain).double(), x.double(), dy.double())
+        found,
+        results(plain, x.contiguous(), dy),
+        results(copy.deepcopy(plain).double(), x.double(), dy.double()),
     )
     pooled = ours.pooled(x)
     weights = torch.randn(pooled.shape[::-1], generator=torch.Generator().manual_seed(4))

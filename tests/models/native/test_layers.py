@@ -1,4 +1,5 @@
-"""Single layers by our functions against torch's and timm's in float64, and which layers they take."""
+"""Single layers by our functions against torch's and timm's in float64, and which layers they
+take."""
 
 import copy
 import itertools
@@ -26,7 +27,11 @@ def ours(layer, kind):
 def images(*shape, layout=torch.channels_last, seed=1):
     """[N, C, H, W]."""
     count, channels, height, width = shape
-    return drawn(count, height, width, channels, seed=seed).permute(0, 3, 1, 2).contiguous(memory_format=layout)
+    return (
+        drawn(count, height, width, channels, seed=seed)
+        .permute(0, 3, 1, 2)
+        .contiguous(memory_format=layout)
+    )
 
 
 def results(layer, x, dy=None):
@@ -59,7 +64,9 @@ def same(one, other):
 def convolution(kernel, stride, same_padding, channels=32, seed=0):
     """As timm builds a block's: with TensorFlow's padding and a stride of 2 it is a Conv2dSame."""
     padding = "same" if same_padding else ""
-    conv = create_conv2d(channels, channels, kernel, stride=stride, padding=padding, groups=channels // 16)
+    conv = create_conv2d(
+        channels, channels, kernel, stride=stride, padding=padding, groups=channels // 16
+    )
     with torch.no_grad():
         conv.weight.copy_(drawn(*conv.weight.shape, seed=seed) / (4 * kernel))
     return conv
@@ -67,7 +74,10 @@ def convolution(kernel, stride, same_padding, channels=32, seed=0):
 
 @pytest.mark.parametrize(("kernel", "stride"), [*itertools.product((3, 5, 7), (1, 2))])
 def test_group_convolutions_are_padded_as_timms(kernel, stride):
-    """TensorFlow's padding puts its odd line to the end, so even and odd sides differ. Sums of 784 products: 24 eps."""
+    """TensorFlow's padding puts its odd line to the end, so even and odd sides differ.
+
+    Sums of 784 products: 24 eps.
+    """
     for padding in (True, False):
         conv = convolution(kernel, stride, padding)
         assert isinstance(conv, Conv2dSame) == (padding and stride == 2)
@@ -78,8 +88,8 @@ def test_group_convolutions_are_padded_as_timms(kernel, stride):
 
 @pytest.mark.parametrize("kind", ["group", "pointwise"])
 def test_inputs_in_any_layout_give_the_same_bits(kind):
-    """Planes, every other image, and memory that begins at no multiple of a vector; gradients likewise. Activations
-    are channels-last in each case."""
+    """Planes, every other image, and memory that begins at no multiple of a vector; gradients
+    likewise. Activations are channels-last in each case."""
     if kind == "group":
         layer = ours(convolution(3, 2, True), GroupConv2d)
     else:
@@ -88,7 +98,11 @@ def test_inputs_in_any_layout_give_the_same_bits(kind):
     expected = results(layer, x)
     dy = images(*expected[0].shape, seed=9)
     apart = torch.stack([x, x], 1).flatten(0, 1)[::2]
-    shifted = torch.cat([torch.zeros(1), x.permute(0, 2, 3, 1).flatten()])[1:].view(4, 7, 5, 32).permute(0, 3, 1, 2)
+    shifted = (
+        torch.cat([torch.zeros(1), x.permute(0, 2, 3, 1).flatten()])[1:]
+        .view(4, 7, 5, 32)
+        .permute(0, 3, 1, 2)
+    )
     for other in (x.contiguous(), apart, shifted):
         found = results(layer, other, dy.contiguous())
         assert same(found, expected)
@@ -102,7 +116,10 @@ def test_inputs_in_any_layout_give_the_same_bits(kind):
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_pointwise_convolutions_are_products(layout, bias):
     """Sums of 48 and of 105 products of either sign: 8 eps."""
-    for conv in (nn.Conv2d(48, 24, 1, bias=bias), create_conv2d(48, 24, 1, padding="same", bias=bias)):
+    for conv in (
+        nn.Conv2d(48, 24, 1, bias=bias),
+        create_conv2d(48, 24, 1, padding="same", bias=bias),
+    ):
         x = images(3, 48, 7, 5, layout=layout)
         found = results(ours(conv, Pointwise), x)
         assert_close(found, exact(conv, x), 8)
@@ -111,7 +128,10 @@ def test_pointwise_convolutions_are_products(layout, bias):
 
 def test_a_batch_may_be_empty():
     """As from a filter; torch's layers do it too."""
-    for layer in (ours(convolution(3, 1, False), GroupConv2d), ours(GroupNormAct(32, 4, EPS), NativeGroupNormAct)):
+    for layer in (
+        ours(convolution(3, 1, False), GroupConv2d),
+        ours(GroupNormAct(32, 4, EPS), NativeGroupNormAct),
+    ):
         y, dx, *gradients = results(layer, torch.zeros(0, 32, 5, 5), torch.zeros(0, 32, 5, 5))
         assert y.shape == dx.shape == (0, 32, 5, 5)
         assert not any(gradient.any() for gradient in gradients)
@@ -157,7 +177,10 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("apply_act", [True, False])
 def test_a_residual_is_added_to_what_is_kept_of_each_image(apply_act):
-    """An image that is dropped keeps the bits of the residual, and has no gradient. In either layout."""
+    """An image that is dropped keeps the bits of the residual, and has no gradient.
+
+    In either layout.
+    """
     layer = norm(24, apply_act)
     kept = torch.tensor([1.25, 0.0, 1.25])
     x = images(3, 24, 5, 7)
@@ -195,7 +218,9 @@ def test_only_the_input_is_kept_for_the_backward_pass():
     layer = ours(norm(12), NativeGroupNormAct)
     x = images(2, 12, 7, 5).requires_grad_()
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         layer(x)
     known = {tensor.data_ptr() for tensor in (x, *layer.parameters())}
     assert {tensor.data_ptr() for tensor in kept} >= known
@@ -216,14 +241,16 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 
 @every_layer
 def test_what_needs_no_gradient_gets_none(name):
-    """Frozen parameters, or an input without gradient; the gradients of the others keep their bits."""
+    """Frozen parameters, or an input without gradient; the gradients of the others keep their
+    bits."""
     make, kind = LAYERS[name]
     layer = ours(make(), kind)
     x = images(2, 16, 5, 3)
     expected = results(layer, x)
     y = layer(x)
     assert same(
-        [y, *torch.autograd.grad(y, list(layer.parameters()), images(*y.shape, seed=9))], [expected[0], *expected[2:]]
+        [y, *torch.autograd.grad(y, list(layer.parameters()), images(*y.shape, seed=9))],
+        [expected[0], *expected[2:]],
     )
     layer.weight.requires_grad_(False)
     entering = x.detach().requires_grad_()
@@ -249,7 +276,14 @@ def test_a_second_derivative_is_refused(name):
 def test_which_layers_are_taken():
     for setting in itertools.product((3, 5, 7), (1, 2), (False, True)):
         assert GroupConv2d.replaces(convolution(*setting))
-    taken = {"in_channels": 32, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "bias": False}
+    taken = {
+        "in_channels": 32,
+        "out_channels": 32,
+        "kernel_size": 3,
+        "padding": 1,
+        "groups": 2,
+        "bias": False,
+    }
     assert GroupConv2d.replaces(nn.Conv2d(**taken))
     for other in (
         {"groups": 32},
@@ -286,7 +320,9 @@ def test_which_layers_are_taken():
     ):
         assert not Pointwise.replaces(other), other
 
-    assert NativeGroupNormAct.replaces(norm(8)) and NativeProxyNormAct.replaces(norm(8, kind=ProxyNormAct))
+    assert NativeGroupNormAct.replaces(norm(8)) and NativeProxyNormAct.replaces(
+        norm(8, kind=ProxyNormAct)
+    )
     for other in (nn.GroupNorm(4, 8), BatchNormAct(8, EPS, 0.1), ours(norm(8), NativeGroupNormAct)):
         assert not NativeGroupNormAct.replaces(other) and not NativeProxyNormAct.replaces(other)
     assert not NativeGroupNormAct.replaces(norm(8, kind=ProxyNormAct))

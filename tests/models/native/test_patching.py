@@ -1,5 +1,5 @@
-"""Our layers in a whole model: which, that nobody who holds its parameters or names can tell, and that it computes the
-same."""
+"""Our layers in a whole model: which, that nobody who holds its parameters or names can tell, and
+that it computes the same."""
 
 import copy
 
@@ -18,7 +18,15 @@ from models.stochastic import Draws
 from tests.models.native.exact import assert_no_worse
 from tests.models.native.test_block import assert_same, model_of
 
-KINDS = (Pointwise, GroupConv2d, NativeGroupNormAct, NativeProxyNormAct, NativeSeparable, NativeInverted, NativeHead)
+KINDS = (
+    Pointwise,
+    GroupConv2d,
+    NativeGroupNormAct,
+    NativeProxyNormAct,
+    NativeSeparable,
+    NativeInverted,
+    NativeHead,
+)
 
 
 def small(**keys):
@@ -37,7 +45,9 @@ def results(model, images, forward=None):
     model.draws.micro_batch = 1
     model.zero_grad()
     logits = (forward or model)(images)
-    logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).to(logits.dtype))
+    logits.backward(
+        torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).to(logits.dtype)
+    )
     gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
     statistics = {name: each.clone() for name, each in model.named_buffers() if "running" in name}
     return {"logits": logits.detach(), **gradients, **statistics}
@@ -76,25 +86,33 @@ def test_layers_are_turned_in_place_and_their_names_returned():
 
 
 def test_what_a_model_has_none_of_is_not_replaced():
-    """Batch and proxy normalisation keep timm's blocks and our head, depthwise convolutions are torch's."""
+    """Batch and proxy normalisation keep timm's blocks and our head, depthwise convolutions are
+    torch's."""
     model = small(norm="batch")
     patch(model)
     assert kinds(model, GroupConv2d, Pointwise)
     assert not kinds(model, NativeGroupNormAct, NativeSeparable, NativeInverted, NativeHead)
     model = small(proxy_norm=True)
     patch(model)
-    assert kinds(model, NativeProxyNormAct) and not kinds(model, NativeSeparable, NativeInverted, NativeHead)
+    assert kinds(model, NativeProxyNormAct) and not kinds(
+        model, NativeSeparable, NativeInverted, NativeHead
+    )
     model = small(group_size=1)
     patch(model)
     assert kinds(model, NativeInverted) and not kinds(model, GroupConv2d)
 
 
 @pytest.mark.parametrize(
-    "layers", [[nn.Conv2d(3, 4, 3)], [nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16)]], ids=["none", "norm"]
+    "layers",
+    [[nn.Conv2d(3, 4, 3)], [nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16)]],
+    ids=["none", "norm"],
 )
 def test_a_model_that_gains_nothing_stays_as_it_is(layers):
-    """None of its layers fits; or a group normalisation is torch's, which loses digits of channels-last activations."""
-    model = BlockList([("preprocess", Preprocess([0.5] * 3, [0.5] * 3)), ("stem", nn.Sequential(*layers))])
+    """None of its layers fits; or a group normalisation is torch's, which loses digits of
+    channels-last activations."""
+    model = BlockList(
+        [("preprocess", Preprocess([0.5] * 3, [0.5] * 3)), ("stem", nn.Sequential(*layers))]
+    )
     before = [type(module) for module in model.modules()]
     assert patch(model) == []
     assert [type(module) for module in model.modules()] == before
@@ -137,8 +155,11 @@ def test_a_copy_and_a_part_of_a_patched_model_are_patched():
     ids=str,
 )
 def test_a_patched_model_is_as_exact_as_torchs(keys, sizes):
-    """Against the same model in float64. Of six images of 32 pixels all are convolved side by side, of three of 37 line
-    by line; in training, and in evaluation."""
+    """Against the same model in float64.
+
+    Of six images of 32 pixels all are convolved side by side, of three of 37 line by line; in
+    training, and in evaluation.
+    """
     count, size, training = sizes
     plain = small(**keys).train(training)
     ours = copy.deepcopy(plain)
@@ -155,7 +176,9 @@ def test_stochastic_depth_and_dropout_draw_the_same(monkeypatch):
     """The same masks in the same order; there is no other state, torch's generator included."""
     drawn = []
     draw = Draws.keep_mask
-    monkeypatch.setattr(Draws, "keep_mask", lambda self, *given: drawn.append(given[:3]) or draw(self, *given))
+    monkeypatch.setattr(
+        Draws, "keep_mask", lambda self, *given: drawn.append(given[:3]) or draw(self, *given)
+    )
     model = small(drop_path=0.4, dropout=0.3)
     images = pixels(6, 32)
     state = torch.get_rng_state()

@@ -1,4 +1,5 @@
-"""A recipe on IPUs: the one right value of each option and its source; what is refused, and what to do then."""
+"""A recipe on IPUs: the one right value of each option and its source; what is refused, and what to
+do then."""
 
 import re
 
@@ -50,7 +51,10 @@ def small(*overrides):
 
 def options(recipe, model="training", served=1, under_poprun=False):
     """{call: argument, or name of a session option: its value} of a model."""
-    make = {"training": ipu_options.training_settings, "evaluation": ipu_options.evaluation_settings}[model]
+    make = {
+        "training": ipu_options.training_settings,
+        "evaluation": ipu_options.evaluation_settings,
+    }[model]
     found = {}
     for setting in make(recipe, divide(recipe), served, under_poprun):
         key = setting.arguments[0] if setting.call == "Options._Popart.set" else setting.call
@@ -62,20 +66,43 @@ def options(recipe, model="training", served=1, under_poprun=False):
 @pytest.mark.parametrize(
     ("overrides", "training", "evaluation"),
     [
-        # Other values make other channels a group (weights would fit no other device), or let replicas drift apart.
+        # Other values make other channels a group (weights would fit no other device), or let
+        # replicas drift apart.
         ("", {GROUPS: False, ENGINE: PORTABLE}, {GROUPS: False, ENGINE: PORTABLE}),
-        ("ipu.prefetch_depth=5", {PREFETCH: 5, "disableOptimizerStateTensorStreams": None}, {PREFETCH: 5}),
-        # PopTorch overlaps I/O in ShardedExecution only, on tiles of their own, and only turns of a loop.
+        (
+            "ipu.prefetch_depth=5",
+            {PREFETCH: 5, "disableOptimizerStateTensorStreams": None},
+            {PREFETCH: 5},
+        ),
+        # PopTorch overlaps I/O in ShardedExecution only, on tiles of their own, and only turns of a
+        # loop.
         ("ipu.io_tiles=64", {STRATEGY: SHARDED, TILES: 64}, {STRATEGY: SHARDED, TILES: 64}),
-        (f"{TWO} parallel.schedule=sharded", {STRATEGY: SHARDED, TILES: 32}, {STRATEGY: SHARDED, TILES: 32}),
-        (f"{TWO} parallel.schedule=1f1b", {STRATEGY: PIPELINED, TILES: None}, {STRATEGY: PIPELINED, TILES: None}),
+        (
+            f"{TWO} parallel.schedule=sharded",
+            {STRATEGY: SHARDED, TILES: 32},
+            {STRATEGY: SHARDED, TILES: 32},
+        ),
+        (
+            f"{TWO} parallel.schedule=1f1b",
+            {STRATEGY: PIPELINED, TILES: None},
+            {STRATEGY: PIPELINED, TILES: None},
+        ),
         ("ipu.overlap_io=false", {TILES: None}, {TILES: None}),
-        # Accumulators are float32 and hold a sum. Without them replicas add float16, which a sum may overflow.
+        # Accumulators are float32 and hold a sum. Without them replicas add float16, which a sum
+        # may overflow.
         ("batch.micro=64", {TILES: None, REDUCTION: RUNNING}, {TILES: 32}),
         ("ipu.evaluation_iterations=1", {TILES: 32, ITERATIONS: 1}, {TILES: None, ITERATIONS: 1}),
-        ("", {STOCHASTIC: True, PARTIALS: HALF, REDUCTION: POST}, {STOCHASTIC: False, PARTIALS: HALF}),
+        (
+            "",
+            {STOCHASTIC: True, PARTIALS: HALF, REDUCTION: POST},
+            {STOCHASTIC: False, PARTIALS: HALF},
+        ),
         ("precision.rounding=nearest", {STOCHASTIC: False}, {STOCHASTIC: False}),
-        ("precision.weights=float32 precision.compute=float32", {STOCHASTIC: False, PARTIALS: FLOAT}, {}),
+        (
+            "precision.weights=float32 precision.compute=float32",
+            {STOCHASTIC: False, PARTIALS: FLOAT},
+            {},
+        ),
         ("ipu.partials=float", {PARTIALS: FLOAT}, {PARTIALS: FLOAT}),
         # PopART's RecomputationType: 0 none, 1 standard, 3 pipeline, 4 all.
         (TWO, {"autoRecomputation": 0, "explicitRecomputation": None}, {"autoRecomputation": None}),
@@ -83,10 +110,18 @@ def options(recipe, model="training", served=1, under_poprun=False):
         ("parallel.recompute=true", {"autoRecomputation": 1, "explicitRecomputation": True}, {}),
         ("parallel.recompute=true ipu.keep_activations=[blocks.1.0]", {"autoRecomputation": 4}, {}),
         ("", {"autoRecomputation": None, "explicitRecomputation": None}, {}),
-        (f"{TWO} ipu.available_memory_proportion=[0.1,0.3]", {MEMORY: {"IPU0": 0.1, "IPU1": 0.3}}, {}),
+        (
+            f"{TWO} ipu.available_memory_proportion=[0.1,0.3]",
+            {MEMORY: {"IPU0": 0.1, "IPU1": 0.3}},
+            {},
+        ),
         (f"{TWO} ipu.available_memory_proportion=[0.1]", {MEMORY: {"IPU0": 0.1, "IPU1": 0.1}}, {}),
         # The seed goes to torch and to PopART as 64 bits.
-        ("run.seed=9223372036854775807", {"Options.randomSeed": 2**63 - 1}, {"Options.randomSeed": None}),
+        (
+            "run.seed=9223372036854775807",
+            {"Options.randomSeed": 2**63 - 1},
+            {"Options.randomSeed": None},
+        ),
         # Filling and draining a pipeline takes less than a fifth of the rounds.
         ("", {}, {ITERATIONS: 4, "Options.outputMode": Name("poptorch.OutputMode.All")}),
         ("parallel.stages=4", {}, {ITERATIONS: 16, "Options.Training.gradientAccumulation": None}),
@@ -107,10 +142,17 @@ def test_each_option_has_the_one_right_value(overrides, training, evaluation):
 
 def test_notes_are_about_what_has_no_effect():
     """State is divided within an instance (Compiler.cpp); a pipeline prefetches only."""
-    assert ipu_options.notes(small(), 1, 1) == ipu_options.notes(small("ipu.shard_optimizer_state=true"), 4, 4) == ()
+    assert (
+        ipu_options.notes(small(), 1, 1)
+        == ipu_options.notes(small("ipu.shard_optimizer_state=true"), 4, 4)
+        == ()
+    )
     for override, words in (
         (TWO, "3 micro batches are prefetched.*parallel.schedule=sharded"),
-        ("ipu.shard_optimizer_state=true", "^ipu.shard_optimizer_state has no effect.*start fewer instances$"),
+        (
+            "ipu.shard_optimizer_state=true",
+            "^ipu.shard_optimizer_state has no effect.*start fewer instances$",
+        ),
         ("log.noise_scale=true", "log.noise_scale: not measured"),
         ("ipu.synthetic_data=true", "nothing is learned"),
     ):
@@ -126,15 +168,19 @@ def test_ipus_of_the_pod_that_stay_idle_are_named():
 
 
 def test_poprun_brings_the_replicas_itself():
-    """popdist's options raise where replicationFactor is called (PopTorch 3.4, tests/popdist_test.py)."""
+    """popdist's options raise where replicationFactor is called (PopTorch 3.4,
+    tests/popdist_test.py)."""
     recipe = load(ROOT / "configs" / "pod16.yaml", [TRUST, "parallel.replicas=8"])
     for model in ("training", "evaluation"):
         assert options(recipe, model, served=8)["Options.replicationFactor"] == 8
-        assert "Options.replicationFactor" not in options(recipe, model, served=4, under_poprun=True)
+        assert "Options.replicationFactor" not in options(
+            recipe, model, served=4, under_poprun=True
+        )
 
 
 def test_switches_are_off_unless_asked_for_and_options_that_replace_each_other_come_in_the_right_order():
-    """setPartialsType writes the whole dictionary of convolutions; enableProfiling adds to the engine's."""
+    """setPartialsType writes the whole dictionary of convolutions; enableProfiling adds to the
+    engine's."""
     switches = {
         "Options.enableProfiling": "profile",
         "Options.enableExecutableCaching": "cache",
@@ -147,7 +193,9 @@ def test_switches_are_off_unless_asked_for_and_options_that_replace_each_other_c
     recipe = small(*EVERYTHING)
     found = options(recipe)
     assert {name: found[name] for name in switches} == switches
-    sharded = "poptorch.TensorLocationSettings().useOnChipStorage(True).useReplicatedTensorSharding(True)"
+    sharded = (
+        "poptorch.TensorLocationSettings().useOnChipStorage(True).useReplicatedTensorSharding(True)"
+    )
     assert str(found["Options.TensorLocations.setOptimizerLocation"]) == sharded
     order = list(found)
     assert order.index("convolutionOptions") > order.index(PARTIALS)
@@ -164,7 +212,9 @@ def check(*overrides):
     batch = made.batch
     replicas = made.parallel.replicas or 1
     accumulation = batch.global_ // (batch.micro * replicas)
-    rules.check(made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages))
+    rules.check(
+        made, Batch(batch.global_, batch.micro, accumulation, replicas, made.parallel.stages)
+    )
 
 
 # Overrides; a part of the reason; the remedy, which must be enough.
@@ -176,10 +226,22 @@ RULES = [
         "optimizer.nesterov=false optimizer.trust=momentum",
     ),
     (("optimizer.eps=1e-6",), "LAMB, whose trust ratio has no epsilon", "optimizer.eps=0"),
-    (("optimizer.name=sgd", "optimizer.nesterov=true"), "not divided by accumulation", "optimizer.nesterov=false"),
-    (("optimizer.name=muon",), "PopTorch has no such optimizer", "use one of lars, lamb, sgd, rmsprop"),
+    (
+        ("optimizer.name=sgd", "optimizer.nesterov=true"),
+        "not divided by accumulation",
+        "optimizer.nesterov=false",
+    ),
+    (
+        ("optimizer.name=muon",),
+        "PopTorch has no such optimizer",
+        "use one of lars, lamb, sgd, rmsprop",
+    ),
     (("optimizer.clip_norm=1",), "cannot clip", "optimizer.clip_norm=null"),
-    (("average.step_decay=0.99",), "leave the device after every update", "average.step_decay=null"),
+    (
+        ("average.step_decay=0.99",),
+        "leave the device after every update",
+        "average.step_decay=null",
+    ),
     (("exchange.method=gtopk",), "PopART exchanges gradients itself", "exchange.method=dense"),
     (("exchange.bits=8",), "PopART exchanges gradients itself, in float32", "exchange.bits=null"),
     (("exchange.delay=1",), "from the gradients of its own step", "exchange.delay=0"),
@@ -188,9 +250,21 @@ RULES = [
     (("data.source=folder", "data.reader=dali"), "by worker processes", "data.reader=torch"),
     (("data.bad_images=skip",), "whole micro batches", "data.bad_images=error"),
     (("precision.compute=bfloat16",), "float16 and float32 only", "precision.compute=float16"),
-    (("precision.compute=float32",), "in the format that it computes in", "precision.compute=float16"),
-    (("precision.weights=float32",), "in the format that it computes in", "precision.compute=float32"),
-    ((*FULL, "precision.dynamic_loss_scale=true"), "float16 gradients", "precision.dynamic_loss_scale=false"),
+    (
+        ("precision.compute=float32",),
+        "in the format that it computes in",
+        "precision.compute=float16",
+    ),
+    (
+        ("precision.weights=float32",),
+        "in the format that it computes in",
+        "precision.compute=float32",
+    ),
+    (
+        (*FULL, "precision.dynamic_loss_scale=true"),
+        "float16 gradients",
+        "precision.dynamic_loss_scale=false",
+    ),
     (
         ("optimizer.name=sgd", "precision.dynamic_loss_scale=true"),
         "keeps SGD's momentum multiplied by the scale",
@@ -200,7 +274,11 @@ RULES = [
     (("parallel.recompute=[blocks.1.0]",), "all blocks or none", "parallel.recompute=true"),
     (("ipu.keep_activations=[blocks.1.0]",), "all activations are kept", "parallel.recompute=true"),
     (("engine.compile=true",), "layouts and kernels of its own", "engine.compile=false"),
-    (("engine.memory_format=channels_last",), "layouts and kernels of its own", "engine.memory_format=auto"),
+    (
+        ("engine.memory_format=channels_last",),
+        "layouts and kernels of its own",
+        "engine.memory_format=auto",
+    ),
     (("log.trace=3",), "does not see", "log.trace=0"),
     (("log.profile=3",), "torch.profiler does not see", "log.profile=0"),
     (("log.memory=true",), "CUDA's memory", "log.memory=false"),
@@ -209,15 +287,24 @@ RULES = [
     (("ipu.io_tiles=33",), "even numbers", "ipu.io_tiles=34"),
     ((TWO, "ipu.overlap_io=true"), "Overlapped IO is not supported", "ipu.overlap_io=null"),
     (("ipu.overlap_io=true", "batch.micro=64"), "an update has only one", "ipu.overlap_io=null"),
-    ((TWO, "ipu.evaluation_iterations=1"), "needs at least 2 batches", "ipu.evaluation_iterations=null"),
+    (
+        (TWO, "ipu.evaluation_iterations=1"),
+        "needs at least 2 batches",
+        "ipu.evaluation_iterations=null",
+    ),
     ((TWO, "batch.micro=32"), "needs 2 x 2 - 1 = 3", "batch.micro=16"),
     (("parallel.stages=4", "batch.micro=16"), "needs 2 x 4 - 1 = 7", "batch.micro=8"),
-    ((TWO, "batch.global=4"), "4 = 4 micro x 1 x 1 replicas", "batch.global=12"),  # mixing needs two images
+    # mixing needs two images
+    ((TWO, "batch.global=4"), "4 = 4 micro x 1 x 1 replicas", "batch.global=12"),
     ((TWO, "batch.global=4", "data.mixup=0"), "needs 2 x 2 - 1 = 3", "batch.micro=1"),
     ((TWO, "batch.global=8", "parallel.replicas=2"), "fewer replicas", "batch.global=24"),
     (("data.loss=bce",), "never compiled by PopTorch", "data.loss=cross_entropy"),
     (("data.image_sizes=[[0, 20], [3, 28]]",), "another program to compile", "model.init_from"),
-    ((TWO, "ipu.available_memory_proportion=[0.1, 0.2, 0.3]"), "2 stages have 2 IPUs", "one for each stage"),
+    (
+        (TWO, "ipu.available_memory_proportion=[0.1, 0.2, 0.3]"),
+        "2 stages have 2 IPUs",
+        "one for each stage",
+    ),
     (("parallel.stages=3",), "powers of two", "use 2 or 4"),
     (("parallel.replicas=3", "batch.global=96"), "powers of two", "use 2 or 4"),
 ]
@@ -227,7 +314,11 @@ RULES = [
 def test_what_is_refused_and_why(overrides, reason, remedy):
     with pytest.raises(ConfigError) as caught:
         check(*overrides)
-    assert reason in str(caught.value) and remedy in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        reason in str(caught.value)
+        and remedy in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
     if "=" in remedy:  # it is enough
         check(*overrides, *remedy.split())
 
@@ -237,7 +328,10 @@ def test_an_optimizer_without_a_form_is_refused_by_name():
         name: str = "adagrad"
 
     made = small().model_copy(update={"optimizer": Adagrad()})
-    with pytest.raises(ConfigError, match=r"^optimizer.name adagrad on IPUs: .*; use one of lars, lamb, sgd, rmsprop$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^optimizer.name adagrad on IPUs: .*; use one of lars, lamb, sgd, rmsprop$",
+    ):
         rules.check(made, divide(small()))
 
 
@@ -245,4 +339,11 @@ def test_dividing_a_batch_checks_the_rules_on_ipus_only():
     """So `--dry-run` and the launcher refuse what the engine would."""
     with pytest.raises(ConfigError, match="gradient on IPUs: PopTorch has no LARS"):
         divide(small("optimizer.trust=gradient"))
-    divide(small("run.device=cpu", "optimizer.trust=gradient", "optimizer.clip_norm=1", "average.step_decay=0.9"))
+    divide(
+        small(
+            "run.device=cpu",
+            "optimizer.trust=gradient",
+            "optimizer.clip_norm=1",
+            "average.step_decay=0.9",
+        )
+    )

@@ -23,7 +23,9 @@ def two_stages(*overrides):
 
 def test_popruns_variables_tell_what_it_started():
     launched = poprun.launched_by(VARIABLES)
-    assert launched == Launched(replicas=64, served=16, ipus_per_replica=2) and not launched.by_default
+    assert (
+        launched == Launched(replicas=64, served=16, ipus_per_replica=2) and not launched.by_default
+    )
     assert poprun.launched_by({}) is None and poprun.stages_of_launcher({}) is None
     assert poprun.stages_of_launcher(VARIABLES) == 2
     assert not poprun.is_first_instance(VARIABLES)

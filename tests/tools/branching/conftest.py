@@ -1,4 +1,5 @@
-"""A run to branch from, as its folder shows it: 20 epochs of 59 steps of 24 digits, of which some were saved."""
+"""A run to branch from, as its folder shows it: 20 epochs of 59 steps of 24 digits, of which some
+were saved."""
 
 import functools
 import json
@@ -18,8 +19,20 @@ EPOCHS = 20
 TOTAL = PER_EPOCH * EPOCHS
 RATE = 3000.0  # images a second
 PAUSE = 2.0  # seconds of an evaluation
-RECIPE = (*TINY, f"run.epochs={EPOCHS}", "schedule.warmup_epochs=2", "schedule.peak=2", "checkpoint.keep_last=1000")
-PROGRESSION = {"images_digest": "a-b", "rounding": 3, "seconds": 9.0, "loss": 4.0, "steps_in_window": 2}
+RECIPE = (
+    *TINY,
+    f"run.epochs={EPOCHS}",
+    "schedule.warmup_epochs=2",
+    "schedule.peak=2",
+    "checkpoint.keep_last=1000",
+)
+PROGRESSION = {
+    "images_digest": "a-b",
+    "rounding": 3,
+    "seconds": 9.0,
+    "loss": 4.0,
+    "steps_in_window": 2,
+}
 
 
 def run_in(place, *overrides, saved=range(1, EPOCHS + 1), name="run", repeated=0, **topology):
@@ -37,7 +50,10 @@ def run_in(place, *overrides, saved=range(1, EPOCHS + 1), name="run", repeated=0
         seconds += PER_EPOCH * BATCH / RATE + PAUSE
         event = {"step": epoch * PER_EPOCH, "epoch": float(epoch)}
         pace = {"images_per_second": RATE, "data_wait": 0.1, "seconds": seconds}
-        lines += [{"event": "train", **event, **pace, "skipped_steps": 0}, {"event": "eval", **event, "loss": 1.0}]
+        lines += [
+            {"event": "train", **event, **pace, "skipped_steps": 0},
+            {"event": "eval", **event, "loss": 1.0},
+        ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     starts = [{"step": 0, "replicas": 1, "stages": 1, **topology}, *[{}] * repeated]
     (folder / "environment.json").write_text(json_text({"starts": starts}))

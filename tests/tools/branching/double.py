@@ -1,8 +1,14 @@
-"""A double of train.py that takes a tenth of a second: python double.py --config CONFIG run.output=FOLDER
+"""A double of train.py that takes a tenth of a second.
 
-It keeps what branches rely on: the lock, the checkpoint that it begins from, an evaluation and an end in metrics.jsonl,
-SIGTERM answered by 75. Its loss is that of SGD on a noisy quadratic (`loss_of`); the noise is larger later in the run.
-DOUBLE_SLOW: a branch that takes a minute. DOUBLE_FAILS: a branch that ends with the exit code DOUBLE_CODE.
+    python double.py --config CONFIG run.output=FOLDER
+
+It keeps what branches rely on: the lock, the checkpoint that it begins from, an evaluation and an
+end in metrics.jsonl, SIGTERM answered by 75. Its loss is that of SGD on a noisy quadratic
+(`loss_of`); the noise is larger later in the run.
+
+Environment:
+    DOUBLE_SLOW: a branch that takes a minute.
+    DOUBLE_FAILS: a branch that ends with the exit code DOUBLE_CODE.
 """
 
 import fcntl
@@ -17,7 +23,8 @@ import yaml
 
 from tests.tools.branching.quadratic import expected
 
-LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the latter takes longer than all else
+# the latter takes longer than all else
+LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 LINE = "step 7: the disk is full; make room"
 RATE = 0.1  # of the quadratic, at the run's own batch
 EARLY = 500  # steps
@@ -39,7 +46,9 @@ def main(arguments):
 
 
 def train(folder, run, batch):
-    step = max(int(path.stem.split("-")[1]) for path in (folder / "checkpoints").glob("step-*.json"))
+    step = max(
+        int(path.stem.split("-")[1]) for path in (folder / "checkpoints").glob("step-*.json")
+    )
     with open(folder / "starts", "a") as stream:
         stream.write(f"{os.getpid()}\n")
     asked = []
@@ -57,7 +66,9 @@ def train(folder, run, batch):
     multiple = int(pairs[-1][1]) // size if pairs else 1
     loss = loss_of(step, multiple, batch["rate_rule"], run["seed"], run["steps"] - step)
     events = [{"event": "eval", "loss": loss}, {"event": "end", "images": run["steps"] * size}]
-    lines = [json.dumps({**event, "step": run["steps"], "top1": 0.5, "seconds": 1.0}) for event in events]
+    lines = [
+        json.dumps({**event, "step": run["steps"], "top1": 0.5, "seconds": 1.0}) for event in events
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return 0
 

@@ -1,7 +1,9 @@
-"""SGD on a noisy quadratic, whose expected loss is known for any batch and any rates: no network, no images.
+"""SGD on a noisy quadratic, whose expected loss is known for any batch and any rates: no network,
+no images.
 
-The loss is the mean over coordinates of h t^2 / 2, with curvatures h from 1 to 0.01. The gradient of a step's images
-has noise of variance `noise` in each coordinate. With k steps in an update it is noise / k.
+The loss is the mean over coordinates of h t^2 / 2, with curvatures h from 1 to 0.01. The gradient
+of a step's images has noise of variance `noise` in each coordinate. With k steps in an update it is
+noise / k.
 """
 
 CURVATURES = [100.0 ** (-number / 39) for number in range(40)]
@@ -28,8 +30,11 @@ def expected(noise, rate, multiple, factor, steps):
 
 
 def sampled(noise, rate, multiple, factor, draws):
-    """Loss of a branch that makes its steps, in float64. Args: draws: standard normal, [steps, 40, copies]; an update
-    of several steps has their mean, as a larger batch has the same images."""
+    """Loss of a branch that makes its steps, in float64.
+
+    Args: draws: standard normal, [steps, 40, copies]; an update of several steps has their mean, as
+    a larger batch has the same images.
+    """
     import numpy as np  # slow to load, and not needed by the double
 
     coordinates = np.full(draws.shape[1:], START)

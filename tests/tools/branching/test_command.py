@@ -1,4 +1,5 @@
-"""python -m tools.batch RUN --branch: announced, trained by a double of train.py, judged; killed, it goes on."""
+"""python -m tools.batch RUN --branch: announced, trained by a double of train.py, judged; killed,
+it goes on."""
 
 import contextlib
 import io
@@ -28,12 +29,15 @@ FAILED = 1
 WRONG_INPUT = 2
 STOPPED = 75
 DOUBLE = (str(ROOT / "tests" / "tools" / "branching" / "double.py"),)
-WHOLE = ("--points", "2", "--share", "0.4")  # of 1180 steps: six branches of 36 steps from each of two checkpoints
+# of 1180 steps: six branches of 36 steps from each of two checkpoints
+WHOLE = ("--points", "2", "--share", "0.4")
 STEPS = 36
 BRANCHES = 12
 POINTS = (5 * PER_EPOCH, 15 * PER_EPOCH)
 FEW = ("--points", "1", "--share", "0.1")  # four branches
-FIRST, SECOND, THIRD = (f"step-{10 * PER_EPOCH:08d}-{kind}" for kind in ("order-0", "order-1", "x2-sqrt"))
+FIRST, SECOND, THIRD = (
+    f"step-{10 * PER_EPOCH:08d}-{kind}" for kind in ("order-0", "order-1", "x2-sqrt")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,8 @@ def _own_modules(monkeypatch):
 
 @pytest.fixture
 def branched(call):
-    """branched(run, *options): exit code, lines of stdout, lines of stderr of the command in this process."""
+    """branched(run, *options): exit code, lines of stdout, lines of stderr of the command in this
+    process."""
 
     def command(run, *options):
         command = [run, "--branch", *FEW, *options]
@@ -55,13 +60,16 @@ def branched(call):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with all twelve branches, the picture of them, and the lines that the command printed."""
+    """A run with all twelve branches, the picture of them, and the lines that the command
+    printed."""
     place = tmp_path_factory.mktemp("whole")
     run = run_in(place)
     picture = place / "branches.png"
     out = io.StringIO()
     err = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(
+        out
+    ), contextlib.redirect_stderr(err):
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setattr(session, "_POLL_SECONDS", 0.01)
         arguments = [str(run), "--branch", *WHOLE, "--json", "--picture", str(picture)]
@@ -86,7 +94,9 @@ def test_the_cost_is_announced_exactly_and_the_critical_batch_is_that_of_the_tas
         out[0]
         == f"branches   12 from 2 checkpoints, of {STEPS * BATCH} images each, with up to 4 x 24 images an update"
     )
-    assert out[1].startswith(f"cost       {images:,} images, {100 * share:.1f} % of the run's; about 0:00:")
+    assert out[1].startswith(
+        f"cost       {images:,} images, {100 * share:.1f} % of the run's; about 0:00:"
+    )
     assert found["cost"]["images"] == images and found["cost"]["share"] == share <= 0.4
     assert found["cost"]["seconds"] == pytest.approx(images / RATE + BRANCHES * PAUSE, rel=1e-6)
     folders = [path for path in (run / "branches").iterdir() if path.is_dir()]
@@ -99,7 +109,10 @@ def test_the_cost_is_announced_exactly_and_the_critical_batch_is_that_of_the_tas
     for point in found["points"]:
         first = double.loss_of(point["step"], 1, "none", 0, STEPS)
         assert point["loss"] == first and point["spread"] == pytest.approx(0.005)
-        assert (point["images"], point["epoch"]) == (point["step"] * BATCH, point["step"] / PER_EPOCH)
+        assert (point["images"], point["epoch"]) == (
+            point["step"] * BATCH,
+            point["step"] / PER_EPOCH,
+        )
         for rule in RULES:
             for each in point["rules"][rule]["branches"]:
                 loss = double.loss_of(point["step"], each["multiple"], rule, 0, STEPS)
@@ -118,7 +131,9 @@ def test_the_cost_is_announced_exactly_and_the_critical_batch_is_that_of_the_tas
 @pytest.mark.parametrize(
     "output", [pytest.param((), marks=pytest.mark.slow), ("--output", "elsewhere/of mine")], ids=str
 )
-def test_a_picture_may_lie_in_the_folder_that_the_branches_make(make_run, branched, tmp_path, monkeypatch, output):
+def test_a_picture_may_lie_in_the_folder_that_the_branches_make(
+    make_run, branched, tmp_path, monkeypatch, output
+):
     """The same command finds its branches there afterwards."""
     monkeypatch.chdir(tmp_path)
     run = make_run()
@@ -148,16 +163,23 @@ def test_the_schedule_can_be_pasted_and_has_the_rates_of_the_branches(whole, tmp
     assert length.total == branch.step + STEPS
     beginning = [rate(branch.step) * rate_factor(found["rule"], branch.multiple) for rate in rates]
     assert beginning[0] == pytest.approx(beginning[1], rel=1e-12)
-    assert [rates[0](branch.step + STEPS * part / 4) / rates[0](branch.step) for part in (1, 2, 4)] == pytest.approx(
-        [0.75, 0.5, 0.0]
-    )
+    assert [
+        rates[0](branch.step + STEPS * part / 4) / rates[0](branch.step) for part in (1, 2, 4)
+    ] == pytest.approx([0.75, 0.5, 0.0])
 
 
 def test_the_recipes_of_branches_differ_in_rates_batches_draws_and_records_alone(make_run):
-    keys = ("optimizer.momentum=0.8", "average.step_decay=0.9", "run.resume=never", "schedule.warmup_steps=9")
+    keys = (
+        "optimizer.momentum=0.8",
+        "average.step_decay=0.9",
+        "run.resume=never",
+        "schedule.warmup_steps=9",
+    )
     run = make_run(*keys, "checkpoint.mirror=/elsewhere")
     origin = read(run, [])
-    plan = batch.plans.make(list(POINTS), points=2, share=0.4, batch=BATCH, per_epoch=PER_EPOCH, total=TOTAL)
+    plan = batch.plans.make(
+        list(POINTS), points=2, share=0.4, batch=BATCH, per_epoch=PER_EPOCH, total=TOTAL
+    )
     changed = {
         "run": {"name", "output", "epochs", "steps", "seed", "resume", "loss_limit"},
         "precision": {"max_skipped_steps"},
@@ -208,7 +230,9 @@ def started(make_run, tmp_path):
         process.join()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_killed_or_stopped_it_goes_on_and_gives_the_same_answer_to_the_bit(
     make_run, branched, started, number, tmp_path
 ):
@@ -241,13 +265,18 @@ def test_a_branch_keeps_no_checkpoints_once_it_has_ended(make_run, branched):
 
 
 @pytest.mark.parametrize("code", [FAILED, WRONG_INPUT])
-def test_a_branch_that_fails_ends_the_command_with_its_last_line(make_run, branched, monkeypatch, code):
+def test_a_branch_that_fails_ends_the_command_with_its_last_line(
+    make_run, branched, monkeypatch, code
+):
     run = make_run()
     monkeypatch.setenv("DOUBLE_FAILS", SECOND)
     monkeypatch.setenv("DOUBLE_CODE", str(code))
     found, out, (error,) = branched(run)
     assert found == code and len(out) == 3 and double.LINE in error
-    assert code == WRONG_INPUT or f"({run / 'branches' / SECOND}.log); fix this, then rerun the same command" in error
+    assert (
+        code == WRONG_INPUT
+        or f"({run / 'branches' / SECOND}.log); fix this, then rerun the same command" in error
+    )
     monkeypatch.delenv("DOUBLE_FAILS")
     assert branched(run)[0] == DONE
 
@@ -258,27 +287,61 @@ def test_a_branch_that_fails_ends_the_command_with_its_last_line(make_run, branc
         (("--batches", "64"), "--batches goes without --branch"),
         (("--machine", "two_cores"), "--machine goes without --branch"),
         (("--share", "0"), "'0' is no number from"),
-        (("--points", "20"), "checkpoints: 19 checkpoints before the run's end, but --points is 20; train with"),
-        (("--share", "0.01"), "checkpoints: a share of 0.01 of the run is 12 steps, but the shortest branches"),
-        (("exchange.order=tree",), "batch.schedule goes with a dense exchange in fast order without a delay only; use"),
-        (("batch.schedule=[[0,24]]",), "batch.schedule: its batch grows by itself; branch a run with a constant batch"),
+        (
+            ("--points", "20"),
+            "checkpoints: 19 checkpoints before the run's end, but --points is 20; train with",
+        ),
+        (
+            ("--share", "0.01"),
+            "checkpoints: a share of 0.01 of the run is 12 steps, but the shortest branches",
+        ),
+        (
+            ("exchange.order=tree",),
+            "batch.schedule goes with a dense exchange in fast order without a delay only; use",
+        ),
+        (
+            ("batch.schedule=[[0,24]]",),
+            "batch.schedule: its batch grows by itself; branch a run with a constant batch",
+        ),
         (("optimizer.momentun=1",), "unknown key; did you mean"),
-        (("batch.global=48",), "batch.global is 24 there, 48 here: branches begin in the run's own state, to which"),
+        (
+            ("batch.global=48",),
+            "batch.global is 24 there, 48 here: branches begin in the run's own state, to which",
+        ),
         (("model.width=0.5",), "model.width is "),
-        (("optimizer.momentum=0.5",), "optimizer.momentum is 0.9 there, 0.5 here: branches begin in the run's own"),
-        (("optimizer.name=sgd",), "optimizer.name is lars there, sgd here: branches begin in the run's own state"),
-        (("average.step_decay=0.9",), "average.step_decay is null there, 0.9 here: branches begin in the run's own"),
-        (("data.mixup=0.5",), "data.mixup is 0.0 there, 0.5 here: branches begin in the run's own state"),
-        (("precision.weights=float32",), "precision.weights is float16 there, float32 here: branches begin in"),
+        (
+            ("optimizer.momentum=0.5",),
+            "optimizer.momentum is 0.9 there, 0.5 here: branches begin in the run's own",
+        ),
+        (
+            ("optimizer.name=sgd",),
+            "optimizer.name is lars there, sgd here: branches begin in the run's own state",
+        ),
+        (
+            ("average.step_decay=0.9",),
+            "average.step_decay is null there, 0.9 here: branches begin in the run's own",
+        ),
+        (
+            ("data.mixup=0.5",),
+            "data.mixup is 0.0 there, 0.5 here: branches begin in the run's own state",
+        ),
+        (
+            ("precision.weights=float32",),
+            "precision.weights is float16 there, float32 here: branches begin in",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line_before_anything_is_written(untouched, branched, options, fault):
+def test_what_cannot_be_done_is_refused_in_one_line_before_anything_is_written(
+    untouched, branched, options, fault
+):
     code, out, (error,) = branched(untouched, *options)
     assert (code, out) == (WRONG_INPUT, []) and fault in error
     assert not (untouched / "branches").exists()
 
 
-@pytest.mark.parametrize("option", [("--share", "0.2"), ("--points", "2"), ("--output", "x"), ("run.threads=1",)])
+@pytest.mark.parametrize(
+    "option", [("--share", "0.2"), ("--points", "2"), ("--output", "x"), ("run.threads=1",)]
+)
 def test_options_of_branches_need_branch(untouched, call, option):
     shown = option[0] if option[0].startswith("--") else "section.key=value"
     code, _, (error,) = call(batch.main, untouched, *option)
@@ -286,17 +349,24 @@ def test_options_of_branches_need_branch(untouched, call, option):
 
 
 def test_a_folder_keeps_its_branches(make_run, branched, tmp_path):
-    """Another share, another recipe, other files and a damaged plan are refused; how it is computed may change."""
+    """Another share, another recipe, other files and a damaged plan are refused; how it is computed
+    may change."""
     run = make_run()
     assert branched(run)[0] == DONE
     assert branched(run, "run.threads=1")[0] == DONE
     code, _, (error,) = branched(run, "--share", "0.5")
-    assert code == WRONG_INPUT and "belongs to other branches: share is 0.1 there, 0.5 here; choose another" in error
+    assert (
+        code == WRONG_INPUT
+        and "belongs to other branches: share is 0.1 there, 0.5 here; choose another" in error
+    )
     code, _, (error,) = branched(run, "schedule.peak=0.5")
     assert code == WRONG_INPUT and "schedule.peak is 2.0 there, 0.5 here" in error
     (run / "branches" / "plan.json").write_text("[]")
     code, _, (error,) = branched(run)
-    assert code == WRONG_INPUT and "plan.json: damaged or not readable; choose another folder by --output" in error
+    assert (
+        code == WRONG_INPUT
+        and "plan.json: damaged or not readable; choose another folder by --output" in error
+    )
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("")
     code, _, (error,) = branched(run, "--output", tmp_path / "notes")
@@ -313,7 +383,9 @@ def test_a_run_without_a_log_is_refused(make_run, branched):
 def test_the_pace_is_that_of_all_steps_also_where_no_line_tells_of_them(make_run):
     """Stopped 31 steps after a line; and ended early, 30 steps after the last."""
     run = make_run()
-    (run / "environment.json").write_text(json.dumps({"starts": [{"step": 0}, {"step": PER_EPOCH + 31}]}))
+    (run / "environment.json").write_text(
+        json.dumps({"starts": [{"step": 0}, {"step": PER_EPOCH + 31}]})
+    )
     stopped = read(run, [])
     assert (stopped.images_per_second, stopped.pause) == pytest.approx((RATE, PAUSE))
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
@@ -325,10 +397,21 @@ def test_the_pace_is_that_of_all_steps_also_where_no_line_tells_of_them(make_run
 
 
 def test_branches_start_as_the_run_was_started(make_run):
-    """By the launcher with its stages and replicas, whatever the recipe says. A start that trained nothing has none."""
+    """By the launcher with its stages and replicas, whatever the recipe says.
+
+    A start that trained nothing has none.
+    """
     origin = read(make_run(repeated=1, replicas=2, stages=3), [])
     command = session._command(origin, origin.folder / "b", DOUBLE)
     assert command[2] == str(ROOT / "tools" / "launch.py")
-    assert command[3:7] == ["--stages", "3", "--replicas", "2"] and command[-1] == f"run.output={origin.folder / 'b'}"
+    assert (
+        command[3:7] == ["--stages", "3", "--replicas", "2"]
+        and command[-1] == f"run.output={origin.folder / 'b'}"
+    )
     single = session._command(origin._replace(replicas=1, stages=1), origin.folder / "b", DOUBLE)
-    assert single[2:] == [*DOUBLE, "--config", str(origin.folder / "b" / "config.yaml"), command[-1]]
+    assert single[2:] == [
+        *DOUBLE,
+        "--config",
+        str(origin.folder / "b" / "config.yaml"),
+        command[-1],
+    ]

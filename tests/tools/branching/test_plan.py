@@ -1,4 +1,5 @@
-"""Which branches are planned: never more images than allowed, as large batches as these allow, spread over the run."""
+"""Which branches are planned: never more images than allowed, as large batches as these allow,
+spread over the run."""
 
 import pytest
 
@@ -16,21 +17,29 @@ def plan(saved=range(78, 5227, 78), points=3, share=0.3, **changed):
 
 @pytest.mark.parametrize(
     ("share", "largest", "steps"),
-    # 4, 6, 8 or 10 branches from each of three checkpoints; 8 updates of the largest batch at least.
+    # 4, 6, 8 or 10 branches from each of three checkpoints; 8 updates of the largest batch at
+    # least.
     [(0.04, 2, 16), (0.1, 2, 42), (0.12, 4, 32), (0.3, 8, 64), (0.6, 8, 128), (0.75, 16, 128)],
 )
-def test_branches_have_as_large_batches_as_the_share_allows_and_then_as_many_steps(share, largest, steps):
+def test_branches_have_as_large_batches_as_the_share_allows_and_then_as_many_steps(
+    share, largest, steps
+):
     found = plan(share=share)
     assert (found.largest, found.steps) == (largest, steps)
     branches = found.branches()
     assert len(set(branches)) == len(branches) == 3 * (2 + len(RULES) * len(found.multiples))
-    assert found.images == len(branches) * steps * 768 and found.share == found.images / (5226 * 768)
+    assert found.images == len(branches) * steps * 768 and found.share == found.images / (
+        5226 * 768
+    )
     # Not more than allowed, and less by no more than a step of the largest batch in each branch.
     assert share - len(branches) * largest / 5226 < found.share <= share
     # What the next larger batch is said to take is enough for it, and a little less is not.
     more = plans.share_for(found, 2 * largest)
     if 2 * largest * 4 <= 78:
-        assert plan(share=more + 1e-9).largest == 2 * largest and plan(share=more - 0.001).largest < 2 * largest
+        assert (
+            plan(share=more + 1e-9).largest == 2 * largest
+            and plan(share=more - 0.001).largest < 2 * largest
+        )
 
 
 def test_an_epoch_has_four_updates_of_the_largest_batch_or_more():
@@ -42,7 +51,10 @@ def test_an_epoch_has_four_updates_of_the_largest_batch_or_more():
     ("per_epoch", "end"),
     [
         (16, "2 x recovered; --share 1.16 --output FOLDER tries 4 x"),
-        (15, "2 x recovered; an epoch of 15 steps is too short for 4 x: branch a run with a smaller batch"),
+        (
+            15,
+            "2 x recovered; an epoch of 15 steps is too short for 4 x: branch a run with a smaller batch",
+        ),
     ],
 )
 def test_a_larger_share_is_advised_only_where_it_allows_a_larger_batch(per_epoch, end):
@@ -95,7 +107,10 @@ def test_checkpoints_are_spread_over_those_before_the_end(saved, points, expecte
             r"^a share of 0.03 of the run is 157 steps, but the shortest branches from 3 checkpoints take 192; give "
             r"--share 0.04 or fewer --points$",
         ),
-        ({"per_epoch": 7}, r"^an epoch has 7 steps, too few for twice the batch; branch a run with a smaller batch$"),
+        (
+            {"per_epoch": 7},
+            r"^an epoch has 7 steps, too few for twice the batch; branch a run with a smaller batch$",
+        ),
     ],
 )
 def test_what_cannot_be_branched_is_refused_with_the_remedy(changed, fault):

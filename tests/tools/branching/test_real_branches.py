@@ -1,4 +1,5 @@
-"""Branches of a run on digits, trained by train.py itself: as announced, and the same when the command is killed."""
+"""Branches of a run on digits, trained by train.py itself: as announced, and the same when the
+command is killed."""
 
 import json
 import os
@@ -47,7 +48,9 @@ def trained(folder):
     found = {}
     for path in sorted(each for each in folder.iterdir() if each.is_dir()):
         events = [event for kind in read_events(path).values() for event in kind]
-        found[path.name] = [{key: each[key] for key in each if key not in TIMING_FIELDS} for each in events]
+        found[path.name] = [
+            {key: each[key] for key in each if key not in TIMING_FIELDS} for each in events
+        ]
     return found
 
 
@@ -58,7 +61,9 @@ def test_branches_of_a_real_run_are_as_announced_and_the_same_when_killed(tmp_pa
     """At 1 and 2 times the batch from epoch 2 on, by as many processes as the run had."""
     run = tmp_path / "run"
     launch = (
-        [str(ROOT / "tools" / "launch.py"), "--replicas", str(replicas)] if replicas > 1 else [str(ROOT / "train.py")]
+        [str(ROOT / "tools" / "launch.py"), "--replicas", str(replicas)]
+        if replicas > 1
+        else [str(ROOT / "train.py")]
     )
     config = ["--config", str(QUICKSTART), *RECIPE, f"run.output={run}"]
     subprocess.run([sys.executable, *launch, *config], check=True, stdout=subprocess.DEVNULL)
@@ -71,10 +76,13 @@ def test_branches_of_a_real_run_are_as_announced_and_the_same_when_killed(tmp_pa
     assert len(logs) == BRANCHES
     for name, events in logs.items():
         assert events[-1]["event"] == "end" and events[-1]["step"] == 2 * PER_EPOCH + STEPS
-        starts = json.loads((tmp_path / "undisturbed" / name / "environment.json").read_text())["starts"]
+        starts = json.loads((tmp_path / "undisturbed" / name / "environment.json").read_text())[
+            "starts"
+        ]
         assert [(each["step"], each["replicas"]) for each in starts] == [(2 * PER_EPOCH, replicas)]
         assert loading.load(tmp_path / "undisturbed" / name / "config.yaml").batch.global_ == BATCH
-    # Killed within the second branch, begun again: not a bit is different, and the first is not trained again.
+    # Killed within the second branch, begun again: not a bit is different, and the first is not
+    # trained again.
     process = started(run, tmp_path / "killed")
     branch = tmp_path / "killed" / f"step-{2 * PER_EPOCH:08d}-order-1"
     wait_until(lambda: (branch / "metrics.jsonl").exists(), seconds=300)
@@ -82,5 +90,9 @@ def test_branches_of_a_real_run_are_as_announced_and_the_same_when_killed(tmp_pa
     process.communicate()
     again = ended(started(run, tmp_path / "killed"))
     assert json.loads(again[-1]) == found and trained(tmp_path / "killed") == logs
-    first = json.loads((branch.with_name(branch.name.replace("order-1", "order-0")) / "environment.json").read_text())
+    first = json.loads(
+        (
+            branch.with_name(branch.name.replace("order-1", "order-0")) / "environment.json"
+        ).read_text()
+    )
     assert len(first["starts"]) == 1

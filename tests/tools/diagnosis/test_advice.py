@@ -36,8 +36,11 @@ BUTTERFLY = ["exchange.method=gtopk", "exchange.pattern=butterfly"]
 TWICE = ["batch.global=128"]  # 2 x 8 micro x 4 accumulation x 2 replicas
 
 
-def advised(*overrides, lag=0.01, device="cpu", cores=8, reading=0.1, methods=METHODS, links=True, **parts):
-    """Two replicas of a step of one second, of which all but what is given is computing; 4 micro batches of 8."""
+def advised(
+    *overrides, lag=0.01, device="cpu", cores=8, reading=0.1, methods=METHODS, links=True, **parts
+):
+    """Two replicas of a step of one second, of which all but what is given is computing; 4 micro
+    batches of 8."""
     size = ["batch.micro=8", "batch.global=64", "parallel.replicas=2", "data.workers=4"]
     recipe = loading.load(QUICKSTART, [*size, *overrides])
     found = SimpleNamespace(
@@ -58,35 +61,106 @@ def advised(*overrides, lag=0.01, device="cpu", cores=8, reading=0.1, methods=ME
 @pytest.mark.parametrize(
     ("changes", "recipe", "limit", "words", "overrides"),
     [
-        # Four workers that are waited for 38 % of the time are busy: 4 / (1 - 0.38) = 6.45 of them would keep up.
-        ({"input": 0.38}, [], "input", ["takes 38 % of a step", "data.workers=7 would"], ["data.workers=7"]),
-        ({"input": 0.5, "cores": 4}, [], "input", ["8 workers", "a rank has 4 cores", "--short-side"], []),
+        # Four workers that are waited for 38 % of the time are busy: 4 / (1 - 0.38) = 6.45 of them
+        # would keep up.
+        (
+            {"input": 0.38},
+            [],
+            "input",
+            ["takes 38 % of a step", "data.workers=7 would"],
+            ["data.workers=7"],
+        ),
+        (
+            {"input": 0.5, "cores": 4},
+            [],
+            "input",
+            ["8 workers", "a rank has 4 cores", "--short-side"],
+            [],
+        ),
         ({"input": 0.5, "cores": 4, **GPU}, [], "input", [], ["data.reader=dali"]),
         ({"input": 0.5, "cores": 4, "reading": None}, [], "input", ["data.augment"], []),
-        ({"input": 0.5, "cores": 4, "reading": 0.8}, [], "input", ["80 % of", "tools.shards pack"], ["data.workers=8"]),
-        ({"straggling": 0.09, "lag": 0.2}, [], "straggling", ["rank 1 on host b computes 20 % slower"], []),
+        (
+            {"input": 0.5, "cores": 4, "reading": 0.8},
+            [],
+            "input",
+            ["80 % of", "tools.shards pack"],
+            ["data.workers=8"],
+        ),
+        (
+            {"straggling": 0.09, "lag": 0.2},
+            [],
+            "straggling",
+            ["rank 1 on host b computes 20 % slower"],
+            [],
+        ),
         ({"straggling": 0.09}, [], "straggling", ["now of one and now of another"], TWICE),
-        # Each that loses more is taken if it is 1.5 times as fast: half, topk, and then the butterfly.
-        ({"exchange": 0.4}, [], "exchange", ["links of 1 Gbit/s", "12 ms by itself in place of 400 ms"], BUTTERFLY),
-        ({"exchange": 0.4}, ["exchange.order=tree"], "exchange", [], [*BUTTERFLY, "exchange.order=fast"]),
+        # Each that loses more is taken if it is 1.5 times as fast: half, topk, and then the
+        # butterfly.
+        (
+            {"exchange": 0.4},
+            [],
+            "exchange",
+            ["links of 1 Gbit/s", "12 ms by itself in place of 400 ms"],
+            BUTTERFLY,
+        ),
+        (
+            {"exchange": 0.4},
+            ["exchange.order=tree"],
+            "exchange",
+            [],
+            [*BUTTERFLY, "exchange.order=fast"],
+        ),
         ({"exchange": 0.2}, BUTTERFLY, "exchange", ["exchange.delay=1"], TWICE),
         # What was not measured to keep accuracy is not proposed.
         ({"exchange": 0.2, "methods": UNSURE}, [], "exchange", ["no other method"], TWICE),
-        ({"exchange": 0.2, "methods": [*UNSURE, LOCAL]}, [], "exchange", ["loses 0.3 ± 0.2 points of"], LOCAL_KEYS),
+        (
+            {"exchange": 0.2, "methods": [*UNSURE, LOCAL]},
+            [],
+            "exchange",
+            ["loses 0.3 ± 0.2 points of"],
+            LOCAL_KEYS,
+        ),
         ({"exchange": 0.2, "methods": [], "links": None}, [], "exchange", [], TWICE),
         # 2 stages: (K - 1) / (M + K - 1) is 1 / 5 of 4 micro batches, 1 / 9 of 8.
-        ({"bubble": 0.25}, ["parallel.stages=2"], "bubble", ["leave 20 % at best", "that 11 %"], ["batch.micro=4"]),
+        (
+            {"bubble": 0.25},
+            ["parallel.stages=2"],
+            "bubble",
+            ["leave 20 % at best", "that 11 %"],
+            ["batch.micro=4"],
+        ),
         ({"bubble": 0.25}, ["batch.micro=3", "batch.global=24"], "bubble", [], ["batch.global=48"]),
-        ({"bubble": 0.25}, ["batch.micro=2", "batch.global=16"], "bubble", [], ["batch.global=32"]),  # two are mixed
+        # two are mixed
+        ({"bubble": 0.25}, ["batch.micro=2", "batch.global=16"], "bubble", [], ["batch.global=32"]),
         ({"bubble": 0.25}, ["batch.micro=2", "data.mixup=0"], "bubble", [], ["batch.micro=1"]),
-        ({"imbalance": 0.2}, ["parallel.stages=4", "parallel.split=counted"], "imbalance", [], ["parallel.split=auto"]),
+        (
+            {"imbalance": 0.2},
+            ["parallel.stages=4", "parallel.split=counted"],
+            "imbalance",
+            [],
+            ["parallel.split=auto"],
+        ),
         ({"imbalance": 0.2}, ["parallel.stages=4"], "imbalance", [], ["parallel.stages=2"]),
-        ({"update": 0.3, "lag": None}, [], "update", ["compile", "batch.global=128"], ["engine.compile=true"]),
-        ({"exchange": 0.049, "update": 0.02}, [], "compute", ["at 37 % of what large matrix"], ["batch.micro=16"]),
+        (
+            {"update": 0.3, "lag": None},
+            [],
+            "update",
+            ["compile", "batch.global=128"],
+            ["engine.compile=true"],
+        ),
+        (
+            {"exchange": 0.049, "update": 0.02},
+            [],
+            "compute",
+            ["at 37 % of what large matrix"],
+            ["batch.micro=16"],
+        ),
         ({}, ["batch.global=48"], "compute", [], []),
     ],
 )
-def test_the_part_that_costs_most_has_a_remedy_that_a_recipe_takes(changes, recipe, limit, words, overrides):
+def test_the_part_that_costs_most_has_a_remedy_that_a_recipe_takes(
+    changes, recipe, limit, words, overrides
+):
     found = advised(*recipe, **changes)
     assert (found.limit, found.overrides) == (limit, overrides)
     assert [word for word in words if word not in found.text] == []

@@ -1,4 +1,5 @@
-"""Reading is distinguished from decoding, and the disk is timed with files that were in no cache."""
+"""Reading is distinguished from decoding, and the disk is timed with files that were in no
+cache."""
 
 import mmap
 import os
@@ -47,10 +48,13 @@ def slowed(monkeypatch, what):
     """Reading ("disk") or decoding an image, of which no region is left out, takes 10 ms."""
     encoded = FolderSource.encoded
     if what == "disk":
-        monkeypatch.setattr(FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments))
+        monkeypatch.setattr(
+            FolderSource, "encoded", lambda *arguments: time.sleep(0.01) or encoded(*arguments)
+        )
         return
     monkeypatch.setattr(
-        "data.decode.decode", lambda *arguments, **keywords: time.sleep(0.01) or decode(*arguments, **keywords)
+        "data.decode.decode",
+        lambda *arguments, **keywords: time.sleep(0.01) or decode(*arguments, **keywords),
     )
     for name in ("region", "scaled"):
         monkeypatch.setattr(f"data.jpeg.{name}", lambda *_: None)
@@ -76,7 +80,9 @@ def test_a_slow_disk_is_distinguished_from_slow_decoding(photos, monkeypatch, sl
     assert found.per_core.high < 100 and (1 > found.share_of_bytes > 0.5) == (slow == "disk")
 
 
-def test_the_disk_is_timed_with_files_of_the_user_that_were_dropped_from_the_cache(photos, monkeypatch):
+def test_the_disk_is_timed_with_files_of_the_user_that_were_dropped_from_the_cache(
+    photos, monkeypatch
+):
     path = photos / "large"
     path.write_bytes(b"x" * 10 * mmap.PAGESIZE)
     assert images._file(f"{path}/some/image.jpg") == images._file(str(path)) == str(path)
@@ -97,8 +103,13 @@ def test_the_disk_is_timed_with_files_of_the_user_that_were_dropped_from_the_cac
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100])
-def test_files_that_cannot_be_read_are_refused_or_counted_and_no_part_of_the_rates(photos, monkeypatch, content):
-    """Four of six; each of the other two takes 10 ms, and these four nearly nothing. Then all six."""
+def test_files_that_cannot_be_read_are_refused_or_counted_and_no_part_of_the_rates(
+    photos, monkeypatch, content
+):
+    """Four of six; each of the other two takes 10 ms, and these four nearly nothing.
+
+    Then all six.
+    """
     slowed(monkeypatch, "decoding")
     first, second, *others = photos.rglob("*.jpg")
     for path in others:
@@ -107,10 +118,14 @@ def test_files_that_cannot_be_read_are_refused_or_counted_and_no_part_of_the_rat
     assert (found.tried, found.unreadable) == (6, 4)
     assert found.per_core.high < 100 and 0 < found.share_of_bytes < 1
     if not content:  # files are read whatever they hold
-        assert found.bytes == pytest.approx((first.stat().st_size + second.stat().st_size) / 2, rel=0.2)
+        assert found.bytes == pytest.approx(
+            (first.stat().st_size + second.stat().st_size) / 2, rel=0.2
+        )
     with pytest.raises(NotLeftOut, match=r"\.jpg"):
         read(photos)
     for path in (first, second):
         path.write_bytes(content)
-    with pytest.raises(DataError, match=r"\.jpg: .*; of 6 images that were tried none can be read; mend"):
+    with pytest.raises(
+        DataError, match=r"\.jpg: .*; of 6 images that were tried none can be read; mend"
+    ):
         read(photos, "data.bad_images=skip")

@@ -22,13 +22,20 @@ MICRO_BATCH = 0.150  # seconds on the slowest stage
 
 
 def planned_exchange(exposed, *overrides, measured=True, by_itself=BY_ITSELF):
-    """Machine that was measured with an exchange that adds `exposed` seconds to a step; its plan's seconds of that."""
+    """Machine that was measured with an exchange that adds `exposed` seconds to a step; its plan's
+    seconds of that."""
     recipe = loading.load(QUICKSTART, ["parallel.replicas=2", "exchange.method=dense", *overrides])
     stages = recipe.parallel.stages
     work = workload.of(recipe)
     batch = arithmetic.divide(recipe, 2)
-    share = [stage.multiply_adds / max(each.multiply_adds for each in work.stages) for stage in work.stages]
-    own = {rank: [batch.accumulation * MICRO_BATCH * share[rank % stages]] for rank in range(2 * stages)}
+    share = [
+        stage.multiply_adds / max(each.multiply_adds for each in work.stages)
+        for stage in work.stages
+    ]
+    own = {
+        rank: [batch.accumulation * MICRO_BATCH * share[rank % stages]]
+        for rank in range(2 * stages)
+    }
     whole = batch.accumulation * MICRO_BATCH
     passes = Passes(own, {0: [whole], 1: [whole]})
     step = whole + exposed + 0.01
@@ -71,7 +78,8 @@ def test_the_plan_predicts_the_exchange_that_a_step_was_seen_to_wait_for(exposed
 
 
 def test_overlap_is_a_share_of_the_backward_pass():
-    """5 of 10 ms are hidden behind a pass of two thirds of 150 ms, or a half of them where blocks are recomputed."""
+    """5 of 10 ms are hidden behind a pass of two thirds of 150 ms, or a half of them where blocks
+    are recomputed."""
     assert planned_exchange(0.005)[0].overlap == pytest.approx(0.05)
     assert planned_exchange(0.005, "parallel.recompute=true")[0].overlap == pytest.approx(1 / 15)
     # An exchange that takes longer beside a step, was not measured, or comes late.
@@ -83,10 +91,17 @@ def test_overlap_is_a_share_of_the_backward_pass():
 
 
 HALF = ("exchange.method=half", "exchange.wire=bfloat16")
-GTOPK = ("exchange.method=gtopk", "exchange.compress=gradient", "exchange.density_warmup=[0.5]", "exchange.delay=1")
+GTOPK = (
+    "exchange.method=gtopk",
+    "exchange.compress=gradient",
+    "exchange.density_warmup=[0.5]",
+    "exchange.delay=1",
+)
 
 
-@pytest.mark.parametrize("overrides", [("exchange.order=tree",), ("exchange.method=auto",), HALF, GTOPK])
+@pytest.mark.parametrize(
+    "overrides", [("exchange.order=tree",), ("exchange.method=auto",), HALF, GTOPK]
+)
 def test_every_method_can_be_tried_with_the_recipes_own_keys(overrides):
     recipe = loading.load(QUICKSTART, overrides)
     sections = {method.name: method.section for method in exchange.variants(recipe.exchange)}

@@ -1,4 +1,5 @@
-"""A step's parts from measured times: they add up, and they are those from which the times were made; how they look."""
+"""A step's parts from measured times: they add up, and they are those from which the times were
+made; how they look."""
 
 import math
 
@@ -9,16 +10,37 @@ from tools.diagnosis import rendering, splitting
 from tools.diagnosis.splitting import PARTS, Passes, Times
 
 
-def times(lengths, own=None, stages=1, accumulation=4, virtual=1, exchange=(), update=0.5, waited=0.25, extra=0.0):
-    """Times of steps without noise: each replica's pass of such length in each step, then exchange and update."""
+def times(
+    lengths,
+    own=None,
+    stages=1,
+    accumulation=4,
+    virtual=1,
+    exchange=(),
+    update=0.5,
+    waited=0.25,
+    extra=0.0,
+):
+    """Times of steps without noise: each replica's pass of such length in each step, then exchange
+    and update."""
     steps = len(next(iter(lengths.values())))
     slowest = [max(values[step] for values in lengths.values()) for step in range(steps)]
     without = [length + update for length in slowest]
     memory = [whole + exchange[0] for whole in without] if exchange else without
     trained = [whole + waited + extra for whole in memory]
-    found = Passes(own or {replica * stages: values for replica, values in lengths.items()}, lengths)
+    found = Passes(
+        own or {replica * stages: values for replica, values in lengths.items()}, lengths
+    )
     shape = (accumulation, stages, virtual)
-    return Times(*shape, trained, [waited] * steps, memory, without if exchange else [], [update] * steps, found)
+    return Times(
+        *shape,
+        trained,
+        [waited] * steps,
+        memory,
+        without if exchange else [],
+        [update] * steps,
+        found,
+    )
 
 
 def parts(**seconds):
@@ -26,7 +48,11 @@ def parts(**seconds):
 
 
 TWO_STAGES = {"lengths": {0: [6.5, 6.5]}, "own": {0: [3.0, 3.0], 1: [5.0, 5.0]}, "stages": 2}
-TWO_REPLICAS = {"lengths": {0: [4.0, 4.0, 4.0], 1: [5.0, 5.0, 5.0]}, "exchange": (2.0,), "extra": 0.125}
+TWO_REPLICAS = {
+    "lengths": {0: [4.0, 4.0, 4.0], 1: [5.0, 5.0, 5.0]},
+    "exchange": (2.0,),
+    "extra": 0.125,
+}
 
 
 @pytest.mark.parametrize(
@@ -57,19 +83,22 @@ def test_a_longer_step_has_more_of_what_comes_with_each_micro_batch():
     # An update that took longer when it was measured by itself: that error does not grow.
     found = scaled(times({0: [4.0, 4.0]})._replace(update=[0.75, 0.75]), 64)
     assert (found["update"], found["rest"]) == (0.75, -0.25)
-    # Replicas that are slow in turn, on average neither is: chance grows with the root of the micro batches.
+    # Replicas that are slow in turn, on average neither is: chance grows with the root of the micro
+    # batches.
     in_turn = times({0: [4.0, 5.0], 1: [5.0, 4.0]})
     assert scaled(in_turn, 16)["straggling"] == pytest.approx(1.0)
     assert scaled(in_turn, 4) == pytest.approx(splitting.parts(in_turn))
 
 
 def test_a_pipeline_fills_once_however_long_the_step():
-    """4 micro batches on 2 even stages take 5 turns of 1 s, 16 take 17: both are one turn longer than the work. A wait
-    beyond that comes with each micro batch."""
+    """4 micro batches on 2 even stages take 5 turns of 1 s, 16 take 17: both are one turn longer
+    than the work. A wait beyond that comes with each micro batch."""
     even = {0: [4.0, 4.0], 1: [4.0, 4.0]}
     found = scaled(times({0: [5.0, 5.0]}, own=even, stages=2), 16)
     assert found["compute"] + found["imbalance"] + found["bubble"] == pytest.approx(17.0)
-    assert scaled(times({0: [5.4, 5.4]}, own=even, stages=2), 16)["bubble"] == pytest.approx(1.0 + 4 * 0.4)
+    assert scaled(times({0: [5.4, 5.4]}, own=even, stages=2), 16)["bubble"] == pytest.approx(
+        1.0 + 4 * 0.4
+    )
 
 
 def doubts(measured):
@@ -80,13 +109,16 @@ def test_parts_that_add_up_and_repeat_are_not_doubted():
     assert doubts(times(**TWO_REPLICAS)) == doubts(times(**TWO_STAGES)) == []
     # Waiting for images may vary: a far disk does.
     steady = times({0: [4.0] * 4})
-    assert doubts(steady._replace(as_trained=[5.0, 9.0, 6.0, 12.0], waited=[0.5, 4.5, 1.5, 7.5])) == []
+    assert (
+        doubts(steady._replace(as_trained=[5.0, 9.0, 6.0, 12.0], waited=[0.5, 4.5, 1.5, 7.5])) == []
+    )
 
 
 @pytest.mark.parametrize(
     ("measured", "reasons"),
     [
-        # 4 + 0.5 + 0.25 seconds of parts that were measured while the machine was busy, in a step of 3.275.
+        # 4 + 0.5 + 0.25 seconds of parts that were measured while the machine was busy, in a step
+        # of 3.275.
         (times({0: [4.0] * 4})._replace(as_trained=[3.275] * 4), ["add up to 145 % of a step"]),
         (times({0: [4.0] * 4}, extra=2.0), ["30 % of a step is in no part"]),
         (
@@ -98,7 +130,9 @@ def test_parts_that_add_up_and_repeat_are_not_doubted():
             ["steps vary: half of 4 take between 3.88 s and 5.62 s"],
         ),
         (
-            times({0: [4.0] * 5}, exchange=(1.0,))._replace(without_exchange=[3.5, 4.5, 5.5, 5.6, 4.0]),
+            times({0: [4.0] * 5}, exchange=(1.0,))._replace(
+                without_exchange=[3.5, 4.5, 5.5, 5.6, 4.0]
+            ),
             ["differ by less than they vary"],
         ),
     ],
@@ -111,7 +145,8 @@ def test_what_does_not_add_up_or_repeat_is_doubted(measured, reasons):
 
 
 def test_straggling_is_the_deviation_over_replicas_and_steps():
-    """Lengths 4 and 5, over their mean: 0.5 / 4.5, whether replicas or steps differ; only chance averages out."""
+    """Lengths 4 and 5, over their mean: 0.5 / 4.5, whether replicas or steps differ; only chance
+    averages out."""
     lasting = times({0: [4.0, 4.0], 1: [5.0, 5.0]})
     chance = times({0: [4.0, 5.0], 1: [5.0, 4.0]})
     for measured, longer in ((lasting, 0.5), (chance, 0.25)):
@@ -140,11 +175,15 @@ def test_a_rank_is_compared_with_those_of_its_stage():
     rows = splitting.ranks(Passes(own, {}), 2, ["a", "a", "b", "b"])
     assert [row.lag for row in rows] == pytest.approx([-0.2, 0.0, 0.25, 0.0])
     assert splitting.slowest(rows) == (2, 1, 0, "b", 1.25, 0.25, 0.25)
-    assert splitting.slowest(splitting.ranks(Passes({0: [1.0], 1: [4.0]}, {}), 2, ["a", "a"])) is None
+    assert (
+        splitting.slowest(splitting.ranks(Passes({0: [1.0], 1: [4.0]}, {}), 2, ["a", "a"])) is None
+    )
 
 
 def test_the_bar_is_as_wide_as_asked_for_and_has_the_parts_in_their_shares():
-    bar = rendering.bar(parts(compute=1 / 3, update=1 / 3, bubble=1 / 7, straggling=0.001, rest=-0.2), 79)
+    bar = rendering.bar(
+        parts(compute=1 / 3, update=1 / 3, bubble=1 / 7, straggling=0.001, rest=-0.2), 79
+    )
     assert len(bar) == 79 and "r" not in bar
     bar = rendering.bar(parts(compute=0.5, input=0.25, exchange=0.125, rest=0.125), 80)
     assert bar == "C" * 40 + "I" * 20 + "X" * 10 + "r" * 10

@@ -1,4 +1,5 @@
-"""Steps that are measured: smaller than the recipe's, and without its exchange, whatever the recipe says of its run."""
+"""Steps that are measured: smaller than the recipe's, and without its exchange, whatever the recipe
+says of its run."""
 
 import pytest
 

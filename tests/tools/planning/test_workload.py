@@ -1,5 +1,5 @@
-"""Work and bytes of each device, against the model that an engine builds, the state that it keeps, what autograd keeps,
-and closed forms; the widest model."""
+"""Work and bytes of each device, against the model that an engine builds, the state that it keeps,
+what autograd keeps, and closed forms; the widest model."""
 
 import itertools
 
@@ -40,7 +40,10 @@ def test_stages_that_are_not_named_are_balanced_by_multiply_adds():
     work = work_of(POD, "parallel.split=counted")
     names = list(work.shapes)
     slowest = [
-        max(sum(work.shapes[name].multiply_adds for name in part) for part in (names[:cut], names[cut:]))
+        max(
+            sum(work.shapes[name].multiply_adds for name in part)
+            for part in (names[:cut], names[cut:])
+        )
         for cut in range(2, len(names))  # a stage before the stem would have nothing to learn
     ]
     assert max(stage.multiply_adds for stage in work.stages) == 4 * min(slowest)
@@ -48,7 +51,9 @@ def test_stages_that_are_not_named_are_balanced_by_multiply_adds():
 
 
 def test_interleaved_devices_have_every_other_part():
-    work = work_of(QUICKSTART, "parallel.stages=2", "parallel.schedule=interleaved", "batch.global=256")
+    work = work_of(
+        QUICKSTART, "parallel.stages=2", "parallel.schedule=interleaved", "batch.global=256"
+    )
     first, second = work.stages
     assert sorted([*first.names, *second.names]) == sorted(work.shapes)
     assert list(work.shapes).index(first.names[-1]) > list(work.shapes).index(second.names[0])
@@ -57,8 +62,14 @@ def test_interleaved_devices_have_every_other_part():
 @pytest.mark.parametrize(
     ("overrides", "fault"),
     [
-        (["parallel.stages=2", "parallel.split=[blocks.9.9]"], "parallel.split: blocks.9.9 is not a block; the blocks"),
-        (["parallel.stages=30"], "parallel.stages: 30 parts are more than the 12 blocks with parameters"),
+        (
+            ["parallel.stages=2", "parallel.split=[blocks.9.9]"],
+            "parallel.split: blocks.9.9 is not a block; the blocks",
+        ),
+        (
+            ["parallel.stages=30"],
+            "parallel.stages: 30 parts are more than the 12 blocks with parameters",
+        ),
     ],
 )
 def test_cuts_that_cannot_be_made_are_refused(overrides, fault):
@@ -69,9 +80,12 @@ def test_cuts_that_cannot_be_made_are_refused(overrides, fault):
 
 @pytest.mark.parametrize("optimizer", ["lars", "sgd", "rmsprop", "lamb", "adamw", "muon"])
 @pytest.mark.parametrize(
-    ("weights", "compute"), [("float16",) * 2, ("float32",) * 2, ("float16", "float32"), ("float32", "bfloat16")]
+    ("weights", "compute"),
+    [("float16",) * 2, ("float32",) * 2, ("float16", "float32"), ("float32", "bfloat16")],
 )
-def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(optimizer, weights, compute):
+def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(
+    optimizer, weights, compute
+):
     precision = [f"precision.weights={weights}", f"precision.compute={compute}"]
     recipe = load(QUICKSTART, [f"optimizer.name={optimizer}", *precision])
     state = WeightState(
@@ -91,7 +105,9 @@ def test_bytes_of_a_parameter_are_those_of_the_buffers_that_an_update_has(optimi
 
 
 def test_averages_are_float32_and_none_of_an_ipus():
-    plain, averaged = (load(QUICKSTART, [f"average.epoch_decay={decay}"]) for decay in ("null", "0.97"))
+    plain, averaged = (
+        load(QUICKSTART, [f"average.epoch_decay={decay}"]) for decay in ("null", "0.97")
+    )
     assert workload.state_bytes(averaged, "cuda") - workload.state_bytes(plain, "cuda") == 4
 
 
@@ -109,7 +125,8 @@ def test_averages_are_float32_and_none_of_an_ipus():
 def test_the_state_of_an_ipus_optimizer_is_that_of_its_form_there(optimizer, state):
     """docs/ipu.md, chapter 3, says which form it is."""
     recipe = load(POD, f"optimizer.{optimizer}".split())
-    assert workload.state_bytes(recipe, "ipu") == 2 + 4 + state  # beside the weight and the float32 gradient
+    # beside the weight and the float32 gradient
+    assert workload.state_bytes(recipe, "ipu") == 2 + 4 + state
 
 
 def test_on_a_pod_an_optimizer_without_a_form_there_is_counted_as_elsewhere():
@@ -133,7 +150,9 @@ def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch():
     measured = costs.measure(build(recipe.model, 0), images, repetitions=1)
     ((state, activations),) = stages_of(recipe, "cpu")
     assert activations == sum(cost.saved for cost in measured.values())
-    assert state == workload.state_bytes(recipe, "cpu") * sum(cost.parameters for cost in measured.values())
+    assert state == workload.state_bytes(recipe, "cpu") * sum(
+        cost.parameters for cost in measured.values()
+    )
     ((_, half),) = stages_of(load(QUICKSTART, [*overrides, "precision.compute=float16"]), "cuda")
     assert activations == 2 * half
 
@@ -144,7 +163,11 @@ def test_one_stage_keeps_what_autograd_keeps_of_a_micro_batch():
         ("cuda", [], [8, 8, 8, 8]),  # GPipe: all micro batches of a step
         ("cuda", ["parallel.schedule=1f1b"], [4, 3, 2, 1]),
         ("ipu", [], [7, 5, 3, 1]),
-        ("ipu", ["parallel.schedule=sharded", "run.device=ipu", "optimizer.trust=momentum"], [1, 1, 1, 1]),
+        (
+            "ipu",
+            ["parallel.schedule=sharded", "run.device=ipu", "optimizer.trust=momentum"],
+            [1, 1, 1, 1],
+        ),
     ],
 )
 def test_micro_batches_in_flight(device, overrides, held):
@@ -165,9 +188,16 @@ BLOCKS = {
     ("device", "again", "held", "expected"),
     [
         ("cuda", "", 4, 4 * 200),
-        ("cuda", "abc", 4, 4 * (5 + 7 + 9) + 100),  # inputs of all blocks, and the largest while it is computed again
+        # inputs of all blocks, and the largest while it is computed again
+        ("cuda", "abc", 4, 4 * (5 + 7 + 9) + 100),
         ("cuda", "b", 4, 4 * (100 + 7 + 60) + 40),
-        ("ipu", "abc", 3, 3 * 5 + 200),  # the stage's input, and all of the stage while it is computed again
+        # the stage's input, and all of the stage while it is computed again
+        (
+            "ipu",
+            "abc",
+            3,
+            3 * 5 + 200,
+        ),
         ("ipu", "bc", 3, 3 * (100 + 7) + 100),
     ],
 )
@@ -176,11 +206,17 @@ def test_activations_in_flight_by_hand(device, again, held, expected):
 
 
 def test_the_published_recipe_fits_by_recomputation_and_tiles_that_only_move_data_hold_nothing_else():
-    """Three micro batches in flight are too many for the first IPU. 32 of 1,472 tiles move data where I/O overlaps,
-    which a pipeline's does not (recipe/ipu/options.py)."""
-    recipe, sharded = (load(POD, ["parallel.replicas=128", *more]) for more in ([], ["parallel.schedule=sharded"]))
+    """Three micro batches in flight are too many for the first IPU. 32 of 1,472 tiles move data
+    where I/O overlaps, which a pipeline's does not (recipe/ipu/options.py)."""
+    recipe, sharded = (
+        load(POD, ["parallel.replicas=128", *more]) for more in ([], ["parallel.schedule=sharded"])
+    )
     room = workload.available(recipe, BOW, divide(recipe))
-    assert max(map(sum, stages_of(recipe, "ipu", False))) > room > max(map(sum, stages_of(recipe, "ipu")))
+    assert (
+        max(map(sum, stages_of(recipe, "ipu", False)))
+        > room
+        > max(map(sum, stages_of(recipe, "ipu")))
+    )
     assert room == 1472 * 624_000
     assert workload.available(sharded, BOW, divide(sharded)) == pytest.approx(1440 * 624_000)
 
@@ -193,16 +229,23 @@ def test_the_widest_model_fits_and_the_next_one_does_not(stages, overrides):
     batch = divide(recipe)
 
     def least(width):
-        found = shapes.blocks(recipe.model.model_copy(update={"width": width}), recipe.model.image_size)
+        found = shapes.blocks(
+            recipe.model.model_copy(update={"width": width}), recipe.model.image_size
+        )
         names = list(found)
         again = workload.recomputed(recipe, names)
         held = workload.in_flight(recipe.parallel, "cuda", batch.accumulation, stages)
 
         def size(part, count):
-            state = workload.state_bytes(recipe, "cuda") * sum(found[name].parameters for name in part)
+            state = workload.state_bytes(recipe, "cuda") * sum(
+                found[name].parameters for name in part
+            )
             return state + 2 * 16 * kept(part, found, again, count, "cuda")
 
-        edges = [(0, *cuts, len(names)) for cuts in itertools.combinations(range(1, len(names)), stages - 1)]
+        edges = [
+            (0, *cuts, len(names))
+            for cuts in itertools.combinations(range(1, len(names)), stages - 1)
+        ]
         cut = [[names[start:end] for start, end in zip(each, each[1:])] for each in edges]
         return min(max(map(size, parts, held)) for parts in cut)
 

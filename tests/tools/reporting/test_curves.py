@@ -1,4 +1,5 @@
-"""Figures show what the events say; plotly itself checks that it knows all that they are made of."""
+"""Figures show what the events say; plotly itself checks that it knows all that they are made
+of."""
 
 import copy
 import math
@@ -10,7 +11,9 @@ import pytest
 from tests.tools.reporting.runs import eval_event, start, train_event, written
 from tools.reporting import curves, run
 
-LINES = [train_event(6 * n) for n in range(1, 41)] + [eval_event(60 * n, top1=n / 10) for n in range(1, 5)]
+LINES = [train_event(6 * n) for n in range(1, 41)] + [
+    eval_event(60 * n, top1=n / 10) for n in range(1, 5)
+]
 
 
 @pytest.fixture
@@ -22,13 +25,16 @@ def read(tmp_path):
 
 
 def checked(figures):
-    """The figures by key, once plotly's own classes took them, over each abscissa: they refuse what it has not."""
+    """The figures by key, once plotly's own classes took them, over each abscissa: they refuse what
+    it has not."""
     for figure in figures:
         for over in ("epoch", "step", "time"):
             data = copy.deepcopy(figure.data)
             for trace in data:
                 if isinstance(trace["x"], dict):
-                    assert len(trace["x"][over]) == len(trace["z"][0] if "z" in trace else trace["y"])
+                    assert len(trace["x"][over]) == len(
+                        trace["z"][0] if "z" in trace else trace["y"]
+                    )
                     trace["x"] = trace["x"][over]
             go.Figure(data=data, layout=figure.layout)
     return {figure.key: figure for figure in figures}
@@ -43,19 +49,29 @@ def test_a_run_is_drawn_with_a_colour_for_each_quantity(read):
     assert training["x"] == {
         "epoch": [pytest.approx(n / 10) for n in range(1, 41)],
         "step": [6 * n for n in range(1, 41)],
-        "time": [pytest.approx(3 * n / 60, rel=1e-4) for n in range(1, 41)],  # 120 s are shown in minutes
+        # 120 s are shown in minutes.
+        "time": [pytest.approx(3 * n / 60, rel=1e-4) for n in range(1, 41)],
     }
     assert validation["x"]["step"] == [60, 120, 180, 240]
     assert found["top1"].data[1]["y"] == [0.1, 0.2, 0.3, 0.4]
     assert training["line"] != validation["line"] and validation["mode"] == "lines+markers"
-    assert found["loss"].layout["yaxis"]["type"] == found["weight_norm"].layout["yaxis"]["type"] == "log"
+    assert (
+        found["loss"].layout["yaxis"]["type"]
+        == found["weight_norm"].layout["yaxis"]["type"]
+        == "log"
+    )
     assert found["lr"].layout["yaxis"]["type"] == "linear"
 
 
 def test_quantities_that_are_missing_or_never_change_are_omitted_and_named(read):
-    bare = [{key: value for key, value in event.items() if not key.endswith("_norm")} for event in LINES]
+    bare = [
+        {key: value for key, value in event.items() if not key.endswith("_norm")} for event in LINES
+    ]
     assert curves.draw([read(bare)], ["run"]).left_out == [
-        *(f"norm of the {name} (not in metrics.jsonl)" for name in ("weights", "gradient", "update")),
+        *(
+            f"norm of the {name} (not in metrics.jsonl)"
+            for name in ("weights", "gradient", "update")
+        ),
         "gradient noise scale (not in metrics.jsonl)",
         "loss scale (128 throughout)",
         "skipped updates (0 throughout)",
@@ -64,12 +80,20 @@ def test_quantities_that_are_missing_or_never_change_are_omitted_and_named(read)
     assert curves.draw([read([])], ["run"]).figures == []
     events = [train_event(6, loss_scale=128.0), train_event(12, loss_scale=64.0, skipped_steps=3)]
     found = checked(curves.draw([read(events)], ["run"]).figures)
-    assert found["loss_scale"].data[0]["y"] == [128, 64] and found["skipped_steps"].data[0]["y"] == [0, 3]
+    assert found["loss_scale"].data[0]["y"] == [128, 64] and found["skipped_steps"].data[0][
+        "y"
+    ] == [0, 3]
 
 
 def test_a_value_without_neighbours_is_a_point(read):
-    """A line shows nothing of it: a single evaluation, a log line between two that are not finite."""
-    events = [train_event(6), train_event(12, loss=None), train_event(18, loss=2.0), train_event(24, loss=None)]
+    """A line shows nothing of it: a single evaluation, a log line between two that are not
+    finite."""
+    events = [
+        train_event(6),
+        train_event(12, loss=None),
+        train_event(18, loss=2.0),
+        train_event(24, loss=None),
+    ]
     found = checked(curves.draw([read([*events, eval_event(24)])], ["run"]).figures)
     training, validation = found["loss"].data
     assert (validation["mode"], validation["marker"]["size"]) == ("lines+markers", 6)
@@ -102,13 +126,22 @@ def test_runs_are_drawn_in_the_same_figures_each_in_its_colour(read):
         assert len(named) == len(set(named)), "one entry in the legend for each run"
         for trace in figure.data:
             colours.setdefault(trace["name"], set()).add(trace["line"]["color"])
-    assert {name: len(each) for name, each in colours.items()} == {"&lt;b&gt;a&lt;/b&gt; &amp; %{x}": 1, "b": 1, "c": 1}
-    assert len(set.union(*colours.values())) == 3 and len({curves.run_style(order)[:2] for order in range(36)}) == 36
+    assert {name: len(each) for name, each in colours.items()} == {
+        "&lt;b&gt;a&lt;/b&gt; &amp; %{x}": 1,
+        "b": 1,
+        "c": 1,
+    }
+    assert (
+        len(set.union(*colours.values())) == 3
+        and len({curves.run_style(order)[:2] for order in range(36)}) == 36
+    )
     assert len(found["loss"].data) == 1 + 2 + 3
 
 
 def test_gaps_stay_gaps_and_later_sessions_are_marked(read):
-    events = [train_event(24 * n, loss=None if n == 3 else 1.0, gradient_norm=None) for n in range(1, 6)]
+    events = [
+        train_event(24 * n, loss=None if n == 3 else 1.0, gradient_norm=None) for n in range(1, 6)
+    ]
     drawn = curves.draw([read(events)._replace(starts=[start(step=0), start(step=96)])], ["run"])
     found = checked(drawn.figures)
     assert found["loss"].data[0]["y"] == [1, 1, None, 1, 1]
@@ -137,7 +170,9 @@ def test_trust_ratios_are_drawn_by_layer_and_by_their_median(read):
     checked([trust, heat])
     assert [trace["y"][0] for trace in trust.data] == [0.03, 0.02, 0.01]
     assert heat.data[0]["y"] == ["blocks.0.conv", "blocks.1.conv", "blocks.2.conv"]
-    assert [10 ** row[0] for row in heat.data[0]["z"]] == pytest.approx([0.01, 0.02, 0.03], rel=0.002)
+    assert [10 ** row[0] for row in heat.data[0]["z"]] == pytest.approx(
+        [0.01, 0.02, 0.03], rel=0.002
+    )
     (medians,) = trust_ratios(one, one)
     checked([medians])
     assert [trace["y"][0] for trace in medians.data] == [0.02, 0.02]
@@ -151,8 +186,14 @@ def test_trust_ratios_that_are_not_finite_or_not_there_leave_gaps_or_nothing(rea
     assert trust_ratios(read([train_event(1, trust={})])) == []
     assert [figure.key for figure in trust_ratios(read(LINES[:1]))] == ["trust"]
     names = [f"blocks.{stage}.conv.weight" for stage in range(175)]
-    heat = trust_ratios(read([train_event(n, trust=dict.fromkeys(names, 0.1)) for n in range(1, 500)]))[1]
-    assert len(heat.data[0]["z"]) == 175 and 120 <= len(heat.data[0]["z"][0]) <= 240 and heat.layout["height"] <= 1000
+    heat = trust_ratios(
+        read([train_event(n, trust=dict.fromkeys(names, 0.1)) for n in range(1, 500)])
+    )[1]
+    assert (
+        len(heat.data[0]["z"]) == 175
+        and 120 <= len(heat.data[0]["z"][0]) <= 240
+        and heat.layout["height"] <= 1000
+    )
 
 
 def test_no_spike_or_gap_is_lost_and_no_more_is_drawn_than_asked_for():
@@ -172,7 +213,11 @@ def test_no_spike_or_gap_is_lost_and_no_more_is_drawn_than_asked_for():
 
 @pytest.mark.parametrize(
     ("lines", "thinned"),
-    [(3000, False), (3001, True)],  # with the validation a figure has two lines, of 3,000 points each
+    # with the validation a figure has two lines, of 3,000 points each
+    [
+        (3000, False),
+        (3001, True),
+    ],
 )
 def test_thinned_lines_are_announced(read, lines, thinned):
     events = [train_event(n) for n in range(1, lines + 1)] + [eval_event(lines)]

@@ -1,4 +1,5 @@
-"""Pictures are what the model was given and what it got wrong; what cannot be shown is explained."""
+"""Pictures are what the model was given and what it got wrong; what cannot be shown is
+explained."""
 
 import base64
 import io
@@ -35,7 +36,12 @@ def pixels(source):
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory, _one_thread):
-    return trained(tmp_path_factory.mktemp("runs") / "digits", "data.mixup=0.3", "run.steps=20", "parallel.stages=2")
+    return trained(
+        tmp_path_factory.mktemp("runs") / "digits",
+        "data.mixup=0.3",
+        "run.steps=20",
+        "parallel.stages=2",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +50,17 @@ def found(digits_run):
 
 
 def test_training_images_are_those_that_the_engine_is_fed(tiny):
-    """By the engine's own way of taking micro batches, with mixing and random operations; rounded to whole values."""
-    recipe = tiny("data.mixup=0.4", "data.cutmix=0.8", "data.augment=randaugment", "model.image_size=64")
+    """By the engine's own way of taking micro batches, with mixing and random operations; rounded
+    to whole values."""
+    recipe = tiny(
+        "data.mixup=0.4", "data.cutmix=0.8", "data.augment=randaugment", "model.image_size=64"
+    )
     engine = factory.create(recipe, batch.divide(recipe))
     source = open_source(recipe.data, 10, "train")
     micro_batches = engine.training_batches(source, range(2))
-    feed = Feed(image_settings(recipe), Processes(Topology(), torch.device("cpu")), torch.device("cpu"))
+    feed = Feed(
+        image_settings(recipe), Processes(Topology(), torch.device("cpu")), torch.device("cpu")
+    )
     expected = []
     targets = []
     for step in range(2):
@@ -63,7 +74,9 @@ def test_training_images_are_those_that_the_engine_is_fed(tiny):
     shown = pictures.training_pictures(recipe, 40)
     assert len(shown) == 40
     for picture, image, target in zip(shown, expected, targets):
-        assert np.array_equal(pixels(picture.source), image.round().to(torch.uint8).permute(1, 2, 0).numpy())
+        assert np.array_equal(
+            pixels(picture.source), image.round().to(torch.uint8).permute(1, 2, 0).numpy()
+        )
         assert picture.caption.startswith(str(int(target.argmax())))
         largest = float(target.max())
         assert largest > 0.994 or f"({100 * largest:.0f}\u00a0%)" in picture.caption
@@ -73,7 +86,12 @@ def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run, foun
     """The scores are those of the run's own last evaluation."""
     shown, scores = found
     end = run.read(digits_run).metrics.end
-    assert [scores[name] for name in ("top1", "top5", "images", "of")] == [end["top1"], end["top5"], 360, 360]
+    assert [scores[name] for name in ("top1", "top5", "images", "of")] == [
+        end["top1"],
+        end["top5"],
+        360,
+        360,
+    ]
     assert scores["missed"] == round(360 * (1 - end["top1"])) > 0
     assert len(shown["pictures"]) == min(64, scores["missed"])
     source = DigitsSource("validation")
@@ -91,8 +109,12 @@ def test_the_mistakes_are_what_the_newest_checkpoint_gets_wrong(digits_run, foun
     assert shares == sorted(shares, reverse=True), "the surest first"
     label, images, top1, precision, f1, _ = shown["worst"][0]
     assert 0 <= float(f1[:-2]) <= 100
-    assert precision == "" or 0 <= float(precision[:-2]) <= 100, "empty where no image was taken for the class"
-    assert images == (source.labels == int(label)).sum() and 0 <= float(top1[:-2]) < 100 * end["top1"]
+    assert precision == "" or 0 <= float(precision[:-2]) <= 100, (
+        "empty where no image was taken for the class"
+    )
+    assert (
+        images == (source.labels == int(label)).sum() and 0 <= float(top1[:-2]) < 100 * end["top1"]
+    )
 
 
 def test_of_more_images_than_there_is_time_for_a_random_part_is_classified(digits_run):

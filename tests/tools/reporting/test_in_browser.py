@@ -1,4 +1,5 @@
-"""The pages in headless chromium: each figure is drawn, nothing is complained of or requested, and names stay text."""
+"""The pages in headless chromium: each figure is drawn, nothing is complained of or requested, and
+names stay text."""
 
 import html
 import json
@@ -19,9 +20,11 @@ SWITCHES = (
     "--virtual-time-budget=5000", "--window-size=500,900", "--dump-dom",
 )  # fmt: skip
 HOSTILE = (
-    "</script><script>window.struck=1</script><img src=x onerror=window.struck=2>\"' onload='window.struck=3' & %{x}"
+    "</script><script>window.struck=1</script><img src=x onerror=window.struck=2>"
+    "\"' onload='window.struck=3' & %{x}"
 )
-# Draws over time, points at the first value of each figure, and leaves what it finds in the document.
+# Draws over time, points at the first value of each figure, and leaves what it finds in the
+# document.
 PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   document.querySelector("input[value=time]").click();
   const plots = [...document.querySelectorAll(".plot")];
@@ -41,35 +44,68 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
 
 
 def opened(path, more=""):
-    """(what PROBE finds in the page, lines on the console, among them each request that the page's policy refuses)."""
+    """(what PROBE finds in the page, lines on the console, among them each request that the page's
+    policy refuses)."""
     page = path.read_text()
     copy = path.with_name("copy.html")
-    assert page.count("</body>") == 1 and "Content-Security-Policy\" content=\"default-src 'none';" in page
+    assert (
+        page.count("</body>") == 1
+        and "Content-Security-Policy\" content=\"default-src 'none';" in page
+    )
     copy.write_text(page.replace("</body>", more + PROBE))
-    command = [CHROMIUM, *SWITCHES, f"--user-data-dir={path.parent / 'profile'}", copy.resolve().as_uri()]
+    command = [
+        CHROMIUM,
+        *SWITCHES,
+        f"--user-data-dir={path.parent / 'profile'}",
+        copy.resolve().as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(html.unescape(re.search('data-found="([^"]*)"', done.stdout)[1]))
     return found, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
 @pytest.mark.parametrize(
-    "several", [pytest.param(False, id="run"), pytest.param(True, id="comparison", marks=pytest.mark.slow)]
+    "several",
+    [pytest.param(False, id="run"), pytest.param(True, id="comparison", marks=pytest.mark.slow)],
 )
 def test_the_page_is_drawn_in_silence_and_names_are_text(tmp_path, several):
-    events = [train_event(6 * n, trust={HOSTILE: 0.1, "b": n}, **{HOSTILE: HOSTILE}) for n in range(1, 9)]
+    events = [
+        train_event(6 * n, trust={HOSTILE: 0.1, "b": n}, **{HOSTILE: HOSTILE}) for n in range(1, 9)
+    ]
     events += [eval_event(24), eval_event(48, file=HOSTILE), end_event(48, 30.0)]
-    starts = [start(revision=HOSTILE, python=HOSTILE, command=[HOSTILE]), start(step=24, devices=[HOSTILE])]
-    hostile = written(tmp_path / HOSTILE.replace("/", "∕"), events, [f"model.init_from={json.dumps(HOSTILE)}"], starts)
-    folders = [hostile, written(tmp_path / "b", events[:5], ["batch.global=48"])] if several else [hostile]
+    starts = [
+        start(revision=HOSTILE, python=HOSTILE, command=[HOSTILE]),
+        start(step=24, devices=[HOSTILE]),
+    ]
+    hostile = written(
+        tmp_path / HOSTILE.replace("/", "∕"),
+        events,
+        [f"model.init_from={json.dumps(HOSTILE)}"],
+        starts,
+    )
+    folders = (
+        [hostile, written(tmp_path / "b", events[:5], ["batch.global=48"])]
+        if several
+        else [hostile]
+    )
     report = tmp_path / "report.html"
     assert main([*map(str, folders), "--images", "4", "--output", str(report)]) == 0
     found, console = opened(report)
     more = {"weight_norm", "gradient_norm", "update_norm"} | (set() if several else {"layers"})
-    assert set(found["drawn"]) == {"loss", "top1", "lr", "images_per_second", "mfu", "data_wait", "trust"} | more
-    assert all(found["drawn"].values()) and set(found["titles"]) == {"time, seconds"} and found["labels"] > 5, found
+    assert (
+        set(found["drawn"])
+        == {"loss", "top1", "lr", "images_per_second", "mfu", "data_wait", "trust"} | more
+    )
+    assert (
+        all(found["drawn"].values())
+        and set(found["titles"]) == {"time, seconds"}
+        and found["labels"] > 5
+    ), found
     assert found["images"] == [16] * (0 if several else 4) and found["overflow"] <= 0
     assert found["cut"] == 0, "on a narrow screen tables are whole"
     assert not found["struck"] and "window.struck" in found["text"] and console == []
     if several:  # a page that complains and requests is found out
-        _, console = opened(report, '<img src="http://127.0.0.1:9/x"><script>console.log("w")</script>')
+        _, console = opened(
+            report, '<img src="http://127.0.0.1:9/x"><script>console.log("w")</script>'
+        )
         assert len(console) >= 2 and "127.0.0.1:9/x" in "".join(console)

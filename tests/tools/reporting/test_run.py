@@ -17,7 +17,9 @@ def state(folder):
 
 
 def test_a_finished_run(tmp_path):
-    folder = written(tmp_path / "run", [train_event(600), eval_event(600, 0.9), end_event(600, 300.0, 0.9)])
+    folder = written(
+        tmp_path / "run", [train_event(600), eval_event(600, 0.9), end_event(600, 300.0, 0.9)]
+    )
     assert state(folder) == ("finished", "step 600 of 600")
     figures = run.headline(run.read(folder))
     expected = {"top1": 0.9, "best_top1": 0.9, "seconds": 300.0, "steps": 600, "epoch": 10}
@@ -34,14 +36,25 @@ def test_of_five_classes_or_fewer_no_top5_is_shown(tmp_path):
 
 
 def test_a_run_that_was_cut_off_says_how_far_it_came(tmp_path):
-    folder = written(tmp_path / "run", [train_event(60), eval_event(60, 0.7), train_event(120), eval_event(120, 0.6)])
+    folder = written(
+        tmp_path / "run",
+        [train_event(60), eval_event(60, 0.7), train_event(120), eval_event(120, 0.6)],
+    )
     kind, text = state(folder)
     assert kind == "cut off" and text.startswith("at step 120 of 600: ")
     figures = run.headline(run.read(folder))
     assert (figures["top1"], figures["best_top1"], figures["seconds"]) == (0.6, 0.7, 60.0)
-    others = [eval_event(60, 0.9), eval_event(120, 0.3, validation_set=1), eval_event(180, 0.2, validation_set=1)]
-    assert run.headline(run.read(written(tmp_path / "run", others)))["best_top1"] == 0.3, "of the newest images"
-    goes_on = written(tmp_path / "run", [train_event(60), end_event(60, 30.0), train_event(120), "garbage"])
+    others = [
+        eval_event(60, 0.9),
+        eval_event(120, 0.3, validation_set=1),
+        eval_event(180, 0.2, validation_set=1),
+    ]
+    assert run.headline(run.read(written(tmp_path / "run", others)))["best_top1"] == 0.3, (
+        "of the newest images"
+    )
+    goes_on = written(
+        tmp_path / "run", [train_event(60), end_event(60, 30.0), train_event(120), "garbage"]
+    )
     assert state(goes_on).kind == "cut off" and run.read(goes_on).metrics.odd == [4]
 
 
@@ -80,15 +93,24 @@ def test_a_run_of_skipped_updates_failed(tmp_path, skipped, in_row):
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_skipped_updates_of_several_steps_failed_a_run_too(tmp_path, noted):
-    """Of two steps each, 15 from line to line. Older logs leave it to the recipe how many there were."""
+    """Of two steps each, 15 from line to line.
+
+    Older logs leave it to the recipe how many there were.
+    """
     keys = ("batch.schedule=[[0, 48]]",)
     for skipped, kind in (([0, 15, 30], "failed"), ([0, 15, 29], "cut off")):
         events = []
         for step, count in zip((60, 90, 120), skipped):
-            events.append(train_event(step, skipped_steps=count, batch=48, **({"updates": 15} if noted else {})))
+            events.append(
+                train_event(
+                    step, skipped_steps=count, batch=48, **({"updates": 15} if noted else {})
+                )
+            )
         events[0].update({"updates": 30} if noted else {})
         found = state(written(tmp_path / kind, events, keys))
-        assert found.kind == kind and (kind == "cut off" or ": the last 30 updates had" in found.text)
+        assert found.kind == kind and (
+            kind == "cut off" or ": the last 30 updates had" in found.text
+        )
 
 
 def test_the_batch_is_that_of_the_recipe(tmp_path):
@@ -97,14 +119,21 @@ def test_the_batch_is_that_of_the_recipe(tmp_path):
         "24 = 12 micro x 2 accumulation x 1 replica (1 device); with replicas: auto, as one replica divides it"
     )
     noted = written(tmp_path / "c", starts=[start(replicas=1), start(replicas=2), start()])
-    assert run.division(run.read(noted)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 devices)"
+    assert (
+        run.division(run.read(noted)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 devices)"
+    )
     ranks = written(tmp_path / "b", overrides=["parallel.replicas=2", "parallel.stages=2"])
-    assert run.division(run.read(ranks)) == "24 = 12 micro x 1 accumulation x 2 replicas (2 stages each: 4 devices)"
+    assert (
+        run.division(run.read(ranks))
+        == "24 = 12 micro x 1 accumulation x 2 replicas (2 stages each: 4 devices)"
+    )
 
 
 def test_an_elastic_run_with_a_minimum_is_divided_where_nothing_noted_its_replicas(tmp_path):
     elastic = ["parallel.elastic=true", "exchange.order=tree", "parallel.minimum=2"]
-    assert run.division(run.read(written(tmp_path / "a", overrides=elastic))).endswith("as one replica divides it")
+    assert run.division(run.read(written(tmp_path / "a", overrides=elastic))).endswith(
+        "as one replica divides it"
+    )
 
 
 def test_without_events_a_run_is_not_begun_and_without_a_recipe_the_rest_is_left(tmp_path):
@@ -119,7 +148,9 @@ def test_without_events_a_run_is_not_begun_and_without_a_recipe_the_rest_is_left
 def test_the_device_is_that_of_the_newest_start(tmp_path):
     starts = [start(), start(devices=["H100", "H100", "A100"])]
     assert run.device(run.read(written(tmp_path / "a", starts=starts))) == "2 x H100, A100"
-    assert run.device(run.read(written(tmp_path / "b", starts=starts, overrides=["run.device=cpu"]))).startswith("CPU")
+    assert run.device(
+        run.read(written(tmp_path / "b", starts=starts, overrides=["run.device=cpu"]))
+    ).startswith("CPU")
     assert run.device(run.read(written(tmp_path / "c", starts=()))) is None
 
 
@@ -138,19 +169,36 @@ def test_the_settings_alone_make_the_recipe_again(name):
     """Laid over nothing but the names, they give an equal recipe: none is missing."""
     recipe = loading.load(ROOT / "configs" / f"{name}.yaml")
     found = settings(recipe)
-    names = [f"{part}.name={getattr(recipe, part).name}" for part in ("run", "model", "optimizer", "schedule")]
-    rest = [f"{setting[0]}={quoted(setting[1])}" for setting in found if not setting[0].endswith(".name")]
+    names = [
+        f"{part}.name={getattr(recipe, part).name}"
+        for part in ("run", "model", "optimizer", "schedule")
+    ]
+    rest = [
+        f"{setting[0]}={quoted(setting[1])}"
+        for setting in found
+        if not setting[0].endswith(".name")
+    ]
     assert loading.loads("", "nothing", [*names, *rest]) == recipe
     assert all(setting[1] != setting[2] and setting[3] for setting in found)
 
 
 def quoted(value):
-    return f"'{value}'" if value.replace(".", "", 1).isalpha() and value not in ("true", "false", "null") else value
+    return (
+        f"'{value}'"
+        if value.replace(".", "", 1).isalpha() and value not in ("true", "false", "null")
+        else value
+    )
 
 
 def test_the_defaults_are_those_of_the_name():
-    """B0's own size is no setting of a recipe that names B0, nor is SGD's momentum of one that names SGD."""
-    overrides = ["run.epochs=1", "schedule.peak=1", "model.name=efficientnet_b0", "optimizer.name=sgd"]
+    """B0's own size is no setting of a recipe that names B0, nor is SGD's momentum of one that
+    names SGD."""
+    overrides = [
+        "run.epochs=1",
+        "schedule.peak=1",
+        "model.name=efficientnet_b0",
+        "optimizer.name=sgd",
+    ]
     found = {setting[0] for setting in settings(loading.loads("", "x", overrides))}
     assert found == {override.partition("=")[0] for override in overrides}
 
@@ -162,7 +210,12 @@ def test_only_the_keys_that_differ_are_listed_and_a_peak_that_follows_the_batch(
         for overrides in (
             ["batch.global=64"],
             ["batch.global=64", "run.name=b", "run.output=/elsewhere"],
-            ["batch.global=128", "optimizer.momentum=0.8", "data.crop_area=[0.5, 1]", "optimizer.clip_norm=1e-5"],
+            [
+                "batch.global=128",
+                "optimizer.momentum=0.8",
+                "data.crop_area=[0.5, 1]",
+                "optimizer.clip_norm=1e-5",
+            ],
         )
     )
     assert differences([first, second]) == []

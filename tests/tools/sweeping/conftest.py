@@ -1,4 +1,7 @@
-"""Fixtures of sweeps. Studies open faster: Optuna would import the migrations of its tables anew for each of them."""
+"""Fixtures of sweeps.
+
+Studies open faster: Optuna would import the migrations of its tables anew for each of them.
+"""
 
 from unittest import mock
 

@@ -1,8 +1,10 @@
-"""A double of train.py that takes milliseconds: python double.py --config RECIPE [section.key=value ...]
+"""A double of train.py that takes milliseconds: python double.py --config RECIPE [section.key=value
+...]
 
-It keeps what a sweep relies on: lock, metrics, checkpoints, resume, SIGTERM saved and answered by 75. Its top-1 is a
-function of momentum, peak and epoch (`top1`). DOUBLE_SECONDS: of an epoch, in all trials or the one that DOUBLE_SLOW
-(last digit) names. DOUBLE_NEEDS: a file without which the trials of DOUBLE_NEEDS_IN (digits) fail.
+It keeps what a sweep relies on: lock, metrics, checkpoints, resume, SIGTERM saved and answered by
+75. Its top-1 is a function of momentum, peak and epoch (`top1`). DOUBLE_SECONDS: of an epoch, in
+all trials or the one that DOUBLE_SLOW (last digit) names. DOUBLE_NEEDS: a file without which the
+trials of DOUBLE_NEEDS_IN (digits) fail.
 """
 
 import fcntl
@@ -34,7 +36,9 @@ def main(arguments):
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a+") as held:
         fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        resumes = "run.resume=auto" in arguments or "resume: never" not in Path(arguments[1]).read_text()
+        resumes = (
+            "run.resume=auto" in arguments or "resume: never" not in Path(arguments[1]).read_text()
+        )
         return train(folder, values, resumes)
 
 
@@ -45,14 +49,21 @@ def train(folder, values, resumes):
     needed = os.environ.get("DOUBLE_NEEDS")
     trials = os.environ.get("DOUBLE_NEEDS_IN", "0123456789")
     if needed and values["run.name"][-1] in trials and not Path(needed).exists():
-        print(f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr)
+        print(
+            f"{folder}: data.root {needed}: no such folder; give data.root=FOLDER", file=sys.stderr
+        )
         return 2
     with open(folder / "starts", "a") as stream:
-        stream.write(json.dumps({"pid": os.getpid(), "epoch": done, "time": time.time(), "values": values}) + "\n")
+        stream.write(
+            json.dumps({"pid": os.getpid(), "epoch": done, "time": time.time(), "values": values})
+            + "\n"
+        )
     if done == EPOCHS:
         return 0
     slow = os.environ.get("DOUBLE_SLOW")
-    pause = float(os.environ.get("DOUBLE_SECONDS", 0)) if slow in (None, values["run.name"][-1]) else 0
+    pause = (
+        float(os.environ.get("DOUBLE_SECONDS", 0)) if slow in (None, values["run.name"][-1]) else 0
+    )
     asked = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     with open(metrics, "ab") as stream:
@@ -60,13 +71,26 @@ def train(folder, values, resumes):
         for epoch in range(done + 1, EPOCHS + 1):
             time.sleep(pause)
             if values["optimizer.momentum"] > float(os.environ.get("DOUBLE_FAILS_ABOVE", "inf")):
-                print("step 7: the weights are lost; start a new run with a lower schedule.peak", file=sys.stderr)
+                print(
+                    "step 7: the weights are lost; start a new run with a lower schedule.peak",
+                    file=sys.stderr,
+                )
                 return 1
             score = top1(values["optimizer.momentum"], values["schedule.peak"], epoch)
-            event = {"event": "eval", "step": epoch * STEPS_PER_EPOCH, "epoch": float(epoch), "top1": score}
+            event = {
+                "event": "eval",
+                "step": epoch * STEPS_PER_EPOCH,
+                "epoch": float(epoch),
+                "top1": score,
+            }
             stream.write((json.dumps({**event, "top5": 1.0, "loss": 1 - score}) + "\n").encode())
             if epoch == EPOCHS:
-                end = {"event": "end", "step": EPOCHS * STEPS_PER_EPOCH, "top1": score, "seconds": 1.5}
+                end = {
+                    "event": "end",
+                    "step": EPOCHS * STEPS_PER_EPOCH,
+                    "top1": score,
+                    "seconds": 1.5,
+                }
                 stream.write((json.dumps(end) + "\n").encode())
             stream.flush()
             temporary = folder / "checkpoint.tmp"

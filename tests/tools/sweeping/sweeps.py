@@ -1,4 +1,5 @@
-"""A sweep as tests run it: its command, its files, and the double of train.py that trains its trials."""
+"""A sweep as tests run it: its command, its files, and the double of train.py that trains its
+trials."""
 
 import contextlib
 import json
@@ -32,7 +33,9 @@ space:
 """
 # Processes are forked from one that has imported Optuna.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.tools.sweeping.conftest", "tools.sweeping.report", "tools.sweeping.study"])
+_CONTEXT.set_forkserver_preload(
+    ["tests.tools.sweeping.conftest", "tools.sweeping.report", "tools.sweeping.study"]
+)
 
 
 def _command(arguments, environment, output):
@@ -76,19 +79,24 @@ class Sweep:
 
     def start(self, *more, **environment):
         """The command in a process of its own."""
-        process = _CONTEXT.Process(target=_command, args=(self.arguments(*more), environment, self.output), daemon=True)
+        process = _CONTEXT.Process(
+            target=_command, args=(self.arguments(*more), environment, self.output), daemon=True
+        )
         process.start()
         return process
 
     def killed_at(self, trial, evaluations):
-        """The command is killed when a trial has that many evaluations; then the trial's process is gone, too."""
+        """The command is killed when a trial has that many evaluations; then the trial's process is
+        gone, too."""
         process = self.start(DOUBLE_SLOW=str(trial), DOUBLE_SECONDS="1")
         wait_until(lambda: self.evaluations(trial) >= evaluations)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         pid = self.starts()[trial][-1]["pid"]
         wait_until(lambda: is_gone(pid), 5)
-        assert self.evaluations(trial) < double.EPOCHS, "it died with the sweep, not because it was done"
+        assert self.evaluations(trial) < double.EPOCHS, (
+            "it died with the sweep, not because it was done"
+        )
 
     def run(self, number):
         return self.folder / "trials" / f"{number:04d}"
@@ -96,7 +104,10 @@ class Sweep:
     def starts(self):
         """Trial -> what each process that trained it noted as it began."""
         paths = sorted(self.folder.glob("trials/*/starts"))
-        return {int(path.parent.name): [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
+        return {
+            int(path.parent.name): [json.loads(line) for line in path.read_text().splitlines()]
+            for path in paths
+        }
 
     def processes(self):
         """The number of processes that trained each trial."""
@@ -107,7 +118,8 @@ class Sweep:
         return path.read_text().count('"eval"') if path.exists() else 0
 
     def stored(self):
-        """The trials as SQLite has them, read without Optuna: number -> state, value, parameters."""
+        """The trials as SQLite has them, read without Optuna: number -> state, value,
+        parameters."""
         query = """select number, state, value, param_name, param_value
             from trials join trial_params using (trial_id) left join trial_values using (trial_id) order by number"""
         found = {}

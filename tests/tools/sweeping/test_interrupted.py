@@ -35,7 +35,10 @@ def test_kill_nine_amid_a_trial_loses_and_repeats_nothing(some, outlived):
     assert len(after) == 3 and after[0] == before[0]
     assert after[1] == ("COMPLETE", reached(before[1][2]), before[1][2])
     starts = some.starts()[1]
-    assert starts[1]["epoch"] >= 1 and len([each for each in starts if each["epoch"] < double.EPOCHS]) == 2
+    assert (
+        starts[1]["epoch"] >= 1
+        and len([each for each in starts if each["epoch"] < double.EPOCHS]) == 2
+    )
     assert before[1][2].items() <= starts[1]["values"].items()
 
 
@@ -55,7 +58,10 @@ def test_a_second_signal_ends_the_trials_at_once_and_a_second_sweep_is_refused(s
     process = some.start(DOUBLE_SECONDS="60")
     wait_until(lambda: (some.run(0) / "starts").exists())
     code, _, (error,) = some()
-    assert code == WRONG_INPUT and "in use by another sweep; wait for it, or choose another folder" in error
+    assert (
+        code == WRONG_INPUT
+        and "in use by another sweep; wait for it, or choose another folder" in error
+    )
     os.kill(process.pid, signal.SIGTERM)
     time.sleep(1)  # sooner, it would be taken for the same signal
     assert process.is_alive()
@@ -73,21 +79,34 @@ def test_a_trial_that_fails_is_reported_by_its_last_line_and_the_others_go_on(so
         some.folder = some.folder.with_name(above)
         code, out, err = some("--json", "--trials", trials)
         rows = json.loads(out[-1])["leaderboard"]
-        failing = [row["trial"] for row in rows if row["parameters"]["optimizer.momentum"] > float(above)]
+        failing = [
+            row["trial"] for row in rows if row["parameters"]["optimizer.momentum"] > float(above)
+        ]
         assert code == state and 0 < len(failing) <= 4
-        assert {row["trial"]: row["reason"] for row in rows if row["state"] == "failed"} == dict.fromkeys(failing, line)
+        assert {
+            row["trial"]: row["reason"] for row in rows if row["state"] == "failed"
+        } == dict.fromkeys(failing, line)
         assert {row["state"] for row in rows if row["trial"] not in failing} <= {"complete"}
-    assert f"no trial is complete; the last says: {line}" in err[0] and not (some.folder / "best.yaml").exists()
+    assert (
+        f"no trial is complete; the last says: {line}" in err[0]
+        and not (some.folder / "best.yaml").exists()
+    )
 
 
-def test_input_that_is_wrong_for_all_trials_stops_the_sweep_and_spends_none(some, monkeypatch, tmp_path):
-    """Two trials are enough to know; once the input is right, the same command trains them and the rest."""
+def test_input_that_is_wrong_for_all_trials_stops_the_sweep_and_spends_none(
+    some, monkeypatch, tmp_path
+):
+    """Two trials are enough to know; once the input is right, the same command trains them and the
+    rest."""
     needed = tmp_path / "images"
     monkeypatch.setenv("DOUBLE_NEEDS", str(needed))
     for _ in range(2):
         code, _, (error,) = some("--json")
         assert code == WRONG_INPUT
-        assert f"data.root {needed}: no such folder; give data.root=FOLDER; then repeat the command" in error
+        assert (
+            f"data.root {needed}: no such folder; give data.root=FOLDER; then repeat the command"
+            in error
+        )
         assert some.states() == ["RUNNING"] * 2 and some.starts() == {}
     needed.mkdir()
     assert some("--trials", "3")[0] == DONE
@@ -99,7 +118,9 @@ def test_input_that_is_wrong_for_one_trial_fails_that_trial(some, monkeypatch, t
     monkeypatch.setenv("DOUBLE_NEEDS", str(tmp_path / "images"))
     monkeypatch.setenv("DOUBLE_NEEDS_IN", number)
     code, data = some.data("--trials", "2")
-    failed, reasons = ([row[key] for row in data["leaderboard"] if row["reason"]] for key in ("trial", "reason"))
+    failed, reasons = (
+        [row[key] for row in data["leaderboard"] if row["reason"]] for key in ("trial", "reason")
+    )
     assert (code, failed) == (DONE, [int(number)])
     assert reasons[0].endswith("images: no such folder; give data.root=FOLDER")
 
@@ -113,7 +134,9 @@ def test_a_trial_whose_process_is_killed_from_outside_goes_on(some, monkeypatch)
     assert some.states() == ["COMPLETE"]
 
 
-def test_a_trial_of_a_recipe_that_always_begins_anew_goes_on_nonetheless(some, monkeypatch, tmp_path):
+def test_a_trial_of_a_recipe_that_always_begins_anew_goes_on_nonetheless(
+    some, monkeypatch, tmp_path
+):
     monkeypatch.setenv("DOUBLE_KILLED", "yes")
     never = tmp_path / "never.yaml"
     never.write_text(f"extends: {QUICKSTART}\nrun: {{resume: never}}\n")
@@ -139,9 +162,13 @@ def test_a_trial_that_was_complete_when_the_sweep_was_killed_is_not_pruned(some)
     before = some.stored()
     worse = min(before, key=lambda number: before[number][1])
     with contextlib.closing(sqlite3.connect(some.folder / "study.db")) as study:
-        study.execute("UPDATE trials SET state = 'RUNNING', datetime_complete = NULL WHERE number = ?", (worse,))
         study.execute(
-            "DELETE FROM trial_values WHERE trial_id IN (SELECT trial_id FROM trials WHERE number = ?)", (worse,)
+            "UPDATE trials SET state = 'RUNNING', datetime_complete = NULL WHERE number = ?",
+            (worse,),
+        )
+        study.execute(
+            "DELETE FROM trial_values WHERE trial_id IN (SELECT trial_id FROM trials WHERE number = ?)",
+            (worse,),
         )
         study.commit()
     assert some("--trials", "2")[0] == DONE

@@ -1,4 +1,5 @@
-"""Draws are a function of the seed and of the trials before; how far a trial is follows from its metrics."""
+"""Draws are a function of the seed and of the trials before; how far a trial is follows from its
+metrics."""
 
 import contextlib
 import json
@@ -25,7 +26,9 @@ def study(tmp_path):
     opened = []
 
     def make(more="trials: 50", space=SPACE, name="study"):
-        (tmp_path / "some.yaml").write_text(f"recipe: {QUICKSTART}\nmetric: top1\n{more}\nspace: {space}\n")
+        (tmp_path / "some.yaml").write_text(
+            f"recipe: {QUICKSTART}\nmetric: top1\n{more}\nspace: {space}\n"
+        )
         opened.append(Study(tmp_path / f"{name}.db", read(tmp_path / "some.yaml")))
         return opened[-1]
 
@@ -43,7 +46,9 @@ def value(parameters):
 def begun(tmp_path_factory):
     """The file of a study of four trials, of which the last one runs."""
     place = tmp_path_factory.mktemp("begun")
-    (place / "some.yaml").write_text(f"recipe: {QUICKSTART}\nmetric: top1\ntrials: 50\nspace: {SPACE}\n")
+    (place / "some.yaml").write_text(
+        f"recipe: {QUICKSTART}\nmetric: top1\ntrials: 50\nspace: {SPACE}\n"
+    )
     study = Study(place / "study.db", read(place / "some.yaml"))
     carry_on(study, 3)
     study.begin()
@@ -72,7 +77,9 @@ def test_draws_are_a_function_of_the_seed_and_survive_cuts(study, sampler):
     assert carry_on(study(more, name="other"), 12) == expected
     drawn = {str(parameters) for parameters, _ in expected}
     assert len(drawn) == 12
-    assert not drawn & {str(parameters) for parameters, _ in carry_on(study(f"{more}\nseed: 1", name="seed"), 2)}
+    assert not drawn & {
+        str(parameters) for parameters, _ in carry_on(study(f"{more}\nseed: 1", name="seed"), 2)
+    }
 
 
 def test_numbers_have_six_digits_and_are_even_on_a_logarithmic_scale(study):
@@ -87,7 +94,9 @@ def test_numbers_have_six_digits_and_are_even_on_a_logarithmic_scale(study):
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
 def test_no_combination_is_trained_twice_while_there_are_others(study, sampler):
-    space = "{optimizer.momentum: {choices: [0.1, 0.2, 0.3]}, model.norm: {choices: [group, layer]}}"
+    space = (
+        "{optimizer.momentum: {choices: [0.1, 0.2, 0.3]}, model.norm: {choices: [group, layer]}}"
+    )
     found = carry_on(study(f"trials: 6\nsampler: {sampler}", space), 6)
     assert len({str(parameters) for parameters, _ in found}) == 6
 
@@ -104,14 +113,23 @@ def test_values_come_back_as_they_were_given(study):
     for _ in range(20):
         some.begin()
     for key, (_, values) in given.items():
-        assert {repr(each.parameters[key]) for each in some.records()} == {repr(each) for each in values}
+        assert {repr(each.parameters[key]) for each in some.records()} == {
+            repr(each) for each in values
+        }
 
 
 def test_states_and_reasons_are_kept(study, tmp_path):
     some = study()
     for state in (COMPLETE, PRUNED, IMPOSSIBLE, FAILED):
         number = some.begin()
-        some.end(number, state, 0.5 if state == COMPLETE else None, 2.0, 3.0, None if state == COMPLETE else "why")
+        some.end(
+            number,
+            state,
+            0.5 if state == COMPLETE else None,
+            2.0,
+            3.0,
+            None if state == COMPLETE else "why",
+        )
     some.report(some.begin(), 0, 0.25)
     some.close()
     found = study().records()
@@ -120,7 +138,9 @@ def test_states_and_reasons_are_kept(study, tmp_path):
     assert [each.reason for each in found] == [None, "why", "why", "why", None]
     assert [(each.epochs, each.seconds) for each in found] == [(2.0, 3.0)] * 4 + [(None, None)]
     opened = optuna.load_study(study_name="some", storage=f"sqlite:///{tmp_path / 'study.db'}")
-    assert [each.value for each in opened.trials[:2]] == [0.5, None], "Optuna opens it by the name of the sweep"
+    assert [each.value for each in opened.trials[:2]] == [0.5, None], (
+        "Optuna opens it by the name of the sweep"
+    )
     opened._storage._backend.engine.dispose()
 
 
@@ -133,12 +153,15 @@ def test_states_and_reasons_are_kept(study, tmp_path):
     ],
 )
 def test_a_study_whose_trials_were_numbered_by_hand_is_refused(study, begun, tmp_path, edit):
-    """Optuna keeps one trial of each number, so a running trial with the number of another hid that one."""
+    """Optuna keeps one trial of each number, so a running trial with the number of another hid that
+    one."""
     shutil.copy(begun, tmp_path / "study.db")
     with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection:
         connection.execute(f"UPDATE trials SET {edit}")
         connection.commit()
-    with pytest.raises(ConfigError, match=r"study\.db: no study of this sweep \(.*\); remove it, or choose another"):
+    with pytest.raises(
+        ConfigError, match=r"study\.db: no study of this sweep \(.*\); remove it, or choose another"
+    ):
         study()
 
 
@@ -155,14 +178,30 @@ def test_importances_need_enough_trials_that_differ(study):
 EVENTS = [
     {"event": "train", "step": 60, "epoch": 2.9, "seconds": 2.5},
     {"event": "eval", "step": 22, "epoch": 1.0, "top1": 0.5, "top5": 1.0, "loss": 2.0},
-    {"event": "eval", "step": 44, "epoch": 2.0, "top1": 0.7, "loss": 1.5, "epoch_average": {"top1": 0.35, "loss": 1.5}},
-    {"event": "eval", "step": 66, "epoch": 3.0, "top1": 0.6, "loss": None, "epoch_average": {"top1": 0.3}},
+    {
+        "event": "eval",
+        "step": 44,
+        "epoch": 2.0,
+        "top1": 0.7,
+        "loss": 1.5,
+        "epoch_average": {"top1": 0.35, "loss": 1.5},
+    },
+    {
+        "event": "eval",
+        "step": 66,
+        "epoch": 3.0,
+        "top1": 0.6,
+        "loss": None,
+        "epoch_average": {"top1": 0.3},
+    },
 ]
 END = json.dumps({"event": "end", "step": 66, "seconds": 3.5}) + "\n"
 
 
 def reached(folder, metric="top1", length="run.epochs=3", tail=""):
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in EVENTS) + tail)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in EVENTS) + tail
+    )
     return progress(folder, metric, load(QUICKSTART, [length, "schedule.warmup_epochs=0"]))
 
 
@@ -188,7 +227,12 @@ def test_the_best_score_begins_anew_with_other_validation_images(tmp_path):
 
 @pytest.mark.parametrize(
     ("length", "final"),
-    [("run.epochs=3", True), ("run.epochs=4", False), ("run.steps=66", True), ("run.images=4225", False)],
+    [
+        ("run.epochs=3", True),
+        ("run.epochs=4", False),
+        ("run.steps=66", True),
+        ("run.images=4225", False),
+    ],
 )
 def test_the_last_evaluation_of_a_run_is_recognized(tmp_path, length, final):
     """66 steps of 64 images are 4224."""

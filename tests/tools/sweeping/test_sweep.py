@@ -1,6 +1,7 @@
 """A sweep runs each trial once and ranks what came of them.
 
-Its trials are trained by a double of train.py, which keeps train.py's promises in milliseconds; the last test trains.
+Its trials are trained by a double of train.py, which keeps train.py's promises in milliseconds; the
+last test trains.
 """
 
 import contextlib
@@ -28,11 +29,22 @@ from training.metrics import read_events
 def test_all_trials_run_once_and_the_best_becomes_a_recipe(some):
     code, data = some.data()
     assert (code, data["trials"]) == (DONE, 4)
-    assert data["counts"] == {"complete": 4, "pruned": 0, "impossible": 0, "failed": 0, "running": 0}
+    assert data["counts"] == {
+        "complete": 4,
+        "pruned": 0,
+        "impossible": 0,
+        "failed": 0,
+        "running": 0,
+    }
     assert some.processes() == [1] * 4
     stored = some.stored()
-    ranked = sorted(((reached(values), number, values) for number, (_, _, values) in stored.items()), reverse=True)
-    assert [(row["value"], row["trial"], row["parameters"]) for row in data["leaderboard"]] == ranked
+    ranked = sorted(
+        ((reached(values), number, values) for number, (_, _, values) in stored.items()),
+        reverse=True,
+    )
+    assert [
+        (row["value"], row["trial"], row["parameters"]) for row in data["leaderboard"]
+    ] == ranked
     table = list(csv.DictReader((some.folder / "leaderboard.csv").read_text().splitlines()))
     assert [(int(row["rank"]), int(row["trial"]), float(row["top1"])) for row in table] == [
         (rank, number, value) for rank, (value, number, _) in enumerate(ranked, start=1)
@@ -47,7 +59,9 @@ def test_all_trials_run_once_and_the_best_becomes_a_recipe(some):
 def test_trials_of_a_mirrored_recipe_have_no_mirror(some, undrawn, tmp_path):
     """All trials would have the same one, and take each other's checkpoints for their own."""
     mirrored = tmp_path / "mirrored.yaml"
-    mirrored.write_text(f"extends: {QUICKSTART}\ncheckpoint: {{mirror: {tmp_path / 'elsewhere'}}}\n")
+    mirrored.write_text(
+        f"extends: {QUICKSTART}\ncheckpoint: {{mirror: {tmp_path / 'elsewhere'}}}\n"
+    )
     some.file.write_text(some.file.read_text().replace(str(QUICKSTART), str(mirrored)))
     code, data = some.data()
     assert (code, data["counts"]["complete"]) == (DONE, 4)
@@ -86,14 +100,21 @@ def test_the_picture_marks_the_best_trial_in_each_panel(tmp_path, monkeypatch):
         for title, axis in panels.items()
         if axis.lines
     }
-    assert stars == {"history": [(1, 0.9)], "schedule.peak": [(2.0, 0.9)], "batch.global": [(1, 0.9)]}
+    assert stars == {
+        "history": [(1, 0.9)],
+        "schedule.peak": [(2.0, 0.9)],
+        "batch.global": [(1, 0.9)],
+    }
 
 
 def test_the_best_recipe_is_the_one_that_was_trained(tmp_path):
-    """Values of the recipe file are written where they were swept, or where another kind of section replaces them."""
+    """Values of the recipe file are written where they were swept, or where another kind of section
+    replaces them."""
     base = loading.load(QUICKSTART).optimizer
     file = tmp_path / "some.yaml"
-    file.write_text(f"recipe: {QUICKSTART}\ntrials: 1\nspace: {{optimizer.momentum: {{choices: [{base.momentum}]}}}}\n")
+    file.write_text(
+        f"recipe: {QUICKSTART}\ntrials: 1\nspace: {{optimizer.momentum: {{choices: [{base.momentum}]}}}}\n"
+    )
     overrides = [
         "run.steps=7", "schedule.peak_per_image=0.1", "optimizer.name=sgd",
         f"optimizer.weight_decay={base.weight_decay}", "data.source=folder", 'data.root="a: b"',
@@ -104,14 +125,18 @@ def test_the_best_recipe_is_the_one_that_was_trained(tmp_path):
         parameters = {"optimizer.momentum": base.momentum}
         best = {"trial": 0, "value": 0.5, "parameters": parameters, "epochs": 1.0, "seconds": 1.0}
         folder.best.write_text(_best_recipe(folder, candidates, best))
-    expected = loading.load(QUICKSTART, [*overrides, f"optimizer.momentum={base.momentum}", "run.name=some-best"])
+    expected = loading.load(
+        QUICKSTART, [*overrides, f"optimizer.momentum={base.momentum}", "run.name=some-best"]
+    )
     assert loading.load(folder.best) == expected
 
 
 def test_the_median_pruner_ends_what_is_worse_than_half(undrawn, some, monkeypatch):
-    """The double's curves never cross, so each decision can be made again from the parameters alone."""
+    """The double's curves never cross, so each decision can be made again from the parameters
+    alone."""
     some.define("pruner: median\npruner_startup_trials: 2\npruner_warmup: 1\nsampler: random")
-    for folder in ("fast", "slow"):  # where a trial is over before it can be asked to end, it is pruned nevertheless
+    for folder in ("fast", "slow"):
+        # where a trial is over before it can be asked to end, it is pruned nevertheless
         some.folder = some.folder.with_name(folder)
         code, data = some.data("--trials", "6")
         assert code == DONE
@@ -146,14 +171,18 @@ CHANGES = (
 )
 
 
-def test_a_sweep_may_grow_and_move_but_a_changed_one_is_refused_by_the_name_of_what_changed(undrawn, some):
+def test_a_sweep_may_grow_and_move_but_a_changed_one_is_refused_by_the_name_of_what_changed(
+    undrawn, some
+):
     assert some("--trials", "1")[0] == DONE
     text = some.file.read_text()
     first = some.stored()
     for before, after, difference in CHANGES:
         some.file.write_text(text.replace(before, after))
         code, _, err = some()
-        assert code == WRONG_INPUT and err[0].startswith(f"{some.folder} belongs to another sweep: {difference}")
+        assert code == WRONG_INPUT and err[0].startswith(
+            f"{some.folder} belongs to another sweep: {difference}"
+        )
         assert err[0].endswith("here; choose another folder by --output FOLDER")
         assert some.stored() == first
     some.file.write_text("# a comment\n" + text.replace("trials: 4", "trials: 2"))
@@ -165,7 +194,9 @@ def test_a_sweep_may_grow_and_move_but_a_changed_one_is_refused_by_the_name_of_w
 
 
 def test_impossible_combinations_end_their_trial_and_not_the_sweep(undrawn, some):
-    some.define(text=FILE + "  batch.global: {{choices: [96, 100]}}\n  batch.micro: {{choices: [32, 50]}}\n")
+    some.define(
+        text=FILE + "  batch.global: {{choices: [96, 100]}}\n  batch.micro: {{choices: [32, 50]}}\n"
+    )
     code, data = some.data()
     assert code == DONE
     complete = []
@@ -207,5 +238,7 @@ def test_two_trials_of_the_quickstart_are_trained(some, capfd):
     for number in (0, 1):
         recipe = loading.load(some.run(number) / "config.yaml")
         losses[recipe.optimizer.momentum] = read_events(some.run(number))["eval"][-1]["loss"]
-    assert {row["parameters"]["optimizer.momentum"]: row["value"] for row in data["leaderboard"]} == losses
+    assert {
+        row["parameters"]["optimizer.momentum"]: row["value"] for row in data["leaderboard"]
+    } == losses
     assert data["best"]["value"] == min(losses.values())

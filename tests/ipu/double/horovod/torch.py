@@ -1,4 +1,5 @@
-"""What the product uses of Horovod, over the group of popdist.init (Horovod 0.28, horovod/torch/mpi_ops.py)."""
+"""What the product uses of Horovod, over the group of popdist.init (Horovod 0.28,
+horovod/torch/mpi_ops.py)."""
 
 import popdist
 import torch

@@ -1,4 +1,5 @@
-"""A stand-in for PopTorch 3.4 that trains on the CPU: its signatures, its refusals, its results; none of its code.
+"""A stand-in for PopTorch 3.4 that trains on the CPU: its signatures, its refusals, its results;
+none of its code.
 
 It has what the product uses. Each module names the files of PopTorch and PopART that it follows.
 """

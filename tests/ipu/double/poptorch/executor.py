@@ -1,8 +1,10 @@
-"""An eager executor: a copy of the model runs micro batch by micro batch on the CPU, with PopTorch's rules around it.
+"""An eager executor: a copy of the model runs micro batch by micro batch on the CPU, with
+PopTorch's rules around it.
 
-Weights and state are copied when python/_poplar_executor.py of PopTorch 3.4 does; marks are python/ops.py's. Micro
-batches of a call have the replica innermost: number i * replicas + r goes to replica r (PopART 3.4, willow/src/
-stepiosplitter.cpp). What cannot be compiled is refused as by popart_compiler/source/Compiler.cpp and CompilerImpl.cpp.
+Weights and state are copied when python/_poplar_executor.py of PopTorch 3.4 does; marks are
+python/ops.py's. Micro batches of a call have the replica innermost: number i * replicas + r goes to
+replica r (PopART 3.4, willow/src/ stepiosplitter.cpp). What cannot be compiled is refused as by
+popart_compiler/source/Compiler.cpp and CompilerImpl.cpp.
 """
 
 import copy
@@ -18,7 +20,8 @@ from . import optim
 logger = logging.getLogger("poptorch::python")
 
 _holder = None  # of the IPUs: one executor of this process
-_marks = {}  # of the present forward pass: blocks begun as (user_id, ipu_id), losses, overlapped tensors
+# of the present forward pass: blocks begun as (user_id, ipu_id), losses, overlapped tensors
+_marks = {}
 
 
 def _mark(kind, value):
@@ -27,7 +30,8 @@ def _mark(kind, value):
 
 
 def BeginBlock(layer_to_call, user_id=None, ipu_id=None):
-    """Makes a module begin a block whenever it is called; changes the module in place and returns it."""
+    """Makes a module begin a block whenever it is called; changes the module in place and returns
+    it."""
     if any(isinstance(hook, _BlockHook) for hook in layer_to_call._forward_pre_hooks.values()):
         raise poptorch.Error("module has already been assigned to a block.")
     layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
@@ -86,7 +90,9 @@ class PoplarExecutor:
         assert not kwargs, "the double takes positional arguments only"
         assert not list(self.model.buffers()), "the double moves no buffers"
         count = self.options.micro_batches
-        assert all(len(tensor) % count == 0 for tensor in args), f"batch dimension: must be a multiple of {count}"
+        assert all(len(tensor) % count == 0 for tensor in args), (
+            f"batch dimension: must be a multiple of {count}"
+        )
         self._inputs = [(tensor.shape, tensor.dtype) for tensor in args]
         program = copy.deepcopy(self.model)
         self._check(program, [tensor[: len(tensor) // count] for tensor in args])
@@ -105,9 +111,13 @@ class PoplarExecutor:
         _marks.clear()
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
             outputs = program(*micro_batch)
-        losses, blocks, overlaps = (_marks.get(kind, []) for kind in ("losses", "blocks", "overlaps"))
+        losses, blocks, overlaps = (
+            _marks.get(kind, []) for kind in ("losses", "blocks", "overlaps")
+        )
         if training and len(losses) != 1:
-            raise poptorch.Error(f"{len(losses)} losses found in graph. Graph must have one final loss.")
+            raise poptorch.Error(
+                f"{len(losses)} losses found in graph. Graph must have one final loss."
+            )
         stages = len(blocks) or 1
         pipelined = not isinstance(options.value("setExecutionStrategy"), poptorch.ShardedExecution)
         ends = [*micro_batch, *(outputs if isinstance(outputs, tuple) else [outputs])]
@@ -116,10 +126,18 @@ class PoplarExecutor:
         if overlaps and not options.value("TensorLocations.numIOTiles"):
             raise poptorch.Error("No IO tiles allocated. You must allocate at least 32 IO tiles.")
         if not all(any(tensor is end for end in ends) for tensor in overlaps):
-            raise poptorch.Error("poptorch.set_overlap_for_input applied on a node which is not a tensor input.")
+            raise poptorch.Error(
+                "poptorch.set_overlap_for_input applied on a node which is not a tensor input."
+            )
         if pipelined and [ipu for _, ipu in blocks] != list(range(len(blocks))):
-            raise poptorch.Error(f"{blocks}: the IPUs of a pipeline must increase from block to block")
-        method, least = ("Training.gradientAccumulation", 2 * stages - 1) if training else ("deviceIterations", stages)
+            raise poptorch.Error(
+                f"{blocks}: the IPUs of a pipeline must increase from block to block"
+            )
+        method, least = (
+            ("Training.gradientAccumulation", 2 * stages - 1)
+            if training
+            else ("deviceIterations", stages)
+        )
         if pipelined and options.value(method, 1) < least:
             raise poptorch.Error(
                 f"poptorch.Options().{method} must be greater than or equal to the number of pipeline stages ({least}) "
@@ -127,11 +145,15 @@ class PoplarExecutor:
             )
         ipus = stages * options.replicas
         if ipus > 64 or ipus & (ipus - 1):
-            raise poptorch.Error(f"{ipus} IPUs: PopTorch must reserve a power of 2 or maximum of 64 per process")
+            raise poptorch.Error(
+                f"{ipus} IPUs: PopTorch must reserve a power of 2 or maximum of 64 per process"
+            )
 
     def _make_state(self):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self._groups = [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups]
+        self._groups = [
+            [names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups
+        ]
         for group, values in zip(self._groups, self._values):
             for name in group:
                 made = self._optimizer.new_state(values, self._program.get_parameter(name).detach())
@@ -147,7 +169,9 @@ class PoplarExecutor:
                 "Shape or data type mismatch: the inputs are not those that the model was compiled for"
             )
         if not all(tensor.is_contiguous() for tensor in args):
-            logger.warning("At least one input tensor is not contiguous: non-contiguous tensors will be converted.")
+            logger.warning(
+                "At least one input tensor is not contiguous: non-contiguous tensors will be converted."
+            )
         self._write_state()
         micro_batches = list(zip(*(tensor.chunk(self.options.micro_batches) for tensor in args)))
         if self._optimizer is None:
@@ -175,18 +199,28 @@ class PoplarExecutor:
         with torch.no_grad():
             for names, values in zip(self._groups, self._values):
                 for name in filter(gradients.__contains__, names):
-                    state = {each: self._state[each + name] for each in optim.PREFIXES if each + name in self._state}
+                    state = {
+                        each: self._state[each + name]
+                        for each in optim.PREFIXES
+                        if each + name in self._state
+                    }
                     weight = self._program.get_parameter(name)
                     self._optimizer.update(values, weight, gradients[name], state, self._rounded)
         return outputs
 
     def _reduced(self, sums, scale):
-        """{name: float32 mean gradient}, over micro batches and replicas of all processes, without loss scale."""
+        """{name: float32 mean gradient}, over micro batches and replicas of all processes, without
+        loss scale."""
         accumulation = self.options.value("Training.gradientAccumulation", 1)
-        assert self.options.value("Training.accumulationAndReplicationReductionType") == poptorch.ReductionType.Mean
+        assert (
+            self.options.value("Training.accumulationAndReplicationReductionType")
+            == poptorch.ReductionType.Mean
+        )
         strategy = self.options.value("Training.setMeanAccumulationAndReplicationReductionStrategy")
         # A running mean of one micro batch is its gradient.
-        assert strategy == poptorch.MeanReductionStrategy.Post or accumulation == 1, "the double divides once"
+        assert strategy == poptorch.MeanReductionStrategy.Post or accumulation == 1, (
+            "the double divides once"
+        )
         total = {name: sum(part[name].float() for part in sums) for name in sums[0]}
         processes = distributed.get_world_size() if distributed.is_initialized() else 1
         if processes > 1:
@@ -196,10 +230,15 @@ class PoplarExecutor:
         return {name: gradient * (1.0 / factor) for name, gradient in total.items()}
 
     def _collected(self, tensors):
-        """One output of all micro batches; a scalar becomes one element each. The sum is each replica's own."""
+        """One output of all micro batches; a scalar becomes one element each.
+
+        The sum is each replica's own.
+        """
         mode = self.options.value("outputMode")
         replicas = self.options.replicas
-        assert mode in (poptorch.OutputMode.All, poptorch.OutputMode.Sum), "the double knows All and Sum"
+        assert mode in (poptorch.OutputMode.All, poptorch.OutputMode.Sum), (
+            "the double knows All and Sum"
+        )
         if mode == poptorch.OutputMode.Sum:
             tensors = [sum(tensors[replica::replicas]) for replica in range(replicas)]
         if len(tensors) == 1:
@@ -234,7 +273,8 @@ class PoplarExecutor:
         _copy(self.model, self._program)
 
     def _read_weights(self):
-        """To the user's model, if the device has changed them; with synthetic data nothing leaves the device."""
+        """To the user's model, if the device has changed them; with synthetic data nothing leaves
+        the device."""
         if self._host_is_stale and not self.options.value("enableSyntheticData"):
             _copy(self._program, self.model)
         self._host_is_stale = False
@@ -247,15 +287,24 @@ class PoplarExecutor:
         return result
 
     def setOptimizer(self, optimizer):
-        """Takes an optimizer, or the same one with other values. A constant of a program may not change."""
-        assert isinstance(optimizer, optim.Optimizer), f"Unsupported optimizer type. Types supported {optim.NAMES}"
+        """Takes an optimizer, or the same one with other values.
+
+        A constant of a program may not change.
+        """
+        assert isinstance(optimizer, optim.Optimizer), (
+            f"Unsupported optimizer type. Types supported {optim.NAMES}"
+        )
         if type(optimizer).__name__ not in optim.NAMES:
-            logger.warning("Optimizer `%s` subclassed: its Python code is never run", type(optimizer).__name__)
+            logger.warning(
+                "Optimizer `%s` subclassed: its Python code is never run", type(optimizer).__name__
+            )
         values = [_on_device(group) for group in optimizer.param_groups]
         for before, after in zip(self._values, values) if self.isCompiled() else ():
             for name in before.keys() - optimizer.variable_attrs.names:
                 if before[name] != after[name]:
-                    raise poptorch.Error(f"Problem with {name}. Values are constant but do not match.")
+                    raise poptorch.Error(
+                        f"Problem with {name}. Values are constant but do not match."
+                    )
         optimizer.device_state = weakref.WeakMethod(self._read_state)
         self._optimizer = optimizer
         self._values = values
@@ -264,7 +313,11 @@ class PoplarExecutor:
 
     def _read_state(self):
         """{PopART's name: tensor}; None before there is a program."""
-        return {name: tensor.clone() for name, tensor in self._state.items()} if self.isCompiled() else None
+        return (
+            {name: tensor.clone() for name, tensor in self._state.items()}
+            if self.isCompiled()
+            else None
+        )
 
     def _write_state(self):
         if self._optimizer is not None and self._optimizer.loaded is not None:
@@ -281,8 +334,13 @@ def _copy(source, target):
 
 def _on_device(group):
     """{name: number} of a group of parameters, in the float32 of a device."""
-    values = {name: value for name, value in group.items() if name != "params" and value is not None}
-    return {name: tuple(map(_single, value)) if name == "betas" else _single(value) for name, value in values.items()}
+    values = {
+        name: value for name, value in group.items() if name != "params" and value is not None
+    }
+    return {
+        name: tuple(map(_single, value)) if name == "betas" else _single(value)
+        for name, value in values.items()
+    }
 
 
 def _single(value):
@@ -298,7 +356,8 @@ def _read_before_use(executor, model):
         def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
             if executor() is not None:
                 executor()._read_weights()
-            return super().state_dict(*args, destination, prefix, keep_vars)  # by position, of which torch warns
+            # by position, of which torch warns
+            return super().state_dict(*args, destination, prefix, keep_vars)
 
     model.__class__ = PoptorchModel
 

@@ -1,9 +1,11 @@
-"""The optimizers: attributes and state as PopTorch 3.4's python/optim.py has them, and the update on the device.
+"""The optimizers: attributes and state as PopTorch 3.4's python/optim.py has them, and the update
+on the device.
 
-Forms that the product does not use are missing: SGD has an accumulator of its own, RMSprop is TensorFlow's. Arithmetic
-is float32 but where PopART holds a result in the weight's or the state's dtype. Sources: PopART 3.4, willow/include/
-popart/adam.hpp, sgd.hpp, adaptive.hpp; willow/src/popx/op/adamupdaterx.cpp, adamvarupdatex.cpp, accumulatex.cpp,
-rmspropupdaterx.cpp. State is named as in willow/include/popart/tensornames.hpp.
+Forms that the product does not use are missing: SGD has an accumulator of its own, RMSprop is
+TensorFlow's. Arithmetic is float32 but where PopART holds a result in the weight's or the state's
+dtype. Sources: PopART 3.4, willow/include/ popart/adam.hpp, sgd.hpp, adaptive.hpp;
+willow/src/popx/op/adamupdaterx.cpp, adamvarupdatex.cpp, accumulatex.cpp, rmspropupdaterx.cpp. State
+is named as in willow/include/popart/tensornames.hpp.
 """
 
 import inspect
@@ -15,7 +17,14 @@ NAMES = ("SGD", "RMSprop", "LAMB")  # of those that PopTorch takes, the ones of 
 PREFIXES = ("Accl1___", "Accl2___", "Accl3___", "Step___")
 _MOMENTS = ("first_order_momentum_accum_type", "second_order_momentum_accum_type")
 _TYPES = ("accum_type", "velocity_accum_type", *_MOMENTS)
-_KNOWN = {"params", "loss_scaling", "bias_correction", "use_combined_accum", "use_tf_variant", *_TYPES}
+_KNOWN = {
+    "params",
+    "loss_scaling",
+    "bias_correction",
+    "use_combined_accum",
+    "use_tf_variant",
+    *_TYPES,
+}
 
 
 def nearest(values, dtype):
@@ -24,7 +33,8 @@ def nearest(values, dtype):
 
 
 def stochastic(values, dtype):
-    """Rounds float32 to one of the two neighbours in float16, right on average; torch's generator draws."""
+    """Rounds float32 to one of the two neighbours in float16, right on average; torch's generator
+    draws."""
     if dtype == torch.float32:
         return values.clone()
     _, exponent = torch.frexp(values)
@@ -38,7 +48,8 @@ def _set(target, values, rounded):
 
 
 class VariableAttributes:
-    """Attributes that may change after compilation: those that the constructor was given, not those of groups only."""
+    """Attributes that may change after compilation: those that the constructor was given, not those
+    of groups only."""
 
     def __init__(self, names, allowed):
         self.names = set(names)
@@ -50,12 +61,14 @@ class VariableAttributes:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """State of the device's optimizer as the host knows it: {"ipu_state": {name: tensor}, "ipu_param": {...}}.
+    """State of the device's optimizer as the host knows it: {"ipu_state": {name: tensor},
+    "ipu_param": {...}}.
 
-    device_state: a weak reference to what reads it. loaded: a state that has not reached the device yet.
-    new_state(values, weight): {prefix: tensor} of a parameter before the first update. update(values, weight, gradient,
-    state, rounded): changes weight and state in place; gradient: float32, without loss scale and counts. values: {name:
-    number} of the parameter's group. rounded: nearest or stochastic.
+    device_state: a weak reference to what reads it. loaded: a state that has not reached the device
+    yet. new_state(values, weight): {prefix: tensor} of a parameter before the first update.
+    update(values, weight, gradient, state, rounded): changes weight and state in place; gradient:
+    float32, without loss scale and counts. values: {name: number} of the parameter's group.
+    rounded: nearest or stochastic.
     """
 
     defaults_of_groups = {}
@@ -64,11 +77,16 @@ class Optimizer(torch.optim.Optimizer):
         name = next(each.__name__ for each in type(self).__mro__ if each.__name__ in NAMES)
         stub = getattr(poptorch.optim, name).__init__
         arguments = inspect.signature(stub).bind(self, *args, **kwargs).arguments
-        given = {name: value for name, value in arguments.items() if name != "self" and value is not None}
+        given = {
+            name: value for name, value in arguments.items() if name != "self" and value is not None
+        }
         missing = set(given) - _KNOWN - {"lr", *self.defaults_of_groups}
         assert not missing, f"the double does not know {missing}"
         assert not given.get("use_combined_accum") and given.get("use_tf_variant", True)
-        groups = {name: given.get(name, value) for name, value in {"lr": 1e-3, **self.defaults_of_groups}.items()}
+        groups = {
+            name: given.get(name, value)
+            for name, value in {"lr": 1e-3, **self.defaults_of_groups}.items()
+        }
         super().__init__(given["params"], groups)
         assert isinstance(groups.get("betas", ()), tuple), "Expected a pair for betas"
         self.loss_scaling = given.get("loss_scaling", 1.0)
@@ -78,13 +96,15 @@ class Optimizer(torch.optim.Optimizer):
         self.device_state = self.loaded = None
 
     def state_dict(self):
-        """The device's state and torch's own; None in the place of state that does not exist yet."""
+        """The device's state and torch's own; None in the place of state that does not exist
+        yet."""
         read = self.device_state and self.device_state()
         state = self.loaded or {"ipu_state": read and read(), "ipu_param": {}}
         return {**state, **super().state_dict()}
 
     def load_state_dict(self, state):
-        """Takes a state; it reaches the device when the executor next runs, attaches, or is given the optimizer."""
+        """Takes a state; it reaches the device when the executor next runs, attaches, or is given
+        the optimizer."""
         if "ipu_state" not in state or "ipu_param" not in state:
             raise RuntimeError("Only IPU optimizer states can be loaded onto the IPU.")
         super().load_state_dict(state)
@@ -102,7 +122,9 @@ class SGD(Optimizer):
         step = gradient + values["weight_decay"] * weight.float()
         if "Accl1___" in state:  # larger by the loss scale
             velocity = state["Accl1___"]
-            _set(velocity, velocity.float() * values["momentum"] + self.loss_scaling * step, rounded)
+            _set(
+                velocity, velocity.float() * values["momentum"] + self.loss_scaling * step, rounded
+            )
             step = velocity.float() / self.loss_scaling
         _set(weight, weight.float() - values["lr"] * step, rounded)
 
@@ -111,7 +133,11 @@ class RMSprop(Optimizer):
     defaults_of_groups = {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0}
 
     def new_state(self, values, weight):
-        momentum = {"Accl3___": torch.zeros_like(weight, dtype=torch.float32)} if values["momentum"] else {}
+        momentum = (
+            {"Accl3___": torch.zeros_like(weight, dtype=torch.float32)}
+            if values["momentum"]
+            else {}
+        )
         return {"Accl1___": torch.ones_like(weight, dtype=self.types[_MOMENTS[0]]), **momentum}
 
     def update(self, values, weight, gradient, state, rounded):
@@ -126,7 +152,12 @@ class RMSprop(Optimizer):
 
 
 class LAMB(Optimizer):
-    defaults_of_groups = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
+    defaults_of_groups = {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "max_weight_norm": 65500.0,
+    }
 
     def new_state(self, values, weight):
         count = {"Step___": torch.zeros(())} if self.bias_correction else {}
@@ -146,7 +177,8 @@ class LAMB(Optimizer):
             state["Step___"] += 1
             mean = mean / (1.0 - beta1 ** state["Step___"])
             square = square / (1.0 - beta2 ** state["Step___"])
-        # The first moment takes the second's type, then the quotient, the decay and their sum the weight's.
+        # The first moment takes the second's type, then the quotient, the decay and their sum the
+        # weight's.
         mean = rounded(mean, second.dtype).float()
         update = rounded(mean / (square.sqrt() + values["eps"]), narrow).float()
         if values["weight_decay"]:
@@ -157,7 +189,8 @@ class LAMB(Optimizer):
 
 
 def _trust(max_weight_norm, weight, update):
-    """min(||w||, max) / ||u||; 1 where any of the three is 0 (willow/src/patterns/adamdecompose.cpp)."""
+    """min(||w||, max) / ||u||; 1 where any of the three is 0
+    (willow/src/patterns/adamdecompose.cpp)."""
     weight_square = weight.square().sum()
     update_square = update.square().sum()
     if max_weight_norm == 0 or weight_square == 0 or update_square == 0:

@@ -1,4 +1,5 @@
-"""A recorder of options: which methods were called with which arguments (PopTorch 3.4, python/options.py)."""
+"""A recorder of options: which methods were called with which arguments (PopTorch 3.4,
+python/options.py)."""
 
 import inspect
 
@@ -7,7 +8,9 @@ from signatures import SESSION_OPTIONS, poptorch
 
 
 class Recorder:
-    """An object with the methods and groups of a class of the table. Calls are checked against it and recorded.
+    """An object with the methods and groups of a class of the table.
+
+    Calls are checked against it and recorded.
 
     calls: (path of the method, its arguments) in order, e.g. ("Options.Training.gradientAccumulation", (8,)).
     frozen: set once a model or a loader has the options; a call is an AttributeError then.
@@ -25,7 +28,11 @@ class Recorder:
         if name.startswith("__") or name in ("calls", "frozen", "table"):
             raise AttributeError(name)
         found = getattr(self.table, name)
-        return Recorder(found, f"{self.path}.{name}", self.root) if inspect.isclass(found) else self._recording(found)
+        return (
+            Recorder(found, f"{self.path}.{name}", self.root)
+            if inspect.isclass(found)
+            else self._recording(found)
+        )
 
     def _recording(self, method):
         def call(*args, **kwargs):
@@ -76,4 +83,8 @@ class Options(Recorder):
 
     @property
     def micro_batches(self):
-        return self.replicas * self.value("deviceIterations", 1) * self.value("Training.gradientAccumulation", 1)
+        return (
+            self.replicas
+            * self.value("deviceIterations", 1)
+            * self.value("Training.gradientAccumulation", 1)
+        )
