@@ -233,14 +233,13 @@ def _chain(path: Path) -> List[_Layer]:
         if os.path.realpath(path) in read:
             raise ConfigError(f"{layers[0].place}: extends itself through {path}; break the circle")
         read.append(os.path.realpath(path))
-        base = layer.pop("extends", None)
         # What a run stored has no variables any more: a text that looks like one was typed so.
         content = layer if idle.is_resolved(layer) else _with_variables(layer, str(path))
         layers.insert(0, _Layer(str(path), content))
-        if base is None:
+        if "extends" not in content:
             return layers
         child = path
-        path = _extended(child, base)
+        path = _extended(child, content.pop("extends"))
         place = f"{child}: extends {path}"
         remedy = "correct the name or make the file"
 
@@ -248,7 +247,8 @@ def _chain(path: Path) -> List[_Layer]:
 def _extended(child: Path, base: Any) -> Path:
     """Return the path of the file that `child` extends by `extends: base`."""
     if not isinstance(base, str):
-        raise ConfigError(f"{child}: extends: {base!r} is not the name of a file")
+        fault = f"extends: {base!r} is not the name of a file; name one, or remove the key"
+        raise ConfigError(f"{child}: {fault}")
     try:
         return child.parent / expanded(base)
     except ValueError as error:

@@ -46,7 +46,7 @@ from training.profiling import Recordings
 from training.progression import Progression
 from training.scoring import accuracy, evaluate
 from training.stopping import StopSignals, name_of
-from training.weights import TRAINED, top1_by_weights
+from training.weights import TRAINED, best_of, top1_by_weights
 
 _LINES_ABOVE_LIMIT = 3  # of the log in a row, after which a run has diverged
 _LOWER_THE_PEAK = "start a new run with a lower schedule.peak (or peak_per_image)"
@@ -570,6 +570,13 @@ class Trainer:
         better = progression.best_of_all > best
         progression.without_better = 0 if better else progression.without_better + 1
 
+    def _note_whose_best(self) -> None:
+        """Keep whose the best top-1 is where a checkpoint repeats it: --best takes the newest."""
+        progression = self.progression
+        name = best_of(progression.scores)
+        if top1_by_weights(progression.scores)[name] == progression.best_of_all:
+            progression.best_weights = name
+
     # Saving -----------------------------------------------------------------------------------
 
     def _remember(self) -> None:
@@ -602,6 +609,8 @@ class Trainer:
         progression = self.progression
         progression.metrics_bytes = self.monitor.position()
         progression.logged_checkpoint = scheduled
+        if evaluated:
+            self._note_whose_best()
         self._note_sums()
         # Every rank takes part: states of other stages are sent to the main one, which writes.
         content = {

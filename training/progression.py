@@ -20,7 +20,8 @@ class Progression:
     loss, correct, images, steps_in_window: sums since the last log line.
     unreadable: images that could not be decoded.
     best_top1: of the trained weights.
-    best_of_all: of these and the averages, among which --best chooses; best_weights: whose it is.
+    best_of_all: of these and the averages, among which --best chooses; best_weights: whose it is,
+        of equal ones those that --best takes.
     lines_above_limit: the last log lines in a row whose loss is above run.loss_limit.
     images_digest: of the images that are trained on.
     rounding: version of the random bits that round weights.

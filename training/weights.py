@@ -219,6 +219,16 @@ def top1_by_weights(scores: Mapping[str, Any]) -> Dict[str, float]:
     return top1
 
 
+def best_of(scores: Mapping[str, Any]) -> str:
+    """Return the name of the weights with the highest top-1; at a tie of the trained ones.
+
+    Args:
+        scores: as for `top1_by_weights`.
+    """
+    top1 = top1_by_weights(scores)
+    return max(top1, key=lambda name: (top1[name], name == TRAINED))
+
+
 def names_in_json(text: str, path: Path) -> Optional[List[str]]:
     """Return the names of classes in the metadata of a file; None for null.
 
@@ -345,8 +355,7 @@ def _read_run(folder: Path, which: Optional[str], best: bool) -> StoredWeights:
     progression = content["progression"]
     # The checkpoint was chosen for the best top-1 of all its weights: take those.
     if best and which is None:
-        top1 = top1_by_weights(progression["scores"])
-        which = max(top1, key=lambda name: (top1[name], name == TRAINED))  # trained ones at a tie
+        which = best_of(progression["scores"])
     return _of_checkpoint(checkpoints.path(progression["step"]), content, which or TRAINED)
 
 

@@ -247,7 +247,8 @@ def test_another_name_over_the_recipe_of_a_run_brings_its_own_size(write):
             "base.yaml",
             "base.yaml: extends none.yaml: No such file or directory; correct the name or make the file",
         ),
-        ("5", "mine.yaml: extends: 5 is not the name of a file"),
+        ("5", "mine.yaml: extends: 5 is not the name of a file; name one, or remove the key"),
+        ("", "mine.yaml: extends: None is not the name of a file; name one, or remove the key"),
         ('""', "mine.yaml: extends FOLDER: Is a directory; "),
         (
             '"a\\0b"',
@@ -427,6 +428,7 @@ def test_a_tilde_is_the_home_folder(write, tmp_path, monkeypatch):
     home.mkdir()
     (home / "base.yaml").write_text(SMALLEST)
     assert load(write("extends: ~/base.yaml")) == load(home / "base.yaml")
+    assert load(write("extends: ${NO_SUCH:-~}/base.yaml")) == load(home / "base.yaml")
 
 
 @pytest.mark.parametrize("how", ["config", "extends"])

@@ -3,6 +3,7 @@
 Mostly on an engine that follows a script.
 """
 
+import contextlib
 import re
 import signal
 
@@ -21,6 +22,7 @@ from training import stopping
 from training.checkpoint import CheckpointFolder
 from training.loop import Stopped, Trainer, TrainingError
 from training.progression import Progression
+from training.weights import best_of
 
 
 def test_steps_come_in_order_with_the_rate_of_the_schedule_and_log_evaluation_checkpoint_behind(
@@ -220,6 +222,40 @@ def test_the_last_line_names_the_trained_weights_where_no_average_is_better(star
     lines = []
     start(ScriptedEngine(), "run.steps=12", say=lines.append)
     assert re.search(r"best top1 [\d.]+% \(trained weights\)", lines[-1])
+
+
+@pytest.mark.parametrize(("hits", "whose"), [(6, "trained weights"), (5, "step average")])
+def test_the_last_line_names_the_weights_that_best_takes(start, tmp_path, hits, whose):
+    """6 hits of the average after an epoch, `hits` of the trained weights after the next: of equal
+    scores the newest."""
+    engine = ScriptedEngine()
+    count = engine.evaluate_step
+    scored = {
+        ("trained", 6): 3,
+        ("step_average", 6): 6,
+        ("trained", 12): hits,
+        ("step_average", 12): 4,
+    }
+    chosen = []
+
+    @contextlib.contextmanager
+    def using(name):
+        chosen.append(name)
+        yield
+        chosen.pop()
+
+    def evaluate_step(batch):
+        top1 = torch.tensor(scored[chosen[-1], len(engine.steps)])
+        return count(batch)._replace(top1=top1)
+
+    engine.averages = lambda: ("step_average",)
+    engine.using = using
+    engine.evaluate_step = evaluate_step
+    lines = []
+    start(engine, "run.steps=12", say=lines.append)
+    assert f"best top1 60.00% ({whose})" in lines[-1]
+    best = CheckpointFolder(tmp_path / "checkpoints", 2, True).load_best(pytest.fail)["progression"]
+    assert best_of(best["scores"]).replace("_", " ").replace("trained", "trained weights") == whose
 
 
 def test_the_utilisation_counts_what_each_epoch_costs(start, monkeypatch):
