@@ -183,7 +183,8 @@ class EvaluationBatches:
         """
         assert 0 <= replica < replicas, (replica, replicas)
         # A list, not a generator: it is iterated once for each evaluation.
-        order = order or range(len(source))
+        if order is None:
+            order = range(len(source))
         self._requests = []
         for number in evaluation_share(len(source), batch, replica, replicas):
             indices = list(order[number * batch : (number + 1) * batch])

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from parallel.processes import Processes
     from recipe.division import Batch
 
-# In the order in which `auto` weighs them, from the most faithful to the one that sends least.
+# Files of the methods, each of several: `auto` weighs those that it may take in this order, from the
+# most faithful to the one that sends least.
 _FILES = ("dense", "topk")
 BYTES = Link(0.0, 1.0)  # on which a message takes as many seconds as it has bytes
 

@@ -42,18 +42,18 @@ class _Comparison(NamedTuple):
     """The written content beside the model.
 
     images: how many.
-    fault: why they are random, and not those of validation; empty if they are not.
+    why_random: and not those of validation; empty if they are not.
     difference: the largest of a logit.
     """
 
     images: int
-    fault: str
+    why_random: str
     difference: float
 
     @property
     def kind(self) -> str:
         """Return which images were compared: of `validation`, or `random` ones."""
-        return "random" if self.fault else "validation"
+        return "random" if self.why_random else "validation"
 
 
 @torch.no_grad()
@@ -122,8 +122,8 @@ def _lines(
         lines.append(known.note)
     if is_program:
         lines.append(_signature(model))
-    if comparison.fault:
-        lines.append(f"no validation images: {comparison.fault}")
+    if comparison.why_random:
+        lines.append(f"no validation images: {comparison.why_random}")
     images = f"{comparison.images} {comparison.kind} images"
     difference = f"largest difference of a logit {comparison.difference:.2g}"
     lines.append(f"read again, on {images}: {difference}")
@@ -146,7 +146,7 @@ def _about(stored: StoredWeights, model: Model, comparison: _Comparison) -> dict
         "image_size": model.image_size,
         "classes": model.classes,
         "images": comparison.kind,
-        "no_validation_images": comparison.fault or None,
+        "no_validation_images": comparison.why_random or None,
         "difference": comparison.difference,
     }
 
@@ -173,17 +173,17 @@ def _compare(
         data: section of the recipe, for validation images.
     """
     count = sum(_BATCHES)
-    fault = ""
+    why_random = ""
     try:
         images = _validation_images(section, data, count)
     except DataError as error:
-        fault = str(error)
+        why_random = str(error)
         images = _random_images(image_size(section), count)
     # An exported program must take batches of any size.
     differences = []
     for batch in images.split(_BATCHES):
         differences.append((logits(batch) - model(batch)).abs())
-    return _Comparison(count, fault, torch.cat(differences).max().item())
+    return _Comparison(count, why_random, torch.cat(differences).max().item())
 
 
 def _built(stored: StoredWeights, section: Model, seed: int) -> BlockList:

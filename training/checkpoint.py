@@ -150,6 +150,9 @@ class CheckpointFolder:
     ) -> Optional[dict]:
         """Return the content of the newest whole checkpoint, or None if there never was one.
 
+        A single one that was cut off as it was written counts as none: training/resuming.py refuses
+        to begin anew where metrics tell of a checkpoint.
+
         Args:
             warn: called for each newer one that is passed over: damaged, or without a manifest.
             with_replicas: whether the files of its replicas must be whole, too; weights can be had
