@@ -23,6 +23,19 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
+# Folders of the product, and with the benchmarks all that is no test.
+PRODUCT = (
+    "common",
+    "data",
+    "engines",
+    "models",
+    "optim",
+    "parallel",
+    "recipe",
+    "tools",
+    "training",
+)
+ROOMS = (*PRODUCT, "benchmarks")
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 RECIPES = sorted(
     path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "sweeps"

@@ -16,7 +16,7 @@ from common import command, cores
 from common.command import one_line
 from common.errors import ConfigError, MachineError
 from common.files import writing
-from tests.conftest import ROOT
+from tests.conftest import ROOMS, ROOT
 
 DONE = 0
 FAILED = 1
@@ -25,19 +25,7 @@ STOPPED = 75
 _BEGINNING = re.compile(r"^    run\(__file__(, computes=False)?\)$", re.MULTILINE)
 _FILES = [ROOT / "train.py", ROOT / "evaluate.py"]
 _FILES += [path for room in ("tools", "benchmarks") for path in (ROOT / room).rglob("*.py")]
-_ROOMS = (
-    "common",
-    "recipe",
-    "models",
-    "optim",
-    "data",
-    "parallel",
-    "engines",
-    "training",
-    "tools",
-    "benchmarks",
-)
-_SOURCES = [path for room in _ROOMS for path in (ROOT / room).rglob("*.py")]
+_SOURCES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 COMMANDS = sorted(
     str(path.relative_to(ROOT)) for path in _FILES if _BEGINNING.search(path.read_text())
 )

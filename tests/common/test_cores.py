@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common import cores
-from tests.conftest import ROOT
+from tests.conftest import ROOMS, ROOT
 
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct"
@@ -154,19 +154,7 @@ def test_a_real_group_of_this_machine():
 
 def test_nobody_else_counts_cores():
     """Whoever counted for itself would overlook a quota."""
-    rooms = (
-        "benchmarks",
-        "common",
-        "data",
-        "engines",
-        "models",
-        "optim",
-        "parallel",
-        "recipe",
-        "tools",
-        "training",
-    )
-    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     counting = re.compile(r"cpu_count\(|len\(os\.sched_getaffinity|\bnproc\b(?!-per)")
     counted = {str(path.relative_to(ROOT)) for path in files if counting.search(path.read_text())}
     # the latter for an affinity: which, not how many

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.json_io import json_text
-from tests.conftest import ROOT
+from tests.conftest import PRODUCT, ROOT
 
 # Files whose JSON is a key, a digest, a message, text or a setting, and has no measured numbers.
 _OTHERS = {
@@ -55,21 +55,10 @@ def test_what_is_not_finite_becomes_null_however_deep():
 
 
 def test_every_file_that_writes_measured_numbers_writes_them_by_it():
-    rooms = (
-        "common",
-        "recipe",
-        "models",
-        "optim",
-        "data",
-        "parallel",
-        "engines",
-        "training",
-        "tools",
-    )
     files = [
         ROOT / "evaluate.py",
         ROOT / "train.py",
-        *(file for room in rooms for file in Path(ROOT, room).rglob("*.py")),
+        *(file for room in PRODUCT for file in Path(ROOT, room).rglob("*.py")),
     ]
     found = {file.relative_to(ROOT).as_posix() for file in files if "json.dump" in file.read_text()}
     assert found <= _OTHERS

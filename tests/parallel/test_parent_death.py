@@ -92,6 +92,9 @@ def test_all_processes_die_with_the_one_that_started_them(tmp_path, start, count
 def test_whatever_starts_processes_binds_them_to_itself():
     """Commands that end by themselves within moments need not be bound; torch watches those of
     data/workers.py."""
+    # Not above: processes that import this file shall not load torch.
+    from tests.conftest import ROOMS
+
     others = {
         "training/run_folder.py",
         "parallel/hosts.py",
@@ -104,18 +107,7 @@ def test_whatever_starts_processes_binds_them_to_itself():
     starts = re.compile(
         r"subprocess\.(Popen|run|check_\w+)\(|\.Process\(|get_context\(|ProcessPoolExecutor\(|os\.fork"
     )
-    for room in (
-        "benchmarks",
-        "common",
-        "data",
-        "engines",
-        "models",
-        "optim",
-        "parallel",
-        "recipe",
-        "tools",
-        "training",
-    ):
+    for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             text = path.read_text()
             name = str(path.relative_to(ROOT))

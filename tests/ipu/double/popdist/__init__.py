@@ -1,7 +1,7 @@
 """What the product uses of popdist, from the environment that poprun gives its instances.
 
 Sources: PopTorch 3.4, tests/popdist_test.py; Graphcore's examples (sdk-release-3.4),
-vision/cnns/pytorch/utils/ distributed.py and train/train.py; variables as in a log of poprun's.
+vision/cnns/pytorch/utils/distributed.py and train/train.py; variables as in a log of poprun's.
 Instances are joined by gloo in place of Poplar.
 """
 

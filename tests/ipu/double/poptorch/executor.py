@@ -3,7 +3,7 @@ PopTorch's rules around it.
 
 Weights and state are copied when python/_poplar_executor.py of PopTorch 3.4 does; marks are
 python/ops.py's. Micro batches of a call have the replica innermost: number i * replicas + r goes to
-replica r (PopART 3.4, willow/src/ stepiosplitter.cpp). What cannot be compiled is refused as by
+replica r (PopART 3.4, willow/src/stepiosplitter.cpp). What cannot be compiled is refused as by
 popart_compiler/source/Compiler.cpp and CompilerImpl.cpp.
 """
 

@@ -3,7 +3,7 @@ on the device.
 
 Forms that the product does not use are missing: SGD has an accumulator of its own, RMSprop is
 TensorFlow's. Arithmetic is float32 but where PopART holds a result in the weight's or the state's
-dtype. Sources: PopART 3.4, willow/include/ popart/adam.hpp, sgd.hpp, adaptive.hpp;
+dtype. Sources: PopART 3.4, willow/include/popart/adam.hpp, sgd.hpp, adaptive.hpp;
 willow/src/popx/op/adamupdaterx.cpp, adamvarupdatex.cpp, accumulatex.cpp, rmspropupdaterx.cpp. State
 is named as in willow/include/popart/tensornames.hpp.
 """
