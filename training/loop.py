@@ -561,13 +561,13 @@ class Trainer:
         if progression.best_of_all < progression.best_top1:
             progression.best_of_all = progression.best_top1
             progression.best_weights = TRAINED
-        best = progression.best_of_all
         progression.best_top1 = max(progression.best_top1, trained)
-        for name, top1 in top1_by_weights(scores).items():
-            if top1 > progression.best_of_all:
-                progression.best_of_all = top1
-                progression.best_weights = name
-        better = progression.best_of_all > best
+        name = best_of(scores)
+        top1 = top1_by_weights(scores)[name]
+        better = top1 > progression.best_of_all
+        if better:
+            progression.best_of_all = top1
+            progression.best_weights = name
         progression.without_better = 0 if better else progression.without_better + 1
 
     def _note_whose_best(self) -> None:

@@ -4,24 +4,12 @@ can tell."""
 import pytest
 import torch
 
-from models.efficientnet import build
 from models.kernels.patching import patch
 from models.normalization import norm_parameters
-from recipe.config import Model
 
 pytest.importorskip("triton")
 
-
-def model_of(**keys):
-    section = {
-        "name": "efficientnet_b0",
-        "width": 0.25,
-        "depth": 0.1,
-        "image_size": 16,
-        "classes": 10,
-        **keys,
-    }
-    return build(Model(**section), seed=0)
+from tests.models.kernels.test_squeeze import model_of
 
 
 def kinds(model, *types):
